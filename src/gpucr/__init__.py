@@ -1,0 +1,129 @@
+"""gpucr: checkpoint and restore running CUDA processes on Linux, transparently.
+
+The public API is what is exported here. Names are loaded when they are first used (PEP 562): the drop-in
+``cuda-checkpoint`` command lives in this package and must start as fast as Python itself.
+"""
+
+from __future__ import annotations
+
+from gpucr.version import __version__
+
+TYPE_CHECKING = False  # type checkers take this name for typing's; importing typing would take 4 ms
+if TYPE_CHECKING:
+    from typing import Any
+
+    from gpucr.driver.process import Process
+    from gpucr.errors import (
+        BrokenInstall,
+        CriuError,
+        CriuUnavailable,
+        CudaStarted,
+        DeadlineExceeded,
+        DriverError,
+        DriverUnavailable,
+        GpucrError,
+        IllegalState,
+        Interrupted,
+        InvalidRequest,
+        JobChanged,
+        JobDamaged,
+        LockTimeout,
+        NotACudaProcess,
+        NotPermitted,
+        NotSupportedByDriver,
+        ProcessNotFound,
+        SimulatorUnavailable,
+        SnapshotDamaged,
+        SnapshotError,
+        SnapshotExists,
+        SnapshotUnfinished,
+        Unsupported,
+    )
+    from gpucr.model import CudaState, Gpu, GpuMap
+    from gpucr.operations.dump import DumpPlan, DumpReport, dump, plan_dump
+    from gpucr.operations.listing import ProcessState, job_states, list_cuda_processes
+    from gpucr.operations.restore import RestoreReport, restore
+    from gpucr.operations.steps import Phase, Progress
+    from gpucr.operations.suspend import ChangeReport, resume, suspend
+    from gpucr.snapshot.folder import Snapshot
+
+_HOMES = {
+    "gpucr.driver.process": ("Process",),
+    "gpucr.errors": (
+        "BrokenInstall", "CriuError", "CriuUnavailable", "CudaStarted", "DeadlineExceeded", "DriverError",
+        "DriverUnavailable", "GpucrError", "IllegalState", "Interrupted", "InvalidRequest", "JobChanged", "JobDamaged",
+        "LockTimeout", "NotACudaProcess", "NotPermitted", "NotSupportedByDriver", "ProcessNotFound",
+        "SimulatorUnavailable", "SnapshotDamaged", "SnapshotError", "SnapshotExists", "SnapshotUnfinished",
+        "Unsupported",
+    ),
+    "gpucr.model": ("CudaState", "Gpu", "GpuMap"),
+    "gpucr.operations.dump": ("DumpPlan", "DumpReport", "dump", "plan_dump"),
+    "gpucr.operations.listing": ("ProcessState", "job_states", "list_cuda_processes"),
+    "gpucr.operations.restore": ("RestoreReport", "restore"),
+    "gpucr.operations.steps": ("Phase", "Progress"),
+    "gpucr.operations.suspend": ("ChangeReport", "resume", "suspend"),
+    "gpucr.snapshot.folder": ("Snapshot",),
+}  # fmt: skip
+_HOME_OF = {name: home for home, names in _HOMES.items() for name in names}
+
+__all__ = [
+    "BrokenInstall",
+    "ChangeReport",
+    "CriuError",
+    "CriuUnavailable",
+    "CudaStarted",
+    "CudaState",
+    "DeadlineExceeded",
+    "DriverError",
+    "DriverUnavailable",
+    "DumpPlan",
+    "DumpReport",
+    "Gpu",
+    "GpuMap",
+    "GpucrError",
+    "IllegalState",
+    "Interrupted",
+    "InvalidRequest",
+    "JobChanged",
+    "JobDamaged",
+    "LockTimeout",
+    "NotACudaProcess",
+    "NotPermitted",
+    "NotSupportedByDriver",
+    "Phase",
+    "Process",
+    "ProcessNotFound",
+    "ProcessState",
+    "Progress",
+    "RestoreReport",
+    "SimulatorUnavailable",
+    "Snapshot",
+    "SnapshotDamaged",
+    "SnapshotError",
+    "SnapshotExists",
+    "SnapshotUnfinished",
+    "Unsupported",
+    "__version__",
+    "dump",
+    "job_states",
+    "list_cuda_processes",
+    "plan_dump",
+    "restore",
+    "resume",
+    "suspend",
+]
+
+
+def __getattr__(name: str) -> Any:
+    home = _HOME_OF.get(name)
+    if home is None:
+        raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
+    import importlib
+
+    value = getattr(importlib.import_module(home), name)
+    globals()[name] = value
+    return value
+
+
+def __dir__() -> list[str]:
+    return sorted(__all__)

@@ -1,0 +1,1 @@
+"""The `gpucr` command: one file a sub-command, each exporting ``command``."""

@@ -1,0 +1,96 @@
+"""`gpucr dump`: a whole job to a snapshot on disk."""
+
+from __future__ import annotations
+
+from dataclasses import asdict
+from pathlib import Path
+
+import click
+
+from gpucr.cli.options import (
+    force_option,
+    json_option,
+    only_option,
+    pid_argument,
+    progress_printer,
+    quiet_option,
+    timeout_option,
+)
+from gpucr.cli.output import print_json, say
+from gpucr.cli.reports import print_phases
+from gpucr.operations.dump import dump, plan_dump
+
+
+@click.command("dump")
+@pid_argument
+@click.option(
+    "--to", required=True, type=click.Path(path_type=Path), metavar="DIR", help="A folder that is made for it."
+)
+@click.option("--leave-running", is_flag=True, help="Let the job go on afterwards instead of ending it.")
+@click.option("--dry-run", is_flag=True, help="Look at the job, print what would be done, and change nothing.")
+@only_option
+@timeout_option
+@force_option
+@json_option
+@quiet_option
+def command(
+    *,
+    pid: int,
+    to: Path,
+    leave_running: bool,
+    dry_run: bool,
+    only: bool,
+    timeout_s: float | None,
+    force: bool,
+    as_json: bool,
+    quiet: bool,
+) -> None:
+    """Write PID and its whole tree to the folder DIR and end it. Needs root.
+
+    The processes are ended only after the snapshot is complete and on disk. If anything fails before, they go on as
+    if nothing had been, and DIR is as it was.
+
+    \b
+    Example:
+      gpucr dump 4711 --to /var/snapshots/training-0042
+      gpucr dump 4711 --to /var/snapshots/training-0043 --leave-running
+    """  # fmt: skip
+    if dry_run:
+        _print_plan(pid, to, leave_running=leave_running, only=only, as_json=as_json)
+        return
+    report = dump(
+        pid, to, leave_running=leave_running, only=only, timeout_s=timeout_s, force=force,
+        on_progress=progress_printer(quiet=quiet or as_json),
+    )  # fmt: skip
+    for warning in report.warnings:
+        say(f"warning: {warning}")
+    if as_json:
+        print_json(
+            "dump",
+            {
+                "pid": report.pid,
+                "snapshot": str(report.snapshot.path),
+                "left_running": report.left_running,
+                "processes": len(report.snapshot.manifest.processes),
+                "bytes": report.size_bytes,
+                "downtime_s": report.downtime_s,
+                "phases": [asdict(phase) for phase in report.phases],
+                "warnings": list(report.warnings),
+            },
+        )
+        return
+    after = "goes on" if report.left_running else "was ended"
+    print_phases(f"{report.snapshot.path}: job {report.pid} dumped; it {after}", report.phases, report.downtime_s)
+
+
+def _print_plan(pid: int, to: Path, *, leave_running: bool, only: bool, as_json: bool) -> None:
+    plan = plan_dump(pid, to, leave_running=leave_running, only=only)
+    if as_json:
+        findings = [asdict(finding) for finding in plan.findings]
+        print_json("dump-plan", {"pid": plan.pid, "steps": list(plan.steps), "findings": findings})
+        return
+    for number, step in enumerate(plan.steps, 1):
+        click.echo(f"{number}. {step}")
+    for finding in plan.findings:
+        say(f"{finding.severity}: {finding.sentence()}: {finding.consequence}")
+        say(f"hint:  {finding.remedy}")

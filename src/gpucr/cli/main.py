@@ -1,0 +1,97 @@
+"""The `gpucr` command: finds the sub-command, and turns errors into messages and exit codes in one place."""
+
+from __future__ import annotations
+
+import importlib
+import sys
+
+import click
+
+from gpucr.cli.output import say
+from gpucr.errors import CriuError, GpucrError, Interrupted
+from gpucr.version import __version__
+
+_COMMANDS = {
+    "criu": "show the CRIU that gpucr uses, and fetch it where it is missing",
+    "demo": "start a counter, dump it, kill it, restore it, and show that it counts on",
+    "dump": "write a job to a snapshot on disk and end it, or let it go on",
+    "inspect": "show what a snapshot holds",
+    "ps": "list the processes that use CUDA",
+    "restore": "bring a job back from a snapshot",
+    "resume": "bring a suspended job back onto its GPUs",
+    "sim": "the simulated driver, for machines without a GPU",
+    "state": "show the CUDA state of a job's processes",
+    "suspend": "move a job's GPU memory to host memory and release its GPUs",
+}
+
+_EXIT_CODES = """\b
+Exit codes:
+  0    done
+  1    failed; the job is as it was found
+  2    bad request (no such process, not CUDA, no privileges, ...)
+  3    refused: this workload or machine cannot do it; nothing was changed
+  4    a part is missing or broken (driver, CRIU, ...)
+  5    the snapshot or its folder cannot be used
+  6    out of time; the job is as it was found
+  10   failed, and the job could not be brought back to how it was
+  130  interrupted; the job is as it was found"""
+
+
+class _LazyGroup(click.Group):
+    """Loads only the sub-command that is run: `gpucr state` must not pay for what `gpucr dump` imports."""
+
+    def list_commands(self, ctx: click.Context) -> list[str]:
+        return sorted(_COMMANDS)
+
+    def get_command(self, ctx: click.Context, cmd_name: str) -> click.Command | None:
+        if cmd_name not in _COMMANDS:
+            return None
+        command = importlib.import_module(f"gpucr.cli.{cmd_name}").command
+        if not isinstance(command, click.Command):
+            raise TypeError(f"gpucr.cli.{cmd_name}.command is not a command")
+        return command
+
+    def format_commands(self, ctx: click.Context, formatter: click.HelpFormatter) -> None:
+        with formatter.section("Commands"):
+            formatter.write_dl(sorted(_COMMANDS.items()))
+
+
+@click.command("gpucr", cls=_LazyGroup, epilog=_EXIT_CODES, context_settings={"help_option_names": ["-h", "--help"]})
+@click.version_option(__version__, prog_name="gpucr")
+def _gpucr() -> None:
+    """Checkpoint and restore running CUDA processes.
+
+    \b
+    gpucr suspend 4711                  free the GPUs, keep the job in host memory
+    gpucr resume 4711                   and go on
+    gpucr dump 4711 --to /var/snap/a    write the job to disk and end it
+    gpucr restore /var/snap/a           and bring it back, also after a reboot
+    """
+
+
+def main() -> None:
+    """Run the command line and exit with the code that the outcome has."""
+    try:
+        _gpucr(standalone_mode=False)
+    except GpucrError as error:
+        _explain(error)
+        sys.exit(error.exit_code)
+    except click.ClickException as error:
+        error.show()
+        sys.exit(2)
+    except (click.Abort, KeyboardInterrupt):
+        say("error: interrupted")
+        sys.exit(Interrupted.exit_code)
+    except BrokenPipeError:
+        sys.exit(0)
+
+
+def _explain(error: GpucrError) -> None:
+    say(f"error: {error.message}")
+    if isinstance(error, CriuError):
+        if error.reason and error.reason not in error.message:
+            say(f"criu:  {error.reason}")
+        if error.log_path:
+            say(f"log:   {error.log_path}")
+    if error.hint:
+        say(f"hint:  {error.hint}")

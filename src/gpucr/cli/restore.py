@@ -1,0 +1,65 @@
+"""`gpucr restore`: a job back from a snapshot."""
+
+from __future__ import annotations
+
+from dataclasses import asdict
+from pathlib import Path
+
+import click
+
+from gpucr.cli.options import (
+    force_option,
+    gpu_map_option,
+    json_option,
+    progress_printer,
+    quiet_option,
+    timeout_option,
+)
+from gpucr.cli.output import print_json, say
+from gpucr.cli.reports import print_phases
+from gpucr.operations.restore import restore
+
+
+@click.command("restore")
+@click.argument("snapshot", type=click.Path(path_type=Path), metavar="DIR")
+@gpu_map_option
+@timeout_option
+@force_option
+@json_option
+@quiet_option
+def command(
+    *, snapshot: Path, gpu_map: str | None, timeout_s: float | None, force: bool, as_json: bool, quiet: bool
+) -> None:
+    """Bring the job of the snapshot DIR back: same pids, same memory, same GPUs or those of --gpu-map. Needs root.
+
+    The snapshot is verified before anything starts, and stays as it is. If anything fails later, the processes that
+    were restored so far are ended.
+
+    \b
+    Example:
+      gpucr restore /var/snapshots/training-0042
+    """
+    report = restore(
+        snapshot,
+        gpu_map=gpu_map,
+        timeout_s=timeout_s,
+        force=force,
+        on_progress=progress_printer(quiet=quiet or as_json),
+    )
+    for warning in report.warnings:
+        say(f"warning: {warning}")
+    if as_json:
+        print_json(
+            "restore",
+            {
+                "pid": report.pid,
+                "snapshot": str(report.snapshot.path),
+                "processes": report.processes,
+                "bytes": report.size_bytes,
+                "downtime_s": report.downtime_s,
+                "phases": [asdict(phase) for phase in report.phases],
+                "warnings": list(report.warnings),
+            },
+        )
+        return
+    print_phases(f"job {report.pid} runs again ({report.processes} processes)", report.phases, report.downtime_s)

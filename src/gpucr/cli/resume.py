@@ -1,0 +1,43 @@
+"""`gpucr resume`: a suspended job back onto its GPUs, or onto others."""
+
+from __future__ import annotations
+
+import click
+
+from gpucr.cli.options import (
+    force_option,
+    gpu_map_option,
+    json_option,
+    only_option,
+    pid_argument,
+    progress_printer,
+    quiet_option,
+    timeout_option,
+)
+from gpucr.cli.reports import print_change
+from gpucr.operations.suspend import resume
+
+
+@click.command("resume")
+@pid_argument
+@gpu_map_option
+@only_option
+@timeout_option
+@force_option
+@json_option
+@quiet_option
+def command(
+    *, pid: int, gpu_map: str | None, only: bool, timeout_s: float | None, force: bool, as_json: bool, quiet: bool
+) -> None:
+    """Bring PID and its whole tree back onto its GPUs and let it go on.
+
+    If anything fails, for example because the GPU is full, the job is suspended as before and can be resumed later.
+
+    \b
+    Example:
+      gpucr resume 4711
+      gpucr resume 4711 --gpu-map GPU-6b1e...=GPU-91c0...,GPU-91c0...=GPU-6b1e...
+    """
+    on_progress = progress_printer(quiet=quiet or as_json)
+    report = resume(pid, gpu_map=gpu_map, only=only, timeout_s=timeout_s, force=force, on_progress=on_progress)
+    print_change("resume", report, as_json=as_json)

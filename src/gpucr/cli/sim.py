@@ -1,0 +1,101 @@
+"""`gpucr sim`: the simulated driver's environment, and the counter program."""
+
+from __future__ import annotations
+
+import ctypes
+import os
+import shlex
+from collections.abc import Iterator, Mapping
+from pathlib import Path
+
+import click
+
+from gpucr.cli.output import print_json
+from gpucr.errors import DriverUnavailable
+from gpucr.sim.build import build, environment
+
+
+@click.group("sim")
+def command() -> None:
+    """Work without a GPU: a simulated driver, and a small CUDA program to try things on.
+
+    \b
+    Example:
+      eval "$(gpucr sim env)"
+      gpucr sim counter --port 7000 --mib 64 &
+      gpucr ps
+    """
+
+
+@command.command("env")
+@click.option("--gpus", default="2x16GiB", show_default=True, metavar="SPEC", help="[COUNTx]SIZE, comma separated.")
+@click.option("--state-dir", type=click.Path(path_type=Path), help="Where device memory in use is counted.")
+@click.option("--machine", metavar="NAME", help="Another name gives GPUs with other UUIDs.")
+@click.option("--old-driver", is_flag=True, help="A driver without the checkpoint API.")
+@click.option("--json", "as_json", is_flag=True, help="Print JSON.")
+def env(gpus: str, state_dir: Path | None, machine: str | None, old_driver: bool, as_json: bool) -> None:
+    """Print the variables that put the simulated driver in place.
+
+    \b
+    Example:
+      eval "$(gpucr sim env --gpus 2x16GiB)"
+    """
+    driver_kind = "old" if old_driver else "current"
+    variables = environment(gpus, state_dir=state_dir, driver=driver_kind, machine=machine)  # type: ignore[arg-type]
+    if as_json:
+        print_json("sim.env", {"variables": variables})
+        return
+    for name, value in variables.items():
+        click.echo(f"export {name}={_quoted(value)}")
+
+
+def _quoted(value: str) -> str:
+    quoted = shlex.quote(value)
+    return quoted if quoted.startswith("'") else f"'{quoted}'"
+
+
+@command.command("counter")
+@click.option("--port", type=click.IntRange(0, 65535), required=True, help="UDP port; 0 picks a free one.")
+@click.option("--mib", type=click.IntRange(min=0), default=0, help="MiB of reproducible random bytes on each device.")
+@click.option("--devices", default="0", show_default=True, metavar="0,1", help="The devices to use.")
+@click.option("--start", type=click.IntRange(min=0), default=100, show_default=True, help="Number before the first.")
+@click.option("--managed", is_flag=True, help="Also hold managed memory, which no driver can checkpoint.")
+@click.option("--fork", type=click.IntRange(0, 64), default=0, help="Children, each a counter on PORT+1, PORT+2, ...")
+@click.option("--cpu-parent", is_flag=True, help="Only the children use CUDA.")
+@click.option("--no-cuda", is_flag=True, help="Answer from host memory.")
+@click.option("--cuda-after", type=click.Path(), metavar="FILE", help="Start CUDA when FILE appears.")
+def counter(**options: int | str | bool | None) -> None:
+    """Run the counter program: a number in GPU memory, answered and incremented over UDP.
+
+    It runs on the real driver, or on the simulated one where its environment is in place, and prints one line that
+    begins with "ready" when it answers. Each packet to 127.0.0.1:PORT gets the next number; the packet "verify"
+    checks the random bytes, "busy MS" occupies the GPU for so long, "pid" tells the process id.
+
+    \b
+    Example:
+      gpucr sim counter --port 7000 --mib 64 &
+      echo | nc -u -w1 127.0.0.1 7000
+    """
+    if not options["no_cuda"]:
+        _require_libcuda()
+    program = build() / "counter"
+    os.execv(program, [str(program), *_counter_arguments(options)])  # noqa: S606 (an argument list, no shell)
+
+
+def _counter_arguments(options: Mapping[str, int | str | bool | None]) -> Iterator[str]:
+    for name, value in options.items():
+        option = f"--{name.replace('_', '-')}"
+        if value is True:
+            yield option
+        elif value is not None and value is not False:
+            yield from (option, str(value))
+
+
+def _require_libcuda() -> None:
+    try:
+        ctypes.CDLL("libcuda.so.1")
+    except OSError as e:
+        raise DriverUnavailable(
+            "there is no CUDA driver: libcuda.so.1 cannot be loaded",
+            hint='install the NVIDIA driver, or run `eval "$(gpucr sim env)"` first to use the simulated one',
+        ) from e

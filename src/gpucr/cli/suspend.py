@@ -1,0 +1,38 @@
+"""`gpucr suspend`: a job's GPU memory to host memory, its GPUs released."""
+
+from __future__ import annotations
+
+import click
+
+from gpucr.cli.options import (
+    force_option,
+    json_option,
+    only_option,
+    pid_argument,
+    progress_printer,
+    quiet_option,
+    timeout_option,
+)
+from gpucr.cli.reports import print_change
+from gpucr.operations.suspend import suspend
+
+
+@click.command("suspend")
+@pid_argument
+@only_option
+@timeout_option
+@force_option
+@json_option
+@quiet_option
+def command(*, pid: int, only: bool, timeout_s: float | None, force: bool, as_json: bool, quiet: bool) -> None:
+    """Move the GPU memory of PID and its whole tree to host memory and release its GPUs.
+
+    The processes stay; those that call CUDA wait until `gpucr resume`. If anything fails, everything is undone.
+
+    \b
+    Example:
+      gpucr suspend 4711
+    """
+    on_progress = progress_printer(quiet=quiet or as_json)
+    report = suspend(pid, only=only, timeout_s=timeout_s, force=force, on_progress=on_progress)
+    print_change("suspend", report, as_json=as_json)

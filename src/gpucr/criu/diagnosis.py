@@ -1,0 +1,240 @@
+"""Read in CRIU's log why it failed: its decisive line, what that means, and what to do about it."""
+
+from __future__ import annotations
+
+import re
+from dataclasses import dataclass
+
+
+@dataclass(frozen=True)
+class Diagnosis:
+    """``reason`` is CRIU's own line, ``meaning`` one sentence about it, ``hint`` what to do (None: not known)."""
+
+    reason: str
+    meaning: str
+    hint: str | None
+
+
+@dataclass(frozen=True)
+class FailurePattern:
+    """A known failure: what CRIU writes (groups may be named in the texts), what it means, what to do."""
+
+    name: str
+    pattern: re.Pattern[str]
+    meaning: str
+    hint: str
+
+
+def _known(name: str, pattern: str, meaning: str, hint: str) -> FailurePattern:
+    return FailurePattern(name, re.compile(pattern), meaning, hint)
+
+
+# In the order of how specific they are: the first pattern that matches an error line of the log decides.
+KNOWN_FAILURES: tuple[FailurePattern, ...] = (
+    _known(
+        "io-uring",
+        # Kernels from 6.7 on refuse to pass a ring's descriptor to CRIU, and no other kind (seen with 4.2.1 on 6.18).
+        r"io_uring|send_fds failed \(-22\)",
+        "a process has an io_uring ring, which CRIU cannot dump",
+        "start the job without io_uring (torch: USE_LIBUV=0 keeps its TCPStore from making a ring)",
+    ),
+    _known(
+        "userfaultfd",
+        r"userfaultfd",
+        "a process has a userfaultfd, which CRIU cannot dump",
+        "close it before the dump; a restore that still fills memory must have ended",
+    ),
+    _known(
+        "gpu-held",
+        r"/dev/nvidia[^\s)]*",
+        "a process still holds the GPU ({0})",
+        "the process's CUDA state must be checkpointed first, and nothing but CUDA (graphics, NVML) may hold the GPU",
+    ),
+    _known(
+        "no-space",
+        r"No space left on device|Disk quota exceeded",
+        "there is no space left where the images or the restored files go",
+        "free space there, or choose another folder",
+    ),
+    _known(
+        "ghost-too-large",
+        r"Can't dump ghost file (?P<file>.*?) of (?P<size>\d+) size",
+        "the deleted file {file} is still in use and is larger than the ghost limit ({size} bytes)",
+        "it grew during the dump: dump again",
+    ),
+    _known(
+        "pid-in-use",
+        r"Can't fork for (?P<pid>\d+): File exists|Unexpected pid \d+",
+        "pid {pid} of the job is in use on this machine",
+        "end the process that has it (a dumped process stays as a zombie until its parent reaps it)",
+    ),
+    _known(
+        "address-in-use",
+        r"Can't bind inet socket.*Address already in use|Can't bind inet6? socket.*Address already in use",
+        "a port on which the job listens is in use on this machine",
+        "end the program that has it; connections in TIME_WAIT release it within a minute (see `ss -tan`)",
+    ),
+    _known(
+        "address-missing",
+        r"Can't bind inet6? socket.*Cannot assign requested address",
+        "this machine does not have a network address that the job is bound to",
+        "restore on the machine of the dump, or add the address",
+    ),
+    _known(
+        "file-changed",
+        r"File (?P<file>.*) has bad (?P<what>size|mode|build-ID)\b.*",
+        "the file {file} has changed since the dump ({what})",
+        "put the file back as it was at the dump (a log that has grown: truncate it to its old size)",
+    ),
+    _known(
+        "link-remap",
+        r"link_remap|/dev/shm/sem\.",
+        "a deleted file that the job still uses (a semaphore, as a rule) cannot be linked into its folder",
+        "the folder must be on this machine as at the dump and be writable; /dev/shm/sem.* are made by multiprocessing",
+    ),
+    _known(
+        "image-damaged",
+        r"Unable to open \S+\.img|Can't open \S+ data for \d+|Unexpected EOF|Read \d+ bytes while \d+ expected from|"
+        r"Can't read \S+ image|Magic doesn't match|Corrupted image|Unexpected size \(\d+\)",
+        "an image is missing or damaged",
+        "this snapshot cannot be restored: use another",
+    ),
+    _known(
+        "file-missing",
+        r"Can't open file (?P<file>.*?) on restore: No such file or directory"
+        r"|Can't open (?:file )?(?P<file2>/?\S+): No such file or directory"
+        r"|Can't (?:stat|change cwd).*: No such file or directory",
+        "a file or folder of the job is not there ({file}{file2})",
+        "put the job's files where they were at the dump",
+    ),
+    _known(
+        "unix-outside",
+        r"Can't dump half of stream unix connection|External socket is used|[Rr]unaway socket|"
+        r"unix: .*[Ee]xternal",
+        "a process has a unix socket connected to a program outside the job",
+        "dump the tree that has both ends, or close the connection first",
+    ),
+    _known(
+        "in-flight-connection",
+        r"In-flight connection",
+        "a TCP connection is just being made to the job",
+        "dump again when it has been accepted",
+    ),
+    _known(
+        "session-outside",
+        r"session leader of \d+\(\d+\) is outside|is not a session leader",
+        "the job's session leader is outside the job",
+        "dump the whole session, or start the job with setsid",
+    ),
+    _known(
+        "terminal",
+        r"tty: .*",
+        "the job's terminal is not there",
+        "restore from a terminal, or start the job without one (setsid, output to a file)",
+    ),
+    _known(
+        "nested-pid-namespace",
+        r"[Nn]ested pid namespace",
+        "a process of the job has a pid namespace of its own inside the job",
+        "dump the container as a whole, or start the job without nested containers",
+    ),
+    _known(
+        "network-lock",
+        r"iptables-restore|ip6tables-restore|nftables|[Nn]etwork lock|[Ll]ock(?:ing)? network",
+        "the job's network connections could not be locked",
+        "CRIU needs nftables or iptables in the kernel, and CAP_NET_ADMIN",
+    ),
+    _known(
+        "freeze-timeout",
+        r"Timeout reached|Unable to freeze",
+        "a process of the job did not stop",
+        "it hangs in the kernel (state D in `ps`), on a dead network filesystem for example: dump again later",
+    ),
+    _known(
+        "other-uid-limits",
+        r"Can't get rlimit",
+        "CRIU may not read the limits of a process of another user",
+        "CRIU needs CAP_SYS_RESOURCE for it: run outside the container, or add the capability",
+    ),
+    _known(
+        "traced",
+        r"Unable to interrupt task: \d+ \(Operation not permitted\)",
+        "a process of the job is being traced by a debugger, or may not be traced",
+        "end the debugger (gdb, strace); containers need CAP_SYS_PTRACE",
+    ),
+    _known(
+        "process-gone",
+        r"Unable to interrupt task: \d+ \(No such process\)",
+        "a process of the job has ended",
+        "see whether the job still runs, and try again",
+    ),
+    _known(
+        "socket-options",
+        r"Can't get 1:(?:16|34)\b.*Operation not supported",
+        "this CRIU is too old for this kernel: it cannot dump network sockets (Linux 6.16 and newer need CRIU 4.2)",
+        "run `gpucr criu`, or install a newer CRIU",
+    ),
+    _known(
+        "vdso",
+        r"Unexpected rt vDSO area bounds|vdso: .*[Uu]nexpected",
+        "this CRIU is too old for this kernel",
+        "run `gpucr criu`, or install a newer CRIU",
+    ),
+    _known(
+        "mounts",
+        r"^mnt: |Mount \d+ .*",
+        "a mount of the job cannot be dumped or is not there",
+        "run the job in the host's mount namespace, or dump the container with its runtime",
+    ),
+    _known(
+        "unsupported-file",
+        r"Can't dump file (?P<fd>\d+) of that type",
+        "a process has a file of a kind that CRIU cannot dump (fd {fd})",
+        "close it before the dump",
+    ),
+    _known(
+        "not-permitted",
+        r"Operation not permitted|Permission denied",
+        "CRIU may not do what it needs",
+        "run as root, in containers with CAP_SYS_ADMIN, CAP_SYS_PTRACE and CAP_CHECKPOINT_RESTORE",
+    ),
+)
+
+_LINE = re.compile(r"\b(?P<level>Error|Warn)\s+\([^)]*\): ?(?P<text>.*)")
+
+# Lines that are written also where all goes well, or that only say that something failed before.
+_NEVER_THE_REASON = re.compile(
+    r"Can't setup RLIMIT_NOFILE|(?:Dumping|Restoring|Pre-dumping) FAILED|RPC client reported script error"
+)
+
+
+def diagnose(log: str, *, otherwise: str = "") -> Diagnosis:
+    """The reason in CRIU's log. ``otherwise`` is what is known without it (CRIU's error message in its answer).
+
+    A line that matches a known failure is preferred to an earlier one that does not, and an error to a warning (CRIU
+    only warns of a task that it cannot seize). Else the first error decides, as those after it are its consequences.
+    """
+    lines: dict[str, list[str]] = {"Error": [], "Warn": []}
+    for match in _LINE.finditer(log):
+        if not _NEVER_THE_REASON.search(match["text"]):
+            lines[match["level"]].append(match["text"].strip())
+    known = _match_known(lines["Error"]) or _match_known(lines["Warn"])
+    if known is not None:
+        return known
+    last = [line for line in log.splitlines() if line.strip() and not _NEVER_THE_REASON.search(line)][-1:]
+    reason = next(iter([*lines["Error"], *filter(None, [otherwise]), *last]), "it wrote no reason")
+    return Diagnosis(reason, reason, None)
+
+
+def _match_known(lines: list[str]) -> Diagnosis | None:
+    for failure in KNOWN_FAILURES:
+        for line in lines:
+            match = failure.pattern.search(line)
+            if match is not None:
+                return Diagnosis(line, _fill(failure.meaning, match), failure.hint)
+    return None
+
+
+def _fill(text: str, match: re.Match[str]) -> str:
+    named = {name: value or "" for name, value in match.groupdict().items()}
+    return text.format(match.group(0), **named)

@@ -1,0 +1,307 @@
+"""Dump and restore a process tree with CRIU: notifications, a deadline, and an end that leaves no task half-way.
+
+Dump hooks in order: pre-dump (tasks run), query-ext-files (frozen), post-dump (frozen, images complete), then CRIU
+kills the tasks or lets them go on. A tree with a network namespace of its own has network-lock after the freeze and
+network-unlock before it goes on, as well. Restore hooks: pre-restore, post-restore, pre-resume, post-resume; with
+namespaces of its own also setup-namespaces, post-setup-namespaces and network-unlock in between. (Seen with 4.1.1.)
+"""
+
+from __future__ import annotations
+
+import os
+import signal
+import time
+from collections.abc import Callable
+from pathlib import Path
+
+from gpucr.criu import rpc_pb2
+from gpucr.criu.diagnosis import Diagnosis, diagnose
+from gpucr.criu.install import CriuInstall, run_check
+from gpucr.criu.options import DumpOptions, NetworkLock, RestoreOptions
+from gpucr.criu.remains import kill_orphans
+from gpucr.criu.service import CriuService
+from gpucr.errors import CriuError, DeadlineExceeded
+from gpucr.linux import processes
+
+OnNotify = Callable[[str, int], None]
+
+# CRIU's "debug": what its developers ask for, and where the diagnosis finds the file or pid an error is about.
+_LOG_LEVEL = 4
+
+_NETWORK_LOCKS: dict[NetworkLock, rpc_pb2.NetworkLock] = {
+    "iptables": rpc_pb2.IPTABLES,
+    "nftables": rpc_pb2.NFTABLES,
+    "skip": rpc_pb2.SKIP,
+}
+
+# How long CRIU may take to undo after it was told to end, before it is killed (ptrace and the parasite's own end then
+# set the tasks free, see docs/adr/0002-criu-by-rpc.md), and how often a restore is told again meanwhile.
+_UNDO_LIMIT_S = 30.0
+_RETELL_S = 0.05
+
+
+class Criu:
+    """CRIU, driven by RPC. Every call starts a CRIU process of its own and has reaped it when it returns or raises.
+
+    Root is needed (CAP_SYS_ADMIN at least). Several calls may run at once in several threads.
+    """
+
+    def __init__(self, install: CriuInstall) -> None:
+        self.install = install
+
+    def dump(
+        self,
+        pid: int,
+        images_dir: Path,
+        options: DumpOptions,
+        *,
+        log_path: Path,
+        on_notify: OnNotify | None = None,
+        deadline: float | None = None,
+    ) -> None:
+        """Write the images of the tree of ``pid`` into ``images_dir``. Running → killed, or running with leave_running.
+
+        ``on_notify(hook, pid)`` is called at each hook while CRIU waits. What it raises ends the dump: CRIU undoes,
+        the tasks go on, the exception is raised. So does ``deadline`` (time.monotonic) with DeadlineExceeded, and
+        KeyboardInterrupt. When post-dump has been answered the dump is complete and only finishes; a KeyboardInterrupt
+        that comes later is raised with the images complete and the tasks gone.
+
+        The log, CRIU's statistics and its other working files go to the folder of ``log_path``. Images of a dump that
+        failed are left for the caller to remove. Raises CriuError, DeadlineExceeded.
+        """
+        request_options = {
+            "pid": pid,
+            "leave_running": options.leave_running,
+            "ghost_limit": options.ghost_limit_bytes,
+            **_common_options(options),
+        }
+        with CriuService(self.install) as service:
+            run = _Run(service, "dump", log_path, on_notify, deadline, hook_pid=pid, point_of_no_return="post-dump")
+            run.serve(rpc_pb2.DUMP, images_dir, request_options)
+
+    def restore(
+        self,
+        images_dir: Path,
+        options: RestoreOptions,
+        *,
+        log_path: Path,
+        leave_stopped: bool = False,
+        on_notify: OnNotify | None = None,
+        deadline: float | None = None,
+    ) -> int:
+        """Bring the tree in ``images_dir`` back, detached from the caller. Returns the root's pid; the tree runs.
+
+        With ``leave_stopped`` it is stopped, as by SIGSTOP, before its first instruction.
+
+        ``on_notify(hook, pid)``: as in `dump`; ``pid`` is the root's where CRIU tells it (post-restore and later), else
+        0. A restore that fails, is refused by ``on_notify``, or is ended by ``deadline`` or KeyboardInterrupt has
+        killed everything of the tree; the pids are free once their parent (init, as a rule) has reaped them. With
+        ``shell_job`` the tree joins the caller's session and its terminal is the caller's stdin. Raises CriuError,
+        DeadlineExceeded.
+        """
+        with CriuService(self.install, own_session=not options.shell_job) as service:
+            stat = processes.read_stat(service.pid)
+            started_ticks = stat.start_time_ticks if stat is not None else 0
+            run = _Run(service, "restore", log_path, on_notify, deadline, hook_pid=0, point_of_no_return=None)
+            try:
+                request_options = {"leave_stopped": leave_stopped, **_common_options(options)}
+                response = run.serve(rpc_pb2.RESTORE, images_dir, request_options)
+            except BaseException:
+                if service.end() < 0:  # CRIU cleans up after itself, unless it was killed
+                    kill_orphans(images_dir, since_ticks=started_ticks)
+                raise
+        return response.restore.pid
+
+    def check(self) -> None:
+        """Ask CRIU whether this kernel, with these privileges, has what it needs. Raises CriuError."""
+        result = run_check(self.install)
+        if result.returncode != 0:
+            diagnosis = diagnose(result.stdout)
+            raise CriuError(
+                f"CRIU {self.install.version_text} cannot work here: {diagnosis.meaning}",
+                phase="check",
+                reason=diagnosis.reason,
+                hint=diagnosis.hint or "CRIU needs root and a kernel with CONFIG_CHECKPOINT_RESTORE",
+            )
+
+
+def _common_options(options: DumpOptions | RestoreOptions) -> dict[str, bool | int | rpc_pb2.NetworkLock]:
+    return {
+        "shell_job": options.shell_job,
+        "tcp_established": options.tcp_established,
+        "file_locks": options.file_locks,
+        "link_remap": options.link_remap,
+        "ext_unix_sk": options.ext_unix_sk,
+        "network_lock": _NETWORK_LOCKS[options.network_lock],
+    }
+
+
+class _Run:
+    """One request to one CRIU: its hooks are answered, and it is told to end where it must not go on."""
+
+    def __init__(
+        self,
+        service: CriuService,
+        phase: str,
+        log_path: Path,
+        on_notify: OnNotify | None,
+        deadline: float | None,
+        *,
+        hook_pid: int,
+        point_of_no_return: str | None,
+    ) -> None:
+        self._service = service
+        self._phase = phase
+        self._log_path = log_path
+        self._on_notify = on_notify
+        self._deadline = deadline
+        self._hook_pid = hook_pid
+        self._point_of_no_return = point_of_no_return
+        self._last_hook = ""
+        self._committed = False
+        self._stop_reason: BaseException | None = None
+        self._undo_deadline = 0.0
+
+    def serve(
+        self, kind: rpc_pb2.RequestType, images_dir: Path, options: dict[str, bool | int | rpc_pb2.NetworkLock]
+    ) -> rpc_pb2.Response:
+        """Send the request, serve the hooks, and return CRIU's answer to a request that it has carried out."""
+        self._log_path.parent.mkdir(parents=True, exist_ok=True)
+        # CRIU opens the folders through /proc/OUR-PID/fd, so that no path is resolved twice.
+        images_fd = os.open(images_dir, os.O_DIRECTORY | os.O_RDONLY | os.O_CLOEXEC)
+        try:
+            work_fd = os.open(self._log_path.parent, os.O_DIRECTORY | os.O_RDONLY | os.O_CLOEXEC)
+            try:
+                request_options = rpc_pb2.Options(
+                    images_dir_fd=images_fd,
+                    work_dir_fd=work_fd,
+                    log_file=self._log_path.name,
+                    log_level=_LOG_LEVEL,
+                    notify_scripts=True,
+                    timeout=0,
+                    **options,  # type: ignore[arg-type]
+                )
+                self._service.send(rpc_pb2.Request(type=kind, opts=request_options))
+                response = self._converse()
+                status = self._wait()
+            finally:
+                os.close(work_fd)
+        finally:
+            os.close(images_fd)
+        return self._conclude(response, status)
+
+    def _converse(self) -> rpc_pb2.Response | None:
+        """Answer hooks until CRIU's final answer; None where it ended without one."""
+        while True:
+            try:
+                response = self._service.receive(self._next_wake_up())
+                if response is None or response.type != rpc_pb2.NOTIFY:
+                    return response
+                self._service.send(rpc_pb2.Request(type=rpc_pb2.NOTIFY, notify_success=self._answer(response.notify)))
+            except TimeoutError:
+                self._on_time_out()
+            except KeyboardInterrupt as e:
+                self._stop(e)
+
+    def _wait(self) -> int:
+        while True:
+            try:
+                return self._service.wait()
+            except KeyboardInterrupt as e:
+                self._stop(e)
+
+    def _next_wake_up(self) -> float | None:
+        if self._committed:
+            return None
+        if self._stop_reason is None:
+            return self._deadline
+        if self._phase == "restore":
+            return min(self._undo_deadline, time.monotonic() + _RETELL_S)
+        return self._undo_deadline
+
+    def _on_time_out(self) -> None:
+        if self._stop_reason is None:
+            self._stop(self._out_of_time())
+        elif time.monotonic() >= self._undo_deadline:
+            self._service.signal(signal.SIGKILL)
+            self._undo_deadline = float("inf")
+        else:
+            self._tell_to_end()
+
+    def _answer(self, notification: rpc_pb2.Notification) -> bool:
+        hook = notification.script
+        self._last_hook = hook
+        if notification.HasField("pid"):
+            self._hook_pid = notification.pid
+        if self._stop_reason is not None:
+            # Part of CRIU's undo; everything else is refused, so that a dump which must end does not complete.
+            return hook == "network-unlock"
+        if not self._committed and self._deadline is not None and time.monotonic() >= self._deadline:
+            self._stop(self._out_of_time())
+            return False
+        try:
+            if self._on_notify is not None:
+                self._on_notify(hook, self._hook_pid)
+        except BaseException as e:  # noqa: BLE001 - whatever it is, CRIU must undo before it goes on to the caller
+            self._stop(e)
+            return False
+        self._committed = self._committed or hook == self._point_of_no_return
+        return True
+
+    def _out_of_time(self) -> DeadlineExceeded:
+        return DeadlineExceeded(
+            f"the time was up while CRIU was at work on the {self._phase}",
+            hint="allow more time with --timeout, or see where the time went in the log",
+        )
+
+    def _stop(self, reason: BaseException) -> None:
+        """Remember why the run must not succeed, and tell CRIU to end. A second reason changes nothing."""
+        if self._stop_reason is not None:
+            return
+        self._stop_reason = reason
+        self._undo_deadline = time.monotonic() + _UNDO_LIMIT_S
+        if not self._committed:
+            self._tell_to_end()
+
+    def _tell_to_end(self) -> None:
+        """Make CRIU fail and undo by its own means, wherever it is. A hook that waits for an answer gets a refusal."""
+        if self._phase == "restore":
+            # CRIU takes the death of a task that it restores as a failure, and ends the others.
+            processes.kill_tree(self._service.pid, including_root=False, timeout_s=0)
+            return
+        if self._last_hook == "pre-dump":
+            # It may be waiting for a task that does not stop. SIGALRM is CRIU's own freeze timeout, which it takes as
+            # a reason to give up there, and which is harmless (deadly, with nothing held) just before.
+            self._service.signal(signal.SIGALRM)
+        self._service.refuse_writes()
+
+    def _conclude(self, response: rpc_pb2.Response | None, status: int) -> rpc_pb2.Response:
+        done = response if response is not None and response.success else None
+        if self._stop_reason is not None:
+            if done is not None and self._phase == "restore":
+                processes.kill_tree(done.restore.pid, including_root=True)
+            raise self._stop_reason
+        if done is None:
+            raise self._failure(response, status)
+        return done
+
+    def _failure(self, response: rpc_pb2.Response | None, status: int) -> CriuError:
+        diagnosis = self._diagnosis(response, status)
+        return CriuError(
+            f"CRIU could not {self._phase} the job: {diagnosis.meaning}",
+            phase=self._phase,
+            reason=diagnosis.reason,
+            log_path=str(self._log_path),
+            hint=diagnosis.hint or f"CRIU's log is {self._log_path}",
+        )
+
+    def _diagnosis(self, response: rpc_pb2.Response | None, status: int) -> Diagnosis:
+        if response is None and status < 0:
+            reason = f"CRIU was ended by {signal.Signals(-status).name}"
+            return Diagnosis(reason, reason, "the kernel's log tells whether memory ran out (dmesg)")
+        try:
+            log = self._log_path.read_text(errors="replace")
+        except FileNotFoundError:
+            log = ""
+        said = (response.cr_errmsg or os.strerror(response.cr_errno)) if response is not None else ""
+        return diagnose(log or self._service.output(), otherwise=said)

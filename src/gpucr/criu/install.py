@@ -1,0 +1,167 @@
+"""Find a CRIU that starts and is new enough: named by the environment, on PATH, or provided by gpucr."""
+
+from __future__ import annotations
+
+import os
+import platform
+import re
+import shutil
+import socket
+import subprocess
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Literal
+
+from gpucr.errors import CriuUnavailable
+
+ENVIRONMENT_VARIABLE = "GPUCR_CRIU"
+OLDEST_VERSION = (4, 1, 0)
+LIBRARY_FOLDER = "usr/lib/x86_64-linux-gnu"
+
+Origin = Literal["environment", "path", "provided"]
+
+_START_TIMEOUT_S = 10
+_FETCH_HINT = "run `gpucr criu`, or install a newer CRIU with the system's package manager"
+_VERSION_LINE = re.compile(r"^Version:\s*(\d+)\.(\d+)(?:\.(\d+))?", re.MULTILINE)
+
+
+@dataclass(frozen=True)
+class CriuInstall:
+    """A CRIU that was started once. ``command`` is the argv prefix, ``path`` the program it runs."""
+
+    command: tuple[str, ...]
+    version: tuple[int, int, int]
+    origin: Origin
+    path: Path
+
+    @property
+    def version_text(self) -> str:
+        """The version as text: ``4.1.1``."""
+        return version_text(self.version)
+
+
+def version_text(version: tuple[int, int, int]) -> str:
+    """``4.1.1``, or ``4.2`` for (4, 2, 0), as CRIU writes it."""
+    return ".".join(map(str, version if version[2] else version[:2]))
+
+
+def find_criu() -> CriuInstall:
+    """The CRIU to use: ``GPUCR_CRIU``, else PATH's if it starts and is new enough, else the provided one.
+
+    A CRIU that the environment names is taken from 4.1 on, or refused, but never passed over; the others must be new
+    enough for this kernel (`least_version`). No privileges needed. Raises CriuUnavailable.
+    """
+    named = os.environ.get(ENVIRONMENT_VARIABLE)
+    if named:
+        try:
+            path = Path(named).absolute()  # a bare name means the current folder here, not PATH
+            return probe((str(path),), "environment", path, OLDEST_VERSION)
+        except CriuUnavailable as e:
+            e.hint = f"correct or unset {ENVIRONMENT_VARIABLE}"
+            raise
+    passed_over = "there is no `criu` on PATH"
+    on_path = shutil.which("criu")
+    if on_path is not None:
+        try:
+            path = Path(on_path).absolute()
+            return probe((str(path),), "path", path, least_version())
+        except CriuUnavailable as e:
+            passed_over = e.message
+    provided = find_provided()
+    if provided is not None:
+        return provided
+    raise CriuUnavailable(f"no usable CRIU was found: {passed_over}, and none has been fetched", hint=_FETCH_HINT)
+
+
+def find_provided() -> CriuInstall | None:
+    """The newest CRIU that `gpucr.criu.provide` has put in place and that starts here; None where there is none."""
+    found: list[CriuInstall] = []
+    try:
+        folders = [entry for entry in provided_folder().iterdir() if not entry.name.startswith(".")]
+    except (FileNotFoundError, NotADirectoryError):
+        return None
+    for folder in folders:
+        try:
+            found.append(probe_unpacked(folder))
+        except CriuUnavailable:
+            continue
+    return max(found, key=lambda install: install.version, default=None)
+
+
+def least_version() -> tuple[int, int, int]:
+    """The oldest CRIU that can work on this kernel: 4.2 where 4.1 cannot dump network sockets.
+
+    Linux 6.16 refuses SO_PASSCRED on sockets that are not local ("Restrict SO_PASS{CRED,PIDFD,SEC}"), and CRIU before
+    4.2 reads it of every socket: "Can't get 1:16 opt: Operation not supported", seen with 4.1.1 on 6.18.
+    """
+    with socket.socket(socket.AF_INET, socket.SOCK_DGRAM | socket.SOCK_CLOEXEC) as probed:
+        try:
+            probed.getsockopt(socket.SOL_SOCKET, socket.SO_PASSCRED)
+        except OSError:
+            return (4, 2, 0)
+    return OLDEST_VERSION
+
+
+def provided_folder() -> Path:
+    """Where provided CRIUs live: ``$XDG_DATA_HOME/gpucr/criu``, one folder for each version and suite."""
+    data_home = os.environ.get("XDG_DATA_HOME") or ""
+    base = Path(data_home) if data_home.startswith("/") else Path.home() / ".local/share"
+    return base / "gpucr" / "criu"
+
+
+def probe_unpacked(root: Path) -> CriuInstall:
+    """Start the CRIU of a package closure unpacked below ``root``, through that closure's own loader and libraries.
+
+    So it does not matter how old the machine's libc is. Raises CriuUnavailable.
+    """
+    program = root / "usr/sbin/criu"
+    libraries = root / LIBRARY_FOLDER
+    loader = libraries / "ld-linux-x86-64.so.2"
+    command = (str(loader), "--library-path", str(libraries), str(program))
+    return probe(command, "provided", program, least_version())
+
+
+def probe(command: tuple[str, ...], origin: Origin, path: Path, least: tuple[int, int, int]) -> CriuInstall:
+    """Start ``command --version`` and read the answer. Raises CriuUnavailable where it fails or is too old."""
+    try:
+        result = subprocess.run(
+            [*command, "--version"],
+            stdin=subprocess.DEVNULL,
+            capture_output=True,
+            text=True,
+            errors="replace",
+            timeout=_START_TIMEOUT_S,
+            check=False,
+        )
+    except (OSError, subprocess.TimeoutExpired) as e:
+        raise CriuUnavailable(f"{path} does not start: {e}", hint=_FETCH_HINT) from e
+    match = _VERSION_LINE.search(result.stdout)
+    if result.returncode != 0 or match is None:
+        said = (result.stderr or result.stdout).strip().splitlines()
+        reason = said[-1] if said else f"exit status {result.returncode}"
+        raise CriuUnavailable(f"{path} does not start on Linux {platform.release()}: {reason}", hint=_FETCH_HINT)
+    version = (int(match[1]), int(match[2]), int(match[3] or 0))
+    if version < least:
+        raise CriuUnavailable(
+            f"{path} is CRIU {version_text(version)}, and gpucr on this kernel needs {version_text(least)} or newer",
+            hint=_FETCH_HINT,
+        )
+    return CriuInstall(command, version, origin, path)
+
+
+def has_feature(install: CriuInstall, name: str) -> bool:
+    """Whether this CRIU on this kernel has a feature, as ``criu check --feature NAME`` tells."""
+    return run_check(install, "--feature", name).returncode == 0
+
+
+def run_check(install: CriuInstall, *arguments: str) -> subprocess.CompletedProcess[str]:
+    """Run ``criu check`` with both outputs in ``stdout``. Needs root to be meaningful."""
+    return subprocess.run(
+        [*install.command, "--no-default-config", "check", *arguments],
+        stdin=subprocess.DEVNULL,
+        stdout=subprocess.PIPE,
+        stderr=subprocess.STDOUT,
+        text=True,
+        errors="replace",
+        check=False,
+    )

@@ -1,0 +1,202 @@
+"""CRIU's settings, chosen for a job by looking at it in /proc.
+
+What costs nothing where it is not needed is always on: a file lock or a connection that appears between the look and
+the freeze must not fail the dump. Only what changes the outcome is decided: whether the job hangs on a terminal session
+outside it, how large its deleted files are, and how its connections are kept silent meanwhile.
+"""
+
+from __future__ import annotations
+
+import os
+import shutil
+import stat
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import asdict, dataclass, fields
+from pathlib import Path
+from typing import Any, Literal
+
+from gpucr.criu.install import CriuInstall, find_criu, has_feature
+from gpucr.errors import Unsupported
+
+NetworkLock = Literal["nftables", "iptables", "skip"]
+_NETWORK_LOCKS = ("nftables", "iptables", "skip")
+
+GHOST_LIMIT_DEFAULT_BYTES = 1 << 20  # CRIU's own
+GHOST_LIMIT_MAX_BYTES = (1 << 32) - 1  # the request's field has 32 bits
+
+# Field `st` of /proc/net/tcp: these have no connection that CRIU would have to keep.
+_TCP_WITHOUT_CONNECTION = {"06", "07", "0A"}  # TIME_WAIT, CLOSE, LISTEN
+
+# Mapped files without a name that CRIU keeps by other means than as ghost files.
+_UNNAMED_MEMORY = ("/memfd:", "/dev/zero", "/SYSV", "anon_inode:", "/[aio]")
+
+
+@dataclass(frozen=True)
+class DumpOptions:
+    """CRIU's settings of one dump, which a snapshot records: the restore needs the same.
+
+    ``ghost_limit_bytes``: the largest deleted file that is still open or mapped and goes into the images.
+    """
+
+    leave_running: bool
+    shell_job: bool
+    ghost_limit_bytes: int
+    network_lock: NetworkLock
+    tcp_established: bool = True
+    file_locks: bool = True
+    link_remap: bool = True
+    ext_unix_sk: bool = True
+
+    def as_dict(self) -> dict[str, Any]:
+        """The record as JSON takes it."""
+        return asdict(self)
+
+    @classmethod
+    def from_dict(cls, record: Mapping[str, Any]) -> DumpOptions:
+        """The inverse of `as_dict`. Raises ValueError where a member is missing, unknown or of another kind."""
+        kinds = {field.name: _KINDS.get(str(field.type), str) for field in fields(cls)}
+        if set(record) != set(kinds):
+            raise ValueError(f"CRIU options have the members {sorted(record)}, not {sorted(kinds)}")
+        for name, kind in kinds.items():
+            if type(record[name]) is not kind:
+                raise ValueError(f"CRIU option {name} is {record[name]!r}")
+        if record["network_lock"] not in _NETWORK_LOCKS:
+            raise ValueError(f"CRIU option network_lock is {record['network_lock']!r}")
+        if not 0 <= record["ghost_limit_bytes"] <= GHOST_LIMIT_MAX_BYTES:
+            raise ValueError(f"CRIU option ghost_limit_bytes is {record['ghost_limit_bytes']}")
+        return cls(**record)
+
+
+_KINDS: dict[str, type] = {"bool": bool, "int": int}
+
+
+@dataclass(frozen=True)
+class RestoreOptions:
+    """CRIU's settings of one restore."""
+
+    shell_job: bool
+    network_lock: NetworkLock
+    tcp_established: bool = True
+    file_locks: bool = True
+    link_remap: bool = True
+    ext_unix_sk: bool = True
+
+    @classmethod
+    def from_dump(cls, dumped: DumpOptions) -> RestoreOptions:
+        """The settings that fit images which were dumped with ``dumped``."""
+        return cls(
+            shell_job=dumped.shell_job,
+            network_lock=dumped.network_lock,
+            tcp_established=dumped.tcp_established,
+            file_locks=dumped.file_locks,
+            link_remap=dumped.link_remap,
+            ext_unix_sk=dumped.ext_unix_sk,
+        )
+
+
+def choose_dump_options(pids: Sequence[int], *, leave_running: bool, install: CriuInstall | None = None) -> DumpOptions:
+    """The settings for a tree whose root is ``pids[0]``. Only reads /proc, as the tree's user or root.
+
+    ``install`` (default: the one that `find_criu` finds) is asked what it can lock a network with, where there are
+    connections. Raises Unsupported where a deleted file is larger than CRIU's limit can say. A process that ends
+    meanwhile is passed over.
+    """
+    return DumpOptions(
+        leave_running=leave_running,
+        shell_job=_session_leader_is_outside(pids),
+        ghost_limit_bytes=_ghost_limit(pids),
+        network_lock=_choose_network_lock(install) if has_connections(pids) else "skip",
+    )
+
+
+def _session_leader_is_outside(pids: Sequence[int]) -> bool:
+    try:
+        return os.getsid(pids[0]) not in pids
+    except ProcessLookupError:
+        return False
+
+
+def _ghost_limit(pids: Sequence[int]) -> int:
+    """Twice the largest deleted file, as it may grow until the tree is frozen."""
+    largest_bytes = max((size for pid in pids for size in deleted_file_sizes(pid)), default=0)
+    if largest_bytes > GHOST_LIMIT_MAX_BYTES:
+        raise Unsupported(
+            f"a deleted file of {largest_bytes} bytes is still in use, and CRIU keeps deleted files of up to 4 GiB",
+            hint="close the file, or give it a name",
+        )
+    return min(max(2 * largest_bytes, GHOST_LIMIT_DEFAULT_BYTES), GHOST_LIMIT_MAX_BYTES)
+
+
+def deleted_file_sizes(pid: int) -> Iterator[int]:
+    """Sizes in bytes of the regular files that ``pid`` has open or mapped and whose last name is gone."""
+    for path, target in _links(Path(f"/proc/{pid}/fd")):
+        if target.endswith(" (deleted)") and not target.startswith(_UNNAMED_MEMORY):
+            yield from _size_if_nameless(path)
+    for line in _lines(Path(f"/proc/{pid}/maps")):
+        parts = line.split(maxsplit=5)
+        if len(parts) == 6 and parts[5].endswith(" (deleted)") and not parts[5].startswith(_UNNAMED_MEMORY):
+            yield from _size_if_nameless(Path(f"/proc/{pid}/map_files/{_map_file_name(parts[0])}"))
+
+
+def _map_file_name(address_range: str) -> str:
+    """`maps` pads addresses with zeros, `map_files` does not."""
+    return "-".join(f"{int(address, 16):x}" for address in address_range.split("-"))
+
+
+def _size_if_nameless(path: Path) -> Iterator[int]:
+    try:
+        status = path.stat()
+    except OSError:
+        return
+    if stat.S_ISREG(status.st_mode) and status.st_nlink == 0:
+        yield status.st_size
+
+
+def has_connections(pids: Sequence[int]) -> bool:
+    """Whether a process of ``pids`` holds a TCP socket with a connection (established, half-closed, half-open)."""
+    sockets: set[str] = set()
+    namespaces: dict[str, int] = {}
+    for pid in pids:
+        sockets.update(target[8:-1] for _, target in _links(Path(f"/proc/{pid}/fd")) if target.startswith("socket:["))
+        try:
+            namespaces[Path(f"/proc/{pid}/ns/net").readlink().name] = pid
+        except OSError:
+            continue
+    if not sockets:
+        return False
+    return any(not sockets.isdisjoint(_connected_inodes(pid)) for pid in namespaces.values())
+
+
+def _connected_inodes(pid: int) -> Iterator[str]:
+    """Inodes of connected TCP sockets in the network namespace of ``pid`` (/proc/net/tcp: state in 4, inode in 10)."""
+    for table in ("tcp", "tcp6"):
+        for line in _lines(Path(f"/proc/{pid}/net/{table}"))[1:]:
+            columns = line.split()
+            if len(columns) > 9 and columns[3] not in _TCP_WITHOUT_CONNECTION:
+                yield columns[9]
+
+
+def _choose_network_lock(install: CriuInstall | None) -> NetworkLock:
+    """nftables where CRIU and the kernel have it (no tool needed), else iptables where the tool is there."""
+    if has_feature(install or find_criu(), "network_lock_nftables"):
+        return "nftables"
+    return "iptables" if shutil.which("iptables-restore") else "skip"
+
+
+def _links(folder: Path) -> Iterator[tuple[Path, str]]:
+    try:
+        entries = list(folder.iterdir())
+    except OSError:
+        return
+    for path in entries:
+        try:
+            yield path, os.readlink(path)
+        except OSError:
+            continue
+
+
+def _lines(path: Path) -> list[str]:
+    try:
+        return path.read_text(errors="replace").splitlines()
+    except OSError:
+        return []

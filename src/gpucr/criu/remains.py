@@ -1,0 +1,27 @@
+"""End what a CRIU that was killed has left of a tree that it was making."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Iterator
+from pathlib import Path
+
+from gpucr.linux import processes
+from gpucr.model import ProcessId
+
+
+def kill_orphans(images_dir: Path, *, since_ticks: int) -> None:
+    """SIGKILL half-made tasks of the tree in ``images_dir``, which wait for their CRIU for ever.
+
+    They are known by their pids (the images' names tell them, and CRIU gives the tasks no others) and by their start,
+    not before ``since_ticks`` (that CRIU's own start): the pids were free then, or CRIU would have failed.
+    """
+    processes.kill_and_wait(_orphans(images_dir, since_ticks))
+
+
+def _orphans(images_dir: Path, since_ticks: int) -> Iterator[ProcessId]:
+    for path in images_dir.iterdir():
+        match = re.fullmatch(r"core-(\d+)\.img", path.name)
+        stat = processes.read_stat(int(match[1])) if match is not None else None
+        if match is not None and stat is not None and stat.start_time_ticks >= since_ticks:
+            yield ProcessId(int(match[1]), stat.start_time_ticks)

@@ -1,0 +1,161 @@
+"""One CRIU process that serves one request: ``criu swrk FD`` on a SOCK_SEQPACKET socket, one message a packet.
+
+Protocol: https://criu.org/RPC. The messages are in rpc.proto.
+"""
+
+from __future__ import annotations
+
+import fcntl
+import os
+import resource
+import select
+import signal
+import socket
+import time
+from pathlib import Path
+from types import TracebackType
+
+from gpucr.criu import rpc_pb2
+from gpucr.criu.install import CriuInstall
+
+# CRIU's end of the socket, and the lowest number that our ends may have meanwhile, so that no dup2 overwrites another.
+_CHILD_SOCKET_FD = 3
+_FIRST_FREE_FD = 10
+
+_MESSAGE_LIMIT_BYTES = 64 * 1024
+_OUTPUT_LIMIT_BYTES = 16 * 1024
+
+# A signal that ends CRIU while it holds tasks leaves them to ptrace's own clean-up. So CRIU starts with these blocked:
+# PIPE  - when gpucr is killed, CRIU must find its answer undeliverable (EPIPE) and undo, not die of the write;
+# XFSZ  - `refuse_writes` makes writes fail with EFBIG instead of killing;
+# the others come from terminals, service managers and impatient people, and are gpucr's to handle.
+_BLOCKED_SIGNALS = (
+    signal.SIGPIPE,
+    signal.SIGXFSZ,
+    signal.SIGINT,
+    signal.SIGQUIT,
+    signal.SIGTERM,
+    signal.SIGHUP,
+)
+
+
+class CriuService:
+    """A running ``criu swrk``. Use as a context manager: it has ended and was reaped when the block is left.
+
+    ``own_session`` starts CRIU in a session of its own. A restore of a terminal job must stay in the caller's session,
+    where CRIU puts the job; it gets a process group of its own instead, and the caller's stdin, which CRIU hands to the
+    job as its terminal.
+    """
+
+    def __init__(self, install: CriuInstall, *, own_session: bool = True) -> None:
+        self._socket, theirs = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
+        self._output_fd = os.memfd_create("criu-output", os.MFD_CLOEXEC)
+        self._exit_status: int | None = None
+        # The kernel makes a socket readable when the peer is closed, but a process that CRIU forked may still hold
+        # CRIU's end (a tree being restored does): only the pidfd tells for sure that CRIU has ended.
+        try:
+            with theirs:
+                self.pid = _spawn(install.command, theirs.fileno(), self._output_fd, own_session=own_session)
+            self._pidfd = os.pidfd_open(self.pid)
+        except BaseException:
+            self._socket.close()
+            os.close(self._output_fd)
+            raise
+
+    def __enter__(self) -> CriuService:
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, traceback: TracebackType | None
+    ) -> None:
+        self.end()
+        os.close(self._pidfd)
+        os.close(self._output_fd)
+
+    def send(self, request: rpc_pb2.Request) -> None:
+        """Send one message. Nothing is raised where CRIU has ended: the next `receive` tells."""
+        try:
+            self._socket.send(request.SerializeToString(), socket.MSG_NOSIGNAL)
+        except (BrokenPipeError, ConnectionResetError):
+            return
+
+    def receive(self, deadline: float | None) -> rpc_pb2.Response | None:
+        """The next message; None once CRIU has ended. Raises TimeoutError when ``deadline`` (monotonic) passes."""
+        poller = select.poll()
+        poller.register(self._socket, select.POLLIN)
+        poller.register(self._pidfd, select.POLLIN)
+        timeout_ms = None if deadline is None else max(0.0, (deadline - time.monotonic()) * 1000)
+        ready = dict(poller.poll(timeout_ms))
+        if not ready:
+            raise TimeoutError("CRIU is still at work")
+        if self._socket.fileno() in ready:
+            try:
+                packet = self._socket.recv(_MESSAGE_LIMIT_BYTES, socket.MSG_DONTWAIT)
+            except (BlockingIOError, ConnectionResetError):
+                packet = b""
+            if packet:
+                return rpc_pb2.Response.FromString(packet)
+        return None
+
+    def refuse_writes(self) -> None:
+        """Make every write of CRIU to a file fail with EFBIG, by its file size limit: it then undoes a dump itself.
+
+        Seen with CRIU 4.1.1: image writes and splices fail, CRIU cures and resumes the tasks and answers "failed".
+        """
+        try:
+            _, hard = resource.prlimit(self.pid, resource.RLIMIT_FSIZE)
+            resource.prlimit(self.pid, resource.RLIMIT_FSIZE, (0, hard))
+        except ProcessLookupError:
+            return
+
+    def signal(self, number: signal.Signals) -> None:
+        """Send CRIU a signal, if it has not ended."""
+        if self._exit_status is None:
+            signal.pidfd_send_signal(self._pidfd, number)
+
+    def wait(self) -> int:
+        """Wait until CRIU has ended and reap it. Returns its exit code, negative for a signal."""
+        if self._exit_status is None:
+            try:
+                _, status = os.waitpid(self.pid, 0)
+                self._exit_status = os.waitstatus_to_exitcode(status)
+            except ChildProcessError:  # the embedding program ignores SIGCHLD: the kernel reaped it
+                self._exit_status = 0
+        return self._exit_status
+
+    def end(self) -> int:
+        """Hang up, which makes a CRIU that is still at work undo at its next hook, and wait. Returns its exit code."""
+        self._socket.close()
+        return self.wait()
+
+    def output(self) -> str:
+        """What CRIU wrote to stdout and stderr, before it opened its log: why it did not start, and the like."""
+        return os.pread(self._output_fd, _OUTPUT_LIMIT_BYTES, 0).decode(errors="replace")
+
+
+def _spawn(command: tuple[str, ...], socket_fd: int, output_fd: int, *, own_session: bool) -> int:
+    """Start CRIU. posix_spawn, because it sets the signal mask without running Python between fork and exec."""
+    high_socket_fd = fcntl.fcntl(socket_fd, fcntl.F_DUPFD_CLOEXEC, _FIRST_FREE_FD)
+    high_output_fd = fcntl.fcntl(output_fd, fcntl.F_DUPFD_CLOEXEC, _FIRST_FREE_FD)
+    file_actions: list[tuple[int, ...] | tuple[int, int, str, int, int]] = [
+        (os.POSIX_SPAWN_DUP2, high_output_fd, 1),
+        (os.POSIX_SPAWN_DUP2, high_output_fd, 2),
+        (os.POSIX_SPAWN_DUP2, high_socket_fd, _CHILD_SOCKET_FD),
+    ]
+    if own_session:
+        file_actions.append((os.POSIX_SPAWN_OPEN, 0, os.devnull, os.O_RDONLY, 0))
+    # gpucr owns the GPU side: a CUDA plugin of this CRIU must not act on the same processes. CRIU has no request field
+    # for its plugin folder, but this variable; our package's folder holds no shared object.
+    environment = {**os.environ, "CRIU_LIBS_DIR": str(Path(__file__).parent)}
+    argv = [*command, "--no-default-config", "swrk", str(_CHILD_SOCKET_FD)]
+    try:
+        if own_session:
+            return os.posix_spawn(
+                argv[0], argv, environment, file_actions=file_actions, setsid=True, setsigmask=_BLOCKED_SIGNALS
+            )
+        return os.posix_spawn(
+            argv[0], argv, environment, file_actions=file_actions, setpgroup=0, setsigmask=_BLOCKED_SIGNALS
+        )
+    finally:
+        os.close(high_socket_fd)
+        os.close(high_output_fd)

@@ -1,0 +1,210 @@
+"""Every error that gpucr raises, and the exit code that each one gives the commands.
+
+::
+
+    GpucrError                     1   failed; the job is as it was found
+    ├── InvalidRequest             2   what was asked cannot be meant
+    │   ├── ProcessNotFound            no such process, or it is a zombie
+    │   ├── NotACudaProcess            the process has no CUDA context
+    │   └── NotPermitted               the caller may not do this to the process
+    ├── Unsupported                3   the workload or the machine cannot do it; nothing was changed
+    ├── BrokenInstall              4   a part that gpucr needs is missing or broken
+    │   ├── DriverUnavailable
+    │   ├── CriuUnavailable
+    │   └── SimulatorUnavailable
+    ├── SnapshotError              5   the stored form is not usable
+    │   ├── SnapshotExists             the target already holds something
+    │   ├── SnapshotUnfinished         there is no manifest: the dump never ended
+    │   └── SnapshotDamaged            a file is missing, changed, or leads outside
+    ├── DeadlineExceeded           6   out of time; the job is as it was found
+    ├── DriverError                1   the CUDA driver refused or failed an action
+    │   ├── IllegalState               CUDA_ERROR_ILLEGAL_STATE (401)
+    │   ├── LockTimeout                CUDA_ERROR_NOT_READY (600)
+    │   └── NotSupportedByDriver       CUDA_ERROR_NOT_SUPPORTED (801)
+    ├── CriuError                  1   CRIU failed; carries its reason and its log
+    ├── JobChanged                 1   the job changed under our hands (a process ended, another tool worked on it)
+    │   └── CudaStarted                a process began to use CUDA between discovery and freeze
+    ├── JobDamaged                 10  failed, and the job could not be brought back to how it was found
+    └── Interrupted                130 Ctrl-C or SIGTERM; the job is as it was found
+
+Messages are one sentence that says what is wrong; ``hint`` says what to do about it.
+Errors carry the data they were made from (pid, action, result code, path), so that callers need not parse text.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+
+class GpucrError(Exception):
+    """Base of all errors of gpucr. ``exit_code`` is what the commands end with."""
+
+    exit_code = 1
+
+    def __init__(self, message: str, *, hint: str | None = None) -> None:
+        super().__init__(message)
+        self.message = message
+        self.hint = hint
+
+
+class InvalidRequest(GpucrError):
+    """What was asked cannot be meant: a bad option value, gpucr itself as the target, and the like."""
+
+    exit_code = 2
+
+
+class ProcessNotFound(InvalidRequest):
+    """No process has this pid, or only a zombie does."""
+
+    def __init__(self, message: str, *, pid: int, hint: str | None = None) -> None:
+        super().__init__(message, hint=hint)
+        self.pid = pid
+
+
+class NotACudaProcess(InvalidRequest):
+    """The process (or no process of the tree) has a CUDA context."""
+
+    def __init__(self, message: str, *, pid: int, hint: str | None = None) -> None:
+        super().__init__(message, hint=hint)
+        self.pid = pid
+
+
+class NotPermitted(InvalidRequest):
+    """The caller's privileges do not suffice for this process."""
+
+    def __init__(self, message: str, *, pid: int, hint: str | None = None) -> None:
+        super().__init__(message, hint=hint)
+        self.pid = pid
+
+
+class Unsupported(GpucrError):
+    """The workload or the machine cannot do what was asked. Nothing was changed."""
+
+    exit_code = 3
+
+
+class BrokenInstall(GpucrError):
+    """A part that gpucr needs is missing or does not work."""
+
+    exit_code = 4
+
+
+class DriverUnavailable(BrokenInstall):
+    """No libcuda.so.1, or one without the checkpoint functions (driver older than 570)."""
+
+
+class CriuUnavailable(BrokenInstall):
+    """No working CRIU of at least the version that is needed."""
+
+
+class SimulatorUnavailable(BrokenInstall):
+    """The simulated driver cannot be built or is not in place."""
+
+
+class SnapshotError(GpucrError):
+    """The stored form cannot be used. ``path`` is the file or folder in question."""
+
+    exit_code = 5
+
+    def __init__(self, message: str, *, path: str, hint: str | None = None) -> None:
+        super().__init__(message, hint=hint)
+        self.path = path
+
+
+class SnapshotExists(SnapshotError):
+    """The target folder already holds something; nothing is ever overwritten."""
+
+
+class SnapshotUnfinished(SnapshotError):
+    """There is no manifest: the dump was never completed."""
+
+
+class SnapshotDamaged(SnapshotError):
+    """A file of the snapshot is missing, differs from its digest, or has a name that leads outside."""
+
+
+class DeadlineExceeded(GpucrError):
+    """The operation ran out of time. The job is as it was found."""
+
+    exit_code = 6
+
+
+class DriverError(GpucrError):
+    """The CUDA driver refused or failed one of the four actions.
+
+    ``result`` is the CUresult, ``state`` the process's state as seen after the failure (None: not known).
+    """
+
+    def __init__(
+        self,
+        message: str,
+        *,
+        pid: int,
+        action: str,
+        result: int,
+        state: str | None = None,
+        hint: str | None = None,
+    ) -> None:
+        super().__init__(message, hint=hint)
+        self.pid = pid
+        self.action = action
+        self.result = result
+        self.state = state
+
+
+class IllegalState(DriverError):
+    """CUDA_ERROR_ILLEGAL_STATE (401): the action does not fit the process's state. Nothing was changed."""
+
+
+class LockTimeout(DriverError):
+    """CUDA_ERROR_NOT_READY (600): the lock's timeout passed with work pending. The process is RUNNING."""
+
+
+class NotSupportedByDriver(DriverError):
+    """CUDA_ERROR_NOT_SUPPORTED (801): the process uses something this driver cannot checkpoint or restore."""
+
+
+class CriuError(GpucrError):
+    """CRIU failed. ``phase`` is dump, restore or check; ``reason`` CRIU's own line; ``log_path`` the kept log."""
+
+    def __init__(
+        self,
+        message: str,
+        *,
+        phase: str,
+        reason: str | None = None,
+        log_path: str | None = None,
+        hint: str | None = None,
+    ) -> None:
+        super().__init__(message, hint=hint)
+        self.phase = phase
+        self.reason = reason
+        self.log_path = log_path
+
+
+class JobChanged(GpucrError):
+    """A process of the job ended, or changed its state, while gpucr worked on it. The others are as before."""
+
+    def __init__(self, message: str, *, pids: Sequence[int], hint: str | None = None) -> None:
+        super().__init__(message, hint=hint)
+        self.pids = tuple(pids)
+
+
+class CudaStarted(JobChanged):
+    """A process began to use CUDA after the job was looked at and before it was frozen. Worth another attempt."""
+
+
+class JobDamaged(GpucrError):
+    """An operation failed and undoing it failed too. ``failures`` says what could not be undone, per step."""
+
+    exit_code = 10
+
+    def __init__(self, message: str, *, failures: Sequence[str], hint: str | None = None) -> None:
+        super().__init__(message, hint=hint)
+        self.failures = tuple(failures)
+
+
+class Interrupted(GpucrError):
+    """Ctrl-C or SIGTERM ended the operation. What was done has been undone."""
+
+    exit_code = 130

@@ -1,0 +1,282 @@
+"""The driver's four actions over a gang: the CUDA processes of a job, handled as one.
+
+Every action runs in all processes at once, each in a thread of its own, because the driver works on different
+processes in parallel (two 8 GiB processes: 3.0 s together, 7.4 s one after the other). A failure in one process does
+not stop the others half-way: all calls are waited for, then the first error is raised and the caller undoes.
+
+The states form a ladder, RUNNING - LOCKED - CHECKPOINTED, and each member remembers the rung on which it was found.
+Undoing is therefore never a replay of what was done but a look at where each process is now, followed by the steps
+that lead back to where it was found. That holds wherever an operation was cut off.
+"""
+
+from __future__ import annotations
+
+import math
+import queue
+import threading
+import time
+from collections.abc import Callable, Iterable, Sequence
+
+from gpucr.driver.api import Driver
+from gpucr.errors import DeadlineExceeded, GpucrError, IllegalState, JobChanged, LockTimeout, Unsupported
+from gpucr.linux import memory, processes
+from gpucr.model import CudaState, GangMember, GpuMap, ProcessInfo
+
+DEFAULT_LOCK_TIMEOUT_S = 30.0
+"""How long a lock waits for pending GPU work where the user gave no deadline."""
+
+STUCK_AFTER_S = 120.0
+"""How long a call is waited for once the deadline has passed: the driver offers no way to cancel one.
+
+A call that begins after the deadline, as those of an undo do, is given this time from its own beginning.
+"""
+
+_MAX_LOCK_TIMEOUT_MS = (1 << 32) - 1  # CUcheckpointLockArgs.timeoutMs has 32 bits
+
+_LADDER = (CudaState.RUNNING, CudaState.LOCKED, CudaState.CHECKPOINTED)
+
+
+def discover(driver: Driver, tree: Iterable[ProcessInfo]) -> tuple[GangMember, ...]:
+    """The processes of the tree that use CUDA, with the state in which each is found now.
+
+    Only processes that have libcuda loaded are asked. Raises Unsupported for one of them that is stopped (SIGSTOP,
+    Ctrl-Z, a debugger): measured on driver 580, the driver's question then hangs until the process goes on.
+    """
+    members: list[GangMember] = []
+    for process in tree:
+        if not uses_libcuda(process.pid):
+            continue
+        stat = processes.read_stat(process.pid)
+        if stat is not None and stat.status in "Tt":
+            raise Unsupported(
+                f"process {process.pid} ({process.name}) is stopped, and the driver can reach only a process that runs",
+                hint=f"let it go on with `kill -CONT {process.pid}`, or detach the debugger that holds it",
+            )
+        state = _state_if_alive(driver, process)
+        if state is not None:
+            members.append(GangMember(process.id, state))
+    return tuple(members)
+
+
+def uses_libcuda(pid: int) -> bool:
+    """Whether the process has the driver's library loaded: only such a process can have a CUDA state."""
+    return memory.has_mapped(pid, "/libcuda.so")
+
+
+def _state_if_alive(driver: Driver, process: ProcessInfo) -> CudaState | None:
+    try:
+        return driver.state(process.pid)
+    except GpucrError:
+        if processes.is_alive(process.id):
+            raise
+        return None  # it ended between the listing and the question
+
+
+class Gang:
+    """The CUDA processes of one job. ``deadline`` is a time.monotonic() value, or None for no limit."""
+
+    def __init__(self, driver: Driver, members: Sequence[GangMember], *, deadline: float | None = None) -> None:
+        self.driver = driver
+        self.deadline = deadline
+        self._members = {member.pid: member for member in members}
+        self._stuck: dict[int, str] = {}
+
+    @property
+    def members(self) -> tuple[GangMember, ...]:
+        """All members, in the order in which they were found."""
+        return tuple(self._members.values())
+
+    def add(self, members: Iterable[GangMember]) -> None:
+        """Take in processes that began to use CUDA after the gang was discovered."""
+        for member in members:
+            self._members.setdefault(member.pid, member)
+
+    def state(self, pid: int) -> CudaState | None:
+        """The state now. None where the process has ended or lost its CUDA context."""
+        process = self._members[pid].id
+        if not processes.is_alive(process):
+            return None
+        try:
+            return self.driver.state(pid)
+        except GpucrError:
+            if processes.is_alive(process):
+                raise
+            return None  # it ended between the two questions
+
+    def restore_threads(self) -> dict[int, int]:
+        """The thread that does the driver's work, per pid. Raises JobChanged where a process has ended."""
+        try:
+            return {member.pid: self.driver.restore_thread_id(member.pid) for member in self.members}
+        except GpucrError:
+            self._require_all_alive("checkpoint")
+            raise
+
+    def lock(self) -> None:
+        """RUNNING → LOCKED for every member that runs; members found LOCKED or CHECKPOINTED are left alone.
+
+        Raises LockTimeout where GPU work is pending for longer than the deadline (30 s where there is none).
+        """
+        left_s = DEFAULT_LOCK_TIMEOUT_S if self.deadline is None else self.deadline - time.monotonic()
+        if left_s <= 0:
+            raise DeadlineExceeded("the time is over before the job was locked", hint="give a longer --timeout")
+        # Rounded up: a lock that gives up before the deadline would be reported as one that nobody had limited.
+        timeout_ms = math.ceil(min(left_s * 1000, _MAX_LOCK_TIMEOUT_MS))
+        self._everywhere("lock", CudaState.RUNNING, lambda pid: self.driver.lock(pid, timeout_ms))
+
+    def checkpoint(self) -> None:
+        """LOCKED → CHECKPOINTED for every member that is locked."""
+        self._everywhere("checkpoint", CudaState.LOCKED, self.driver.checkpoint)
+        self._require_all_alive("checkpoint")
+
+    def restore(self, gpu_map: GpuMap | None = None, *, down_to: Callable[[GangMember], CudaState]) -> None:
+        """CHECKPOINTED → LOCKED for every member whose ``down_to`` state is below CHECKPOINTED."""
+        wanted = [m.pid for m in self.members if _below(down_to(m), CudaState.CHECKPOINTED)]
+        self._everywhere("restore", CudaState.CHECKPOINTED, lambda pid: self.driver.restore(pid, gpu_map), wanted)
+
+    def unlock(self, *, down_to: Callable[[GangMember], CudaState]) -> None:
+        """LOCKED → RUNNING for every member whose ``down_to`` state is RUNNING."""
+        wanted = [m.pid for m in self.members if down_to(m) is CudaState.RUNNING]
+        self._everywhere("unlock", CudaState.LOCKED, self.driver.unlock, wanted)
+
+    def return_to_found(self, gpu_map: GpuMap | None = None) -> None:
+        """Bring every member that still lives back to the state in which it was found, from wherever it is now.
+
+        Each member is tried even when another one fails. Raises the first error afterwards; a process that has ended
+        is no error, there is nothing to bring back.
+        """
+        errors: list[GpucrError] = []
+        ways: tuple[Callable[[], None], ...] = (
+            lambda: self.restore(gpu_map, down_to=lambda member: member.found),
+            lambda: self.unlock(down_to=lambda member: member.found),
+            self._climb_back,
+        )
+        for way in ways:
+            try:
+                way()
+            except GpucrError as error:
+                errors.append(error)
+        wrong = [m for m in self.members if m.pid in self._stuck or self._is_off(m)]
+        if wrong:
+            names = ", ".join(f"{m.pid} ({self._where(m)}, was {m.found.word})" for m in wrong)
+            raise errors[0] if errors else JobChanged(f"not as found: {names}", pids=[m.pid for m in wrong])
+
+    def _climb_back(self) -> None:
+        """Lock and checkpoint again what was found higher on the ladder than it is (the undo of a resume)."""
+        found_above = [m.pid for m in self.members if m.found in (CudaState.LOCKED, CudaState.CHECKPOINTED)]
+        self._everywhere(
+            "lock",
+            CudaState.RUNNING,
+            lambda pid: self.driver.lock(pid, int(DEFAULT_LOCK_TIMEOUT_S * 1000)),
+            found_above,
+        )
+        checkpointed = [m.pid for m in self.members if m.found is CudaState.CHECKPOINTED]
+        self._everywhere("checkpoint", CudaState.LOCKED, self.driver.checkpoint, checkpointed)
+
+    def _require_all_alive(self, action: str) -> None:
+        """Raise JobChanged where a member ended without a driver call that failed: before the call, or right after."""
+        ended = [member.pid for member in self.members if not processes.is_alive(member.id)]
+        if ended:
+            raise _ended(ended, action)
+
+    def _is_off(self, member: GangMember) -> bool:
+        try:
+            state = self.state(member.pid)
+        except GpucrError:
+            return True  # a process that cannot be looked at is not known to be as it was found
+        return state is not None and state != member.found
+
+    def _where(self, member: GangMember) -> str:
+        if member.pid in self._stuck:
+            return f"the driver still works on its {self._stuck[member.pid]}"
+        try:
+            state = self.state(member.pid)
+        except GpucrError as error:
+            return f"state not known: {error}"
+        return state.word if state is not None else "ended"
+
+    def _everywhere(
+        self, action: str, before: CudaState, call: Callable[[int], None], pids: Sequence[int] | None = None
+    ) -> None:
+        """Run one action at once in all members (or those of ``pids``) that are in the state that it starts from.
+
+        The state is asked in the member's own thread: an answer that fails or never comes must not stop the others.
+        """
+
+        def call_where_it_fits(pid: int) -> None:
+            if self.state(pid) is before:
+                call(pid)
+
+        chosen = [pid for pid in (self._members if pids is None else pids) if pid not in self._stuck]
+        errors = self._call_in_parallel(action, call_where_it_fits, chosen)
+        if errors:
+            raise self._explain(action, before, errors)
+
+    def _call_in_parallel(self, action: str, call: Callable[[int], None], pids: Sequence[int]) -> dict[int, Exception]:
+        """One thread per process. Waits for all of them: a driver call cannot be taken back."""
+        results: queue.SimpleQueue[tuple[int, Exception | None]] = queue.SimpleQueue()
+
+        def work(pid: int) -> None:
+            try:
+                call(pid)
+            except Exception as error:  # noqa: BLE001 - carried to the waiting thread, which raises it
+                results.put((pid, error))
+            else:
+                results.put((pid, None))
+
+        for pid in pids:
+            threading.Thread(target=work, args=(pid,), name=f"{action}-{pid}", daemon=True).start()
+        pending, errors = set(pids), {}
+        hopeless_at = math.inf
+        if self.deadline is not None:
+            hopeless_at = max(self.deadline, time.monotonic()) + STUCK_AFTER_S
+        while pending and time.monotonic() <= hopeless_at:
+            try:
+                pid, error = results.get(timeout=0.2)
+            except queue.Empty:
+                continue
+            pending.discard(pid)
+            if error is not None:
+                errors[pid] = error
+        for pid in pending:
+            self._stuck[pid] = action
+            errors[pid] = DeadlineExceeded(
+                f"the driver has not finished the {action} of process {pid}",
+                hint=f"it cannot be cancelled; look at `gpucr state {pid}` later and bring it back with `gpucr resume`",
+            )
+        return errors
+
+    def _explain(self, action: str, before: CudaState, errors: dict[int, Exception]) -> Exception:
+        """The one error to raise: what happened to the job rather than what the driver said, where we know."""
+        ended = [pid for pid in errors if not processes.is_alive(self._members[pid].id)]
+        if ended:
+            explained: Exception = _ended(ended, action)
+            explained.__cause__ = errors[ended[0]]
+            return explained
+        pid, first = next(iter(errors.items()))
+        if isinstance(first, IllegalState):
+            explained = JobChanged(
+                f"process {pid} left the state {before.word} while its {action} was prepared",
+                pids=[pid],
+                hint="another tool (cuda-checkpoint, CRIU's plugin, a second gpucr) works on this job",
+            )
+            explained.__cause__ = first
+            return explained
+        if isinstance(first, LockTimeout) and self.deadline is not None and time.monotonic() >= self.deadline:
+            explained = DeadlineExceeded(
+                f"process {pid} still had GPU work pending when the time was over",
+                hint="give a longer --timeout, or try again when the work is done",
+            )
+            explained.__cause__ = first
+            return explained
+        return first
+
+
+def _below(state: CudaState, other: CudaState) -> bool:
+    return state in _LADDER and _LADDER.index(state) < _LADDER.index(other)
+
+
+def _ended(pids: Sequence[int], action: str) -> JobChanged:
+    names = ", ".join(map(str, pids))
+    return JobChanged(
+        f"process {names} ended during the {action}", pids=pids, hint="the rest of the job is as it was found"
+    )

@@ -1,0 +1,1 @@
+"""What the kernel tells and lets us do: processes, memory maps. Nothing here knows of GPUs or snapshots."""

@@ -1,0 +1,369 @@
+"""Processes as /proc shows them: identity, trees, descriptors, privileges.
+
+A pid is not an identity: it can be given to another process after the first one ended. Identity is pid and start
+time (field 22 of ``/proc/PID/stat``), and everything that acts on a process later checks it again.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import enum
+import os
+import select
+import signal
+import time
+from collections.abc import Iterable, Iterator, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+
+from gpucr.errors import InvalidRequest, NotPermitted, ProcessNotFound
+from gpucr.model import ProcessId, ProcessInfo
+
+PROC = Path("/proc")
+_PF_EXITING, _PF_KTHREAD = 0x00000004, 0x00200000  # include/linux/sched.h
+_CAP_SYS_PTRACE, _CAP_SYS_ADMIN = 19, 21  # include/uapi/linux/capability.h
+
+
+@dataclass(frozen=True)
+class Stat:
+    """The fields of ``/proc/PID/stat`` that gpucr uses (proc_pid_stat(5))."""
+
+    name: str
+    status: str
+    parent_pid: int
+    session_id: int
+    terminal: int
+    flags: int
+    start_time_ticks: int
+
+    @property
+    def is_kernel_thread(self) -> bool:
+        """Whether this is a kernel thread, which has no memory of its own."""
+        return bool(self.flags & _PF_KTHREAD)
+
+
+class Presence(enum.Enum):
+    """What /proc says about a pid."""
+
+    PRESENT = "present"
+    GONE = "gone"
+    ZOMBIE = "zombie"
+    NOT_PERMITTED = "not permitted"
+
+
+@dataclass(frozen=True)
+class OpenFile:
+    """A descriptor of a process and what it points to, as the kernel writes it (``/x (deleted)``, ``pipe:[7]``)."""
+
+    pid: int
+    fd: int
+    target: str
+
+
+def read_stat(pid: int) -> Stat | None:
+    """Parse ``/proc/PID/stat``; None where there is no such process.
+
+    The name may hold spaces and parentheses, so the fields are counted from the last ``)``.
+    """
+    try:
+        text = (PROC / str(pid) / "stat").read_text(errors="replace")
+    except (FileNotFoundError, ProcessLookupError):
+        return None
+    before, _, after = text.rpartition(")")
+    fields = after.split()
+    return Stat(
+        name=before.partition("(")[2],
+        status=fields[0],
+        parent_pid=int(fields[1]),
+        session_id=int(fields[3]),
+        terminal=int(fields[4]),
+        flags=int(fields[6]),
+        start_time_ticks=int(fields[19]),
+    )
+
+
+def presence(pid: int) -> Presence:
+    """Tell whether a process is there and whether this caller may inspect it. Needs no privileges.
+
+    ``NOT_PERMITTED`` means that the kernel refuses ptrace's read access (PTRACE_MODE_READ_FSCREDS), which is what
+    following the links in ``/proc/PID/ns`` takes (proc_pid_ns(5)).
+    """
+    try:
+        stat = read_stat(pid)
+        if stat is None:
+            return Presence.GONE
+        if stat.status in "ZX":
+            return Presence.ZOMBIE
+        os.readlink(PROC / str(pid) / "ns" / "pid")
+    except PermissionError:  # hidepid=2 hides other users' processes altogether
+        return Presence.NOT_PERMITTED
+    except (FileNotFoundError, ProcessLookupError):
+        return Presence.GONE
+    return Presence.PRESENT
+
+
+def is_alive(process: ProcessId) -> bool:
+    """Whether this very process still runs: same pid, same start time, and not a zombie."""
+    stat = read_stat(process.pid)
+    return stat is not None and stat.start_time_ticks == process.start_time_ticks and stat.status not in "ZX"
+
+
+def describe(pid: int) -> ProcessInfo:
+    """Everything that gpucr records of one live process. Raises ProcessNotFound for none and for a zombie."""
+    stat = read_stat(pid)
+    if stat is None:
+        raise ProcessNotFound(f"there is no process {pid}", pid=pid, hint="`gpucr ps` lists the CUDA processes")
+    if stat.status in "ZX":
+        raise ProcessNotFound(
+            f"process {pid} has ended and is a zombie: its parent {stat.parent_pid} has not collected it yet",
+            pid=pid,
+            hint="there is nothing left in it that could be saved",
+        )
+    try:
+        status = _status_fields(pid)
+        command = (PROC / str(pid) / "cmdline").read_bytes()
+    except (FileNotFoundError, ProcessLookupError) as e:
+        raise ProcessNotFound(f"process {pid} ended while it was looked at", pid=pid) from e
+    return ProcessInfo(
+        id=ProcessId(pid, stat.start_time_ticks),
+        parent_pid=stat.parent_pid,
+        session_id=stat.session_id,
+        ns_pids=tuple(int(n) for n in status.get("NSpid", str(pid)).split()),
+        uid=int(status["Uid"].split()[1]),
+        status=stat.status,
+        name=stat.name,
+        command_line=tuple(os.fsdecode(part) for part in command.rstrip(b"\0").split(b"\0") if command),
+    )
+
+
+def thread_group_leader(pid_or_tid: int) -> int:
+    """The pid of the process that a thread id belongs to (a pid belongs to itself)."""
+    try:
+        return int(_status_fields(pid_or_tid)["Tgid"])
+    except (FileNotFoundError, ProcessLookupError) as e:
+        raise ProcessNotFound(
+            f"there is no process {pid_or_tid}", pid=pid_or_tid, hint="`gpucr ps` lists the CUDA processes"
+        ) from e
+
+
+def tree(root_pid: int) -> tuple[ProcessInfo, ...]:
+    """The process and all its descendants, root first, parents before children. Zombies are left out."""
+    children: dict[int, list[int]] = {}
+    for pid in all_pids():
+        stat = read_stat(pid)
+        if stat is not None and stat.status not in "ZX":
+            children.setdefault(stat.parent_pid, []).append(pid)
+    found = [describe(root_pid)]
+    queue = sorted(children.get(root_pid, []))
+    while queue:
+        pid = queue.pop(0)
+        with contextlib.suppress(ProcessNotFound):  # it ended since the scan
+            found.append(describe(pid))
+            queue.extend(sorted(children.get(pid, [])))
+    return tuple(found)
+
+
+def all_pids() -> Iterator[int]:
+    """The pids of all processes that /proc shows."""
+    with os.scandir(PROC) as entries:
+        for entry in entries:
+            if entry.name.isdecimal():
+                yield int(entry.name)
+
+
+def resolve_target(pid: int) -> int:
+    """The process that a user means by ``pid``: a thread id stands for its process.
+
+    Raises ProcessNotFound (none, zombie), InvalidRequest (not a pid, a kernel thread, gpucr itself or one of its
+    ancestors) and NotPermitted (another user's process).
+    """
+    if pid <= 0:
+        raise InvalidRequest(f"{pid} is not a process id", hint="a process id is a number above 0")
+    leader = thread_group_leader(pid)
+    stat = read_stat(leader)
+    if stat is not None and stat.is_kernel_thread:
+        raise InvalidRequest(f"process {leader} ({stat.name}) is a kernel thread", hint="name a user's process")
+    describe(leader)
+    if leader == os.getpid():
+        raise InvalidRequest(
+            f"process {leader} is gpucr itself", hint="run gpucr from outside the job that it is to work on"
+        )
+    if leader in ancestors(os.getpid()):
+        raise InvalidRequest(
+            f"process {leader} is an ancestor of gpucr, which would stop itself with it",
+            hint="run gpucr from outside the job, for example from another terminal",
+        )
+    return leader
+
+
+def ancestors(pid: int) -> set[int]:
+    """The pids of the parent, its parent, and so on."""
+    found: set[int] = set()
+    stat = read_stat(pid)
+    while stat is not None and stat.parent_pid > 0 and stat.parent_pid not in found:
+        found.add(stat.parent_pid)
+        stat = read_stat(stat.parent_pid)
+    return found
+
+
+def require_access(process: ProcessInfo) -> None:
+    """Raise NotPermitted where the caller may not look into this process (ptrace access mode, ptrace(2))."""
+    found = presence(process.pid)
+    if found is Presence.NOT_PERMITTED:
+        raise NotPermitted(
+            f"process {process.pid} ({process.name}) of uid {process.uid} is closed to uid {os.geteuid()}",
+            pid=process.pid,
+            hint="run gpucr as that user or as root (with CAP_SYS_PTRACE)",
+        )
+    if found is not Presence.PRESENT:
+        raise ProcessNotFound(f"process {process.pid} ended while it was looked at", pid=process.pid)
+
+
+def tracer_pid(pid: int) -> int:
+    """The pid of the process that traces this one (debugger, strace, profiler); 0 where there is none."""
+    try:
+        return int(_status_fields(pid)["TracerPid"])
+    except (FileNotFoundError, ProcessLookupError):
+        return 0
+
+
+def open_files(pid: int) -> tuple[OpenFile, ...]:
+    """The process's descriptors. Empty where it has ended; PermissionError where the caller may not look."""
+    folder = PROC / str(pid) / "fd"
+    found: list[OpenFile] = []
+    try:
+        names = os.listdir(folder)
+    except (FileNotFoundError, ProcessLookupError):
+        return ()
+    for name in names:
+        with contextlib.suppress(FileNotFoundError, ProcessLookupError):  # closed meanwhile
+            found.append(OpenFile(pid, int(name), os.readlink(folder / name)))
+    return tuple(found)
+
+
+def threads(pid: int) -> tuple[int, ...]:
+    """The thread ids of a process; empty where it has ended."""
+    try:
+        return tuple(sorted(int(name) for name in os.listdir(PROC / str(pid) / "task")))
+    except (FileNotFoundError, ProcessLookupError):
+        return ()
+
+
+def has_terminal(pid: int) -> bool:
+    """Whether the process has a controlling terminal."""
+    stat = read_stat(pid)
+    return stat is not None and stat.terminal != 0
+
+
+def innermost_thread_id(pid: int, tid: int) -> int:
+    """The thread's id in its own pid namespace, which a restore gives it again. ``tid``: in the caller's namespace."""
+    return int(_status_fields(pid, tid)["NSpid"].split()[-1])
+
+
+def thread_with_innermost_id(pid: int, innermost_id: int) -> int | None:
+    """The inverse of `innermost_thread_id`; None where the process has no such thread."""
+    for tid in threads(pid):
+        with contextlib.suppress(FileNotFoundError, ProcessLookupError):
+            if innermost_thread_id(pid, tid) == innermost_id:
+                return tid
+    return None
+
+
+def can_checkpoint_processes() -> bool:
+    """Whether the caller has the capabilities that CRIU needs to dump and restore any process."""
+    effective = int(_status_fields(os.getpid())["CapEff"], 16)
+    wanted = (_CAP_SYS_PTRACE, _CAP_SYS_ADMIN)
+    return all(effective >> capability & 1 for capability in wanted)
+
+
+def wait_for_reaping(pids: Sequence[int], timeout_s: float) -> None:
+    """Wait until no ended process has one of these pids, at most ``timeout_s``: some inits reap only every few seconds.
+
+    Thread ids count as well. Returns all the same when the time is over, or when a pid belongs to a live process; the
+    caller looks again.
+    """
+    end = time.monotonic() + timeout_s
+    while time.monotonic() < end:
+        taken = [pid for pid in pids if read_stat(pid) is not None]
+        if not taken or not all(map(_is_ending, taken)):
+            return
+        time.sleep(0.01)
+
+
+def _is_ending(pid_or_tid: int) -> bool:
+    """Whether the process of this id is gone, a zombie, or on its way to it.
+
+    Right after a SIGKILL a process can be a zombie while its other threads, which have pids too, are still shown alive.
+    """
+    try:
+        stats = read_stat(pid_or_tid), read_stat(thread_group_leader(pid_or_tid))
+    except ProcessNotFound:
+        return True
+    return any(stat is None or stat.status in "ZX" or stat.flags & _PF_EXITING for stat in stats)
+
+
+def continue_stopped(pids: Iterable[int]) -> None:
+    """SIGCONT these processes; those that have ended are passed over."""
+    for pid in pids:
+        with contextlib.suppress(ProcessLookupError):
+            os.kill(pid, signal.SIGCONT)
+
+
+def kill_and_wait(processes: Iterable[ProcessId], timeout_s: float = 10.0) -> tuple[ProcessId, ...]:
+    """SIGKILL these very processes and wait until they are gone (or zombies that nobody has collected yet).
+
+    Uses pidfds, so a pid that was reused meanwhile is never hit. Returns those that still live after ``timeout_s``: a
+    process that hangs in the kernel (state D) ends only when it gets out of there.
+    """
+    fds: dict[ProcessId, int] = {}
+    try:
+        for process in processes:
+            with contextlib.suppress(ProcessLookupError):
+                fd = os.pidfd_open(process.pid)
+                if not is_alive(process):  # asked after the pidfd was opened: now the two name the same process
+                    os.close(fd)
+                    continue
+                fds[process] = fd
+                signal.pidfd_send_signal(fd, signal.SIGKILL)
+        end = time.monotonic() + timeout_s
+        left = []
+        for process, fd in fds.items():
+            poll = select.poll()
+            poll.register(fd, select.POLLIN)
+            if not poll.poll(max(0.0, end - time.monotonic()) * 1000):
+                left.append(process)
+        return tuple(left)
+    finally:
+        for fd in fds.values():
+            os.close(fd)
+
+
+def kill_tree(root_pid: int, *, including_root: bool, timeout_s: float = 10.0) -> tuple[ProcessId, ...]:
+    """SIGKILL every descendant of ``root_pid``, and the root itself if asked. Returns those that `kill_and_wait` does.
+
+    They are stopped first, until no new one is found: a process that still runs could fork in between, and the children
+    of a process that is killed first would be reparented out of sight.
+    """
+    stopped: set[ProcessId] = set()
+    while True:
+        try:
+            found = {process.id for process in tree(root_pid) if including_root or process.pid != root_pid}
+        except ProcessNotFound:
+            found = set()
+        new = found - stopped
+        if not new:
+            return kill_and_wait(stopped, timeout_s)
+        for process in new:
+            with contextlib.suppress(ProcessLookupError):
+                os.kill(process.pid, signal.SIGSTOP)
+        stopped |= new
+
+
+def _status_fields(pid: int, tid: int | None = None) -> dict[str, str]:
+    """``/proc/PID/status``, or that of one thread, as a dictionary (proc_pid_status(5))."""
+    folder = PROC / str(pid) if tid is None else PROC / str(pid) / "task" / str(tid)
+    fields = {}
+    for line in (folder / "status").read_text(errors="replace").splitlines():
+        key, _, value = line.partition(":")
+        fields[key] = value.strip()
+    return fields

@@ -1,0 +1,175 @@
+"""Frozen records that every layer shares. No behaviour beyond parsing and showing; no I/O."""
+
+from __future__ import annotations
+
+import enum
+import re
+from dataclasses import dataclass
+
+from gpucr.errors import InvalidRequest
+
+_GPU_UUID = re.compile(r"^GPU-[0-9a-f]{8}(-[0-9a-f]{4}){3}-[0-9a-f]{12}$")
+
+
+class CudaState(enum.IntEnum):
+    """CUprocessState, as the driver reports it. Open: a value that is not listed is carried as ``UNKNOWN_<n>``."""
+
+    RUNNING = 0
+    LOCKED = 1
+    CHECKPOINTED = 2
+    FAILED = 3
+    CHECKPOINTING = 4
+    RESTORING = 5
+
+    @classmethod
+    def _missing_(cls, value: object) -> CudaState | None:
+        if not isinstance(value, int):
+            return None
+        member = int.__new__(cls, value)
+        member._name_ = f"UNKNOWN_{value}"
+        member._value_ = value
+        return member
+
+    @property
+    def word(self) -> str:
+        """The word that commands print: ``running``, ``locked``, ``checkpointed``, ``failed``, ..."""
+        return self.name.lower()
+
+
+@dataclass(frozen=True, order=True)
+class ProcessId:
+    """The identity of a process: a pid alone can be taken by another process later.
+
+    ``start_time_ticks`` is field 22 of ``/proc/PID/stat`` (clock ticks after boot).
+    """
+
+    pid: int
+    start_time_ticks: int
+
+
+@dataclass(frozen=True)
+class Gpu:
+    """One GPU as NVML shows it. ``uuid`` in the form ``GPU-xxxxxxxx-xxxx-xxxx-xxxx-xxxxxxxxxxxx``."""
+
+    index: int
+    uuid: str
+    name: str
+    memory_total_bytes: int
+    memory_free_bytes: int
+    mig_enabled: bool = False
+
+
+@dataclass(frozen=True)
+class GpuUse:
+    """Device memory that one process holds on one GPU (NVML). None: NVML cannot tell."""
+
+    pid: int
+    gpu_uuid: str
+    used_bytes: int | None
+
+
+def uuid_bytes(uuid: str) -> bytes:
+    """The 16 bytes of a ``GPU-…`` UUID, as the driver takes them in ``CUcheckpointGpuPair``."""
+    if not _GPU_UUID.match(uuid.lower().replace("gpu-", "GPU-", 1)):
+        raise InvalidRequest(
+            f"{uuid!r} is not a GPU UUID",
+            hint="a GPU UUID looks like GPU-6b1e4d2c-0f3a-4c52-9c53-0a6f5a1d7e88; `nvidia-smi -L` lists them",
+        )
+    return bytes.fromhex(uuid[4:].replace("-", ""))
+
+
+def uuid_text(raw: bytes) -> str:
+    """The ``GPU-…`` form of 16 UUID bytes."""
+    h = raw.hex()
+    return f"GPU-{h[:8]}-{h[8:12]}-{h[12:16]}-{h[16:20]}-{h[20:]}"
+
+
+@dataclass(frozen=True)
+class GpuMap:
+    """Where device memory goes on restore: (old UUID, new UUID) pairs.
+
+    The driver wants every GPU that the process can see named once on the left, and the new GPUs as a permutation.
+    """
+
+    pairs: tuple[tuple[str, str], ...]
+
+    @classmethod
+    def parse(cls, text: str) -> GpuMap:
+        """Read ``OLD=NEW,OLD=NEW``. Raises InvalidRequest where a UUID is malformed or named twice on one side."""
+        pairs: list[tuple[str, str]] = []
+        for part in text.split(","):
+            old, equals, new = (piece.strip() for piece in part.partition("="))
+            if not equals:
+                raise InvalidRequest(f"{part!r} is not of the form OLD=NEW", hint="write --gpu-map OLD=NEW,OLD=NEW")
+            pairs.append((uuid_text(uuid_bytes(old)), uuid_text(uuid_bytes(new))))
+        for side, name in ((0, "left"), (1, "right")):
+            uuids = [pair[side] for pair in pairs]
+            if len(set(uuids)) != len(uuids):
+                raise InvalidRequest(f"a GPU stands twice on the {name} side of the GPU map {text!r}")
+        return cls(tuple(pairs))
+
+    def new_for(self, old_uuid: str) -> str:
+        """The UUID that ``old_uuid`` maps to; itself where the map does not name it."""
+        return dict(self.pairs).get(old_uuid, old_uuid)
+
+
+@dataclass(frozen=True)
+class Extent:
+    """A range of a process's address space, in bytes."""
+
+    address: int
+    size_bytes: int
+
+
+@dataclass(frozen=True)
+class ProcessInfo:
+    """What /proc says of one process.
+
+    ``ns_pids`` are its pids from the caller's pid namespace inwards (NSpid); ``status`` is the state letter of
+    ``/proc/PID/stat``.
+    """
+
+    id: ProcessId
+    parent_pid: int
+    session_id: int
+    ns_pids: tuple[int, ...]
+    uid: int
+    status: str
+    name: str
+    command_line: tuple[str, ...]
+
+    @property
+    def pid(self) -> int:
+        """The pid in the caller's pid namespace."""
+        return self.id.pid
+
+
+@dataclass(frozen=True)
+class GangMember:
+    """One CUDA process of a job and the state in which it was found, to which every undo leads back."""
+
+    id: ProcessId
+    found: CudaState
+
+    @property
+    def pid(self) -> int:
+        """The pid in the caller's pid namespace."""
+        return self.id.pid
+
+
+@dataclass(frozen=True)
+class Job:
+    """A process tree that is handled as one. ``processes`` has the root first; ``gang`` are those with CUDA."""
+
+    processes: tuple[ProcessInfo, ...]
+    gang: tuple[GangMember, ...]
+
+    @property
+    def root(self) -> ProcessInfo:
+        """The process whose pid names the job."""
+        return self.processes[0]
+
+    @property
+    def pids(self) -> tuple[int, ...]:
+        """The pids of all processes, root first."""
+        return tuple(process.pid for process in self.processes)

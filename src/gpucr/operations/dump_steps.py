@@ -1,0 +1,220 @@
+"""The steps of a dump that concern the snapshot and CRIU."""
+
+from __future__ import annotations
+
+import datetime
+import platform
+from collections.abc import Mapping
+from dataclasses import dataclass
+
+from gpucr import gang as gangs
+from gpucr.criu.engine import Criu
+from gpucr.criu.options import DumpOptions
+from gpucr.driver.gpus import driver_version
+from gpucr.errors import CriuError, CudaStarted, JobChanged, JobDamaged
+from gpucr.gang import Gang
+from gpucr.linux import processes
+from gpucr.model import Gpu, Job, ProcessInfo
+from gpucr.operations import jobs
+from gpucr.operations.freeze import CheckpointGang
+from gpucr.operations.interrupts import Interrupts
+from gpucr.operations.logs import log_kept_on_failure
+from gpucr.snapshot.folder import Snapshot, UnfinishedSnapshot
+from gpucr.snapshot.manifest import Manifest, ProcessRecord
+from gpucr.version import __version__
+
+
+@dataclass(frozen=True)
+class DumpContext:
+    """What the steps of one dump share. ``device_bytes``: per pid and GPU UUID, read before anything was locked."""
+
+    job: Job
+    gang: Gang | None
+    folder: UnfinishedSnapshot
+    criu: Criu
+    options: DumpOptions
+    gpus: tuple[Gpu, ...]
+    device_bytes: Mapping[int, Mapping[str, int]]
+    deadline: float | None
+
+
+class CreateFolder:
+    """Make the private folder that becomes the snapshot."""
+
+    name = "prepare"
+
+    def __init__(self, context: DumpContext) -> None:
+        self._context = context
+
+    def describe(self) -> str:
+        """Which folder."""
+        return f"make the private folder {self._context.folder.path}"
+
+    def run(self, interrupts: Interrupts) -> int:
+        """Make it."""
+        self._context.folder.create()
+        return 0
+
+    def undo(self) -> None:
+        """Remove it, unless it is by now the only place where a part of the job still exists."""
+        folder = self._context.folder
+        if folder.is_committed and not all(processes.is_alive(p.id) for p in self._context.job.processes):
+            return
+        folder.discard()
+
+
+class CriuDump:
+    """CRIU writes the process tree; with ``commit_while_frozen`` the snapshot is committed before CRIU kills it."""
+
+    name = "dump"
+
+    def __init__(
+        self,
+        context: DumpContext,
+        checkpoint: CheckpointGang | None,
+        *,
+        commit_while_frozen: bool,
+    ) -> None:
+        self._context = context
+        self._checkpoint = checkpoint
+        self._commit_while_frozen = commit_while_frozen
+        self._interrupts: Interrupts | None = None
+        self.draft: Manifest | None = None
+        self.snapshot: Snapshot | None = None
+
+    def describe(self) -> str:
+        """How many processes, where to, and what becomes of them."""
+        count = len(self._context.job.processes)
+        after = "commit, then kill them" if self._commit_while_frozen else "let them go on"
+        return f"dump {count} process{'es' if count > 1 else ''} with CRIU to {self._context.folder.images}, {after}"
+
+    def run(self, interrupts: Interrupts) -> int:
+        """Dump. Returns the bytes of the images."""
+        context, self._interrupts = self._context, interrupts
+        try:
+            with interrupts.allowed(), log_kept_on_failure("dump") as log_path:
+                context.criu.dump(
+                    context.job.root.pid,
+                    context.folder.images,
+                    context.options,
+                    log_path=log_path,
+                    on_notify=self._on_notify,
+                    deadline=context.deadline,
+                )
+        except CriuError as error:
+            self._after_failure(error)
+        return sum(file.stat().st_size for file in context.folder.images.iterdir())
+
+    def undo(self) -> None:
+        """Nothing: CRIU lets the tree go on when its dump fails, and the folder is CreateFolder's to remove."""
+
+    def _on_notify(self, hook: str, pid: int) -> None:
+        """After CRIU's last image, with the tree still frozen: what is true now is what was dumped."""
+        if hook != "post-dump":
+            return
+        self.draft = _draft(self._context, self._checkpoint, left_running=not self._commit_while_frozen)
+        if self._commit_while_frozen:
+            if self._interrupts is not None:
+                self._interrupts.postpone()
+            self.snapshot = self._context.folder.commit(self.draft)
+            if self._interrupts is not None:
+                self._interrupts.commit()
+
+    def _after_failure(self, error: CriuError) -> None:
+        """Find the better explanation, and never let a job be lost whose snapshot is committed."""
+        alive = [p.pid for p in self._context.job.processes if processes.is_alive(p.id)]
+        gone = [p.pid for p in self._context.job.processes if p.pid not in alive]
+        if self.snapshot is not None and not alive:
+            return  # CRIU failed after it had killed the tree (a last log line, its statistics): the dump is complete
+        if self.snapshot is not None and gone:
+            raise JobDamaged(
+                f"CRIU ended in the middle of killing the job: {len(gone)} of its processes are gone",
+                failures=[f"process {pid} is gone" for pid in gone],
+                hint=f"the snapshot {self._context.folder.path} is complete: kill {alive}, then restore it",
+            ) from error
+        if gone:
+            raise JobChanged(
+                f"process {gone[0]} ended while it was dumped", pids=gone, hint="the rest of the job is as it was found"
+            ) from error
+        started = _started_cuda(self._context)
+        if started:
+            raise CudaStarted(
+                f"process {started[0]} began to use CUDA after the job had been checkpointed",
+                pids=started,
+                hint="wait until the job has started all of its processes, then try again",
+            ) from error
+        raise error
+
+
+class CommitSnapshot:
+    """Make the images durable and write the manifest; the job runs meanwhile."""
+
+    name = "commit"
+
+    def __init__(self, context: DumpContext, dumped: CriuDump) -> None:
+        self._context = context
+        self._dumped = dumped
+        self.snapshot: Snapshot | None = None
+
+    def describe(self) -> str:
+        """Which snapshot."""
+        return f"hash and sync the images, then write the manifest of {self._context.folder.path}"
+
+    def run(self, interrupts: Interrupts) -> int:
+        """Commit what CRIU dumped. Returns the bytes that were hashed."""
+        if self._dumped.draft is None:
+            raise AssertionError("CRIU's dump ended without the post-dump notification")
+        self.snapshot = self._context.folder.commit(self._dumped.draft)
+        interrupts.commit()
+        return self.snapshot.manifest.size_bytes
+
+    def undo(self) -> None:
+        """Nothing: an unfinished folder is CreateFolder's to remove."""
+
+
+def _started_cuda(context: DumpContext) -> list[int]:
+    """Processes of the tree that use CUDA now and are not in the gang."""
+    tree = processes.tree(context.job.root.pid)
+    driver = context.gang.driver if context.gang is not None else jobs.load_driver_for(tree)
+    if driver is None:
+        return []
+    known = {member.id for member in context.gang.members} if context.gang is not None else set()
+    return [member.pid for member in gangs.discover(driver, [p for p in tree if p.id not in known])]
+
+
+def _draft(context: DumpContext, checkpoint: CheckpointGang | None, *, left_running: bool) -> Manifest:
+    """The manifest of what is frozen now, without its files."""
+    capabilities = context.gang.driver.capabilities() if context.gang and context.gang.members else None
+    return Manifest(
+        created=datetime.datetime.now(datetime.timezone.utc).isoformat(timespec="seconds"),
+        root_pid=context.job.root.pid,
+        processes=tuple(_record(context, checkpoint, p) for p in processes.tree(context.job.root.pid)),
+        gpus=context.gpus,
+        cuda_version=capabilities.cuda_version if capabilities else None,
+        driver_version=driver_version() if capabilities else None,
+        criu_version=context.criu.install.version_text,
+        criu_options=context.options.as_dict(),
+        kernel=platform.release(),
+        architecture=platform.machine(),
+        gpucr_version=__version__,
+        left_running=left_running,
+    )
+
+
+def _record(context: DumpContext, checkpoint: CheckpointGang | None, process: ProcessInfo) -> ProcessRecord:
+    found = {m.pid: m.found for m in context.gang.members} if context.gang is not None else {}
+    stopped = {p.id for p in context.job.processes if p.status == "T"}
+    thread = checkpoint.restore_threads.get(process.pid) if checkpoint else None
+    return ProcessRecord(
+        pid=process.pid,
+        ns_pids=process.ns_pids,
+        parent_pid=process.parent_pid,
+        threads=processes.threads(process.pid),
+        name=process.name,
+        command_line=process.command_line,
+        found_state=found.get(process.pid),
+        stopped=process.id in stopped,
+        restore_thread=processes.innermost_thread_id(process.pid, thread) if thread is not None else None,
+        device_bytes=dict(context.device_bytes.get(process.pid, {})),
+        staging=checkpoint.staging.get(process.pid, ()) if checkpoint else (),
+    )

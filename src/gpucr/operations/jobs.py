@@ -1,0 +1,62 @@
+"""Finding the job that a pid stands for, and the driver that its CUDA processes need."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+from gpucr import gang, preflight
+from gpucr.driver.api import Driver
+from gpucr.driver.cuda import load_driver
+from gpucr.errors import DriverUnavailable, InvalidRequest
+from gpucr.linux import processes
+from gpucr.model import Job, ProcessInfo
+
+
+@dataclass(frozen=True)
+class FoundJob:
+    """A job as it was found. ``driver`` is None where the machine has none; then no process can use CUDA."""
+
+    job: Job
+    driver: Driver | None
+
+
+def find_job(pid: int, *, only: bool = False) -> FoundJob:
+    """The tree of ``pid`` (a thread id stands for its process) and the CUDA state of each of its processes.
+
+    ``only`` leaves the descendants out. Raises ProcessNotFound, InvalidRequest or NotPermitted; changes nothing.
+    """
+    root = processes.resolve_target(pid)
+    tree = processes.tree(root)
+    if only:
+        tree = tree[:1]
+    for process in tree:
+        processes.require_access(process)
+    driver = load_driver_for(tree)
+    members = gang.discover(driver, tree) if driver is not None else ()
+    return FoundJob(Job(tree, members), driver)
+
+
+def load_driver_for(tree: Sequence[ProcessInfo]) -> Driver | None:
+    """The machine's driver; None where there is none and no process of the tree has libcuda loaded."""
+    try:
+        return load_driver()
+    except DriverUnavailable:
+        if any(gang.uses_libcuda(process.pid) for process in tree):
+            raise
+        return None
+
+
+def deadline_after(timeout_s: float | None) -> float | None:
+    """The time.monotonic() value at which ``timeout_s`` seconds from now are over."""
+    if timeout_s is None:
+        return None
+    if not timeout_s > 0:
+        raise InvalidRequest(f"a timeout of {timeout_s} s cannot be met", hint="give a number of seconds above 0")
+    return time.monotonic() + timeout_s
+
+
+def findings_before_freeze(job: Job, device_bytes: int) -> list[preflight.Finding]:
+    """What stands in the way of suspending this job."""
+    return [*preflight.check_states(job), *preflight.check_host_memory(device_bytes)]

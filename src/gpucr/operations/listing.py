@@ -1,0 +1,76 @@
+"""Who uses CUDA on this machine, and in which state."""
+
+from __future__ import annotations
+
+import contextlib
+import os
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+
+from gpucr.driver.cuda import load_driver
+from gpucr.driver.gpus import gpu_processes
+from gpucr.errors import GpucrError, NotACudaProcess
+from gpucr.gang import discover
+from gpucr.linux import memory, processes
+from gpucr.model import CudaState, ProcessInfo
+from gpucr.operations import jobs
+
+
+@dataclass(frozen=True)
+class ProcessState:
+    """One process. ``state`` is None where it does not use CUDA; ``device_bytes`` is per GPU UUID."""
+
+    process: ProcessInfo
+    state: CudaState | None
+    resident_bytes: int
+    device_bytes: Mapping[str, int] = field(default_factory=dict)
+
+
+def list_cuda_processes() -> tuple[ProcessState, ...]:
+    """Every process of the machine with a CUDA state, suspended ones included, as far as the caller may look.
+
+    Raises DriverUnavailable where there is no driver with the checkpoint functions.
+    """
+    driver = load_driver()
+    held = _device_bytes()
+    found: list[ProcessState] = []
+    for pid in sorted(processes.all_pids()):
+        if pid == os.getpid():  # asking the driver makes the asking process one of the driver's own (driver 580)
+            continue
+        # It may have ended meanwhile, belong to someone else, or be stopped: then it is left out.
+        with contextlib.suppress(GpucrError, PermissionError):
+            process = processes.describe(pid)
+            found += [_describe(process, member.found, held) for member in discover(driver, [process])]
+    return tuple(found)
+
+
+def job_states(pid: int, *, only: bool = False) -> tuple[ProcessState, ...]:
+    """The CUDA state of every process in the tree of ``pid`` (``only``: of the one process). Changes nothing.
+
+    Raises NotACudaProcess where none of them uses CUDA.
+    """
+    job = jobs.find_job(pid, only=only).job
+    if not job.gang:
+        raise NotACudaProcess(
+            f"process {job.root.pid} ({job.root.name}) does not use CUDA, and none of its descendants does"
+            if not only
+            else f"process {job.root.pid} ({job.root.name}) does not use CUDA",
+            pid=job.root.pid,
+            hint="`gpucr ps` lists the processes that do",
+        )
+    states = {member.pid: member.found for member in job.gang}
+    held = _device_bytes()
+    return tuple(_describe(process, states.get(process.pid), held) for process in job.processes)
+
+
+def _describe(process: ProcessInfo, state: CudaState | None, held: Mapping[int, Mapping[str, int]]) -> ProcessState:
+    return ProcessState(process, state, memory.resident_bytes(process.pid), held.get(process.pid, {}))
+
+
+def _device_bytes() -> dict[int, dict[str, int]]:
+    held: dict[int, dict[str, int]] = {}
+    for use in gpu_processes():
+        if use.used_bytes is not None:
+            by_gpu = held.setdefault(use.pid, {})
+            by_gpu[use.gpu_uuid] = by_gpu.get(use.gpu_uuid, 0) + use.used_bytes
+    return held

@@ -1,0 +1,51 @@
+"""CRIU's logs: written to a private folder, kept when the operation failed."""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import shutil
+import tempfile
+import time
+from collections.abc import Iterator
+from pathlib import Path
+
+from gpucr.errors import GpucrError
+
+
+def state_folder() -> Path:
+    """Where gpucr keeps what must outlive a command: $XDG_STATE_HOME/gpucr, by default ~/.local/state/gpucr.
+
+    Raises OSError where the user has no home folder.
+    """
+    base = os.environ.get("XDG_STATE_HOME")
+    if base:
+        return Path(base) / "gpucr"
+    try:
+        return Path.home() / ".local" / "state" / "gpucr"
+    except RuntimeError as e:  # a container's uid without a name, and no HOME
+        raise FileNotFoundError(f"uid {os.geteuid()} has no home folder") from e
+
+
+@contextlib.contextmanager
+def log_kept_on_failure(phase: str) -> Iterator[Path]:
+    """A path for CRIU's log in a new private folder, which is removed when the block succeeds.
+
+    Where the state folder cannot be written (a full or read-only disk), the system's folder for temporary files is
+    used instead.
+    """
+    prefix = f"{phase}-{time.strftime('%Y%m%dT%H%M%S')}-"
+    try:
+        base = state_folder() / "log"
+        base.mkdir(mode=0o700, parents=True, exist_ok=True)
+        folder = Path(tempfile.mkdtemp(prefix=prefix, dir=base))
+    except OSError:
+        folder = Path(tempfile.mkdtemp(prefix=f"gpucr-{prefix}"))
+    try:
+        yield folder / f"{phase}.log"
+    except GpucrError:
+        raise
+    except BaseException:
+        shutil.rmtree(folder, ignore_errors=True)  # nobody would be told where it is
+        raise
+    shutil.rmtree(folder, ignore_errors=True)

@@ -1,0 +1,255 @@
+"""Restore: a job from a snapshot, on this machine."""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import platform
+from dataclasses import dataclass, field
+
+from gpucr import preflight
+from gpucr.criu.engine import Criu
+from gpucr.criu.install import find_criu
+from gpucr.criu.options import DumpOptions, RestoreOptions
+from gpucr.driver.api import Driver
+from gpucr.driver.cuda import load_driver
+from gpucr.driver.gpus import list_gpus
+from gpucr.errors import JobChanged, JobDamaged, ProcessNotFound, SnapshotDamaged
+from gpucr.gang import Gang
+from gpucr.linux import processes
+from gpucr.model import GangMember, GpuMap, ProcessId
+from gpucr.operations import jobs
+from gpucr.operations.freeze import HoldThreads, ReleaseThreads, RestoreGang, UnlockGang
+from gpucr.operations.interrupts import Interrupts
+from gpucr.operations.logs import log_kept_on_failure
+from gpucr.operations.steps import OnProgress, Phase, Step, WithoutUndo, run_steps
+from gpucr.operations.threads import GangThreads
+from gpucr.snapshot.folder import Snapshot
+from gpucr.snapshot.manifest import ProcessRecord
+
+REAPING_TIMEOUT_S = 10.0
+"""How long a restore waits for the parents of the dumped processes to collect their zombies."""
+
+
+@dataclass(frozen=True)
+class RestoreReport:
+    """What a restore did. ``pid`` is the root's; ``downtime_s`` the time until the job ran, verification included."""
+
+    snapshot: Snapshot
+    pid: int
+    processes: int
+    phases: tuple[Phase, ...]
+    size_bytes: int
+    downtime_s: float
+    warnings: tuple[str, ...]
+
+
+def restore(
+    snapshot: Snapshot | str | os.PathLike[str],
+    *,
+    gpu_map: GpuMap | str | None = None,
+    timeout_s: float | None = None,
+    force: bool = False,
+    on_progress: OnProgress | None = None,
+) -> RestoreReport:
+    """Bring the job of a snapshot back, on the GPUs that it had or those of ``gpu_map``. The snapshot stays.
+
+    The snapshot is verified and compared with this machine before anything starts: GPUs of the same kind with enough
+    free memory, free pids, a driver, CRIU. Every CUDA process ends in the state in which the dump had found it. What
+    fails later ends the half-restored processes. Needs root (CAP_SYS_ADMIN and CAP_SYS_PTRACE).
+
+    Raises SnapshotUnfinished, SnapshotDamaged, SnapshotError, NotPermitted, Unsupported, DriverUnavailable,
+    CriuUnavailable (nothing was started); CriuError, DriverError, DeadlineExceeded, Interrupted (all ended again);
+    JobDamaged (something of it still runs).
+    """  # fmt: skip
+    deadline = jobs.deadline_after(timeout_s)
+    if not isinstance(snapshot, Snapshot):
+        snapshot = Snapshot.open(snapshot)
+    if isinstance(gpu_map, str):
+        gpu_map = GpuMap.parse(gpu_map)
+    preflight.require_privileges(snapshot.manifest.root_pid)
+    options = _options(snapshot)
+    findings = _findings(snapshot, gpu_map)
+    preflight.require_no_blocking(findings, force=force)
+    driver = _driver_for(snapshot)
+    context = RestoreContext(snapshot, Criu(find_criu()), options, deadline)
+    steps: list[Step] = [VerifySnapshot(context), CriuRestore(context)]
+    if driver is not None:
+        gang = context.gang = Gang(driver, (), deadline=deadline)
+        threads = GangThreads(stoppable=True)
+        # Restoring and unlocking are undone by CriuRestore, which ends the processes.
+        steps += [
+            HoldThreads(threads, context.restore_threads),
+            WithoutUndo(RestoreGang(gang, gpu_map, down_to=lambda member: member.found)),
+            WithoutUndo(UnlockGang(gang, down_to=lambda member: member.found)),
+            ReleaseThreads(threads, context.to_continue),
+        ]
+    phases = run_steps(steps, deadline=deadline, on_progress=on_progress)
+    return RestoreReport(
+        snapshot=snapshot,
+        pid=context.root_pid,
+        processes=len(context.restored),
+        phases=phases,
+        size_bytes=snapshot.manifest.size_bytes,
+        downtime_s=sum(phase.seconds for phase in phases),
+        warnings=tuple(finding.sentence() for finding in findings),
+    )
+
+
+@dataclass
+class RestoreContext:
+    """What the steps of one restore share.
+
+    ``gang``, ``root_pid``, ``restored`` and ``pids`` (manifest pid → pid now) are filled as it goes on.
+    """
+
+    snapshot: Snapshot
+    criu: Criu
+    options: RestoreOptions
+    deadline: float | None
+    gang: Gang | None = None
+    root_pid: int = 0
+    restored: tuple[ProcessId, ...] = ()
+    pids: dict[int, int] = field(default_factory=dict)
+
+    def restore_threads(self) -> dict[int, int]:
+        """The thread that does the driver's work, per pid of the gang."""
+        found: dict[int, int] = {}
+        for record in self.snapshot.manifest.processes:
+            if record.found_state is None or record.restore_thread is None:
+                continue
+            pid = self.pids[record.pid]
+            tid = processes.thread_with_innermost_id(pid, record.restore_thread)
+            if tid is None:
+                raise SnapshotDamaged(
+                    f"the manifest names thread {record.restore_thread} of process {record.pid}, which it has not",
+                    path=str(self.snapshot.path),
+                )
+            found[pid] = tid
+        return found
+
+    def to_continue(self) -> list[int]:
+        """The processes without CUDA that were not stopped when they were dumped."""
+        records = self.snapshot.manifest.processes
+        return [self.pids[r.pid] for r in records if r.found_state is None and not r.stopped and r.pid in self.pids]
+
+
+class VerifySnapshot:
+    """Check every file of the snapshot against its digest."""
+
+    name = "verify"
+
+    def __init__(self, context: RestoreContext) -> None:
+        self._context = context
+
+    def describe(self) -> str:
+        """Which snapshot."""
+        return f"verify {self._context.snapshot.path}"
+
+    def run(self, interrupts: Interrupts) -> int:
+        """Read and compare everything. Returns the bytes that were read."""
+        with interrupts.allowed():
+            self._context.snapshot.verify()
+        return self._context.snapshot.manifest.size_bytes
+
+    def undo(self) -> None:
+        """Nothing: verifying changes nothing."""
+
+
+class CriuRestore:
+    """CRIU makes the process tree again; the CUDA processes come back CHECKPOINTED."""
+
+    name = "criu"
+
+    def __init__(self, context: RestoreContext) -> None:
+        self._context = context
+
+    def describe(self) -> str:
+        """How many processes."""
+        manifest = self._context.snapshot.manifest
+        return f"restore {len(manifest.processes)} process(es) with CRIU, root pid {manifest.root_pid}"
+
+    def run(self, interrupts: Interrupts) -> int:
+        """Restore, then take stock of the restored processes."""
+        context = self._context
+        with interrupts.allowed(), log_kept_on_failure("restore") as log_path:
+            context.root_pid = context.criu.restore(
+                context.snapshot.images,
+                context.options,
+                log_path=log_path,
+                leave_stopped=context.gang is not None,
+                deadline=context.deadline,
+            )
+            interrupts.postpone()
+        tree = processes.tree(context.root_pid)
+        context.restored = tuple(process.id for process in tree)
+        by_namespace_pid = {process.ns_pids[-1]: process.id for process in tree}
+        for record in context.snapshot.manifest.processes:
+            restored = by_namespace_pid.get(record.ns_pids[-1])
+            if restored is not None:
+                context.pids[record.pid] = restored.pid
+            if context.gang is not None and record.found_state is not None:
+                context.gang.add([_member(record, restored)])
+        return context.snapshot.manifest.size_bytes
+
+    def undo(self) -> None:
+        """End every process of the restored tree; the snapshot stays as it is."""
+        if not self._context.root_pid:
+            return
+        now: set[ProcessId] = set()
+        with contextlib.suppress(ProcessNotFound):  # the root may have ended by itself
+            now = {process.id for process in processes.tree(self._context.root_pid)}
+        left = processes.kill_and_wait(now | set(self._context.restored))
+        if left:
+            failures = [f"process {process.pid} does not end" for process in left]
+            raise JobDamaged("not every restored process could be ended: " + ", ".join(failures), failures=failures)
+
+
+def _options(snapshot: Snapshot) -> RestoreOptions:
+    try:
+        return RestoreOptions.from_dump(DumpOptions.from_dict(snapshot.manifest.criu_options))
+    except ValueError as e:
+        raise SnapshotDamaged(
+            f"the manifest's CRIU options cannot be used: {e}",
+            path=str(snapshot.path),
+            hint="it was made by another version of gpucr: restore it with that one",
+        ) from e
+
+
+def _findings(snapshot: Snapshot, gpu_map: GpuMap | None) -> list[preflight.Finding]:
+    manifest = snapshot.manifest
+    pids = [
+        tid for process in manifest.processes if len(process.ns_pids) == 1 for tid in (process.pid, *process.threads)
+    ]
+    pids = list(dict.fromkeys(pids))
+    processes.wait_for_reaping(pids, REAPING_TIMEOUT_S)
+    findings = preflight.check_free_pids(pids)
+    if manifest.has_gpu_state:
+        findings += preflight.check_gpus(manifest.gpus, manifest.device_bytes, list_gpus(), gpu_map)
+    if manifest.architecture != platform.machine():
+        findings.append(
+            preflight.Finding(
+                "blocking",
+                f"the snapshot is of a {manifest.architecture} machine",
+                f"this one is {platform.machine()}",
+                "its programs cannot run here",
+                "restore it on a machine of that kind",
+            )
+        )
+    return findings
+
+
+def _driver_for(snapshot: Snapshot) -> Driver | None:
+    """The driver, where the snapshot needs one: a tree without CUDA is restored without looking for any."""
+    return load_driver() if snapshot.manifest.has_gpu_state else None
+
+
+def _member(record: ProcessRecord, restored: ProcessId | None) -> GangMember:
+    if restored is None:
+        raise JobChanged(
+            f"process {record.pid} ({record.name}) ended right after it was restored",
+            pids=[record.pid],
+            hint="its own log may say why; the other processes have been ended, the snapshot is intact",
+        )
+    assert record.found_state is not None  # noqa: S101 - the caller passes CUDA processes only
+    return GangMember(restored, record.found_state)

@@ -1,0 +1,78 @@
+"""No thread of a CUDA process but the driver's own runs while its device memory is away and CRIU is at work.
+
+CRIU wakes the threads that it dumps or restores out of their system calls. Measured (H200, driver 580, JAX): a thread
+that is woken so inside libcuda goes on and reads memory that is not there while the process is checkpointed, and the
+process dies of SIGSEGV (at every second dump and restore of the same JAX process, without exception). Once in about
+thirty times a thread did so while the driver checkpointed. Held like this, 24 of 24 cycles went well.
+"""
+
+from __future__ import annotations
+
+import os
+import signal
+from collections.abc import Mapping
+
+from gpucr.errors import NotPermitted
+from gpucr.linux import processes
+from gpucr.linux.ptrace import HeldThreads
+
+
+class GangThreads:
+    """The threads of a gang's processes, which are held with ptrace or stopped with SIGSTOP.
+
+    CRIU has to trace the processes itself, so before it begins they are handed over stopped: a thread goes from held
+    to stopped, and back, without running in between. ``stoppable`` is False where the parent would take notice: a shell
+    takes the terminal from a stopped job. Then the threads run while they are handed over.
+    """
+
+    def __init__(self, *, stoppable: bool) -> None:
+        self._stoppable = stoppable
+        self._held: list[HeldThreads] = []
+        self._free_threads: dict[int, int] = {}
+        self.are_stopped = False
+
+    @property
+    def pids(self) -> tuple[int, ...]:
+        """The processes whose threads are or were held."""
+        return tuple(self._free_threads)
+
+    def hold(self, free_threads: Mapping[int, int]) -> None:
+        """Running or stopped → only ``free_threads`` (pid → thread id) run. Adds to what is held already."""
+        new = {pid: tid for pid, tid in free_threads.items() if pid not in self._free_threads}
+        self._hold(new)
+        self._free_threads |= new
+
+    def hold_again(self) -> None:
+        """After `stop`, when CRIU is done: stopped → held, then the free threads go on."""
+        self._hold(self._free_threads)
+        self.continue_stopped()
+
+    def stop(self) -> None:
+        """Held → stopped by SIGSTOP (where that is possible, else running), and no longer traced."""
+        if self._stoppable:
+            self.are_stopped = True
+            for pid in self.pids:
+                os.kill(pid, signal.SIGSTOP)
+        self.release()
+
+    def continue_stopped(self) -> None:
+        """End the stop. Threads that are held do not notice."""
+        self.are_stopped = False
+        processes.continue_stopped(self.pids)
+
+    def release(self) -> None:
+        """Held → running (or stopped, where a stop is in force)."""
+        while self._held:
+            self._held.pop().release()
+
+    def _hold(self, free_threads: Mapping[int, int]) -> None:
+        held = HeldThreads(free_threads)
+        try:
+            held.hold()
+        except PermissionError as e:
+            raise NotPermitted(
+                f"the threads of {', '.join(map(str, free_threads))} cannot be held: {e.strerror}",
+                pid=next(iter(free_threads)),
+                hint="another tracer (debugger, strace, profiler) holds them, or ptrace is forbidden here",
+            ) from e
+        self._held.append(held)

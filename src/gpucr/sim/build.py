@@ -1,0 +1,165 @@
+"""Build the simulated driver and the counter program from their C sources, and name the variables that use them."""
+
+from __future__ import annotations
+
+import hashlib
+import os
+import shutil
+import subprocess
+import tempfile
+from collections.abc import Iterator
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Literal
+
+from gpucr.errors import SimulatorUnavailable
+
+SOURCES = Path(__file__).parent / "c"
+FLAGS = ("-std=c11", "-D_GNU_SOURCE", "-O2", "-Wall", "-Wextra")
+_LIBRARY_FLAGS = ("-fPIC", "-shared", "-fvisibility=hidden", "-pthread", "-Wl,-z,defs")
+_BUILD_TIMEOUT_S = 120
+
+_MACHINE = ("machine.c", "procfs.c", "ledger.c")
+_CUDA = ("results.c", "gate.c", "memory.c", "staging.c", "context.c", "execution.c", "device.c", "api.c")
+_CHECKPOINT = ("faults.c", "restore_thread.c", "control.c", "checkpoint_api.c")
+
+
+@dataclass(frozen=True)
+class Product:
+    """One file that the build makes: its path in the folder, its C sources and its own compiler flags."""
+
+    path: str
+    sources: tuple[str, ...]
+    flags: tuple[str, ...]
+
+
+def _library(path: str, sources: tuple[str, ...], *flags: str) -> Product:
+    return Product(path, sources, (*_LIBRARY_FLAGS, f"-Wl,-soname,{Path(path).name}", *flags))
+
+
+PRODUCTS = (
+    _library("libcuda.so.1", _MACHINE + _CUDA + _CHECKPOINT),
+    _library("libnvidia-ml.so.1", (*_MACHINE, "nvml.c")),
+    _library("old/libcuda.so.1", _MACHINE + _CUDA, "-DGPUCR_SIM_OLD_DRIVER"),
+    _library("old/libnvidia-ml.so.1", (*_MACHINE, "nvml.c"), "-DGPUCR_SIM_OLD_DRIVER"),
+    Product("counter", ("counter.c", "counter_state.c", "cuda.c"), ("-ldl",)),
+)
+
+
+def build(cache_dir: Path | None = None) -> Path:
+    """The folder that holds libcuda.so.1, libnvidia-ml.so.1 and counter; compiles them where they are missing.
+
+    The folder's name is a digest of the sources and flags, so a new version never meets an old build. Several
+    processes may build at once: each works in a folder of its own, and the first to finish puts it in place.
+    ``cache_dir`` defaults to ``$XDG_CACHE_HOME/gpucr/sim``.
+
+    Raises SimulatorUnavailable where there is no C compiler or it fails.
+    """
+    parent = cache_dir if cache_dir is not None else _default_cache_dir()
+    folder = parent / _digest()
+    if folder.is_dir():
+        return folder
+    parent.mkdir(mode=0o700, parents=True, exist_ok=True)
+    work = Path(tempfile.mkdtemp(prefix="build-", dir=parent))
+    try:
+        for product in PRODUCTS:
+            _compile(product, work)
+        _move_into_place(work, folder)
+    finally:
+        shutil.rmtree(work, ignore_errors=True)
+    return folder
+
+
+def environment(
+    gpus: str = "2x16GiB",
+    *,
+    state_dir: Path | None = None,
+    driver: Literal["current", "old"] = "current",
+    fixed_cost_ms: int | None = None,
+    faults: str | None = None,
+    machine: str | None = None,
+) -> dict[str, str]:
+    """The environment variables that put the simulator in the place of the driver, for programs started with them.
+
+    ``gpus`` is ``[COUNTx]SIZE`` groups with a comma between (``2x16GiB,80GiB``). ``state_dir`` is where the processes
+    of one simulated machine keep count of device memory. ``driver="old"`` is a driver without the checkpoint API.
+    ``faults`` is read by target processes when they start CUDA; docs/reference/simulator.md has the syntax.
+    Another ``machine`` name gives GPUs with other UUIDs.
+
+    Raises SimulatorUnavailable as `build` does.
+    """
+    folder = build()
+    if driver == "old":
+        folder = folder / "old"
+    present = [path for path in os.environ.get("LD_LIBRARY_PATH", "").split(":") if path not in ("", str(folder))]
+    variables = {
+        "LD_LIBRARY_PATH": ":".join([str(folder), *present]),
+        "GPUCR_SIM_GPUS": gpus,
+        "GPUCR_SIM_STATE": str(state_dir.absolute() if state_dir is not None else _default_state_dir()),
+    }
+    optional = {
+        "GPUCR_SIM_FIXED_COST_MS": None if fixed_cost_ms is None else str(fixed_cost_ms),
+        "GPUCR_SIM_FAULTS": faults,
+        "GPUCR_SIM_MACHINE": machine,
+    }
+    return variables | {name: value for name, value in optional.items() if value is not None}
+
+
+def _default_cache_dir() -> Path:
+    root = os.environ.get("XDG_CACHE_HOME") or str(Path.home() / ".cache")
+    return Path(root) / "gpucr" / "sim"
+
+
+def _default_state_dir() -> Path:
+    return Path("/dev/shm") / f"gpucr-sim-{os.geteuid()}"  # noqa: S108 (the libraries make it 0700)
+
+
+def _source_files() -> Iterator[Path]:
+    return (path for path in sorted(SOURCES.iterdir()) if path.suffix in (".c", ".h"))
+
+
+def _digest() -> str:
+    digest = hashlib.sha256(repr((FLAGS, PRODUCTS, _compiler())).encode())
+    for path in _source_files():
+        content = path.read_bytes()
+        digest.update(f"\0{path.name}\0{len(content)}\0".encode())
+        digest.update(content)
+    return digest.hexdigest()[:16]
+
+
+def _compiler() -> str:
+    return os.environ.get("CC") or "cc"
+
+
+def _compile(product: Product, folder: Path) -> None:
+    output = folder / product.path
+    output.parent.mkdir(mode=0o700, exist_ok=True)
+    sources = [str(SOURCES / name) for name in product.sources]
+    command = [_compiler(), *FLAGS, "-o", str(output), *sources, *product.flags]
+    try:
+        done = subprocess.run(command, capture_output=True, text=True, check=False, timeout=_BUILD_TIMEOUT_S)
+    except FileNotFoundError as e:
+        raise SimulatorUnavailable(
+            f"the simulated driver cannot be built: there is no C compiler {_compiler()!r}",
+            hint="install a C compiler (Debian, Ubuntu: `apt install gcc libc6-dev`) or name one in CC",
+        ) from e
+    except subprocess.TimeoutExpired as e:
+        raise SimulatorUnavailable(f"the C compiler did not finish {product.path} in {_BUILD_TIMEOUT_S} s") from e
+    if done.returncode != 0:
+        raise SimulatorUnavailable(
+            f"the C compiler failed on {product.path}: {_first_error(done.stderr)}",
+            hint="the C library's and the kernel's headers are needed (Debian, Ubuntu: `apt install libc6-dev`)",
+        )
+
+
+def _first_error(compiler_output: str) -> str:
+    lines = compiler_output.strip().splitlines()
+    return next((line for line in lines if "error" in line), lines[-1] if lines else "no message")
+
+
+def _move_into_place(work: Path, folder: Path) -> None:
+    try:
+        work.rename(folder)
+    except OSError:
+        if not folder.is_dir():  # someone else's build of the same sources is as good
+            raise

@@ -1,0 +1,212 @@
+/* The caller's side of the checkpoint API: find the target's control page, post a request, wait for the answer. */
+#include "sim.h"
+
+#include <dirent.h>
+#include <errno.h>
+#include <fcntl.h>
+#include <linux/futex.h>
+#include <poll.h>
+#include <signal.h>
+#include <stdio.h>
+#include <string.h>
+#include <sys/file.h>
+#include <sys/mman.h>
+#include <sys/stat.h>
+#include <sys/syscall.h>
+#include <time.h>
+#include <unistd.h>
+
+struct link {
+    int fd;    /* the target's memfd, opened anew: a lock of its own */
+    int pidfd;
+    pid_t leader;
+    struct control *control;
+};
+
+/* Shared futexes: the two sides are different processes. A timeout of 0 means none. */
+void futex_wait(_Atomic uint32_t *word, uint32_t value, uint32_t timeout_ms) {
+    struct timespec timeout = {.tv_sec = timeout_ms / 1000, .tv_nsec = (long)(timeout_ms % 1000) * 1000000};
+    syscall(SYS_futex, word, FUTEX_WAIT, value, timeout_ms == 0 ? NULL : &timeout, NULL, 0);
+}
+
+void futex_wake(_Atomic uint32_t *word) {
+    syscall(SYS_futex, word, FUTEX_WAKE, INT32_MAX, NULL, NULL, 0);
+}
+
+static struct control *map_control(const char *path, int *fd) {
+    struct stat status;
+    *fd = open(path, O_RDWR | O_CLOEXEC);
+    if (*fd < 0)
+        return NULL;
+    if (fstat(*fd, &status) == 0 && status.st_size >= (off_t)sizeof(struct control)) {
+        void *page = mmap(NULL, sizeof(struct control), PROT_READ | PROT_WRITE, MAP_SHARED, *fd, 0);
+        if (page != MAP_FAILED)
+            return page;
+    }
+    close(*fd);
+    return NULL;
+}
+
+static bool is_control_of(const struct control *control, pid_t inner_pid) {
+    return atomic_load(&control->magic) == CONTROL_MAGIC && control->version == CONTROL_VERSION &&
+           control->owner_pid == inner_pid; /* a forked child may hold its parent's descriptor */
+}
+
+static enum result find_control(pid_t leader, pid_t inner_pid, struct link *link) {
+    char path[300], name[300];
+    snprintf(path, sizeof path, "/proc/%d/fd", leader);
+    DIR *descriptors = opendir(path);
+    if (descriptors == NULL)
+        return OPERATING_SYSTEM; /* gone, or not ours to look into */
+    link->control = NULL;
+    for (struct dirent *entry; link->control == NULL && (entry = readdir(descriptors)) != NULL;) {
+        snprintf(path, sizeof path, "/proc/%d/fd/%s", leader, entry->d_name);
+        ssize_t length = readlink(path, name, sizeof name - 1);
+        if (length < 0)
+            continue;
+        name[length] = '\0';
+        if (strncmp(name, "/memfd:" CONTROL_NAME, strlen("/memfd:" CONTROL_NAME)) != 0)
+            continue;
+        link->control = map_control(path, &link->fd);
+        if (link->control != NULL && !is_control_of(link->control, inner_pid)) {
+            munmap(link->control, sizeof *link->control);
+            close(link->fd);
+            link->control = NULL;
+        }
+    }
+    closedir(descriptors);
+    return link->control == NULL ? NOT_INITIALIZED : SUCCESS;
+}
+
+static enum result link_open(pid_t pid, struct link *link) {
+    struct process_status status;
+    if (pid <= 0 || !process_status(pid, &status) || status.state == 'Z' || status.state == 'X')
+        return OPERATING_SYSTEM;
+    link->leader = status.leader;
+    link->pidfd = (int)syscall(SYS_pidfd_open, status.leader, 0);
+    if (link->pidfd < 0)
+        return OPERATING_SYSTEM;
+    enum result result = find_control(status.leader, status.inner_pid, link);
+    if (result != SUCCESS)
+        close(link->pidfd);
+    return result;
+}
+
+static void link_close(struct link *link) {
+    munmap(link->control, sizeof *link->control);
+    close(link->fd);
+    close(link->pidfd);
+}
+
+static bool target_lives(const struct link *link) {
+    struct pollfd ended = {.fd = link->pidfd, .events = POLLIN};
+    return poll(&ended, 1, 0) == 0;
+}
+
+/* Waits until the request under way is answered. False: the target died. */
+static bool wait_answered(const struct link *link) {
+    const uint32_t look_every_ms = 20;
+    struct control *control = link->control;
+    uint32_t answers;
+    while ((answers = atomic_load(&control->answers)) != atomic_load(&control->requests)) {
+        futex_wait(&control->answers, answers, look_every_ms);
+        if (!target_lives(link))
+            return false;
+    }
+    return true;
+}
+
+static void fill_request(struct control *control, const struct request *request, const struct machine *machine) {
+    control->action = request->action;
+    control->lock_timeout_ms = request->lock_timeout_ms;
+    control->pair_count = request->pair_count;
+    if (request->pair_count > 0)
+        memcpy(control->pairs, request->pairs, request->pair_count * sizeof *request->pairs);
+    control->machine = *machine;
+}
+
+static enum result post(const struct link *link, const struct request *request) {
+    struct control *control = link->control;
+    struct machine machine;
+    if (!machine_from_environment(&machine))
+        return UNKNOWN;
+    /* One caller at a time; the lock goes with the caller, even if it is killed. */
+    while (flock(link->fd, LOCK_EX) < 0)
+        if (errno != EINTR)
+            return OPERATING_SYSTEM;
+    /* Unanswered though we hold the lock: its caller died. A lock action that still waits is to end. */
+    atomic_store(&control->give_up, 1);
+    if (!wait_answered(link))
+        return OPERATING_SYSTEM;
+    atomic_store(&control->give_up, 0);
+    fill_request(control, request, &machine);
+    atomic_fetch_add(&control->requests, 1);
+    futex_wake(&control->requests);
+    return wait_answered(link) ? (enum result)control->result : OPERATING_SYSTEM;
+}
+
+/* True: the call ends here with *result. Faults of the caller are read anew at each call. */
+static bool caller_fault(enum action action, pid_t pid, enum result *result) {
+    static _Atomic uint32_t calls[ACTIONS];
+    struct faults faults;
+    if (!faults_parse(&faults, "GPUCR_SIM_CALLER_FAULTS")) {
+        *result = UNKNOWN;
+        return true;
+    }
+    struct fault fault = faults_pick(&faults, action, pid, atomic_fetch_add(&calls[action], 1) + 1);
+    *result = (enum result)fault.value;
+    switch (fault.kind) {
+    case FAULT_HANG:
+        hang();
+    case FAULT_DIE:
+        kill(pid, SIGKILL);
+        *result = OPERATING_SYSTEM;
+        return true;
+    case FAULT_DELAY:
+        sleep_ms(fault.value);
+        return false;
+    case FAULT_RESULT:
+        return true;
+    default:
+        return false;
+    }
+}
+
+enum result control_request(pid_t pid, const struct request *request) {
+    struct link link;
+    enum result result;
+    if (caller_fault(request->action, pid, &result))
+        return result;
+    result = link_open(pid, &link);
+    if (result != SUCCESS)
+        return result;
+    result = post(&link, request);
+    link_close(&link);
+    return result;
+}
+
+enum result control_state(pid_t pid, int *state) {
+    struct link link;
+    enum result result;
+    if (caller_fault(ACTION_STATE, pid, &result))
+        return result;
+    result = link_open(pid, &link);
+    if (result != SUCCESS)
+        return result;
+    *state = (int)atomic_load(&link.control->state);
+    link_close(&link);
+    return SUCCESS;
+}
+
+enum result control_restore_tid(pid_t pid, int *tid) {
+    struct link link;
+    enum result result;
+    if (caller_fault(ACTION_TID, pid, &result))
+        return result;
+    result = link_open(pid, &link);
+    if (result != SUCCESS)
+        return result;
+    *tid = thread_from_inner(link.leader, link.control->restore_tid);
+    link_close(&link);
+    return *tid > 0 ? SUCCESS : OPERATING_SYSTEM;
+}

@@ -1,0 +1,165 @@
+/*
+ * Modules, kernels and streams. A kernel is known by its entry name in the PTX; the simulator runs the built-in of
+ * that name. Work takes effect when it is submitted, but whoever could see that waits until its time is over.
+ */
+#include "sim.h"
+
+#include <ctype.h>
+#include <stdlib.h>
+#include <string.h>
+
+#define STREAM_NON_BLOCKING 1u
+
+struct stream {
+    unsigned flags;
+    uint64_t busy_until_ns;
+    struct stream *next;
+};
+
+struct kernel {
+    const char *name;
+    enum result (*run)(uint64_t threads, struct stream *stream, void **parameters);
+};
+
+static struct stream default_stream;
+static struct stream *streams = &default_stream;
+
+static struct stream *stream_known(struct stream *stream) {
+    /* 1 and 2 are the handles of the legacy and the per-thread default stream */
+    if ((uintptr_t)stream <= 2)
+        return &default_stream;
+    for (struct stream *known = streams; known != NULL; known = known->next)
+        if (known == stream)
+            return known;
+    return NULL;
+}
+
+enum result stream_create(unsigned flags, struct stream **stream) {
+    struct stream *made = calloc(1, sizeof *made);
+    if (made == NULL)
+        return OUT_OF_MEMORY;
+    made->flags = flags;
+    made->next = streams->next;
+    streams->next = made;
+    *stream = made;
+    return SUCCESS;
+}
+
+enum result stream_destroy(struct stream *stream) {
+    for (struct stream *before = streams; before != NULL; before = before->next) {
+        if (before->next != stream || stream == NULL)
+            continue;
+        /* the driver lets work that is under way finish: it stays pending on the default stream */
+        if (stream->busy_until_ns > default_stream.busy_until_ns)
+            default_stream.busy_until_ns = stream->busy_until_ns;
+        before->next = stream->next;
+        free(stream);
+        return SUCCESS;
+    }
+    return INVALID_HANDLE;
+}
+
+enum result stream_query(struct stream *stream) {
+    stream = stream_known(stream);
+    if (stream == NULL)
+        return INVALID_HANDLE;
+    return stream->busy_until_ns > now_ns() ? NOT_READY : SUCCESS;
+}
+
+enum result stream_wait(struct stream *stream) {
+    stream = stream_known(stream);
+    if (stream == NULL)
+        return INVALID_HANDLE;
+    wait_until_ns(stream->busy_until_ns);
+    return SUCCESS;
+}
+
+static uint64_t busy_until_ns(bool blocking_only) {
+    uint64_t latest = 0;
+    for (const struct stream *stream = streams; stream != NULL; stream = stream->next)
+        if (stream->busy_until_ns > latest && !(blocking_only && (stream->flags & STREAM_NON_BLOCKING)))
+            latest = stream->busy_until_ns;
+    return latest;
+}
+
+void streams_wait_all(bool blocking_only) {
+    wait_until_ns(busy_until_ns(blocking_only));
+}
+
+uint64_t streams_busy_until_ns(void) {
+    return busy_until_ns(false);
+}
+
+void streams_forget_time(void) {
+    for (struct stream *stream = streams; stream != NULL; stream = stream->next)
+        stream->busy_until_ns = 0;
+}
+
+static enum result run_increment(uint64_t threads, struct stream *stream, void **parameters) {
+    uint64_t pointer, value;
+    (void)stream;
+    memcpy(&pointer, parameters[0], sizeof pointer);
+    if (memory_read(&value, pointer, sizeof value) != SUCCESS)
+        return ILLEGAL_ADDRESS;
+    value += threads;
+    return memory_write(pointer, &value, sizeof value);
+}
+
+static enum result run_spin(uint64_t threads, struct stream *stream, void **parameters) {
+    uint64_t duration_ns, now = now_ns();
+    (void)threads;
+    memcpy(&duration_ns, parameters[0], sizeof duration_ns);
+    stream->busy_until_ns = (stream->busy_until_ns > now ? stream->busy_until_ns : now) + duration_ns;
+    return SUCCESS;
+}
+
+static const struct kernel KERNELS[] = {{"gpucr_increment", run_increment}, {"gpucr_spin", run_spin}};
+
+enum result module_load(const void *image, void **module) {
+    const char *ptx = image;
+    if (ptx == NULL)
+        return INVALID_VALUE;
+    /* cubins and fat binaries begin with other bytes than text, and are not run here */
+    if (!isspace((unsigned char)*ptx) && *ptx != '.' && *ptx != '/')
+        return INVALID_IMAGE;
+    if (strstr(ptx, ".version") == NULL || strstr(ptx, ".target") == NULL)
+        return INVALID_IMAGE;
+    *module = strdup(ptx);
+    return *module == NULL ? OUT_OF_MEMORY : SUCCESS;
+}
+
+static bool has_entry(const char *ptx, const char *name) {
+    const char *at = ptx;
+    while ((at = strstr(at, ".entry")) != NULL) {
+        at += strlen(".entry");
+        at += strspn(at, " \t\r\n");
+        size_t length = strlen(name);
+        if (strncmp(at, name, length) == 0 && !isalnum((unsigned char)at[length]) && at[length] != '_' &&
+            at[length] != '$')
+            return true;
+    }
+    return false;
+}
+
+enum result module_function(void *module, const char *name, void **function) {
+    if (module == NULL || name == NULL)
+        return INVALID_VALUE;
+    if (!has_entry(module, name))
+        return NOT_FOUND;
+    for (size_t i = 0; i < sizeof KERNELS / sizeof *KERNELS; i++)
+        if (strcmp(KERNELS[i].name, name) == 0) {
+            *function = (void *)(uintptr_t)&KERNELS[i];
+            return SUCCESS;
+        }
+    return NOT_SUPPORTED; /* the module has it, but the simulator does not run PTX */
+}
+
+enum result launch(void *function, uint64_t threads, struct stream *stream, void **parameters) {
+    const struct kernel *kernel = function;
+    stream = stream_known(stream);
+    if (stream == NULL || kernel < KERNELS || kernel >= KERNELS + sizeof KERNELS / sizeof *KERNELS)
+        return INVALID_HANDLE;
+    if (threads == 0 || parameters == NULL)
+        return INVALID_VALUE;
+    return kernel->run(threads, stream, parameters);
+}

@@ -1,0 +1,65 @@
+/* The gate in front of every API call, and waiting on the monotonic clock. */
+#include "sim.h"
+
+#include <time.h>
+
+pthread_mutex_t sim_mutex = PTHREAD_MUTEX_INITIALIZER;
+static pthread_cond_t gate_changed = PTHREAD_COND_INITIALIZER;
+static bool closed;
+static unsigned inside;
+
+uint64_t now_ns(void) {
+    struct timespec now;
+    clock_gettime(CLOCK_MONOTONIC, &now);
+    return (uint64_t)now.tv_sec * 1000000000u + (uint64_t)now.tv_nsec;
+}
+
+static void wait_changed(uint64_t time_ns) {
+    struct timespec time = {.tv_sec = (time_t)(time_ns / 1000000000u), .tv_nsec = (long)(time_ns % 1000000000u)};
+    pthread_cond_clockwait(&gate_changed, &sim_mutex, CLOCK_MONOTONIC, &time);
+}
+
+void wait_until_ns(uint64_t time_ns) {
+    while (now_ns() < time_ns)
+        wait_changed(time_ns);
+}
+
+void gate_enter(void) {
+    pthread_mutex_lock(&sim_mutex);
+    while (closed)
+        pthread_cond_wait(&gate_changed, &sim_mutex);
+    inside++;
+}
+
+void gate_leave(void) {
+    inside--;
+    pthread_cond_broadcast(&gate_changed);
+    pthread_mutex_unlock(&sim_mutex);
+}
+
+static void set_closed(bool value) {
+    closed = value;
+    pthread_cond_broadcast(&gate_changed);
+}
+
+bool gate_close(uint64_t deadline_ns, const _Atomic uint32_t *give_up) {
+    const uint64_t look_every_ns = 5000000; /* give_up is set from another process, which cannot signal us */
+    pthread_mutex_lock(&sim_mutex);
+    set_closed(true);
+    bool idle, over = false;
+    while (!(idle = inside == 0 && streams_busy_until_ns() <= now_ns()) && !over) {
+        uint64_t until_ns = now_ns() + look_every_ns;
+        wait_changed(until_ns < deadline_ns ? until_ns : deadline_ns);
+        over = now_ns() >= deadline_ns || atomic_load(give_up) != 0;
+    }
+    if (!idle)
+        set_closed(false);
+    pthread_mutex_unlock(&sim_mutex);
+    return idle;
+}
+
+void gate_open(void) {
+    pthread_mutex_lock(&sim_mutex);
+    set_closed(false);
+    pthread_mutex_unlock(&sim_mutex);
+}

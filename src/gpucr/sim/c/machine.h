@@ -1,0 +1,56 @@
+/* The simulated machine as both libraries see it: its GPUs, /proc, and the ledger of device memory in use. */
+#ifndef GPUCR_SIM_MACHINE_H
+#define GPUCR_SIM_MACHINE_H
+
+#include <stdbool.h>
+#include <stddef.h>
+#include <stdint.h>
+#include <sys/types.h>
+
+#define MAX_GPUS 16
+#define UUID_BYTES 16
+#define EXPORT __attribute__((visibility("default")))
+
+struct gpu {
+    uint8_t uuid[UUID_BYTES];
+    uint64_t capacity_bytes;
+};
+
+/* Plain data without pointers: a caller hands its machine to the target through shared memory. */
+struct machine {
+    char name[64];
+    char state_dir[192];
+    uint32_t gpu_count;
+    struct gpu gpus[MAX_GPUS];
+};
+
+/* machine.c: GPUCR_SIM_GPUS, GPUCR_SIM_MACHINE, GPUCR_SIM_STATE. False (and a line on stderr) if malformed. */
+bool machine_from_environment(struct machine *machine);
+int machine_find(const struct machine *machine, const uint8_t uuid[UUID_BYTES]); /* index or -1 */
+void gpu_name(uint32_t index, char *text, size_t size);
+void uuid_text(const uint8_t uuid[UUID_BYTES], char text[41]); /* GPU-xxxxxxxx-xxxx-xxxx-xxxx-xxxxxxxxxxxx */
+uint64_t environment_number(const char *name, uint64_t otherwise);
+
+/* procfs.c */
+struct process_status {
+    char state;       /* R, S, Z, ... */
+    pid_t leader;     /* thread-group leader, in the pid namespace of /proc */
+    pid_t inner_pid;  /* the leader's pid as the process itself sees it */
+};
+bool process_status(pid_t pid, struct process_status *status);
+bool process_start_ms(pid_t pid, uint64_t *start_ms); /* after boot. False: no such process, or a zombie */
+bool same_start(uint64_t one_ms, uint64_t other_ms);
+pid_t thread_from_inner(pid_t leader, pid_t inner_tid); /* -1: no such thread */
+
+/* ledger.c: one small file per process that holds device memory. All return 0 or a negative errno. */
+struct holding {
+    pid_t pid;
+    bool mine; /* pids of several namespaces can be equal */
+    uint64_t bytes[MAX_GPUS]; /* by index in the machine */
+};
+int ledger_claim(const struct machine *machine, const uint64_t wanted_bytes[MAX_GPUS]); /* -ENOMEM: no room */
+int ledger_release(const struct machine *machine);
+int ledger_read(const struct machine *machine, struct holding *holdings, size_t room, size_t *count);
+int ledger_used(const struct machine *machine, uint64_t used_bytes[MAX_GPUS]);
+
+#endif

@@ -1,0 +1,213 @@
+/*
+ * The target's side of the checkpoint API: a thread that sleeps on the control page and carries out the four
+ * actions. The page is a memfd, which a caller finds under /proc/PID/fd in whatever namespaces it and the target
+ * are, and which CRIU dumps and restores together with its mapping.
+ */
+#include "sim.h"
+
+#include <errno.h>
+#include <fcntl.h>
+#include <semaphore.h>
+#include <signal.h>
+#include <stdlib.h>
+#include <string.h>
+#include <sys/mman.h>
+#include <unistd.h>
+
+static struct control *control;
+static int control_fd = -1;
+static struct faults faults;
+static uint32_t fixed_cost_ms;
+static sem_t serving;
+static bool fails_without_memory; /* GPUCR_SIM_RESTORE_OOM=failed */
+
+#define LOCK_COST_MS 1
+
+static void midway(const struct fault *fault) {
+    if (fault->kind == FAULT_HANG)
+        hang();
+    if (fault->kind == FAULT_DIE)
+        kill(getpid(), SIGKILL);
+}
+
+static enum result do_lock(const struct fault *fault) {
+    uint64_t timeout_ns = (uint64_t)control->lock_timeout_ms * 1000000u;
+    if (control->state != RUNNING)
+        return ILLEGAL_STATE;
+    if (!gate_close(timeout_ns == 0 ? UINT64_MAX : now_ns() + timeout_ns, &control->give_up))
+        return NOT_READY;
+    midway(fault);
+    sleep_ms(LOCK_COST_MS);
+    control->state = LOCKED;
+    return SUCCESS;
+}
+
+static enum result do_checkpoint(const struct fault *fault) {
+    if (control->state != LOCKED)
+        return ILLEGAL_STATE;
+    if (memory_has_managed())
+        return NOT_SUPPORTED;
+    sleep_ms(fixed_cost_ms);
+    enum result result = staging_fill(midway, fault);
+    if (result != SUCCESS)
+        return result;
+    streams_forget_time();
+    ledger_release(&sim_machine);
+    control->state = CHECKPOINTED;
+    return SUCCESS;
+}
+
+/* The machine's index for each device, by the map or, without one, by the same UUID. False: not a valid map. */
+static bool map_devices(const struct machine *machine, uint32_t machine_index[MAX_GPUS]) {
+    uint32_t taken = 0;
+    if (control->pair_count != 0 && control->pair_count != (uint32_t)sim_device_count)
+        return false;
+    for (int i = 0; i < sim_device_count; i++) {
+        const uint8_t *new_uuid = control->pair_count == 0 ? sim_devices[i].uuid : NULL;
+        for (uint32_t p = 0; p < control->pair_count; p++)
+            if (memcmp(control->pairs[p].old_uuid, sim_devices[i].uuid, UUID_BYTES) == 0)
+                new_uuid = control->pairs[p].new_uuid;
+        int index = new_uuid == NULL ? -1 : machine_find(machine, new_uuid);
+        if (index < 0 || (taken & 1u << index))
+            return false;
+        taken |= 1u << index;
+        machine_index[i] = (uint32_t)index;
+    }
+    return true;
+}
+
+static void adopt(const struct machine *machine, const uint32_t machine_index[MAX_GPUS]) {
+    sim_machine = *machine;
+    for (int i = 0; i < sim_device_count; i++) {
+        const struct gpu *gpu = &machine->gpus[machine_index[i]];
+        sim_devices[i].machine_index = machine_index[i];
+        sim_devices[i].capacity_bytes = gpu->capacity_bytes;
+        memcpy(sim_devices[i].uuid, gpu->uuid, UUID_BYTES);
+    }
+}
+
+static enum result do_restore(const struct fault *fault) {
+    struct machine machine = control->machine;
+    uint32_t machine_index[MAX_GPUS];
+    if (control->state != CHECKPOINTED)
+        return ILLEGAL_STATE;
+    if (!map_devices(&machine, machine_index))
+        return INVALID_VALUE;
+    sleep_ms(fixed_cost_ms);
+    enum result result = memory_claim(&machine, machine_index);
+    if (result == SUCCESS) {
+        result = staging_drain(midway, fault);
+        if (result != SUCCESS)
+            ledger_release(&machine);
+    }
+    if (result == OUT_OF_MEMORY && fails_without_memory)
+        control->state = FAILED;
+    if (result != SUCCESS)
+        return result;
+    adopt(&machine, machine_index);
+    control->state = LOCKED;
+    return SUCCESS;
+}
+
+static enum result do_unlock(const struct fault *fault) {
+    if (control->state != LOCKED)
+        return ILLEGAL_STATE;
+    midway(fault);
+    sleep_ms(LOCK_COST_MS);
+    control->state = RUNNING;
+    gate_open();
+    return SUCCESS;
+}
+
+static enum result perform(enum action action) {
+    if (action >= ACTIONS)
+        return INVALID_VALUE;
+    struct fault fault = faults_pick(&faults, action, 0, ++control->calls[action]);
+    if (fault.kind == FAULT_DELAY)
+        sleep_ms(fault.value);
+    if (fault.kind == FAULT_RESULT) {
+        if (fault.then_failed)
+            control->state = FAILED;
+        return (enum result)fault.value;
+    }
+    switch (action) {
+    case ACTION_LOCK:
+        return do_lock(&fault);
+    case ACTION_CHECKPOINT:
+        return do_checkpoint(&fault);
+    case ACTION_RESTORE:
+        return do_restore(&fault);
+    case ACTION_UNLOCK:
+        return do_unlock(&fault);
+    default:
+        return INVALID_VALUE;
+    }
+}
+
+static void *serve(void *unused) {
+    (void)unused;
+    control->restore_tid = gettid();
+    atomic_store(&control->magic, CONTROL_MAGIC);
+    sem_post(&serving);
+    while (true) {
+        uint32_t requests = atomic_load(&control->requests);
+        if (requests == atomic_load(&control->answers)) {
+            futex_wait(&control->requests, requests, 0);
+            continue;
+        }
+        control->result = perform((enum action)control->action);
+        atomic_store(&control->answers, requests);
+        futex_wake(&control->answers);
+    }
+    return NULL;
+}
+
+static bool control_create(void) {
+    control_fd = memfd_create(CONTROL_NAME, MFD_CLOEXEC);
+    if (control_fd < 0 || ftruncate(control_fd, sizeof *control) < 0)
+        return false;
+    control = mmap(NULL, sizeof *control, PROT_READ | PROT_WRITE, MAP_SHARED, control_fd, 0);
+    if (control == MAP_FAILED)
+        return false;
+    madvise(control, sizeof *control, MADV_DONTFORK);
+    control->version = CONTROL_VERSION;
+    control->owner_pid = getpid();
+    return true;
+}
+
+static bool start_thread(void) {
+    sigset_t all, before;
+    pthread_attr_t attributes;
+    pthread_t thread;
+    sem_init(&serving, 0, 0);
+    pthread_attr_init(&attributes);
+    pthread_attr_setdetachstate(&attributes, PTHREAD_CREATE_DETACHED);
+    sigfillset(&all); /* the program's handlers run on the program's threads */
+    pthread_sigmask(SIG_SETMASK, &all, &before);
+    int error = pthread_create(&thread, &attributes, serve, NULL);
+    pthread_sigmask(SIG_SETMASK, &before, NULL);
+    pthread_attr_destroy(&attributes);
+    while (error == 0 && sem_wait(&serving) < 0 && errno == EINTR)
+        ;
+    return error == 0;
+}
+
+enum result restore_thread_start(void) {
+    const char *without_memory = getenv("GPUCR_SIM_RESTORE_OOM");
+    if (!faults_parse(&faults, "GPUCR_SIM_FAULTS"))
+        return UNKNOWN;
+    fixed_cost_ms = (uint32_t)environment_number("GPUCR_SIM_FIXED_COST_MS", 300);
+    fails_without_memory = without_memory != NULL && strcmp(without_memory, "failed") == 0;
+    if (!control_create() || !start_thread()) {
+        if (control_fd >= 0)
+            close(control_fd);
+        control_fd = -1;
+        return OPERATING_SYSTEM;
+    }
+    return SUCCESS;
+}
+
+void control_close_in_child(void) {
+    close(control_fd);
+    control_fd = -1;
+}

@@ -1,0 +1,169 @@
+/* The simulated libcuda.so.1 from the inside: what its parts need of each other. */
+#ifndef GPUCR_SIM_H
+#define GPUCR_SIM_H
+
+#include <pthread.h>
+#include <stdatomic.h>
+
+#include "machine.h"
+
+/* The CUresult values that the simulator gives (numbers and texts: results.c). */
+enum result {
+    SUCCESS = 0,
+    INVALID_VALUE = 1,
+    OUT_OF_MEMORY = 2,
+    NOT_INITIALIZED = 3,
+    NO_DEVICE = 100,
+    INVALID_DEVICE = 101,
+    INVALID_IMAGE = 200,
+    INVALID_CONTEXT = 201,
+    OPERATING_SYSTEM = 304,
+    INVALID_HANDLE = 400,
+    ILLEGAL_STATE = 401,
+    NOT_FOUND = 500,
+    NOT_READY = 600,
+    ILLEGAL_ADDRESS = 700,
+    NOT_SUPPORTED = 801,
+    UNKNOWN = 999,
+};
+
+enum process_state { RUNNING = 0, LOCKED = 1, CHECKPOINTED = 2, FAILED = 3 };
+
+/* faults.c: ACTION[@PID][#NTH]=RESULT[:failed]|hang|die|delay:MS, comma separated. */
+enum action { ACTION_STATE, ACTION_TID, ACTION_LOCK, ACTION_CHECKPOINT, ACTION_RESTORE, ACTION_UNLOCK, ACTIONS };
+
+struct fault {
+    enum { FAULT_NONE, FAULT_RESULT, FAULT_HANG, FAULT_DIE, FAULT_DELAY } kind;
+    enum action action;
+    pid_t pid;        /* 0: any */
+    uint32_t nth;     /* 0: every call, else only this one, counted from 1 */
+    uint32_t value;   /* the result, or milliseconds */
+    bool then_failed; /* the state afterwards is FAILED */
+};
+#define MAX_FAULTS 32
+struct faults {
+    uint32_t count;
+    struct fault list[MAX_FAULTS];
+};
+bool faults_parse(struct faults *faults, const char *variable);
+struct fault faults_pick(const struct faults *faults, enum action action, pid_t pid, uint32_t nth);
+void sleep_ms(uint32_t duration_ms);
+void hang(void) __attribute__((noreturn));
+
+/*
+ * gate.c: the one mutex of the library, and the gate that every API call passes. The lock action closes the gate:
+ * calls wait in front of it. Threads that wait for a stream stand inside and have let go of the mutex.
+ */
+extern pthread_mutex_t sim_mutex;
+uint64_t now_ns(void);
+void wait_until_ns(uint64_t time_ns); /* with sim_mutex held; lets go of it meanwhile */
+void gate_enter(void);
+void gate_leave(void);
+/* Closes the gate and waits for pending work. False: out of time or `give_up` was set; the gate is open again. */
+bool gate_close(uint64_t deadline_ns, const _Atomic uint32_t *give_up);
+void gate_open(void);
+
+/* memory.c: one memfd per GPU in use holds its bytes; device pointers lie in an unreadable reservation. */
+struct device {
+    uint32_t machine_index;
+    uint8_t uuid[UUID_BYTES];
+    uint64_t capacity_bytes;
+    struct memory *memory; /* NULL before the first context */
+    struct context *primary;
+    unsigned primary_users;
+};
+extern struct machine sim_machine;
+extern struct device sim_devices[MAX_GPUS];
+extern int sim_device_count;
+
+enum result memory_allocate(struct device *device, uint64_t size_bytes, uint64_t *pointer);
+enum result memory_allocate_managed(struct device *device, uint64_t size_bytes, uint64_t *pointer);
+enum result memory_free(uint64_t pointer);
+enum result memory_read(void *to, uint64_t pointer, uint64_t size_bytes);
+enum result memory_write(uint64_t pointer, const void *from, uint64_t size_bytes);
+enum result memory_copy(uint64_t to, uint64_t from, uint64_t size_bytes);
+enum result memory_set(uint64_t pointer, uint8_t value, uint64_t size_bytes);
+enum result memory_info(const struct device *device, uint64_t *free_bytes, uint64_t *total_bytes);
+bool memory_has_managed(void);
+uint64_t memory_total_bytes(void);
+
+/* staging.c: device memory to the staging area and back. `midway` is called when half of it is done. */
+enum result hardware_open(void);
+void hardware_close(void);
+enum result staging_fill(void (*midway)(const struct fault *), const struct fault *fault);
+enum result staging_drain(void (*midway)(const struct fault *), const struct fault *fault);
+
+/* memory.c, for staging.c: the pieces of device memory in ascending order. */
+struct piece {
+    int fd;
+    uint64_t offset, size_bytes;
+};
+bool memory_next_piece(uint32_t *device, uint32_t *block, struct piece *piece);
+bool memory_open_files(void);
+void memory_close_files(void);
+enum result memory_claim(const struct machine *machine, const uint32_t *machine_index);
+
+/* context.c */
+struct context;
+extern _Thread_local struct context *current_context;
+enum result context_create(struct device *device, struct context **context);
+enum result context_destroy(struct context *context);
+struct device *context_device(const struct context *context); /* NULL: no such context */
+
+/* execution.c: modules, kernels, streams */
+struct stream;
+enum result stream_create(unsigned flags, struct stream **stream);
+enum result stream_destroy(struct stream *stream);
+enum result stream_query(struct stream *stream);
+enum result stream_wait(struct stream *stream);
+void streams_wait_all(bool blocking_only);
+uint64_t streams_busy_until_ns(void);
+void streams_forget_time(void); /* the clock of another machine is another one */
+enum result module_load(const void *image, void **module);
+enum result module_function(void *module, const char *name, void **function);
+enum result launch(void *function, uint64_t threads, struct stream *stream, void **parameters);
+
+/* control.c and restore_thread.c: the channel over which callers reach the target. */
+#define CONTROL_NAME "gpucr-sim-control"
+#define CONTROL_MAGIC 0x6c74632d6d697367u
+#define CONTROL_VERSION 1
+
+struct gpu_pair {
+    uint8_t old_uuid[UUID_BYTES];
+    uint8_t new_uuid[UUID_BYTES];
+};
+
+struct control {
+    _Atomic uint64_t magic; /* written last: the page is complete */
+    uint32_t version;
+    int32_t owner_pid; /* as the target sees itself */
+    int32_t restore_tid;
+    _Atomic uint32_t state;
+    _Atomic uint32_t requests; /* futex; unequal to `answers`: a request is under way */
+    _Atomic uint32_t answers;  /* futex */
+    _Atomic uint32_t give_up;  /* the caller of the request under way is gone */
+    uint32_t action;
+    uint32_t result;
+    uint32_t lock_timeout_ms;
+    uint32_t pair_count;
+    struct gpu_pair pairs[MAX_GPUS];
+    struct machine machine; /* the caller's: a process may come back on another one */
+    uint32_t calls[ACTIONS];
+};
+
+enum result restore_thread_start(void);
+void control_close_in_child(void);
+void futex_wait(_Atomic uint32_t *word, uint32_t value, uint32_t timeout_ms);
+void futex_wake(_Atomic uint32_t *word);
+
+struct request {
+    enum action action;
+    uint32_t lock_timeout_ms;
+    uint32_t pair_count;
+    const struct gpu_pair *pairs;
+};
+enum result control_state(pid_t pid, int *state);
+enum result control_restore_tid(pid_t pid, int *tid);
+enum result control_request(pid_t pid, const struct request *request);
+
+#endif

@@ -1,0 +1,122 @@
+"""Digests of the files that CRIU wrote: many threads, piece by piece.
+
+A file is hashed in pieces of 64 MiB, so that one large page image uses all cores and damage is named by its place.
+SHA-256 because it is in every Python and modern processors have instructions for it.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import os
+import stat
+from collections.abc import Iterable, Sequence
+from pathlib import Path
+
+from gpucr.errors import SnapshotDamaged
+from gpucr.snapshot.manifest import FileRecord
+
+PIECE_BYTES = 64 << 20
+_BLOCK_BYTES = 1 << 20
+_THREADS = min(16, os.cpu_count() or 1)
+
+
+def record(folder: Path, relative_paths: Iterable[str]) -> tuple[FileRecord, ...]:
+    """Size and digests of these files of the folder. Raises OSError where one cannot be read."""
+    sizes = {path: (folder / path).stat().st_size for path in relative_paths}
+    digests = _digest_all(folder, [(path, offset) for path, size in sizes.items() for offset in _offsets(size)])
+    return tuple(
+        FileRecord(path, size, tuple(digests[path, offset] for offset in _offsets(size)))
+        for path, size in sorted(sizes.items())
+    )
+
+
+def verify(folder: Path, records: Sequence[FileRecord]) -> None:
+    """Raise SnapshotDamaged, naming the file, where one is missing, not a plain file, or differs."""
+    for file in records:
+        _check_shape(folder, file)
+    pieces = [(file.path, offset) for file in records for offset in _offsets(file.size_bytes)]
+    try:
+        digests = _digest_all(folder, pieces)
+    except OSError as e:
+        raise SnapshotDamaged(f"{e.filename} cannot be read: {e.strerror}", path=str(e.filename)) from e
+    for file in records:
+        for number, offset in enumerate(_offsets(file.size_bytes)):
+            if digests[file.path, offset] != file.sha256[number]:
+                raise SnapshotDamaged(
+                    f"{file.path} differs from what was written, between bytes {offset} and "
+                    f"{min(offset + PIECE_BYTES, file.size_bytes)}",
+                    path=str(folder / file.path),
+                    hint="the disk or a copy damaged it: restore from another snapshot or copy",
+                )
+
+
+def sync(folder: Path, relative_paths: Iterable[str]) -> None:
+    """Make these files and the folders on their way durable (fsync)."""
+    folders = {folder}
+    for path in relative_paths:
+        sync_path(folder / path)
+        folders.update(parent for parent in (folder / path).parents if folder in parent.parents)
+    for each in folders:
+        sync_path(each)
+
+
+def sync_path(path: Path) -> None:
+    """Make one file or folder durable."""
+    fd = os.open(path, os.O_RDONLY)
+    try:
+        os.fsync(fd)
+    finally:
+        os.close(fd)
+
+
+def _offsets(size_bytes: int) -> range:
+    return range(0, size_bytes, PIECE_BYTES)
+
+
+def _check_shape(folder: Path, file: FileRecord) -> None:
+    path = folder / file.path
+    hint = "the snapshot was changed after it was written: restore from another snapshot or copy"
+    for parent in path.parents:
+        if parent == folder:
+            break
+        if parent.is_symlink():
+            raise SnapshotDamaged(f"{file.path} leads through a symbolic link", path=str(path), hint=hint)
+    try:
+        found = path.lstat()
+    except OSError as e:
+        raise SnapshotDamaged(f"{file.path} is missing", path=str(path), hint=hint) from e
+    if not stat.S_ISREG(found.st_mode):
+        raise SnapshotDamaged(f"{file.path} is not a plain file", path=str(path), hint=hint)
+    if found.st_size != file.size_bytes:
+        raise SnapshotDamaged(
+            f"{file.path} has {found.st_size} bytes where {file.size_bytes} were written", path=str(path), hint=hint
+        )
+    if len(file.sha256) != len(_offsets(file.size_bytes)):
+        raise SnapshotDamaged(f"the manifest has too few or too many digests for {file.path}", path=str(path))
+
+
+def _digest_all(folder: Path, pieces: Sequence[tuple[str, int]]) -> dict[tuple[str, int], str]:
+    sizes = {path: (folder / path).stat().st_size for path, _ in pieces}
+    if sum(sizes.values()) <= PIECE_BYTES:
+        return {(path, offset): _digest(folder / path, offset) for path, offset in pieces}
+    from concurrent.futures import ThreadPoolExecutor  # a small snapshot need not wait for its import
+
+    with ThreadPoolExecutor(_THREADS, "digest") as pool:
+        return dict(zip(pieces, pool.map(lambda piece: _digest(folder / piece[0], piece[1]), pieces), strict=True))
+
+
+def _digest(path: Path, offset: int) -> str:
+    digest = hashlib.sha256()
+    buffer = memoryview(bytearray(_BLOCK_BYTES))
+    fd = os.open(path, os.O_RDONLY | os.O_NOFOLLOW | os.O_CLOEXEC)
+    try:
+        position, end = offset, offset + PIECE_BYTES
+        while position < end:
+            count = os.preadv(fd, [buffer[: min(_BLOCK_BYTES, end - position)]], position)
+            if count == 0:
+                break
+            digest.update(buffer[:count])
+            position += count
+    finally:
+        os.close(fd)
+    return digest.hexdigest()

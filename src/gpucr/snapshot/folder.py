@@ -1,0 +1,230 @@
+"""A snapshot as a folder: created private, committed by its manifest, opened with suspicion.
+
+::
+
+    DIR/                 0700
+      images/            CRIU's image files, 0600
+      manifest.json      0600, written last: without it there is no snapshot
+"""
+
+from __future__ import annotations
+
+import errno
+import os
+import shutil
+import stat
+from dataclasses import dataclass, replace
+from pathlib import Path
+
+from gpucr.errors import InvalidRequest, SnapshotDamaged, SnapshotError, SnapshotExists, SnapshotUnfinished
+from gpucr.snapshot import files, manifest
+from gpucr.snapshot.manifest import Manifest
+
+MANIFEST_NAME = "manifest.json"
+IMAGES_NAME = "images"
+
+
+class UnfinishedSnapshot:
+    """A snapshot folder that is being filled. `commit` makes it a snapshot, `discard` removes it."""
+
+    def __init__(self, path: Path) -> None:
+        self.path = path
+        self._made_folder = False
+        self._made_images = False
+        self._mode_before: int | None = None
+
+    @property
+    def images(self) -> Path:
+        """Where CRIU's images go."""
+        return self.path / IMAGES_NAME
+
+    @property
+    def is_committed(self) -> bool:
+        """Whether the manifest has been written."""
+        return (self.path / MANIFEST_NAME).exists()
+
+    def create(self) -> None:
+        """Make the folder with mode 0700. An empty folder that exists is used; anything else is SnapshotExists."""
+        check_target(self.path)
+        try:
+            if self.path.exists():
+                self._mode_before = stat.S_IMODE(self.path.stat().st_mode)
+            else:
+                self.path.mkdir(mode=0o700)
+                self._made_folder = True
+            self.path.chmod(0o700)
+            self.images.mkdir(mode=0o700)
+            self._made_images = True
+        except OSError as e:
+            raise SnapshotError(
+                f"the snapshot folder {self.path} cannot be made: {e.strerror}",
+                path=str(self.path),
+                hint="check the file system (free space, read-only, permissions)",
+            ) from e
+
+    def commit(self, draft: Manifest) -> Snapshot:
+        """Make all files durable and write the manifest, atomically. Only then is this a snapshot."""
+        try:
+            return self._commit(draft)
+        except OSError as e:
+            raise SnapshotError(
+                f"the snapshot {self.path} could not be completed: {e.strerror}",
+                path=str(e.filename or self.path),
+                hint="free space on that disk, or name a folder on another one with --to",
+            ) from e
+
+    def _commit(self, draft: Manifest) -> Snapshot:
+        names = sorted(entry.name for entry in os.scandir(self.images) if entry.is_file(follow_symlinks=False))
+        paths = [f"{IMAGES_NAME}/{name}" for name in names]
+        for path in paths:
+            (self.path / path).chmod(0o600)
+        complete = replace(draft, files=files.record(self.path, paths))
+        files.sync(self.path, paths)
+        _write_atomically(self.path / MANIFEST_NAME, manifest.encode(complete))
+        files.sync_path(self.path.parent)
+        return Snapshot(self.path, complete)
+
+    def discard(self) -> None:
+        """Remove what `create` and CRIU put there, and the folder itself if it was made here.
+
+        What another dump put there, which made `create` fail, is not touched.
+        """
+        if self._made_images:
+            # First, so that a half-removed folder is never taken for a snapshot.
+            (self.path / MANIFEST_NAME).unlink(missing_ok=True)
+            if self.images.exists():
+                shutil.rmtree(self.images)
+        if self._made_folder and self.path.exists():
+            self.path.rmdir()
+        elif self._mode_before is not None:
+            self.path.chmod(self._mode_before)
+
+
+@dataclass(frozen=True)
+class Snapshot:
+    """A committed snapshot. Made by `Snapshot.open` or by a dump."""
+
+    path: Path
+    manifest: Manifest
+
+    @property
+    def images(self) -> Path:
+        """CRIU's images."""
+        return self.path / IMAGES_NAME
+
+    @classmethod
+    def open(cls, path: str | os.PathLike[str]) -> Snapshot:
+        """Read and check the manifest (not the data: see `verify`).
+
+        Raises SnapshotUnfinished without a manifest, SnapshotDamaged for one that is not intact, and SnapshotError
+        where another user could have changed the snapshot.
+        """
+        folder = Path(path)
+        file = folder / MANIFEST_NAME
+        try:
+            if not folder.is_dir():
+                hint = "name the folder that was given to dump with --to"
+                raise InvalidRequest(f"{folder} is not a folder", hint=hint)
+            data = _read_manifest(folder)
+        except FileNotFoundError as e:
+            raise SnapshotUnfinished(
+                f"{folder} holds no {MANIFEST_NAME}: it is no snapshot, or its dump was never finished",
+                path=str(file),
+                hint="name another folder; what an interrupted dump left can be removed",
+            ) from e
+        except PermissionError as e:
+            hint = "a snapshot is private to who made it: run the command as that user or as root"
+            raise SnapshotError(f"{file} is closed to uid {os.geteuid()}", path=str(file), hint=hint) from e
+        except OSError as e:
+            hint = "the snapshot was changed, or its disk is failing: restore from another snapshot or copy"
+            raise SnapshotDamaged(f"{file} cannot be read: {e.strerror}", path=str(file), hint=hint) from e
+        try:
+            if len(data) > manifest.MAX_MANIFEST_BYTES:
+                raise manifest.ManifestError(f"it is larger than {manifest.MAX_MANIFEST_BYTES} bytes")
+            return cls(folder, manifest.decode(data))
+        except manifest.ManifestError as e:
+            raise SnapshotDamaged(
+                f"{file} is not a valid manifest: {e}",
+                path=str(file),
+                hint="restore from another snapshot or copy; a newer format needs a newer gpucr",
+            ) from e
+
+    def verify(self) -> None:
+        """Check every file against size and digest. Raises SnapshotDamaged, naming the first that differs."""
+        files.verify(self.path, self.manifest.files)
+
+
+def check_target(path: Path) -> None:
+    """Raise SnapshotExists or InvalidRequest where a new snapshot cannot be put at this path."""
+    try:
+        _check_target(path)
+    except OSError as e:
+        raise SnapshotError(
+            f"{path} cannot be looked at: {e.strerror}", path=str(path), hint="name another folder with --to"
+        ) from e
+
+
+def _check_target(path: Path) -> None:
+    if path.is_symlink() or (path.exists() and not path.is_dir()):
+        raise SnapshotExists(f"{path} exists and is not a folder", path=str(path), hint="name another folder with --to")
+    if path.exists() and any(path.iterdir()):
+        raise SnapshotExists(
+            f"{path} is not empty; nothing is ever overwritten",
+            path=str(path),
+            hint="name a folder that does not exist yet with --to, or remove that one",
+        )
+    if not path.exists() and not path.parent.is_dir():
+        raise InvalidRequest(f"the folder {path.parent} does not exist", hint=f"make it first: mkdir -p {path.parent}")
+    if path.exists() and path.stat().st_uid not in (0, os.geteuid()):
+        raise SnapshotError(
+            f"{path} belongs to uid {path.stat().st_uid}, who could change the snapshot before it is restored",
+            path=str(path),
+            hint="name a folder that does not exist yet with --to, or give that one to the user who dumps (chown)",
+        )
+
+
+def _read_manifest(folder: Path) -> bytes:
+    """The bytes of the manifest, one more than a manifest may have at most. Raises OSError."""
+    # Without O_NONBLOCK the open of a named pipe waits for a writer that never comes.
+    fd = os.open(folder / MANIFEST_NAME, os.O_RDONLY | os.O_NOFOLLOW | os.O_NONBLOCK | os.O_CLOEXEC)
+    try:
+        found = os.fstat(fd)
+        if not stat.S_ISREG(found.st_mode):
+            raise OSError(errno.EINVAL, "it is not a plain file")
+        _require_ours(folder, found)
+        with os.fdopen(fd, "rb", closefd=False) as stream:
+            return stream.read(manifest.MAX_MANIFEST_BYTES + 1)
+    finally:
+        os.close(fd)
+
+
+def _require_ours(folder: Path, manifest_stat: os.stat_result) -> None:
+    """Restoring runs what the snapshot says with the caller's privileges: nobody else may be able to write it."""
+    checked = [(str(folder), folder.stat()), (MANIFEST_NAME, manifest_stat)]
+    images = folder / IMAGES_NAME
+    if images.is_dir() and not images.is_symlink():  # `verify` tells where it is neither
+        checked += [(str(path), path.lstat()) for path in (images, *images.iterdir())]
+    for name, found in checked:
+        writable = found.st_mode & (stat.S_IWGRP | stat.S_IWOTH) and not stat.S_ISLNK(found.st_mode)
+        if found.st_uid not in (0, os.geteuid()) or writable:
+            raise SnapshotError(
+                f"{name} can be written by others (uid {found.st_uid}, mode {stat.S_IMODE(found.st_mode):04o})",
+                path=str(folder),
+                hint="restoring it would run whatever they put there; if you trust it: "
+                f"chown -R {os.geteuid()} and chmod -R go-rwx {folder}",
+            )
+
+
+def _write_atomically(path: Path, data: bytes) -> None:
+    temporary = path.with_name(f".{path.name}.unfinished")
+    try:
+        fd = os.open(temporary, os.O_WRONLY | os.O_CREAT | os.O_TRUNC | os.O_NOFOLLOW | os.O_CLOEXEC, 0o600)
+        with os.fdopen(fd, "wb") as stream:
+            stream.write(data)
+            stream.flush()
+            os.fsync(fd)
+        os.replace(temporary, path)
+    except BaseException:
+        temporary.unlink(missing_ok=True)  # on a full disk: what is left would keep the folder from being removed
+        raise
+    files.sync_path(path.parent)

@@ -1,0 +1,92 @@
+"""The drop-in as CRIU's CUDA plugin uses it: by name through PATH, both outputs in one pipe, small buffers."""
+
+from __future__ import annotations
+
+import os
+import subprocess
+import sys
+from collections.abc import Callable
+from pathlib import Path
+
+import pytest
+
+from tests.counter import CounterFactory
+
+SCRIPT = Path(__file__).parents[2] / "scripts" / "cuda-checkpoint"
+HELP_BUFFER_BYTES = 2048 - 1  # the last byte is the plugin's NUL
+ANSWER_BUFFER_BYTES = 128 - 1
+
+Plugin = Callable[..., tuple[int, str]]
+
+
+@pytest.fixture
+def plugin(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Plugin:
+    """Runs ``cuda-checkpoint`` the way the plugin does; gives the exit code and what fits its buffer."""
+    command = tmp_path / "cuda-checkpoint"
+    first_line, rest = SCRIPT.read_text().split("\n", 1)
+    assert first_line == "#!python"  # installers put the interpreter there
+    command.write_text(f"#!{sys.executable}\n{rest}")
+    command.chmod(0o755)
+    monkeypatch.setenv("PATH", str(tmp_path), prepend=os.pathsep)
+
+    def launch(*arguments: str, buffer_bytes: int = ANSWER_BUFFER_BYTES) -> tuple[int, str]:
+        done = subprocess.run(
+            ["cuda-checkpoint", *arguments],
+            stdin=subprocess.DEVNULL,
+            stdout=subprocess.PIPE,
+            stderr=subprocess.STDOUT,
+            check=False,
+        )
+        return done.returncode, done.stdout[:buffer_bytes].decode()
+
+    return launch
+
+
+def restore_thread(plugin: Plugin, pid: int) -> int:
+    """-1 where the plugin would take the process for one without CUDA."""
+    code, answer = plugin("--get-restore-tid", "--pid", str(pid))
+    return int(answer) if code == 0 else -1
+
+
+def state_word(plugin: Plugin, pid: int) -> str:
+    """The word that the plugin finds at the start of the answer."""
+    code, answer = plugin("--get-state", "--pid", str(pid))
+    assert code == 0
+    return next(word for word in ("running", "locked", "checkpointed") if answer.startswith(word))
+
+
+def test_probe_for_actions(plugin: Plugin) -> None:
+    code, text = plugin("-h", buffer_bytes=HELP_BUFFER_BYTES)
+    assert code == 0
+    assert "--action" in text
+
+
+def test_dump_that_leaves_the_process_running(plugin: Plugin, counter: CounterFactory) -> None:
+    program = counter("--mib", "8")
+    pid = str(program.pid)
+    assert restore_thread(plugin, program.pid) > 0
+    assert state_word(plugin, program.pid) == "running"
+    assert plugin("--action", "lock", "--pid", pid, "--timeout", "10000") == (0, "")
+    assert restore_thread(plugin, program.pid) > 0
+    assert plugin("--action", "checkpoint", "--pid", pid) == (0, "")
+    assert state_word(plugin, program.pid) == "checkpointed"
+    assert restore_thread(plugin, program.pid) > 0
+    assert plugin("--action", "restore", "--pid", pid) == (0, "")
+    assert plugin("--action", "unlock", "--pid", pid) == (0, "")
+    assert state_word(plugin, program.pid) == "running"
+    assert program.ask() == 101
+    assert program.send("verify") == "ok"
+
+
+def test_process_without_cuda_is_passed_over(plugin: Plugin, process_without_cuda: int) -> None:
+    assert restore_thread(plugin, process_without_cuda) == -1
+
+
+def test_lock_that_runs_out_of_time_can_be_unlocked_or_not(plugin: Plugin, counter: CounterFactory) -> None:
+    program = counter("--mib", "4")
+    program.send("busy 5000")
+    code, answer = plugin("--action", "lock", "--pid", str(program.pid), "--timeout", "50")
+    assert (code, answer) == (1, f'Could not lock on process ID {program.pid}: "device not ready"\n')
+    # After a timeout the plugin unlocks at a venture; the process was not locked, and must not care.
+    assert plugin("--action", "unlock", "--pid", str(program.pid))[0] == 1
+    assert state_word(plugin, program.pid) == "running"

@@ -1,0 +1,168 @@
+"""Which machine the tests run on, what it lacks, and the CUDA program that they act on.
+
+``GPUCR_TEST_PLATFORM`` is ``sim`` or ``gpu``; without it, a usable NVIDIA driver decides. On ``sim`` the simulator is
+put in place before the first test. ``GPUCR_REQUIRE=gpu,criu,root`` turns the skips for these into failures.
+"""
+
+from __future__ import annotations
+
+import ctypes
+import os
+import shutil
+import subprocess
+import sys
+import tempfile
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from gpucr.criu.install import CriuInstall, find_criu
+from gpucr.driver import gpus
+from gpucr.driver.cuda import CudaDriver, load_driver
+from gpucr.errors import CriuUnavailable, DriverUnavailable
+from gpucr.sim import build as simulator
+from tests.counter import Counter, CounterFactory
+
+FIXED_COST_MS = 5
+_PLATFORM = pytest.StashKey[str]()
+_STATE_DIR = pytest.StashKey[Path]()
+
+
+# --- the platform ----------------------------------------------------------------------------------------------
+
+
+def _choose_platform() -> str:
+    chosen = os.environ.get("GPUCR_TEST_PLATFORM")
+    if chosen is None:
+        return "gpu" if _has_real_driver() else "sim"
+    if chosen not in ("sim", "gpu"):
+        raise pytest.UsageError(f"GPUCR_TEST_PLATFORM={chosen} is neither sim nor gpu")
+    return chosen
+
+
+def _has_real_driver() -> bool:
+    if not Path("/dev/nvidiactl").exists():  # a simulator in LD_LIBRARY_PATH has no device nodes
+        return False
+    try:
+        load_driver()
+        return bool(gpus.list_gpus())
+    except DriverUnavailable:
+        return False
+
+
+def _put_simulator_in_place(state_dir: Path) -> None:
+    folder = simulator.build()
+    os.environ.update(simulator.environment(state_dir=state_dir, fixed_cost_ms=FIXED_COST_MS))
+    # The loader reads LD_LIBRARY_PATH once, at the start of a process: for this one the libraries are loaded here,
+    # and glibc answers every later dlopen of the same SONAME with them.
+    for soname in ("libcuda.so.1", "libnvidia-ml.so.1"):
+        ctypes.CDLL(str(folder / soname), mode=ctypes.RTLD_GLOBAL)
+
+
+def pytest_configure(config: pytest.Config) -> None:
+    config.stash[_PLATFORM] = _choose_platform()
+    if config.stash[_PLATFORM] == "sim":
+        config.stash[_STATE_DIR] = Path(tempfile.mkdtemp(prefix="gpucr-test-sim-"))
+        _put_simulator_in_place(config.stash[_STATE_DIR])
+
+
+def pytest_unconfigure(config: pytest.Config) -> None:
+    state_dir = config.stash.get(_STATE_DIR, None)
+    if state_dir is not None:
+        shutil.rmtree(state_dir, ignore_errors=True)
+
+
+def pytest_report_header(config: pytest.Config) -> str:
+    return f"gpucr test platform: {config.stash[_PLATFORM]}"
+
+
+# --- what the machine lacks ------------------------------------------------------------------------------------
+
+
+def skip_or_fail(need: str, reason: str) -> None:
+    """Skip the test; fail it where ``GPUCR_REQUIRE`` names the need (gpu, criu, root)."""
+    if need in os.environ.get("GPUCR_REQUIRE", "").split(","):
+        pytest.fail(f"{reason}, and GPUCR_REQUIRE asks for {need}")
+    pytest.skip(reason)
+
+
+def pytest_runtest_setup(item: pytest.Item) -> None:
+    if item.get_closest_marker("gpu") and item.config.stash[_PLATFORM] != "gpu":
+        skip_or_fail("gpu", "needs a GPU with NVIDIA driver 570 or newer")
+    if item.get_closest_marker("criu"):
+        if os.geteuid() != 0:
+            skip_or_fail("root", "CRIU needs root")
+        try:
+            find_criu()
+        except CriuUnavailable as e:
+            skip_or_fail("criu", f"no CRIU: {e}")
+
+
+@pytest.fixture(scope="session")
+def platform(pytestconfig: pytest.Config) -> str:
+    """``sim`` or ``gpu``."""
+    return pytestconfig.stash[_PLATFORM]
+
+
+@pytest.fixture
+def sim_only(platform: str) -> None:
+    """For tests that need what only the simulator offers: injected faults, chosen GPUs."""
+    if platform != "sim":
+        pytest.skip("only the simulator can do this")
+
+
+@pytest.fixture(scope="session")
+def criu_install() -> CriuInstall:
+    """A working CRIU; a visible skip where there is none."""
+    try:
+        return find_criu()
+    except CriuUnavailable as e:
+        skip_or_fail("criu", f"no CRIU: {e}")
+        raise
+
+
+@pytest.fixture
+def sim_environment(sim_only: None, pytestconfig: pytest.Config) -> Callable[..., dict[str, str]]:
+    """`gpucr.sim.build.environment` with this session's state folder; GPUs, driver and faults can be chosen."""
+
+    def environment(gpus: str = "2x16GiB", **options: Any) -> dict[str, str]:
+        return simulator.environment(
+            gpus, **{"state_dir": pytestconfig.stash[_STATE_DIR], "fixed_cost_ms": FIXED_COST_MS, **options}
+        )
+
+    return environment
+
+
+# --- what tests act with and on --------------------------------------------------------------------------------
+
+
+@pytest.fixture(scope="session")
+def driver() -> CudaDriver:
+    """The driver of the platform."""
+    return load_driver()
+
+
+@pytest.fixture
+def process_without_cuda() -> Iterator[int]:
+    """The pid of a live process that never touches CUDA."""
+    with subprocess.Popen([sys.executable, "-c", "input()"], stdin=subprocess.PIPE) as process:
+        yield process.pid
+        process.kill()
+
+
+@pytest.fixture
+def counter(tmp_path_factory: pytest.TempPathFactory) -> Iterator[CounterFactory]:
+    """Start counter programs: ``counter("--mib", "8", env=...)``. They are killed at the end of the test."""
+    started: list[Counter] = []
+
+    def start(*arguments: str, env: dict[str, str] | None = None) -> Counter:
+        program = Counter(tmp_path_factory.mktemp("counter"), arguments, env)
+        started.append(program)
+        program.wait_ready()
+        return program
+
+    yield start
+    for program in started:
+        program.close()

@@ -1,0 +1,139 @@
+"""The CUDA program that the tests act on, real or simulated: it keeps a counter in device memory."""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import re
+import select
+import signal
+import socket
+import subprocess
+import time
+from collections.abc import Callable
+from pathlib import Path
+
+import pytest
+
+from gpucr.sim import build as simulator
+
+DEADLINE_S = 60.0
+_READY = re.compile(r"^ready pid=\d+ port=(\d+) .*\n", re.MULTILINE)
+
+
+def wait_until(condition: Callable[[], bool], what: str, timeout_s: float = DEADLINE_S) -> None:
+    """Poll until the condition holds; fail the test, naming ``what`` it waited for, after ``timeout_s``."""
+    deadline = time.monotonic() + timeout_s
+    while not condition():
+        if time.monotonic() > deadline:
+            pytest.fail(f"waited {timeout_s:g} s in vain for {what}")
+        time.sleep(0.002)
+
+
+class Counter:
+    """A running counter program. It is the leader of its own session and process group.
+
+    Its working folder is private, which tells its processes from all others even after a restore under CRIU.
+    """
+
+    def __init__(self, folder: Path, arguments: tuple[str, ...], env: dict[str, str] | None) -> None:
+        self.folder = folder
+        program = str(simulator.build() / "counter")
+        with (folder / "stdout").open("wb") as out, (folder / "stderr").open("wb") as err:
+            self._child = subprocess.Popen(
+                [program, "--port", "0", *arguments],
+                stdin=subprocess.DEVNULL,
+                stdout=out,
+                stderr=err,
+                cwd=folder,
+                env={**os.environ, **(env or {})},
+                start_new_session=True,
+            )
+        self.pid, self.port = self._child.pid, 0
+        self._socket = socket.socket(socket.AF_INET, socket.SOCK_DGRAM)
+
+    def wait_ready(self) -> None:
+        """Wait for the program's ready line, which tells its port."""
+        wait_until(self._is_ready, f"counter {self.pid} to become ready")
+        self._socket.connect(("127.0.0.1", self.port))
+
+    def _is_ready(self) -> bool:
+        if self._child.poll() is not None:
+            pytest.fail(f"counter ended with {self._child.returncode}: {(self.folder / 'stderr').read_text()}")
+        ready = _READY.search((self.folder / "stdout").read_text())
+        if ready:
+            self.port = int(ready[1])
+        return ready is not None
+
+    @property
+    def alive(self) -> bool:
+        """Whether the process runs (a zombie does not)."""
+        return self.pid in self.processes()
+
+    def processes(self) -> list[int]:
+        """The pids of the program's tree, also after a restore; zombies left out."""
+        pids = []
+        for entry in Path("/proc").iterdir():
+            if entry.name.isdigit():
+                try:
+                    if (entry / "cwd").readlink() == self.folder:
+                        pids.append(int(entry.name))
+                except OSError:  # gone meanwhile, a kernel thread, or another user's
+                    continue
+        return sorted(pids)
+
+    def ask(self) -> int:
+        """The incremented counter; the first answer is 101."""
+        return int(self.send("hello"))
+
+    def send(self, text: str, timeout_s: float = DEADLINE_S) -> str:
+        """Send one packet and return the answer."""
+        self.post(text)
+        return self.answer(timeout_s)
+
+    def post(self, text: str = "hello") -> None:
+        """Send one packet and do not wait for its answer."""
+        self._socket.send(text.encode())
+
+    def answers_within(self, timeout_s: float) -> bool:
+        """Whether an answer to a posted packet comes in this time."""
+        return bool(select.select([self._socket], [], [], timeout_s)[0])
+
+    def answer(self, timeout_s: float = DEADLINE_S) -> str:
+        """The answer to a posted packet."""
+        if not self.answers_within(timeout_s):
+            pytest.fail(f"counter {self.pid} did not answer within {timeout_s:g} s")
+        return self._socket.recv(4096).decode().strip()
+
+    def kill(self) -> None:
+        """End every process of the tree and wait until they are gone and reaped."""
+        pids = self.processes()
+        for pid in pids:
+            _kill(pid)
+        self.reap()
+        for pid in pids:
+            _reap(pid)
+        wait_until(lambda: not self.processes(), f"the processes of counter {self.pid} to end")
+
+    def reap(self) -> None:
+        """Wait for the end of the process that was started here: its pid is taken until then."""
+        self._child.wait(DEADLINE_S)
+
+    def close(self) -> None:
+        """Kill what is left and close the socket."""
+        self.kill()
+        self._socket.close()
+
+
+def _kill(pid: int) -> None:
+    with contextlib.suppress(ProcessLookupError):
+        os.kill(pid, signal.SIGKILL)
+
+
+def _reap(pid: int) -> None:
+    """Wait for a process that became this one's child by a restore (rst_sibling); others have their own parent."""
+    with contextlib.suppress(ChildProcessError):
+        os.waitpid(pid, 0)
+
+
+CounterFactory = Callable[..., Counter]

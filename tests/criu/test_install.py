@@ -1,0 +1,123 @@
+"""Which CRIU is found."""
+
+from __future__ import annotations
+
+import os
+from pathlib import Path
+
+import pytest
+
+from gpucr.criu import install
+from gpucr.criu.install import find_criu, find_provided, provided_folder, version_text
+from gpucr.errors import CriuUnavailable
+
+
+@pytest.fixture(autouse=True)
+def nothing_to_find(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.delenv("GPUCR_CRIU", raising=False)
+    monkeypatch.setenv("PATH", str(tmp_path / "bin"))
+    monkeypatch.setenv("XDG_DATA_HOME", str(tmp_path / "data"))
+    monkeypatch.setattr(install, "least_version", lambda: (4, 1, 0))
+    (tmp_path / "bin").mkdir()
+
+
+def fake(path: Path, script: str) -> Path:
+    """A program in CRIU's place: these tests are about choosing, not about CRIU."""
+    path.parent.mkdir(parents=True, exist_ok=True)
+    path.write_text(f"#!/bin/sh\n{script}\n")
+    path.chmod(0o755)
+    return path
+
+
+def fake_unpacked(version: str) -> Path:
+    """A closure whose "loader" plays CRIU."""
+    root = provided_folder() / f"{version}-some"
+    fake(root / "usr/lib/x86_64-linux-gnu/ld-linux-x86-64.so.2", f"echo Version: {version}")
+    return root
+
+
+def test_none(tmp_path: Path) -> None:
+    with pytest.raises(CriuUnavailable, match="no `criu` on PATH") as caught:
+        find_criu()
+    assert "gpucr criu" in str(caught.value.hint)
+    assert caught.value.exit_code == 4
+
+
+def test_path(tmp_path: Path) -> None:
+    criu = fake(tmp_path / "bin/criu", "echo Version: 4.2\necho GitID: v4.2")
+    found = find_criu()
+    assert (found.version, found.origin, found.path) == ((4, 2, 0), "path", criu)
+    assert found.version_text == "4.2"
+
+
+def test_environment_wins(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    fake(tmp_path / "bin/criu", "echo Version: 4.2")
+    mine = fake(tmp_path / "mine", "echo Version: 4.1.1")
+    monkeypatch.setenv("GPUCR_CRIU", str(mine))
+    found = find_criu()
+    assert (found.command, found.version, found.origin) == ((str(mine),), (4, 1, 1), "environment")
+
+
+def test_environment_is_never_passed_over(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    fake(tmp_path / "bin/criu", "echo Version: 4.2")
+    monkeypatch.setenv("GPUCR_CRIU", str(tmp_path / "missing"))
+    with pytest.raises(CriuUnavailable, match="missing does not start") as caught:
+        find_criu()
+    assert "GPUCR_CRIU" in str(caught.value.hint)
+
+
+@pytest.mark.parametrize(
+    ("script", "said"),
+    [
+        ("echo Version: 3.17.1", r"CRIU 3\.17\.1, and gpucr on this kernel needs 4\.1"),
+        ("echo 'Unexpected rt vDSO area bounds' >&2; exit 1", "Unexpected rt vDSO area bounds"),
+        ("echo hello", "hello"),
+        ("exit 3", "exit status 3"),
+    ],
+)
+def test_unusable_on_path_is_told(tmp_path: Path, script: str, said: str) -> None:
+    fake(tmp_path / "bin/criu", script)
+    with pytest.raises(CriuUnavailable, match=said):
+        find_criu()
+
+
+def test_provided_takes_the_place_of_an_unusable_one(tmp_path: Path) -> None:
+    fake(tmp_path / "bin/criu", "echo Version: 3.17.1")
+    root = fake_unpacked("4.1.1")
+    found = find_criu()
+    assert (found.version, found.origin, found.path) == ((4, 1, 1), "provided", root / "usr/sbin/criu")
+    assert found.command[1] == "--library-path"
+
+
+def test_newest_provided_that_starts() -> None:
+    fake_unpacked("4.1.1")
+    fake_unpacked("4.2.1")
+    broken = fake_unpacked("4.3")
+    (broken / "usr/lib/x86_64-linux-gnu/ld-linux-x86-64.so.2").unlink()
+    found = find_provided()
+    assert found is not None
+    assert found.version == (4, 2, 1)
+
+
+def test_kernel_may_need_a_newer_one(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(install, "least_version", lambda: (4, 2, 0))
+    fake(tmp_path / "bin/criu", "echo Version: 4.1.1")
+    with pytest.raises(CriuUnavailable, match=r"needs 4\.2 or newer"):
+        find_criu()
+
+
+def test_provided_folder_without_xdg(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    monkeypatch.setenv("HOME", str(tmp_path))
+    monkeypatch.setenv("XDG_DATA_HOME", "relative/is/ignored")
+    assert provided_folder() == tmp_path / ".local/share/gpucr/criu"
+
+
+def test_version_text() -> None:
+    assert [version_text(v) for v in ((4, 1, 1), (4, 2, 0))] == ["4.1.1", "4.2"]
+
+
+def test_least_version_is_what_this_kernel_needs(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The probe sees what the kernel does, so it cannot be wrong about a kernel with a back-ported change."""
+    monkeypatch.undo()
+    major, minor = (int(part) for part in os.uname().release.split(".")[:2])
+    assert install.least_version() == ((4, 2, 0) if (major, minor) >= (6, 16) else (4, 1, 0))

@@ -1,0 +1,149 @@
+"""What is looked at before a dump, on real processes."""
+
+from __future__ import annotations
+
+import json
+import os
+import socket
+import subprocess
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from gpucr.criu.options import (
+    DumpOptions,
+    RestoreOptions,
+    choose_dump_options,
+    deleted_file_sizes,
+    has_connections,
+)
+
+SAMPLE = DumpOptions(leave_running=False, shell_job=True, ghost_limit_bytes=1 << 20, network_lock="nftables")
+
+
+def test_quiet_process() -> None:
+    child = subprocess.Popen(["sleep", "3600"], start_new_session=True)
+    try:
+        chosen = choose_dump_options([child.pid], leave_running=True)
+        assert chosen == DumpOptions(True, False, 1 << 20, "skip")
+    finally:
+        child.kill()
+        child.wait()
+
+
+def test_session_leader_outside() -> None:
+    child = subprocess.Popen(["sleep", "3600"])
+    try:
+        assert choose_dump_options([child.pid], leave_running=False).shell_job
+        assert not choose_dump_options([child.pid, os.getsid(0)], leave_running=False).shell_job
+    finally:
+        child.kill()
+        child.wait()
+
+
+def test_process_that_is_gone() -> None:
+    child = subprocess.Popen(["true"])
+    child.wait()
+    assert choose_dump_options([child.pid], leave_running=False) == DumpOptions(False, False, 1 << 20, "skip")
+
+
+def test_deleted_files(tmp_path: Path) -> None:
+    with (tmp_path / "a").open("wb") as open_file, (tmp_path / "b").open("wb") as linked:
+        open_file.truncate(5 << 20)
+        linked.truncate(7 << 20)
+        (tmp_path / "a").unlink()
+        (tmp_path / "b").rename(tmp_path / "c")
+        memory = os.memfd_create("memory")
+        os.truncate(memory, 9 << 20)
+        try:
+            sizes = list(deleted_file_sizes(os.getpid()))
+        finally:
+            os.close(memory)
+        assert 5 << 20 in sizes
+        assert not {7 << 20, 9 << 20} & set(sizes)
+        assert choose_dump_options([os.getpid()], leave_running=False).ghost_limit_bytes >= 10 << 20
+
+
+@pytest.mark.criu
+def test_deleted_file_that_is_only_mapped(tmp_path: Path) -> None:
+    import mmap
+
+    path = tmp_path / "mapped"
+    path.write_bytes(bytes(6 << 20))
+    with path.open("r+b") as file, mmap.mmap(file.fileno(), 0):
+        file.close()
+        path.unlink()
+        assert 6 << 20 in list(deleted_file_sizes(os.getpid()))
+
+
+def test_connections() -> None:
+    before = has_connections([os.getpid()])
+    assert not before
+    with socket.create_server(("127.0.0.1", 0)) as listener:
+        assert not has_connections([os.getpid()])
+        with socket.create_connection(listener.getsockname()):
+            assert has_connections([os.getpid()])
+            assert not has_connections([os.getppid()])
+
+
+def test_connections_over_ipv6() -> None:
+    try:
+        listener = socket.create_server(("::1", 0), family=socket.AF_INET6)
+    except OSError:
+        pytest.skip("this machine has no IPv6")
+    with listener, socket.create_connection(listener.getsockname()[:2]):
+        assert has_connections([os.getpid()])
+
+
+def test_network_lock_method_is_not_skipped_with_connections(monkeypatch: pytest.MonkeyPatch) -> None:
+    asked: list[Any] = []
+    answers = iter([True, False])
+
+    def has_feature(*arguments: Any) -> bool:
+        asked.append(arguments)
+        return next(answers)
+
+    monkeypatch.setattr("gpucr.criu.options.has_feature", has_feature)
+    monkeypatch.setattr("shutil.which", lambda name: f"/sbin/{name}")
+    install: Any = object()
+    with socket.create_server(("127.0.0.1", 0)) as listener, socket.create_connection(listener.getsockname()):
+        chosen = [choose_dump_options([os.getpid()], leave_running=False, install=install) for _ in range(2)]
+    assert [options.network_lock for options in chosen] == ["nftables", "iptables"]
+    assert asked == [(install, "network_lock_nftables")] * 2
+
+
+def test_record_survives_json() -> None:
+    assert DumpOptions.from_dict(json.loads(json.dumps(SAMPLE.as_dict()))) == SAMPLE
+
+
+@pytest.mark.parametrize(
+    "change",
+    [
+        {"shell_job": 1},
+        {"shell_job": None},
+        {"ghost_limit_bytes": True},
+        {"ghost_limit_bytes": -1},
+        {"ghost_limit_bytes": 1 << 32},
+        {"network_lock": "none"},
+        {"network_lock": 3},
+        {"more": True},
+    ],
+)
+def test_damaged_record(change: dict[str, Any]) -> None:
+    with pytest.raises(ValueError, match="CRIU option"):
+        DumpOptions.from_dict({**SAMPLE.as_dict(), **change})
+
+
+def test_incomplete_record() -> None:
+    record = SAMPLE.as_dict()
+    del record["link_remap"]
+    with pytest.raises(ValueError, match="members"):
+        DumpOptions.from_dict(record)
+
+
+def test_restore_options_follow_the_dump() -> None:
+    dumped = replace(SAMPLE, network_lock="iptables", file_locks=False)
+    restored = RestoreOptions.from_dump(dumped)
+    assert (restored.shell_job, restored.network_lock, restored.file_locks) == (True, "iptables", False)

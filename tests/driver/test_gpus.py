@@ -1,0 +1,111 @@
+"""The GPU inventory: with GPUs, without, and with an NVML that is broken."""
+
+from __future__ import annotations
+
+import json
+import os
+import re
+import subprocess
+import sys
+from collections.abc import Callable
+
+import pynvml
+import pytest
+
+from gpucr.driver import gpus
+from gpucr.errors import DriverUnavailable
+from gpucr.model import uuid_bytes
+from tests.counter import CounterFactory
+
+ASK = (
+    "import json; from gpucr.driver import gpus;"
+    "print(json.dumps([len(gpus.list_gpus()), len(gpus.gpu_processes()), gpus.driver_version(),"
+    " gpus.persistence_mode()]))"
+)
+
+
+def ask(env: dict[str, str]) -> list[object]:
+    done = subprocess.run([sys.executable, "-c", ASK], env=env, capture_output=True, text=True, check=True)
+    answer: list[object] = json.loads(done.stdout)
+    return answer
+
+
+def test_gpus_of_this_machine() -> None:
+    found = gpus.list_gpus()
+    assert [gpu.index for gpu in found] == list(range(len(found)))
+    assert len({gpu.uuid for gpu in found}) == len(found) > 0
+    for gpu in found:
+        assert len(uuid_bytes(gpu.uuid)) == 16
+        assert gpu.name
+        assert 0 < gpu.memory_free_bytes <= gpu.memory_total_bytes
+        assert not gpu.mig_enabled
+
+
+def test_driver_version_and_persistence_mode() -> None:
+    assert re.fullmatch(r"\d+(\.\d+)+", gpus.driver_version() or "")
+    assert gpus.persistence_mode() in (True, False)
+    assert gpus.persistence_mode(gpus.list_gpus()[0].uuid) in (True, False)
+
+
+def test_chosen_gpus(sim_environment: Callable[..., dict[str, str]]) -> None:
+    answer = ask({**os.environ, **sim_environment("3x24GiB", machine="another")})
+    assert answer[0] == 3
+
+
+@pytest.mark.usefixtures("sim_only")
+def test_machine_without_nvml() -> None:
+    env = {name: value for name, value in os.environ.items() if name != "LD_LIBRARY_PATH"}
+    assert ask(env) == [0, 0, None, None]
+
+
+def test_use_of_a_gpu(counter: CounterFactory) -> None:
+    before = gpus.gpu_processes()
+    counter("--mib", "64")
+    new = [use for use in gpus.gpu_processes() if use not in before]
+    assert [use.gpu_uuid for use in new] == [gpus.list_gpus()[0].uuid]
+    used = new[0].used_bytes
+    assert used is None or used >= 64 << 20
+
+
+def failing(code: int) -> Callable[..., None]:
+    def fail(*_: object) -> None:
+        raise pynvml.NVMLError(code)
+
+    return fail
+
+
+def test_broken_nvml(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(pynvml, "nvmlInit", failing(pynvml.NVML_ERROR_LIB_RM_VERSION_MISMATCH))
+    for query in (gpus.list_gpus, gpus.gpu_processes, gpus.driver_version, gpus.persistence_mode):
+        with pytest.raises(DriverUnavailable) as caught:
+            query()
+        assert isinstance(caught.value.__cause__, pynvml.NVMLError)
+
+
+def test_driver_that_is_not_loaded(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(pynvml, "nvmlInit", failing(pynvml.NVML_ERROR_DRIVER_NOT_LOADED))
+    assert (gpus.list_gpus(), gpus.gpu_processes(), gpus.driver_version()) == ((), (), None)
+
+
+def test_init_and_shutdown_are_paired(monkeypatch: pytest.MonkeyPatch) -> None:
+    calls: list[str] = []
+
+    def recording(name: str, original: Callable[[], None]) -> Callable[[], None]:
+        def call() -> None:
+            calls.append(name)
+            original()
+
+        return call
+
+    for name in ("nvmlInit", "nvmlShutdown"):
+        monkeypatch.setattr(pynvml, name, recording(name, getattr(pynvml, name)))
+    gpus.list_gpus()
+    monkeypatch.setattr(pynvml, "nvmlDeviceGetCount", failing(pynvml.NVML_ERROR_UNKNOWN))
+    with pytest.raises(DriverUnavailable):
+        gpus.list_gpus()
+    assert calls == ["nvmlInit", "nvmlShutdown"] * 2
+
+
+def test_mig_mode_is_shown(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(pynvml, "nvmlDeviceGetMigMode", lambda _: [pynvml.NVML_DEVICE_MIG_ENABLE, 0])
+    assert {gpu.mig_enabled for gpu in gpus.list_gpus()} == {True}

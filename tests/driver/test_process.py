@@ -1,0 +1,108 @@
+"""gpucr.Process: the argument rules of cuda.core.checkpoint.Process, and what goes beyond them."""
+
+from __future__ import annotations
+
+import os
+import uuid
+from typing import Any
+
+import pytest
+
+from gpucr.driver import gpus
+from gpucr.driver.process import Process
+from gpucr.errors import IllegalState, NotACudaProcess, ProcessNotFound
+from gpucr.model import uuid_bytes
+from tests.counter import CounterFactory
+
+
+@pytest.mark.parametrize("pid", [True, "1", 1.0, None, b"1"])
+def test_pid_of_wrong_type(pid: Any) -> None:
+    with pytest.raises(TypeError):
+        Process(pid)
+
+
+@pytest.mark.parametrize("pid", [0, -1])
+def test_pid_not_positive(pid: int) -> None:
+    with pytest.raises(ValueError, match="pid"):
+        Process(pid)
+
+
+@pytest.mark.parametrize(
+    ("timeout_ms", "error"), [(True, TypeError), (1.5, TypeError), ("1", TypeError), (-1, ValueError)]
+)
+def test_bad_timeout(timeout_ms: Any, error: type[Exception]) -> None:
+    with pytest.raises(error, match="timeout_ms"):
+        Process(os.getpid()).lock(timeout_ms)
+
+
+@pytest.mark.parametrize(
+    ("mapping", "error"),
+    [
+        ([("a", "b")], TypeError),
+        ("GPU-", TypeError),
+        ({1: 2}, TypeError),
+        ({"GPU-1": "GPU-2"}, ValueError),
+        ({b"short": b"short"}, ValueError),
+    ],
+)
+def test_bad_gpu_mapping(mapping: Any, error: type[Exception]) -> None:
+    with pytest.raises(error):
+        Process(os.getpid()).restore(mapping)
+
+
+def test_pid_is_read_only() -> None:
+    process = Process(7)
+    assert process.pid == 7
+    with pytest.raises(AttributeError):
+        process.pid = 8  # type: ignore[misc]
+
+
+def test_the_round_of_states(counter: CounterFactory) -> None:
+    program = counter("--mib", "4")
+    process = Process(program.pid)
+    assert program.ask() == 101
+    seen = [process.state]
+    for step in (process.lock, process.checkpoint, process.restore, process.unlock):
+        step()
+        seen.append(process.state)
+    assert seen == ["running", "locked", "checkpointed", "locked", "running"]
+    assert program.ask() == 102
+
+
+def test_restore_thread_belongs_to_the_process(counter: CounterFactory) -> None:
+    program = counter()
+    assert os.path.isdir(f"/proc/{program.pid}/task/{Process(program.pid).restore_thread_id}")
+
+
+def test_illegal_state_is_an_exception_of_its_own(counter: CounterFactory) -> None:
+    program = counter()
+    with pytest.raises(IllegalState) as caught:
+        Process(program.pid).checkpoint()
+    assert caught.value.state == "running"
+
+
+def test_process_without_cuda(process_without_cuda: int) -> None:
+    with pytest.raises(NotACudaProcess):
+        _ = Process(process_without_cuda).state
+
+
+def test_process_that_is_not_there() -> None:
+    with pytest.raises(ProcessNotFound):
+        _ = Process(2**31 - 1).state
+
+
+@pytest.mark.parametrize("form", ["text", "bytes", "uuid"])
+def test_forms_of_uuid_in_the_gpu_mapping(counter: CounterFactory, form: str) -> None:
+    uuids = [gpu.uuid for gpu in gpus.list_gpus()]
+    forms: dict[str, list[Any]] = {
+        "text": list(uuids),
+        "bytes": [uuid_bytes(text) for text in uuids],
+        "uuid": [uuid.UUID(bytes=uuid_bytes(text)) for text in uuids],
+    }
+    program = counter("--mib", "4")
+    process = Process(program.pid)
+    process.lock()
+    process.checkpoint()
+    process.restore(dict(zip(forms[form], forms[form], strict=True)))
+    process.unlock()
+    assert program.send("verify") == "ok"

@@ -1,0 +1,60 @@
+"""A program on the bare driver API, without a kernel: its state lives in device memory between the steps.
+
+It needs nothing but libcuda.so.1, so it also runs where no toolkit and no framework is installed.
+"""
+
+from __future__ import annotations
+
+import ctypes
+import hashlib
+
+from tests.hardware.programs.recorder import Recorder
+
+SIZE_BYTES = 8 << 20
+
+
+class DeviceBuffer:
+    """Device memory in the primary context of GPU 0."""
+
+    def __init__(self, size_bytes: int) -> None:
+        self._cuda = ctypes.CDLL("libcuda.so.1")
+        self._size_bytes = size_bytes
+        self._address = ctypes.c_uint64()
+        device, context = ctypes.c_int(), ctypes.c_void_p()
+        self._call("cuInit", 0)
+        self._call("cuDeviceGet", ctypes.byref(device), 0)
+        self._call("cuDevicePrimaryCtxRetain", ctypes.byref(context), device)
+        self._call("cuCtxSetCurrent", context)
+        self._call("cuMemAlloc_v2", ctypes.byref(self._address), ctypes.c_size_t(size_bytes))
+
+    def _call(self, function: str, *arguments: object) -> None:
+        result = getattr(self._cuda, function)(*arguments)
+        if result != 0:
+            raise SystemExit(f"{function} gave {result}")
+
+    def write(self, data: bytes) -> None:
+        """Copy to the device."""
+        self._call("cuMemcpyHtoD_v2", self._address, data, ctypes.c_size_t(self._size_bytes))
+
+    def read(self) -> bytes:
+        """Copy from the device."""
+        data = ctypes.create_string_buffer(self._size_bytes)
+        self._call("cuMemcpyDtoH_v2", data, self._address, ctypes.c_size_t(self._size_bytes))
+        return data.raw
+
+
+def main() -> None:
+    """Replace the device's bytes by a stream that is derived from all of them, and note their digest, each step."""
+    recorder = Recorder("driver API recurrence")
+    buffer = DeviceBuffer(SIZE_BYTES)
+    buffer.write(hashlib.shake_128(b"gpucr").digest(SIZE_BYTES))
+    for step in range(recorder.steps):
+        digest = hashlib.sha256(buffer.read()).digest()
+        buffer.write(hashlib.shake_128(digest).digest(SIZE_BYTES))
+        recorder.note(step, int.from_bytes(digest[:8], "little"))
+        if step == 0:
+            recorder.ready()
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,44 @@
+"""How the Python programs of this folder take their options and note their steps."""
+
+from __future__ import annotations
+
+import argparse
+import time
+from pathlib import Path
+
+
+class Recorder:
+    """Appends one line a step to a file that is open only while a line is written.
+
+    A file that stays open and grows after a dump makes CRIU refuse to restore that snapshot; these programs are
+    restored from snapshots that were taken with --leave-running, after the first run has gone on.
+    """
+
+    def __init__(self, description: str, *flags: str) -> None:
+        parser = argparse.ArgumentParser(description=description)
+        parser.add_argument("--steps", type=int, default=100, help="how many steps to make (%(default)s)")
+        parser.add_argument("--out", type=Path, required=True, help="the file that gets one line a step")
+        parser.add_argument("--pace", type=float, default=0.0, metavar="S", help="seconds to sleep after each step")
+        for flag in flags:
+            parser.add_argument(flag, action="store_true")
+        arguments = parser.parse_args()
+        self.steps: int = arguments.steps
+        self._out: Path = arguments.out
+        self._pace_s: float = arguments.pace
+        self._flags = arguments
+
+    def flag(self, name: str) -> bool:
+        """Whether the flag was given."""
+        return bool(getattr(self._flags, name))
+
+    @staticmethod
+    def ready() -> None:
+        """Say that the warm-up is over. Nothing else is ever printed."""
+        print("ready", flush=True)
+
+    def note(self, step: int, *values: float) -> None:
+        """Write the step's line, floats exactly, then pause."""
+        texts = [value.hex() if isinstance(value, float) else str(value) for value in values]
+        with self._out.open("a") as out:
+            out.write(" ".join([str(step), *texts]) + "\n")
+        time.sleep(self._pace_s)

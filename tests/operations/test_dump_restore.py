@@ -1,0 +1,365 @@
+"""The main job: a live process tree goes to disk and comes back. With real CRIU."""
+
+from __future__ import annotations
+
+import json
+import os
+import signal
+import stat
+import threading
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+import gpucr
+from gpucr.criu.engine import Criu
+from gpucr.driver.cuda import CudaDriver
+from gpucr.driver.gpus import gpu_processes, list_gpus
+from gpucr.model import CudaState
+from tests import command
+from tests.counter import Counter, CounterFactory, wait_until
+
+pytestmark = pytest.mark.criu
+RUNNING, LOCKED, CHECKPOINTED = CudaState.RUNNING, CudaState.LOCKED, CudaState.CHECKPOINTED
+
+
+def dump_and_end(job: Counter, to: Path, **options: Any) -> gpucr.DumpReport:
+    report = gpucr.dump(job.pid, to, **options)
+    job.reap()
+    return report
+
+
+def child_of(job: Counter) -> int:
+    return next(pid for pid in job.processes() if pid != job.pid)
+
+
+def test_a_job_goes_to_disk_and_comes_back(counter: CounterFactory, driver: CudaDriver, tmp_path: Path) -> None:
+    job = counter("--mib", "32")
+    assert job.ask() == 101
+    report = dump_and_end(job, tmp_path / "s")
+    assert not job.processes()
+    assert job.pid not in {use.pid for use in gpu_processes()}
+    assert [phase.name for phase in report.phases] == ["prepare", "lock", "checkpoint", "dump"]
+    assert report.size_bytes > 32 << 20
+    restored = gpucr.restore(tmp_path / "s")
+    assert restored.pid == job.pid
+    assert [phase.name for phase in restored.phases] == ["verify", "criu", "hold", "restore", "unlock", "release"]
+    assert job.ask() == 102
+    assert job.send("verify") == "ok"
+
+
+def test_the_snapshot_is_private_and_says_what_it_holds(counter: CounterFactory, tmp_path: Path) -> None:
+    job = counter("--mib", "8")
+    old_umask = os.umask(0)
+    try:
+        dump_and_end(job, tmp_path / "s")
+    finally:
+        os.umask(old_umask)
+    for path in [tmp_path / "s", *(tmp_path / "s").rglob("*")]:
+        assert stat.S_IMODE(path.stat().st_mode) == (0o700 if path.is_dir() else 0o600), path
+    manifest = gpucr.Snapshot.open(tmp_path / "s").manifest
+    (process,) = manifest.processes
+    assert (process.pid, process.found_state, process.name) == (job.pid, RUNNING, "counter")
+    assert sum(process.device_bytes.values()) >= 8 << 20
+    assert sum(extent.size_bytes for extent in process.staging) >= 8 << 20
+    assert [gpu.uuid for gpu in manifest.gpus] == [gpu.uuid for gpu in list_gpus()]
+    listed = {file.path for file in manifest.files}
+    assert listed == {f"images/{path.name}" for path in (tmp_path / "s" / "images").iterdir()}
+
+
+def test_leave_running_keeps_the_job_and_a_restorable_snapshot(counter: CounterFactory, tmp_path: Path) -> None:
+    job = counter("--mib", "8")
+    report = gpucr.dump(job.pid, tmp_path / "s", leave_running=True)
+    assert report.left_running
+    assert [p.name for p in report.phases] == [
+        "prepare", "lock", "checkpoint", "dump", "hold", "restore", "unlock", "release", "commit",
+    ]  # fmt: skip
+    assert job.ask() == 101
+    assert job.ask() == 102
+    job.kill()
+    gpucr.restore(tmp_path / "s")
+    assert job.ask() == 101
+    assert job.send("verify") == "ok"
+
+
+def test_a_snapshot_restores_more_than_once(counter: CounterFactory, tmp_path: Path) -> None:
+    job = counter()
+    dump_and_end(job, tmp_path / "s")
+    for _ in range(2):
+        gpucr.restore(tmp_path / "s")
+        assert job.ask() == 101
+        job.kill()
+
+
+def test_a_tree_with_and_without_cuda(counter: CounterFactory, driver: CudaDriver, tmp_path: Path) -> None:
+    job = counter("--fork", "2")
+    pids = job.processes()
+    dump_and_end(job, tmp_path / "s")
+    gpucr.restore(tmp_path / "s")
+    assert job.processes() == pids
+    assert {driver.state(pid) for pid in pids} == {RUNNING}
+    assert job.ask() == 101
+
+
+@pytest.mark.parametrize("found", [LOCKED, CHECKPOINTED])
+@pytest.mark.parametrize("leave_running", [False, True])
+def test_what_was_locked_or_checkpointed_stays_so_across_dump_and_restore(
+    counter: CounterFactory, driver: CudaDriver, tmp_path: Path, found: CudaState, leave_running: bool
+) -> None:
+    job = counter("--fork", "1")
+    child = child_of(job)
+    driver.lock(child, 5000)
+    if found is CHECKPOINTED:
+        driver.checkpoint(child)
+    gpucr.dump(job.pid, tmp_path / "s", leave_running=leave_running)
+    if leave_running:
+        assert (driver.state(job.pid), driver.state(child)) == (RUNNING, found)
+        job.kill()
+    else:
+        job.reap()
+    gpucr.restore(tmp_path / "s")
+    assert (driver.state(job.pid), driver.state(child)) == (RUNNING, found)
+    gpucr.resume(job.pid)
+    assert driver.state(child) is RUNNING
+
+
+def test_a_tree_without_cuda_needs_no_gpu_no_driver_and_no_libcuda(counter: CounterFactory, tmp_path: Path) -> None:
+    job = counter("--no-cuda")
+    nowhere = {"LD_LIBRARY_PATH": str(tmp_path / "nothing")}
+    dumped = command.run_json("dump", job.pid, "--to", tmp_path / "s", env=nowhere)
+    job.reap()
+    assert [phase["name"] for phase in dumped["phases"]] == ["prepare", "dump"]
+    inspected = command.run_json("inspect", tmp_path / "s", "--verify", env=nowhere)
+    assert inspected["has_gpu_state"] is False
+    assert inspected["gpus"] == []
+    restored = command.run_json("restore", tmp_path / "s", env=nowhere)
+    assert [phase["name"] for phase in restored["phases"]] == ["verify", "criu"]
+    assert job.ask() == 101
+
+
+def test_gpu_state_is_refused_where_there_is_no_fitting_gpu(
+    counter: CounterFactory, sim_environment: Callable[..., dict[str, str]], tmp_path: Path
+) -> None:
+    job = counter("--mib", "8")
+    dump_and_end(job, tmp_path / "s")
+    without_driver = command.run("restore", tmp_path / "s", env={"LD_LIBRARY_PATH": str(tmp_path)})
+    assert without_driver.returncode == 3, without_driver.stderr
+    assert "this machine has no GPU" in without_driver.stderr
+    elsewhere = command.run("restore", tmp_path / "s", env={**sim_environment(), "GPUCR_SIM_MACHINE": "another"})
+    assert elsewhere.returncode == 3, elsewhere.stderr
+    assert "the snapshot needs GPU" in elsewhere.stderr
+    assert "--gpu-map" in elsewhere.stderr
+    assert not job.processes()
+
+
+def test_a_job_moves_to_another_machine_with_a_gpu_map(
+    counter: CounterFactory, sim_environment: Callable[..., dict[str, str]], tmp_path: Path
+) -> None:
+    job = counter("--mib", "8")
+    old = [gpu.uuid for gpu in list_gpus()]
+    dump_and_end(job, tmp_path / "s")
+    there = {**sim_environment(), "GPUCR_SIM_MACHINE": "another"}
+    # The list of GPUs of the other machine, as that machine's own commands see it.
+    listed = command.run("restore", tmp_path / "s", env=there).stderr
+    new = [word.strip("(,") for word in listed.split() if word.strip("(,").startswith("GPU-")]
+    new = [uuid for uuid in dict.fromkeys(new) if uuid not in old]
+    assert len(new) == 2
+    gpu_map = ",".join(f"{a}={b}" for a, b in zip(old, new, strict=True))
+    command.run_json("restore", tmp_path / "s", "--gpu-map", gpu_map, env=there)
+    assert job.ask() == 101
+    assert job.send("verify") == "ok"
+
+
+def test_dry_run_says_what_would_be_done_and_does_nothing(
+    counter: CounterFactory, driver: CudaDriver, tmp_path: Path
+) -> None:
+    job = counter()
+    plan = command.run_json("dump", job.pid, "--to", tmp_path / "s", "--dry-run", "--leave-running")
+    assert [step.split()[0] for step in plan["steps"]] == [
+        "make", "lock", "checkpoint", "dump", "hold", "restore", "unlock", "let", "hash",
+    ]  # fmt: skip
+    assert not (tmp_path / "s").exists()
+    assert driver.state(job.pid) is RUNNING
+
+
+def test_a_process_that_starts_cuda_before_the_freeze_is_noticed_and_the_dump_repeated(
+    counter: CounterFactory, driver: CudaDriver, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    job = counter("--cuda-after", str(tmp_path / "start"))
+    calls: list[int] = []
+    real_dump = Criu.dump
+
+    def dump_after_cuda_started(self: Criu, pid: int, *args: Any, **kwargs: Any) -> None:
+        calls.append(pid)
+        if len(calls) == 1:
+            (tmp_path / "start").touch()
+            wait_until(lambda: job.ask() > 0 and driver.state(pid) is RUNNING, "the job to use CUDA")
+        real_dump(self, pid, *args, **kwargs)
+
+    monkeypatch.setattr(Criu, "dump", dump_after_cuda_started)
+    report = dump_and_end(job, tmp_path / "s")
+    assert len(calls) == 2
+    assert report.snapshot.manifest.has_gpu_state
+    gpucr.restore(tmp_path / "s")
+    assert job.ask() > 101
+
+
+def test_an_error_of_criu_that_has_another_cause_is_not_repeated(
+    counter: CounterFactory, driver: CudaDriver, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    job = counter()
+    calls: list[int] = []
+
+    def fail(self: Criu, pid: int, *args: Any, **kwargs: Any) -> None:
+        calls.append(pid)
+        raise gpucr.CriuError("CRIU could not dump the job: a socket", phase="dump")
+
+    monkeypatch.setattr(Criu, "dump", fail)
+    with pytest.raises(gpucr.CriuError, match="a socket"):
+        gpucr.dump(job.pid, tmp_path / "s")
+    assert calls == [job.pid]
+    assert driver.state(job.pid) is RUNNING
+    assert not (tmp_path / "s").exists()
+
+
+def test_the_commit_comes_before_the_kill(
+    counter: CounterFactory, driver: CudaDriver, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    job = counter()
+
+    def no_space(*args: object) -> None:
+        raise OSError(28, "No space left on device", str(tmp_path))
+
+    monkeypatch.setattr("gpucr.snapshot.folder._write_atomically", no_space)
+    with pytest.raises(gpucr.SnapshotError, match="could not be completed: No space left on device"):
+        gpucr.dump(job.pid, tmp_path / "s")
+    assert driver.state(job.pid) is RUNNING
+    assert job.ask() == 101
+    assert not (tmp_path / "s").exists()
+
+
+@pytest.mark.parametrize("action", ["lock", "checkpoint", "restore", "unlock"])
+def test_a_failing_driver_leaves_the_job_as_it_was(
+    sim_only: None,
+    counter: CounterFactory,
+    driver: CudaDriver,
+    tmp_path: Path,
+    sim_environment: Callable[..., dict[str, str]],
+    action: str,
+) -> None:
+    job = counter("--fork", "1", env=sim_environment(faults=f"{action}#1=999"))
+    (tmp_path / "s").mkdir()
+    with pytest.raises(gpucr.DriverError, match="999"):
+        gpucr.dump(job.pid, tmp_path / "s", leave_running=True)
+    assert {driver.state(pid) for pid in job.processes()} == {RUNNING}
+    assert job.ask() == 101
+    assert list((tmp_path / "s").iterdir()) == []
+
+
+@pytest.mark.parametrize("action", ["restore", "unlock"])
+def test_a_failed_restore_ends_the_processes_and_keeps_the_snapshot(
+    sim_only: None, counter: CounterFactory, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, action: str
+) -> None:
+    job = counter("--fork", "1")
+    child = child_of(job)
+    dump_and_end(job, tmp_path / "s")
+    monkeypatch.setenv("GPUCR_SIM_CALLER_FAULTS", f"{action}@{child}=999")
+    with pytest.raises(gpucr.DriverError, match="999"):
+        gpucr.restore(tmp_path / "s")
+    assert not job.processes()
+    monkeypatch.delenv("GPUCR_SIM_CALLER_FAULTS")
+    gpucr.restore(tmp_path / "s")
+    assert job.ask() == 101
+
+
+def test_an_application_that_ends_in_the_middle_of_a_dump(
+    sim_only: None,
+    counter: CounterFactory,
+    driver: CudaDriver,
+    tmp_path: Path,
+    sim_environment: Callable[..., dict[str, str]],
+) -> None:
+    job = counter("--fork", "1", env=sim_environment(faults="checkpoint=delay:300"))
+    child = child_of(job)
+    killer = threading.Thread(target=_kill_when_locked, args=(driver, child))
+    killer.start()
+    with pytest.raises(gpucr.JobChanged) as failure:
+        gpucr.dump(job.pid, tmp_path / "s")
+    killer.join()
+    assert failure.value.pids == (child,)
+    assert driver.state(job.pid) is RUNNING
+    assert job.ask() == 101
+    assert not (tmp_path / "s").exists()
+
+
+def _kill_when_locked(driver: CudaDriver, pid: int) -> None:
+    wait_until(lambda: driver.state(pid) is LOCKED, "the child to be locked")
+    os.kill(pid, signal.SIGKILL)
+
+
+def test_a_deadline_in_the_middle_of_a_dump(
+    sim_only: None,
+    counter: CounterFactory,
+    driver: CudaDriver,
+    tmp_path: Path,
+    sim_environment: Callable[..., dict[str, str]],
+) -> None:
+    job = counter(env=sim_environment(faults="checkpoint=delay:1000"))
+    with pytest.raises(gpucr.DeadlineExceeded):
+        gpucr.dump(job.pid, tmp_path / "s", timeout_s=0.5)
+    assert driver.state(job.pid) is RUNNING
+    assert job.ask() == 101
+    assert not (tmp_path / "s").exists()
+
+
+def test_ctrl_c_while_criu_dumps(counter: CounterFactory, driver: CudaDriver, tmp_path: Path) -> None:
+    job = counter("--mib", "256")
+    process = command.start("dump", job.pid, "--to", tmp_path / "s")
+    assert process.stderr is not None
+    while "with CRIU" not in process.stderr.readline():
+        assert process.poll() is None
+    os.kill(process.pid, signal.SIGINT)
+    _, err = process.communicate(timeout=60)
+    if process.returncode == 0:  # the dump had been committed before the signal came
+        job.reap()
+        gpucr.restore(tmp_path / "s")
+    else:
+        assert process.returncode == 130, err
+        assert not (tmp_path / "s").exists()
+    assert driver.state(job.pid) is RUNNING
+    assert job.ask() == 101
+    assert job.send("verify") == "ok"
+
+
+def test_json_of_dump_and_restore(counter: CounterFactory, tmp_path: Path) -> None:
+    job = counter("--mib", "8")
+    dumped = command.run_json("dump", job.pid, "--to", tmp_path / "s", "--leave-running")
+    assert (dumped["schema"], dumped["schema_version"]) == ("gpucr.dump", 1)
+    assert dumped["pid"] == job.pid
+    assert dumped["bytes"] > 8 << 20
+    assert 0 < dumped["downtime_s"] <= sum(phase["seconds"] for phase in dumped["phases"])
+    assert all(set(phase) == {"name", "seconds", "size_bytes"} for phase in dumped["phases"])
+    job.kill()
+    restored = command.run_json("restore", tmp_path / "s")
+    assert (restored["schema"], restored["pid"], restored["processes"]) == ("gpucr.restore", job.pid, 1)
+    assert job.ask() == 101
+
+
+def test_what_the_commands_print(counter: CounterFactory, tmp_path: Path) -> None:
+    job = counter("--mib", "8")
+    listed = command.run("ps")
+    assert any(line.split()[:2] == [str(job.pid), "running"] for line in listed.stdout.splitlines())
+    assert command.run("state", job.pid).stdout == f"{job.pid} running counter\n"
+    assert command.run("suspend", job.pid, "--quiet").stdout == f"{job.pid} checkpointed (was running)\n"
+    record = command.run_json("state", job.pid)["processes"][0]
+    assert (record["pid"], record["state"]) == (job.pid, "checkpointed")
+    assert command.run("resume", job.pid, "-q").stdout == f"{job.pid} running (was checkpointed)\n"
+    dumped = command.run("dump", job.pid, "--to", tmp_path / "s", "--leave-running", "-q")
+    assert dumped.stderr == ""
+    assert dumped.stdout.splitlines()[0] == f"{tmp_path / 's'}: job {job.pid} dumped; it goes on"
+    shown = command.run("inspect", tmp_path / "s", "--verify").stdout
+    assert "every file matches its digests" in shown
+    assert f"process     {job.pid} (running" in shown
+    assert json.loads(command.run("inspect", tmp_path / "s", "--json").stdout)["root_pid"] == job.pid

@@ -1,0 +1,276 @@
+"""Suspend and resume of whole jobs, and what is left when they fail."""
+
+from __future__ import annotations
+
+import os
+import signal
+import threading
+from collections.abc import Callable
+from pathlib import Path
+
+import pytest
+
+import gpucr
+from gpucr.driver.cuda import CudaDriver
+from gpucr.driver.gpus import gpu_processes, list_gpus
+from gpucr.model import CudaState
+from tests import command
+from tests.counter import Counter, CounterFactory, wait_until
+
+RUNNING, LOCKED, CHECKPOINTED = CudaState.RUNNING, CudaState.LOCKED, CudaState.CHECKPOINTED
+
+
+def states(driver: CudaDriver, counter: Counter) -> set[CudaState | None]:
+    return {driver.state(pid) for pid in counter.processes()}
+
+
+def test_suspend_frees_the_gpu_and_resume_goes_on(counter: CounterFactory, driver: CudaDriver) -> None:
+    job = counter("--mib", "32")
+    assert job.ask() == 101
+    report = gpucr.suspend(job.pid)
+    assert driver.state(job.pid) is CHECKPOINTED
+    assert [(p.found, p.now) for p in report.processes] == [(RUNNING, CHECKPOINTED)]
+    assert report.size_bytes >= 32 << 20
+    assert job.pid not in {use.pid for use in gpu_processes()}
+    report = gpucr.resume(job.pid)
+    assert [(p.found, p.now) for p in report.processes] == [(CHECKPOINTED, RUNNING)]
+    assert job.ask() == 102
+    assert job.send("verify") == "ok"
+
+
+def test_a_pid_stands_for_its_whole_tree(counter: CounterFactory, driver: CudaDriver) -> None:
+    job = counter("--fork", "2")
+    pids = job.processes()
+    assert len(pids) == 3
+    report = gpucr.suspend(job.pid)
+    assert {p.pid for p in report.processes} == set(pids)
+    assert states(driver, job) == {CHECKPOINTED}
+    gpucr.resume(job.pid)
+    assert states(driver, job) == {RUNNING}
+    assert job.ask() == 101
+
+
+def test_only_leaves_the_descendants_alone(counter: CounterFactory, driver: CudaDriver) -> None:
+    job = counter("--fork", "1")
+    gpucr.suspend(job.pid, only=True)
+    child = next(pid for pid in job.processes() if pid != job.pid)
+    assert driver.state(job.pid) is CHECKPOINTED
+    assert driver.state(child) is RUNNING
+    gpucr.resume(job.pid, only=True)
+    assert driver.state(job.pid) is RUNNING
+
+
+def test_suspending_twice_changes_nothing(counter: CounterFactory, driver: CudaDriver) -> None:
+    job = counter()
+    gpucr.suspend(job.pid)
+    report = gpucr.suspend(job.pid)
+    assert [(p.found, p.now) for p in report.processes] == [(CHECKPOINTED, CHECKPOINTED)]
+    gpucr.resume(job.pid)
+    assert job.ask() == 101
+
+
+@pytest.mark.parametrize("found", [LOCKED, CHECKPOINTED])
+def test_what_was_locked_or_checkpointed_before_is_that_again(
+    counter: CounterFactory, driver: CudaDriver, found: CudaState
+) -> None:
+    job = counter("--fork", "1")
+    child = next(pid for pid in job.processes() if pid != job.pid)
+    driver.lock(child, 5000)
+    if found is CHECKPOINTED:
+        driver.checkpoint(child)
+    gpucr.suspend(job.pid)
+    assert states(driver, job) == {CHECKPOINTED}
+    gpucr.resume(job.pid)
+    assert driver.state(job.pid) is RUNNING
+    assert driver.state(child) is found
+    gpucr.resume(job.pid)
+    assert states(driver, job) == {RUNNING}
+
+
+def test_pending_work_ends_in_a_timeout_and_a_running_job(counter: CounterFactory, driver: CudaDriver) -> None:
+    job = counter("--fork", "1")
+    job.send("busy 3000")
+    with pytest.raises(gpucr.DeadlineExceeded, match=f"process {job.pid} still had GPU work pending"):
+        gpucr.suspend(job.pid, timeout_s=0.3)
+    assert states(driver, job) == {RUNNING}
+    assert job.ask() == 101
+
+
+def test_managed_memory_is_refused_by_the_driver_and_undone(counter: CounterFactory, driver: CudaDriver) -> None:
+    job = counter("--managed")
+    with pytest.raises(gpucr.NotSupportedByDriver) as failure:
+        gpucr.suspend(job.pid)
+    assert failure.value.result == 801
+    assert failure.value.hint is not None
+    assert "managed" in failure.value.hint
+    assert driver.state(job.pid) is RUNNING
+    assert job.ask() == 101
+
+
+@pytest.mark.parametrize("action", ["lock", "checkpoint"])
+def test_one_failing_process_brings_all_back(
+    sim_only: None, counter: CounterFactory, driver: CudaDriver, monkeypatch: pytest.MonkeyPatch, action: str
+) -> None:
+    job = counter("--fork", "2")
+    failing = job.processes()[1]
+    monkeypatch.setenv("GPUCR_SIM_CALLER_FAULTS", f"{action}@{failing}=999")
+    with pytest.raises(gpucr.DriverError) as failure:
+        gpucr.suspend(job.pid)
+    assert (failure.value.pid, failure.value.action, failure.value.result) == (failing, action, 999)
+    assert states(driver, job) == {RUNNING}
+    assert job.ask() == 101
+
+
+@pytest.mark.parametrize("action", ["restore", "unlock"])
+def test_a_failed_resume_leaves_the_job_suspended(
+    sim_only: None, counter: CounterFactory, driver: CudaDriver, monkeypatch: pytest.MonkeyPatch, action: str
+) -> None:
+    job = counter("--fork", "2")
+    gpucr.suspend(job.pid)
+    monkeypatch.setenv("GPUCR_SIM_CALLER_FAULTS", f"{action}@{job.processes()[1]}=999")
+    with pytest.raises(gpucr.DriverError, match="999"):
+        gpucr.resume(job.pid)
+    assert states(driver, job) == {CHECKPOINTED}
+    monkeypatch.delenv("GPUCR_SIM_CALLER_FAULTS")
+    gpucr.resume(job.pid)
+    assert job.ask() == 101
+
+
+@pytest.mark.parametrize("action", ["lock", "checkpoint"])
+def test_a_process_that_dies_in_the_middle_is_named(
+    sim_only: None, counter: CounterFactory, action: str, sim_environment: Callable[..., dict[str, str]]
+) -> None:
+    job = counter(env=sim_environment(faults=f"{action}=die"))
+    with pytest.raises(gpucr.JobChanged, match=f"process {job.pid} ended during the {action}") as failure:
+        gpucr.suspend(job.pid)
+    assert failure.value.pids == (job.pid,)
+
+
+def test_a_process_that_starts_cuda_meanwhile_is_taken_in(
+    counter: CounterFactory, driver: CudaDriver, sim_environment: Callable[..., dict[str, str]], tmp_path: Path
+) -> None:
+    start = tmp_path / "start"
+    job = counter("--fork", "1", "--cuda-after", str(start), env=sim_environment(faults="checkpoint#1=delay:700"))
+    # Only the process that is asked first after the file appeared begins with CUDA: the root.
+    start.touch()
+    wait_until(lambda: job.ask() > 0 and driver.state(job.pid) is RUNNING, "the root to use CUDA")
+    start.unlink()
+    late = threading.Thread(target=_touch_when_locked, args=(driver, job, start))
+    late.start()
+    report = gpucr.suspend(job.pid)
+    late.join()
+    assert {p.pid for p in report.processes} == set(job.processes())
+    assert states(driver, job) == {CHECKPOINTED}
+    gpucr.resume(job.pid)
+    assert states(driver, job) == {RUNNING}
+
+
+def _touch_when_locked(driver: CudaDriver, job: Counter, file: Path) -> None:
+    wait_until(lambda: driver.state(job.pid) is LOCKED, "the root to be locked")
+    file.touch()
+
+
+def test_a_resume_without_room_is_refused_before_it_starts(
+    counter: CounterFactory,
+    driver: CudaDriver,
+    sim_environment: Callable[..., dict[str, str]],
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    environment = sim_environment("1x512MiB")
+    for name, value in environment.items():
+        monkeypatch.setenv(name, value)
+    job = counter("--mib", "256")
+    gpucr.suspend(job.pid)
+    other = counter("--mib", "256")
+    with pytest.raises(gpucr.Unsupported, match="MiB are missing, and a restore that runs out loses the job"):
+        gpucr.resume(job.pid)
+    assert driver.state(job.pid) is CHECKPOINTED
+    other.kill()
+    gpucr.resume(job.pid)
+    assert job.ask() == 101
+
+
+def test_gpu_map_moves_the_job_and_a_partial_one_changes_nothing(counter: CounterFactory, driver: CudaDriver) -> None:
+    gpus = [gpu.uuid for gpu in list_gpus()]
+    if len(gpus) != 2:
+        pytest.skip("needs a machine with exactly two GPUs")
+    job = counter("--mib", "16", "--devices", "0")
+    gpucr.suspend(job.pid)
+    with pytest.raises(gpucr.DriverError) as failure:
+        gpucr.resume(job.pid, gpu_map=f"{gpus[0]}={gpus[1]}")
+    assert failure.value.result == 1
+    assert driver.state(job.pid) is CHECKPOINTED
+    gpucr.resume(job.pid, gpu_map=f"{gpus[0]}={gpus[1]},{gpus[1]}={gpus[0]}")
+    assert [use.gpu_uuid for use in gpu_processes() if use.pid == job.pid] == [gpus[1]]
+    assert job.ask() == 101
+    assert job.send("verify") == "ok"
+
+
+@pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM])
+def test_a_signal_in_the_middle_undoes_and_ends_with_130(
+    counter: CounterFactory,
+    driver: CudaDriver,
+    sim_environment: Callable[..., dict[str, str]],
+    number: signal.Signals,
+) -> None:
+    job = counter(env=sim_environment(faults="checkpoint=delay:1500"))
+    gpucr_process = command.start("suspend", job.pid)
+    wait_until(lambda: driver.state(job.pid) is LOCKED, "the job to be locked")
+    os.kill(gpucr_process.pid, number)
+    _, err = gpucr_process.communicate(timeout=30)
+    assert gpucr_process.returncode == 130
+    assert "interrupted; the job is as it was found" in err
+    assert driver.state(job.pid) is RUNNING
+    assert job.ask() == 101
+
+
+def test_a_second_signal_does_not_cut_the_undo_short(
+    counter: CounterFactory, driver: CudaDriver, sim_environment: Callable[..., dict[str, str]]
+) -> None:
+    job = counter(env=sim_environment(faults="checkpoint=delay:500,restore=delay:1500"))
+    gpucr_process = command.start("suspend", job.pid)
+    wait_until(lambda: driver.state(job.pid) is LOCKED, "the job to be locked")
+    os.kill(gpucr_process.pid, signal.SIGINT)
+    assert gpucr_process.stderr is not None
+    while "undoing: checkpoint" not in gpucr_process.stderr.readline():
+        assert gpucr_process.poll() is None
+    os.kill(gpucr_process.pid, signal.SIGINT)
+    _, err = gpucr_process.communicate(timeout=30)
+    assert gpucr_process.returncode == 130
+    assert "cannot be cut short" in err
+    assert driver.state(job.pid) is RUNNING
+
+
+def test_a_killed_gpucr_leaves_a_job_that_resume_brings_back(
+    counter: CounterFactory, driver: CudaDriver, sim_environment: Callable[..., dict[str, str]]
+) -> None:
+    job = counter(env=sim_environment(faults="checkpoint=delay:700"))
+    gpucr_process = command.start("suspend", job.pid)
+    wait_until(lambda: driver.state(job.pid) is LOCKED, "the job to be locked")
+    gpucr_process.kill()
+    gpucr_process.communicate(timeout=30)
+    # The driver may still be at work on what it had been asked for: until it has finished, a resume is refused.
+    wait_until(lambda: _resumed(job), "a resume that succeeds")
+    assert driver.state(job.pid) is RUNNING
+    assert job.ask() == 101
+
+
+def _resumed(job: Counter) -> bool:
+    try:
+        gpucr.resume(job.pid)
+    except gpucr.JobChanged:
+        return False
+    return True
+
+
+def test_a_stopped_process_is_refused_at_once(counter: CounterFactory, driver: CudaDriver) -> None:
+    job = counter()
+    os.kill(job.pid, signal.SIGSTOP)
+    with pytest.raises(gpucr.Unsupported, match="is stopped") as failure:
+        gpucr.suspend(job.pid)
+    assert failure.value.hint is not None
+    assert f"kill -CONT {job.pid}" in failure.value.hint
+    os.kill(job.pid, signal.SIGCONT)
+    gpucr.suspend(job.pid)
+    gpucr.resume(job.pid)
+    assert job.ask() == 101

@@ -1,0 +1,304 @@
+"""States, result codes and waiting, as the driver was seen to behave."""
+
+from __future__ import annotations
+
+import os
+import signal
+import subprocess
+import sys
+import threading
+from pathlib import Path
+
+import pytest
+
+from tests.counter import Counter, CounterFactory, wait_until
+from tests.sim.libcuda import CHECKPOINTED, FAILED, LOCKED, RUNNING, Libcuda, Machine, gpu_uuids, used_bytes
+
+ILLEGAL_STATE = 401
+MIB = 1 << 20
+
+
+def bring_to(libcuda: Libcuda, state: int, pid: int) -> None:
+    for action in ("lock", "checkpoint")[:state]:
+        assert libcuda.act(action, pid) == 0
+
+
+@pytest.mark.parametrize(
+    ("state", "action"),
+    [
+        (RUNNING, "checkpoint"),
+        (RUNNING, "restore"),
+        (RUNNING, "unlock"),
+        (LOCKED, "lock"),
+        (LOCKED, "restore"),
+        (CHECKPOINTED, "lock"),
+        (CHECKPOINTED, "checkpoint"),
+        (CHECKPOINTED, "unlock"),
+    ],
+)
+def test_illegal_action_changes_nothing(libcuda: Libcuda, counter: CounterFactory, state: int, action: str) -> None:
+    pid = counter().pid
+    bring_to(libcuda, state, pid)
+    assert libcuda.act(action, pid) == ILLEGAL_STATE
+    assert libcuda.state(pid) == (0, state)
+
+
+def test_a_round_keeps_number_and_bytes_on_two_gpus(libcuda: Libcuda, counter: CounterFactory) -> None:
+    program = counter("--mib", "5", "--devices", "0,1")
+    assert program.ask() == 101
+    for answer in (102, 103):
+        libcuda.suspend(program.pid)
+        libcuda.resume(program.pid)
+        assert program.ask() == answer
+        assert program.send("verify") == "ok"
+
+
+@pytest.mark.parametrize("pid", [0, -1, 2**22 + 1])
+def test_no_such_process(libcuda: Libcuda, pid: int) -> None:
+    assert libcuda.state(pid) == (304, -1)
+    assert libcuda.restore_tid(pid) == (304, -1)
+    assert libcuda.act("lock", pid) == 304
+
+
+def test_process_without_cuda(libcuda: Libcuda, process_without_cuda: int) -> None:
+    assert libcuda.state(process_without_cuda) == (3, -1)
+    assert libcuda.act("lock", process_without_cuda) == 3
+
+
+def test_zombie(libcuda: Libcuda, counter: CounterFactory) -> None:
+    pid = counter().pid
+    os.kill(pid, signal.SIGKILL)
+    wait_until(lambda: Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[0] == "Z", "the zombie")
+    assert libcuda.state(pid) == (304, -1)
+
+
+def test_thread_id_stands_for_its_process(libcuda: Libcuda, counter: CounterFactory) -> None:
+    program = counter()
+    result, tid = libcuda.restore_tid(program.pid)
+    assert result == 0
+    assert tid != program.pid
+    assert Path(f"/proc/{program.pid}/task/{tid}").exists()
+    assert libcuda.act("lock", tid) == 0
+    assert libcuda.state(program.pid) == (0, LOCKED)
+
+
+def test_arguments_must_be_zero_where_unused(libcuda: Libcuda, counter: CounterFactory) -> None:
+    pid = counter().pid
+    assert libcuda.act("lock", pid, bytes(63) + b"\x01") == 1
+    assert libcuda.state(pid) == (0, RUNNING)
+
+
+def test_managed_memory_is_refused_and_stays_locked(libcuda: Libcuda, counter: CounterFactory) -> None:
+    program = counter("--managed")
+    assert libcuda.act("lock", program.pid) == 0
+    assert libcuda.act("checkpoint", program.pid) == 801
+    assert libcuda.state(program.pid) == (0, LOCKED)
+    assert libcuda.act("unlock", program.pid) == 0
+    assert program.ask() == 101
+
+
+def test_lock_timeout_leaves_running(libcuda: Libcuda, counter: CounterFactory) -> None:
+    program = counter()
+    program.send("busy 600000")
+    assert libcuda.lock(program.pid, timeout_ms=50) == 600
+    assert libcuda.state(program.pid) == (0, RUNNING)
+    assert program.ask() == 101
+
+
+def test_lock_waits_for_work_and_holds_back_new_work(libcuda: Libcuda, counter: CounterFactory) -> None:
+    program = counter()
+    program.send("busy 700")
+    results: list[int] = []
+    locking = threading.Thread(target=lambda: results.append(libcuda.lock(program.pid)))
+    locking.start()
+    # Until the lock's request arrives questions are answered; then they wait in front of the gate.
+    wait_until(lambda: not _answers(program), "the lock to hold back work")
+    assert libcuda.state(program.pid) == (0, RUNNING)
+    locking.join()
+    assert results == [0]
+    assert libcuda.state(program.pid) == (0, LOCKED)
+    assert libcuda.act("unlock", program.pid) == 0
+    assert int(program.answer()) > 100
+
+
+def _answers(program: Counter) -> bool:
+    program.post()
+    if not program.answers_within(0.15):
+        return False
+    program.answer()
+    return True
+
+
+def test_calls_wait_while_locked_and_checkpointed(libcuda: Libcuda, counter: CounterFactory) -> None:
+    program = counter()
+    assert libcuda.act("lock", program.pid) == 0
+    program.post()
+    assert not program.answers_within(0.1)
+    assert libcuda.act("checkpoint", program.pid) == 0
+    assert not program.answers_within(0.1)
+    assert libcuda.act("restore", program.pid) == 0
+    assert not program.answers_within(0.1)
+    assert libcuda.act("unlock", program.pid) == 0
+    assert program.answer() == "101"
+
+
+def test_a_killed_callers_lock_is_given_up(libcuda: Libcuda, counter: CounterFactory) -> None:
+    program = counter()
+    program.send("busy 600000")
+    source = (
+        "import ctypes, sys; print('calling', flush=True);"
+        "ctypes.CDLL('libcuda.so.1').cuCheckpointProcessLock(int(sys.argv[1]), None)"
+    )
+    with subprocess.Popen([sys.executable, "-c", source, str(program.pid)], stdout=subprocess.PIPE) as caller:
+        assert caller.stdout is not None
+        caller.stdout.readline()
+        wait_until(lambda: not _answers(program), "the other caller's lock")
+        caller.kill()
+    # the next caller ends the orphaned request, and has its own timeout
+    assert libcuda.lock(program.pid, timeout_ms=20) == 600
+    assert int(program.answer()) >= 101
+
+
+def test_a_target_that_dies_ends_the_call(libcuda: Libcuda, counter: CounterFactory) -> None:
+    program = counter()
+    program.send("busy 600000")
+    results: list[int] = []
+    locking = threading.Thread(target=lambda: results.append(libcuda.lock(program.pid)))
+    locking.start()
+    wait_until(lambda: not _answers(program), "the lock to arrive")
+    program.kill()
+    locking.join(30)
+    assert results == [304]
+
+
+def test_callers_take_turns(libcuda: Libcuda, counter: CounterFactory) -> None:
+    pid = counter("--mib", "8").pid
+    assert libcuda.act("lock", pid) == 0
+    results: list[int] = []
+    callers = [threading.Thread(target=lambda: results.append(libcuda.act("checkpoint", pid))) for _ in range(4)]
+    for caller in callers:
+        caller.start()
+    for caller in callers:
+        caller.join()
+    assert sorted(results) == [0, ILLEGAL_STATE, ILLEGAL_STATE, ILLEGAL_STATE]
+    assert libcuda.state(pid) == (0, CHECKPOINTED)
+
+
+# --- staging ---------------------------------------------------------------------------------------------------
+
+
+def _largest_anonymous_bytes(pid: int) -> int:
+    sizes = [0]
+    for line in Path(f"/proc/{pid}/maps").read_text().splitlines():
+        span, permissions, _offset, _device, inode, *name = line.split()
+        if permissions == "rw-p" and inode == "0" and not name:
+            start, end = (int(half, 16) for half in span.split("-"))
+            sizes.append(end - start)
+    return max(sizes)
+
+
+def _descriptors(pid: int) -> list[str]:
+    return [str(link.readlink()) for link in Path(f"/proc/{pid}/fd").iterdir()]
+
+
+def test_checkpoint_moves_device_memory_to_one_anonymous_mapping(libcuda: Libcuda, counter: CounterFactory) -> None:
+    pid = counter("--mib", "40").pid
+    held = used_bytes(pid)[0]
+    assert held > 40 * MIB
+    assert _largest_anonymous_bytes(pid) < 40 * MIB
+    assert "anon_inode:[userfaultfd]" in _descriptors(pid)
+
+    libcuda.suspend(pid)
+    assert held <= _largest_anonymous_bytes(pid) < held + MIB
+    assert not [name for name in _descriptors(pid) if "userfaultfd" in name or "gpucr-sim-device" in name]
+    assert used_bytes(pid) == [0, 0]
+
+    libcuda.resume(pid)
+    assert _largest_anonymous_bytes(pid) < 40 * MIB
+    assert used_bytes(pid) == [held, 0]
+
+
+# --- GPU maps --------------------------------------------------------------------------------------------------
+
+
+def test_swap_moves_the_memory(libcuda: Libcuda, counter: CounterFactory) -> None:
+    program = counter("--mib", "3")
+    first, second = gpu_uuids()
+    held = used_bytes(program.pid)
+    assert held[0] > 0
+    libcuda.suspend(program.pid)
+    assert libcuda.restore(program.pid, [(first, second), (second, first)]) == 0
+    assert libcuda.act("unlock", program.pid) == 0
+    assert used_bytes(program.pid) == held[::-1]
+    assert (program.ask(), program.send("verify")) == (101, "ok")
+
+
+def test_bad_maps_are_refused_and_a_good_one_works_afterwards(libcuda: Libcuda, counter: CounterFactory) -> None:
+    program = counter()
+    first, second = gpu_uuids()
+    elsewhere = "GPU-00000000-0000-4000-8000-000000000000"
+    libcuda.suspend(program.pid)
+    for pairs in (
+        [(first, second)],
+        [(first, second), (second, second)],
+        [(first, second), (first, first)],
+        [(first, elsewhere), (second, first)],
+        [(first, first), (elsewhere, second)],
+        [(first, second), (second, first), (elsewhere, elsewhere)],
+    ):
+        assert libcuda.restore(program.pid, pairs) == 1
+        assert libcuda.state(program.pid) == (0, CHECKPOINTED)
+    assert libcuda.restore(program.pid, [(first, first), (second, second)]) == 0
+    assert libcuda.act("unlock", program.pid) == 0
+    assert program.ask() == 101
+
+
+def test_only_visible_gpus_are_mapped(
+    libcuda: Libcuda, counter: CounterFactory, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    first, second = gpu_uuids()
+    monkeypatch.setenv("CUDA_VISIBLE_DEVICES", second)
+    program = counter()
+    assert used_bytes(program.pid)[0] == 0
+    libcuda.suspend(program.pid)
+    assert libcuda.restore(program.pid, [(first, second), (second, first)]) == 1
+    assert libcuda.restore(program.pid, [(second, first)]) == 0
+    assert used_bytes(program.pid)[1] == 0
+
+
+def test_another_machine_needs_a_map(libcuda: Libcuda, counter: CounterFactory, machine: Machine) -> None:
+    machine("1x64MiB", name="here")
+    (old,) = gpu_uuids()
+    program = counter()
+    libcuda.suspend(program.pid)
+    machine("1x64MiB", name="there")
+    (new,) = gpu_uuids()
+    assert new != old
+    assert libcuda.act("restore", program.pid) == 1
+    assert libcuda.state(program.pid) == (0, CHECKPOINTED)
+    assert libcuda.restore(program.pid, [(old, new)]) == 0
+    assert libcuda.act("unlock", program.pid) == 0
+    assert program.ask() == 101
+
+
+# --- out of memory ---------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("afterwards", [CHECKPOINTED, FAILED])
+def test_restore_without_room(
+    libcuda: Libcuda, counter: CounterFactory, machine: Machine, monkeypatch: pytest.MonkeyPatch, afterwards: int
+) -> None:
+    machine("1x64MiB")
+    if afterwards == FAILED:
+        monkeypatch.setenv("GPUCR_SIM_RESTORE_OOM", "failed")
+    suspended = counter("--mib", "30")
+    libcuda.suspend(suspended.pid)
+    other = counter("--mib", "30")
+    assert libcuda.act("restore", suspended.pid) == 2
+    assert libcuda.state(suspended.pid) == (0, afterwards)
+    other.kill()
+    if afterwards == CHECKPOINTED:
+        libcuda.resume(suspended.pid)
+        assert (suspended.ask(), suspended.send("verify")) == (101, "ok")
+    else:
+        assert libcuda.act("restore", suspended.pid) == ILLEGAL_STATE

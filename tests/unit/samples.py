@@ -1,0 +1,59 @@
+"""A manifest and a committed snapshot to damage."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+from gpucr.model import CudaState, Extent, Gpu
+from gpucr.snapshot.folder import Snapshot, UnfinishedSnapshot
+from gpucr.snapshot.manifest import FileRecord, Manifest, ProcessRecord
+
+GPU_A = "GPU-6b1e4d2c-0f3a-4c52-9c53-0a6f5a1d7e88"
+GPU_B = "GPU-91c0aa11-2233-4455-6677-8899aabbccdd"
+IMAGES = {"pages-1.img": b"memory" * 1000, "core-1.img": b"registers", "empty.img": b""}
+
+
+def manifest(*, files: tuple[FileRecord, ...] = ()) -> Manifest:
+    """A manifest in which every field has a value that is not its default."""
+    return Manifest(
+        created="2025-01-02T03:04:05+00:00",
+        root_pid=100,
+        processes=(
+            ProcessRecord(
+                pid=100,
+                ns_pids=(100, 1),
+                parent_pid=1,
+                threads=(100, 101),
+                name="trainer",
+                command_line=("python", "töst \U0001f600.py", "\udcff\udcfe"),
+                found_state=CudaState.LOCKED,
+                stopped=True,
+                restore_thread=3,
+                device_bytes={GPU_A: 4 << 30, GPU_B: 1 << 20},
+                staging=(Extent(0x7F0000000000, 4 << 30), Extent(2**64 - 4096, 4096)),
+            ),
+            ProcessRecord(102, (102,), 100, (102,), "loader", ("loader",), None),
+        ),
+        gpus=(
+            Gpu(0, GPU_A, "NVIDIA H200", 150 << 30, 140 << 30, mig_enabled=True),
+            Gpu(1, GPU_B, "NVIDIA H200", 150 << 30, 0),
+        ),
+        cuda_version=13000,
+        driver_version="580.159.04",
+        criu_version="4.1.1",
+        criu_options={"leave_running": False, "ghost_limit_bytes": 1 << 20, "network_lock": "skip"},
+        kernel="6.18.0",
+        architecture="x86_64",
+        gpucr_version="0.1.0",
+        left_running=True,
+        files=files,
+    )
+
+
+def committed(folder: Path) -> Snapshot:
+    """A snapshot with a few small images."""
+    unfinished = UnfinishedSnapshot(folder)
+    unfinished.create()
+    for name, data in IMAGES.items():
+        (unfinished.images / name).write_bytes(data)
+    return unfinished.commit(manifest())

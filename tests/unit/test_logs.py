@@ -1,0 +1,89 @@
+"""gpucr.operations.logs: CRIU's log is kept exactly when somebody is told where it is."""
+
+from __future__ import annotations
+
+import stat
+from pathlib import Path
+
+import pytest
+
+from gpucr.errors import CriuError
+from gpucr.operations.logs import log_kept_on_failure, state_folder
+
+
+@pytest.fixture(autouse=True)
+def state_home(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    """An empty $XDG_STATE_HOME."""
+    monkeypatch.setenv("XDG_STATE_HOME", str(tmp_path / "state"))
+    return tmp_path / "state"
+
+
+def test_a_log_is_removed_after_success(state_home: Path) -> None:
+    with log_kept_on_failure("dump") as path:
+        assert path.name == "dump.log"
+        assert path.parent.parent == state_home / "gpucr" / "log"
+        assert stat.S_IMODE(path.parent.stat().st_mode) == 0o700
+        path.write_text("CRIU says")
+    assert list((state_home / "gpucr" / "log").iterdir()) == []
+
+
+def test_a_log_is_kept_after_a_failure() -> None:
+    error = CriuError("no", phase="restore")
+    kept = _fail_with(error, "restore")
+    assert kept.read_text() == "CRIU says"
+
+
+@pytest.mark.parametrize("error", [KeyboardInterrupt, SystemExit, ZeroDivisionError])
+def test_a_log_is_removed_where_nobody_is_told_of_it(error: type[BaseException], state_home: Path) -> None:
+    assert not _fail_with(error(), "dump").exists()
+    assert list((state_home / "gpucr" / "log").iterdir()) == []
+
+
+def _fail_with(error: BaseException, phase: str) -> Path:
+    """Write a log, fail, and return where the log was."""
+    paths: list[Path] = []
+
+    def write_and_fail() -> None:
+        with log_kept_on_failure(phase) as path:
+            path.write_text("CRIU says")
+            paths.append(path)
+            raise error
+
+    with pytest.raises(type(error)) as caught:
+        write_and_fail()
+    assert caught.value is error
+    return paths[0]
+
+
+def test_two_logs_do_not_meet() -> None:
+    with log_kept_on_failure("dump") as first, log_kept_on_failure("dump") as second:
+        assert first != second
+
+
+def test_a_state_folder_that_cannot_be_written(state_home: Path) -> None:
+    state_home.write_text("a file where the folder should be")
+    with log_kept_on_failure("dump") as path:
+        path.write_text("CRIU says")
+        assert state_home not in path.parents
+        assert stat.S_IMODE(path.parent.stat().st_mode) == 0o700
+    assert not path.parent.exists()
+
+
+def test_a_user_without_a_home(monkeypatch: pytest.MonkeyPatch) -> None:
+    def no_home() -> Path:  # what Path.home() does for a uid without a name and without HOME
+        raise RuntimeError("Could not determine home directory.")
+
+    monkeypatch.delenv("XDG_STATE_HOME")
+    monkeypatch.setattr(Path, "home", no_home)
+    with pytest.raises(OSError, match="has no home folder"):
+        state_folder()
+    with log_kept_on_failure("dump") as path:
+        path.write_text("CRIU says")
+    assert not path.parent.exists()
+
+
+def test_the_default_state_folder(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    assert state_folder() == tmp_path / "state" / "gpucr"
+    monkeypatch.delenv("XDG_STATE_HOME")
+    monkeypatch.setenv("HOME", str(tmp_path))
+    assert state_folder() == tmp_path / ".local" / "state" / "gpucr"

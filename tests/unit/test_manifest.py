@@ -1,0 +1,244 @@
+"""gpucr.snapshot.manifest: what is written comes back equal; what is damaged or forged is refused by name."""
+
+from __future__ import annotations
+
+import copy
+import dataclasses
+import hashlib
+import json
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+
+from gpucr.model import CudaState
+from gpucr.snapshot import manifest as manifests
+from gpucr.snapshot.manifest import FileRecord, Manifest, ManifestError, decode, encode
+from tests.unit import samples
+
+FILE = FileRecord("images/pages-1.img", 70, ("ab" * 32,))
+WHOLE = samples.manifest(files=(FILE,))
+Body = dict[str, Any]
+
+
+def body() -> Body:
+    inner: Body = json.loads(encode(WHOLE))["manifest"]
+    return inner
+
+
+def sealed(inner: object) -> bytes:
+    """A manifest.json with a digest that fits: what someone who forges one would write."""
+    digest = hashlib.sha256(json.dumps(inner, sort_keys=True, separators=(",", ":")).encode()).hexdigest()
+    return json.dumps({"sha256": digest, "manifest": inner}).encode()
+
+
+def changed(change: Callable[[Body], object]) -> bytes:
+    inner = copy.deepcopy(body())
+    change(inner)
+    return sealed(inner)
+
+
+# --- round trip ------------------------------------------------------------------------------------------------
+
+
+def test_round_trip() -> None:
+    assert decode(encode(WHOLE)) == WHOLE
+
+
+def test_round_trip_without_cuda() -> None:
+    plain = dataclasses.replace(
+        WHOLE, processes=WHOLE.processes[1:], root_pid=102, gpus=(), cuda_version=None, driver_version=None
+    )
+    assert decode(encode(plain)) == plain
+    assert not plain.has_gpu_state
+
+
+@pytest.mark.parametrize("state", [None, CudaState.RUNNING, CudaState.LOCKED, CudaState.CHECKPOINTED])
+def test_round_trip_of_every_found_state(state: CudaState | None) -> None:
+    process = dataclasses.replace(WHOLE.processes[0], found_state=state)
+    one = dataclasses.replace(WHOLE, processes=(process,))
+    assert decode(encode(one)).processes[0].found_state is state
+    assert one.has_gpu_state is (state is not None)
+
+
+def test_sums() -> None:
+    assert WHOLE.size_bytes == 70
+    assert WHOLE.device_bytes == {samples.GPU_A: 4 << 30, samples.GPU_B: 1 << 20}
+
+
+def test_what_is_written_is_ascii_json_with_its_format() -> None:
+    data = encode(WHOLE)
+    data.decode("ascii")
+    assert (body()["format"], body()["format_version"], body()["has_gpu_state"]) == ("gpucr-snapshot", 1, True)
+
+
+def test_a_forged_seal_is_what_decode_accepts() -> None:
+    assert decode(sealed(body())) == WHOLE, "the tests below would refuse everything"
+
+
+# --- damage ----------------------------------------------------------------------------------------------------
+
+
+def test_empty() -> None:
+    with pytest.raises(ManifestError, match="it is empty"):
+        decode(b"")
+
+
+def test_truncated_anywhere() -> None:
+    data = encode(WHOLE).rstrip()
+    for length in range(1, len(data), 7):
+        with pytest.raises(ManifestError):
+            decode(data[:length])
+
+
+def test_every_single_bit_flip_is_refused_or_changes_nothing() -> None:
+    data = encode(WHOLE)
+    for position in range(0, len(data), 3):
+        for bit in range(8):
+            damaged = bytearray(data)
+            damaged[position] ^= 1 << bit
+            _refused_or_equal(bytes(damaged), f"bit {bit} of byte {position}")
+
+
+def _refused_or_equal(damaged: bytes, where: str) -> None:
+    try:
+        read: Manifest | None = decode(damaged)
+    except ManifestError:
+        read = None
+    assert read in (None, WHOLE), where
+
+
+@pytest.mark.parametrize(
+    "data",
+    [
+        b"\0" * 100,
+        b"\xff\xfe\xfd",
+        b"null",
+        b"[]",
+        b"{}",
+        b'"text"',
+        b'{"manifest": 1}',
+        b'{"manifest": {}}',
+        b'{"manifest": {"format": "gpucr-snapshot", "format_version": 1}}',
+        b"[" * 1_000_000,
+        b'{"a":' * 100_000,
+        b'{"manifest": ' + b"9" * 5000 + b"}",
+        encode(WHOLE) + b"x",
+        encode(WHOLE) * 2,
+    ],
+)
+def test_what_is_no_manifest(data: bytes) -> None:
+    with pytest.raises(ManifestError):
+        decode(data)
+
+
+def test_a_changed_value_does_not_match_the_digest() -> None:
+    outer = json.loads(encode(WHOLE))
+    outer["manifest"]["root_pid"] = 102
+    with pytest.raises(ManifestError, match="does not match its own digest"):
+        decode(json.dumps(outer).encode())
+
+
+def test_a_newer_format_is_named_although_its_digest_may_be_made_otherwise() -> None:
+    outer = json.loads(encode(WHOLE))
+    outer["manifest"]["format_version"] = 2
+    with pytest.raises(ManifestError, match="format version 2; this gpucr reads version 1"):
+        decode(json.dumps(outer).encode())
+
+
+def test_another_format() -> None:
+    with pytest.raises(ManifestError, match="'tarball', not 'gpucr-snapshot'"):
+        decode(changed(lambda inner: inner.update(format="tarball")))
+
+
+# --- forged values: the digest fits, the content does not ------------------------------------------------------
+
+_UNREAD = {"has_gpu_state"}  # derived, for readers that look no further
+_PLACES: dict[str, Callable[[Body], Body]] = {
+    "manifest": lambda inner: inner,
+    "process": lambda inner: inner["processes"][0],
+    "gpu": lambda inner: inner["gpus"][0],
+    "file": lambda inner: inner["files"][0],
+    "extent": lambda inner: inner["processes"][0]["staging"][0],
+    "held": lambda inner: inner["processes"][0]["device_bytes"],
+}
+_KEYS = [(place, key) for place, find in _PLACES.items() for key in find(body()) if key not in _UNREAD]
+
+
+@pytest.mark.parametrize(("place", "key"), [each for each in _KEYS if each[0] != "held"])
+def test_a_missing_key(place: str, key: str) -> None:
+    with pytest.raises(ManifestError, match=key):
+        decode(changed(lambda inner: _PLACES[place](inner).pop(key)))
+
+
+@pytest.mark.parametrize(("place", "key"), _KEYS)
+def test_a_value_of_another_type(place: str, key: str) -> None:
+    value = _PLACES[place](body())[key]
+    wrong: list[Any] = [1.5, float("nan"), [[]], [None], [True], {"x": []}, -1, 2**64]
+    others: tuple[Any, ...] = (True, 3, "text", [], {})
+    wrong += [other for other in others if type(other) is not type(value)]
+    if not (value is None or key in ("cuda_version", "driver_version", "found_state", "restore_thread")):
+        wrong.append(None)
+    if key == "criu_options":
+        wrong.remove({"x": []})  # checked by whom it concerns, CRIU's options
+    for each in wrong:
+        with pytest.raises(ManifestError):
+            decode(changed(lambda inner, each=each: _PLACES[place](inner).update({key: each})))  # type: ignore[misc]
+
+
+@pytest.mark.parametrize(
+    "change",
+    [
+        lambda inner: inner.update(root_pid=0),
+        lambda inner: inner.update(root_pid=999),
+        lambda inner: inner.update(root_pid=10**4000),
+        lambda inner: inner.update(processes=[]),
+        lambda inner: inner["processes"][0].update(pid=0),
+        lambda inner: inner["processes"][0].update(ns_pids=[]),
+        lambda inner: inner["processes"][0].update(ns_pids=[-1]),
+        lambda inner: inner["processes"][0].update(ns_pids=[10**300]),
+        lambda inner: inner["processes"][0].update(threads=[0]),
+        lambda inner: inner["processes"][0].update(threads=[True]),
+        lambda inner: inner["processes"][0].update(threads=[10**300]),
+        lambda inner: inner["processes"][0].update(found_state="failed"),
+        lambda inner: inner["processes"][0].update(found_state="LOCKED"),
+        lambda inner: inner["processes"][0]["staging"][0].update(address=2**64),
+        lambda inner: inner["files"][0].update(size_bytes=10**300),
+        lambda inner: inner["files"][0].update(size_bytes=-1),
+    ],
+)
+def test_a_value_out_of_range(change: Callable[[Body], object]) -> None:
+    with pytest.raises(ManifestError):
+        decode(changed(change))
+
+
+@pytest.mark.parametrize(
+    "path",
+    [
+        "",
+        ".",
+        "/",
+        "/etc/passwd",
+        "//etc/passwd",
+        "..",
+        "../other",
+        "images/../../other",
+        "images/..",
+        "./images/a",
+        "images//a",
+        "images/a/",
+        "images/./a",
+        "images/a\0b",
+        "images/\ud800",
+    ],
+)
+def test_a_path_that_leads_outside(path: str) -> None:
+    with pytest.raises(ManifestError, match=r"files\[0\]: the path"):
+        decode(changed(lambda inner: inner["files"][0].update(path=path)))
+
+
+def test_the_largest_numbers_that_fit() -> None:
+    inner = body()
+    inner["files"][0]["size_bytes"] = 2**64 - 1
+    assert decode(sealed(inner)).files[0].size_bytes == 2**64 - 1
+    assert manifests.MAX_MANIFEST_BYTES >= 1 << 20

@@ -1,0 +1,315 @@
+"""gpucr.preflight: each check with its condition made real where a test can make it."""
+
+from __future__ import annotations
+
+import os
+import subprocess
+import sys
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from gpucr import preflight
+from gpucr.errors import NotPermitted, Unsupported
+from gpucr.linux import memory, processes
+from gpucr.model import CudaState, GangMember, Gpu, GpuMap, GpuUse, Job, ProcessId, ProcessInfo
+from gpucr.preflight import Finding
+from tests.conftest import skip_or_fail
+from tests.unit.children import NOBODY_UID, python, sleeper, tracer_of, unused_pid
+
+GIB = 1 << 30
+A, B, C = (f"GPU-{digit * 8}-0000-0000-0000-000000000000" for digit in "abc")
+WAITING = "import signal; print('ready', flush=True); signal.pause()"
+
+
+def gpu(uuid: str, name: str = "NVIDIA H200", free_gib: int = 100) -> Gpu:
+    return Gpu(0, uuid, name, 140 * GIB, free_gib * GIB)
+
+
+def job_of(pid: int, found: CudaState | None = None) -> Job:
+    tree = processes.tree(pid)
+    gang = () if found is None else (GangMember(tree[0].id, found),)
+    return Job(tree, gang)
+
+
+def process(pid: int = 7, name: str = "trainer") -> ProcessInfo:
+    return ProcessInfo(ProcessId(pid, 1), 1, pid, (pid,), 0, "S", name, (name,))
+
+
+def only(findings: Sequence[Finding]) -> Finding:
+    (finding,) = findings
+    assert all((finding.what, finding.evidence, finding.consequence, finding.remedy))
+    return finding
+
+
+# --- what findings lead to -------------------------------------------------------------------------------------
+
+
+def _finding(severity: Any, what: str) -> Finding:
+    return Finding(severity, what, f"evidence of {what}", f"consequence of {what}", f"remedy for {what}")
+
+
+def test_nothing_in_the_way() -> None:
+    preflight.require_no_blocking([])
+    preflight.require_no_blocking([_finding("warning", "w")])
+
+
+def test_all_blocking_findings_are_in_one_message() -> None:
+    findings = [_finding("warning", "w"), *(_finding("blocking", what) for what in "xyz")]
+    with pytest.raises(Unsupported) as caught:
+        preflight.require_no_blocking(findings)
+    assert caught.value.message == (
+        "x (evidence of x): consequence of x; also: y (evidence of y); also: z (evidence of z)"
+    )
+    assert caught.value.hint == "remedy for x (--force tries all the same; nothing was changed)"
+    assert caught.value.exit_code == 3
+
+
+def test_force_insists() -> None:
+    preflight.require_no_blocking([_finding("blocking", "x")], force=True)
+
+
+def test_privileges() -> None:
+    if os.geteuid() != 0:
+        skip_or_fail("root", "only root has privileges to drop")
+    preflight.require_privileges(1)
+    code = (
+        "import os; from gpucr import preflight\n"
+        f"os.setuid({NOBODY_UID})\n"
+        "try: preflight.require_privileges(4711)\n"
+        "except Exception as e: print(type(e).__name__, e.pid, e.hint)"
+    )
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
+    assert done.stdout.startswith(f"{NotPermitted.__name__} 4711 run the same command with sudo")
+
+
+# --- the job ---------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("state", [CudaState.RUNNING, CudaState.LOCKED, CudaState.CHECKPOINTED])
+def test_states_that_lead_on(state: CudaState) -> None:
+    assert preflight.check_states(Job((process(),), (GangMember(ProcessId(7, 1), state),))) == []
+
+
+@pytest.mark.parametrize("state", [CudaState.FAILED, CudaState.CHECKPOINTING, CudaState.RESTORING, CudaState(42)])
+def test_states_that_lead_nowhere(state: CudaState) -> None:
+    finding = only(preflight.check_states(Job((process(),), (GangMember(ProcessId(7, 1), state),))))
+    assert (finding.severity, finding.pid) == ("blocking", 7)
+    assert finding.what == f"process 7 is in the CUDA state {state.word}"
+    assert ("start the process again" in finding.remedy) is (state is CudaState.FAILED)
+
+
+def test_a_tracer() -> None:
+    with sleeper() as child:
+        assert preflight.check_tracers(job_of(child.pid)) == []
+        with tracer_of(child.pid) as tracer:
+            finding = only(preflight.check_tracers(job_of(child.pid)))
+    assert (finding.severity, finding.pid) == ("blocking", child.pid)
+    assert f"TracerPid {tracer.pid}" in finding.evidence
+    assert str(tracer.pid) in finding.remedy
+
+
+def test_the_usual_files_of_a_program() -> None:
+    with python(WAITING) as child:
+        assert preflight.check_open_files(job_of(child.pid)) == []
+
+
+IO_URING = """
+import ctypes, os, signal, sys
+libc = ctypes.CDLL(None, use_errno=True)
+fd = libc.syscall(425, 4, ctypes.create_string_buffer(120))  # io_uring_setup(2), struct io_uring_params
+print(fd if fd >= 0 else -ctypes.get_errno(), flush=True)
+signal.pause()
+"""
+
+
+@pytest.mark.parametrize("found", [None, CudaState.RUNNING, CudaState.CHECKPOINTED])
+def test_a_real_io_uring_ring(found: CudaState | None) -> None:
+    with python(IO_URING) as child:
+        (fd,) = child.numbers
+        if fd < 0:
+            pytest.skip(f"this kernel gives no io_uring ring: {os.strerror(-fd)}")
+        finding = only(preflight.check_open_files(job_of(child.pid, found)))
+    assert (finding.severity, finding.pid) == ("blocking", child.pid)
+    assert finding.evidence == f"/proc/{child.pid}/fd/{fd} is anon_inode:[io_uring]"
+    assert "USE_LIBUV=0" in finding.remedy
+
+
+USERFAULTFD = """
+import ctypes, os, signal
+libc = ctypes.CDLL(None, use_errno=True)
+fd = libc.syscall(323, os.O_CLOEXEC | 1)  # userfaultfd(2), UFFD_USER_MODE_ONLY
+print(fd if fd >= 0 else -ctypes.get_errno(), flush=True)
+signal.pause()
+"""
+
+
+def test_a_real_userfaultfd() -> None:
+    with python(USERFAULTFD) as child:
+        (fd,) = child.numbers
+        if fd < 0:
+            pytest.skip(f"this kernel gives no userfaultfd: {os.strerror(-fd)}")
+        finding = only(preflight.check_open_files(job_of(child.pid)))
+    assert finding.severity == "blocking"
+    assert "userfaultfd" in finding.evidence
+
+
+@pytest.mark.parametrize(
+    ("target", "in_gang", "says"),
+    [
+        ("/dev/nvidia0", False, "holds an NVIDIA device without a CUDA context"),
+        ("/dev/nvidiactl", False, "holds an NVIDIA device without a CUDA context"),
+        ("/dev/nvidia-uvm", False, "holds an NVIDIA device without a CUDA context"),
+        ("/dev/nvidia0", True, None),
+        ("/dev/null", False, None),
+        ("/home/user/dev/nvidia0", False, None),
+        ("anon_inode:[perf_event]", False, "has a descriptor that CRIU cannot dump"),
+        ("anon_inode:bpf-prog", False, "has a descriptor that CRIU cannot dump"),
+        ("anon_inode:kvm-vm", False, "has a descriptor that CRIU cannot dump"),
+        ("anon_inode:[eventfd]", False, None),
+        ("anon_inode:[eventpoll]", False, None),
+        ("anon_inode:[io_uring]", True, "has an io_uring ring"),
+        ("socket:[123]", False, None),
+    ],
+)
+def test_descriptors_that_a_test_cannot_make(target: str, in_gang: bool, says: str | None) -> None:
+    finding = preflight._judge(process(), target, 5, in_gang=in_gang)
+    assert (finding is None) == (says is None)
+    if finding is not None:
+        assert finding.what == f"process 7 (trainer) {says}"
+        assert finding.evidence == f"/proc/7/fd/5 is {target}"
+
+
+# --- room ------------------------------------------------------------------------------------------------------
+
+
+def test_disk(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    margin = preflight._DISK_MARGIN_BYTES
+    with python(WAITING) as child:
+        job, resident = job_of(child.pid), memory.resident_bytes(child.pid)
+
+        def severity(free_bytes: int) -> str | None:
+            monkeypatch.setattr(memory, "free_disk_bytes", lambda folder: free_bytes)
+            found = preflight.check_disk(job, tmp_path, 4 * GIB)
+            return only(found).severity if found else None
+
+        assert resident > 0
+        assert severity(4 * GIB + margin + resident) is None
+        assert severity(4 * GIB + margin + resident - 1) == "warning"
+        assert severity(4 * GIB + margin) == "warning"
+        assert severity(4 * GIB + margin - 1) == "blocking"
+
+
+def test_a_real_disk_that_is_too_small() -> None:
+    with python(WAITING) as child:
+        finding = only(preflight.check_disk(job_of(child.pid), Path("/proc"), 0))
+    assert (finding.severity, finding.what) == ("blocking", "/proc has 0 MiB free")
+    assert "--to" in finding.remedy
+
+
+def test_host_memory() -> None:
+    assert preflight.check_host_memory(0) == []
+    finding = only(preflight.check_host_memory(1 << 60))
+    assert finding.severity == "blocking"
+    assert "device memory in use: 1073741824.0 GiB" in finding.evidence
+
+
+def test_device_memory_is_summed_per_process_and_gpu() -> None:
+    job = Job((process(7), process(8)), (GangMember(ProcessId(7, 1), CudaState.RUNNING),))
+    uses = [GpuUse(7, A, 1), GpuUse(7, A, 2), GpuUse(7, B, 4), GpuUse(8, A, 8), GpuUse(9, A, 16), GpuUse(7, C, None)]
+    assert preflight.device_bytes_in_use(job, uses) == {7: {A: 3, B: 4}}
+
+
+# --- GPUs ------------------------------------------------------------------------------------------------------
+
+
+def test_the_same_gpus() -> None:
+    assert preflight.check_gpus([gpu(A), gpu(B)], {A: 8 * GIB}, [gpu(A), gpu(B)], None) == []
+
+
+def test_no_gpu_at_all() -> None:
+    finding = only(preflight.check_gpus([gpu(A)], {A: 1}, [], None))
+    assert (finding.severity, finding.evidence) == ("blocking", "this machine has no GPU")
+    assert A in finding.what
+    assert "--gpu-map" in finding.remedy
+
+
+@pytest.mark.parametrize(("needed", "severity"), [({}, "blocking"), ({B: 1}, "blocking"), ({A: 1}, "warning")])
+def test_a_missing_gpu_matters_where_memory_was_on_it(needed: dict[str, int], severity: str) -> None:
+    finding = only(preflight.check_gpus([gpu(A), gpu(B)], needed, [gpu(A)], None))
+    assert finding.severity == severity
+    assert B in finding.what
+
+
+def test_a_missing_gpu_that_the_map_replaces() -> None:
+    gpu_map = GpuMap(((A, B),))
+    assert preflight.check_gpus([gpu(A)], {A: GIB}, [gpu(B)], gpu_map) == []
+    finding = only(preflight.check_gpus([gpu(A)], {A: GIB}, [gpu(A)], gpu_map))
+    assert (finding.severity, B in finding.what) == ("blocking", True)
+
+
+def test_another_kind_of_gpu() -> None:
+    finding = only(preflight.check_gpus([gpu(A)], {}, [gpu(A, "NVIDIA L4")], None))
+    assert (finding.severity, finding.what) == ("blocking", f"GPU {A} is a NVIDIA L4")
+    assert finding.evidence == "the job ran on a NVIDIA H200"
+
+
+def test_too_little_room_where_the_map_leads() -> None:
+    gpu_map = GpuMap(((A, B), (B, A)))
+    here = [gpu(A, free_gib=50), gpu(B, free_gib=1)]
+    assert preflight.check_gpus([gpu(A), gpu(B)], {B: 50 * GIB, A: GIB}, here, gpu_map) == []
+    finding = only(preflight.check_gpus([gpu(A), gpu(B)], {A: 2 * GIB}, here, gpu_map))
+    assert (finding.severity, finding.what) == ("blocking", f"GPU {B} has 1024 MiB free")
+    assert finding.consequence.startswith("1024 MiB are missing")
+
+
+def test_room_is_not_judged_on_gpus_that_are_not_here() -> None:
+    assert preflight.check_room({A: GIB}, [gpu(B)], None) == []
+
+
+def test_map_targets() -> None:
+    assert preflight.check_map_targets(GpuMap(((A, B), (B, A))), [gpu(A), gpu(B)]) == []
+    finding = only(preflight.check_map_targets(GpuMap(((A, C),)), [gpu(B), gpu(A)]))
+    assert (finding.severity, finding.what) == ("blocking", f"the GPU map leads to {C}")
+    assert finding.evidence == f"this machine has {A}, {B}"
+
+
+def test_a_map_may_be_typed_in_capitals() -> None:
+    typed = GpuMap.parse(f"{A.upper()} = {B.upper()}")
+    assert preflight.check_gpus([gpu(A)], {A: GIB}, [gpu(B)], typed) == []
+
+
+# --- pids ------------------------------------------------------------------------------------------------------
+
+
+def test_free_pids() -> None:
+    assert preflight.check_free_pids([unused_pid()]) == []
+    assert preflight.check_free_pids([]) == []
+
+
+def test_a_pid_that_is_taken() -> None:
+    with sleeper() as child:
+        finding = only(preflight.check_free_pids([child.pid, unused_pid()]))
+    assert (finding.severity, finding.pid) == ("blocking", child.pid)
+    assert finding.what == f"pid {child.pid} is taken by sleep"
+    assert "is still running and needs no restore" in finding.remedy
+
+
+def test_a_pid_that_a_zombie_has() -> None:
+    with sleeper() as child:
+        child.make_zombie()
+        finding = only(preflight.check_free_pids([child.pid]))
+    assert finding.what == f"pid {child.pid} is taken by the zombie of sleep"
+    assert f"let process {os.getpid()} collect" in finding.remedy
+
+
+def test_a_pid_that_a_thread_has() -> None:
+    code = (
+        "import threading, signal\n"
+        "t = threading.Thread(target=threading.Event().wait, daemon=True); t.start()\n"
+        "print(t.native_id, flush=True); signal.pause()"
+    )
+    with python(code) as child:
+        assert only(preflight.check_free_pids(list(child.numbers))).pid == child.numbers[0]

@@ -1,0 +1,94 @@
+"""The public API: exactly these names, each loaded on its first use and not before."""
+
+from __future__ import annotations
+
+import ast
+import importlib
+import inspect
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+import gpucr
+from gpucr.version import __version__
+
+_NAMES = """
+BrokenInstall ChangeReport CriuError CriuUnavailable CudaStarted CudaState DeadlineExceeded DriverError
+DriverUnavailable DumpPlan DumpReport Gpu GpuMap GpucrError IllegalState Interrupted InvalidRequest JobChanged
+JobDamaged LockTimeout NotACudaProcess NotPermitted NotSupportedByDriver Phase Process ProcessNotFound ProcessState
+Progress RestoreReport SimulatorUnavailable Snapshot SnapshotDamaged SnapshotError SnapshotExists SnapshotUnfinished
+Unsupported __version__ dump job_states list_cuda_processes plan_dump restore resume suspend
+"""
+NAMES = _NAMES.split()
+
+
+def test_all_is_exactly_this() -> None:
+    assert gpucr.__all__ == NAMES, "a change of the public API is a decision: change the list here as well"
+    assert dir(gpucr) == sorted(NAMES)
+
+
+def test_every_name_has_one_home() -> None:
+    homed = [name for names in gpucr._HOMES.values() for name in names]
+    assert len(homed) == len(set(homed))
+    assert set(homed) | {"__version__"} == set(gpucr.__all__)
+
+
+@pytest.mark.parametrize("name", [name for name in NAMES if name != "__version__"])
+def test_every_name_resolves_to_its_homes_object(name: str) -> None:
+    home = importlib.import_module(gpucr._HOME_OF[name])
+    found = getattr(gpucr, name)
+    assert found is getattr(home, name)
+    assert found.__module__ == gpucr._HOME_OF[name], "its home only passes it on"
+    assert inspect.getdoc(found)
+
+
+def test_type_checkers_see_the_same_names() -> None:
+    """They read the imports under ``if TYPE_CHECKING``, which never run."""
+    module = ast.parse(Path(gpucr.__file__).read_text())
+    (guarded,) = [node for node in module.body if isinstance(node, ast.If)]
+    seen = {
+        alias.name: node.module
+        for node in guarded.body
+        if isinstance(node, ast.ImportFrom) and node.module != "typing"
+        for alias in node.names
+    }
+    assert seen == gpucr._HOME_OF
+
+
+def test_star_import() -> None:
+    scope: dict[str, object] = {}
+    exec("from gpucr import *", scope)  # noqa: S102 - what is tested
+    assert set(NAMES) <= set(scope)
+
+
+def test_an_unknown_name() -> None:
+    with pytest.raises(AttributeError, match="module 'gpucr' has no attribute 'suspned'"):
+        gpucr.suspned  # noqa: B018
+
+
+def test_the_version() -> None:
+    assert gpucr.__version__ == __version__
+    assert [part.isdigit() for part in __version__.split(".")[:2]] == [True, True]
+
+
+def test_import_takes_nothing_with_it() -> None:
+    code = "import sys; before = set(sys.modules); import gpucr; print(*sorted(set(sys.modules) - before))"
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
+    assert set(done.stdout.split()) == {"__future__", "gpucr", "gpucr.version"}
+
+
+@pytest.mark.parametrize(
+    ("statement", "heavy"),
+    [
+        ("from gpucr import suspend", ("click", "rich", "google", "pynvml", "psutil", "gpucr.criu", "gpucr.cli")),
+        ("from gpucr import Snapshot", ("click", "rich", "google", "pynvml", "gpucr.criu", "gpucr.operations")),
+        ("from gpucr import Process", ("click", "rich", "google", "pynvml", "gpucr.criu", "gpucr.operations")),
+        ("from gpucr import GpucrError", ("dataclasses", "click", "gpucr.driver", "gpucr.operations")),
+    ],
+)
+def test_a_name_takes_only_what_it_needs(statement: str, heavy: tuple[str, ...]) -> None:
+    code = f"import sys; {statement}; print(*sys.modules)"
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
+    assert not set(heavy) & set(done.stdout.split())

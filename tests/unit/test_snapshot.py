@@ -1,0 +1,508 @@
+"""gpucr.snapshot.folder and files: private, committed atomically, opened with suspicion, removed without a trace."""
+
+from __future__ import annotations
+
+import dataclasses
+import os
+import shutil
+import signal
+import stat
+import subprocess
+import sys
+import tempfile
+from collections.abc import Callable
+from pathlib import Path
+
+import pytest
+
+from gpucr.errors import InvalidRequest, SnapshotDamaged, SnapshotError, SnapshotExists, SnapshotUnfinished
+from gpucr.snapshot import files
+from gpucr.snapshot import manifest as manifests
+from gpucr.snapshot.folder import MANIFEST_NAME, Snapshot, UnfinishedSnapshot, check_target
+from gpucr.snapshot.manifest import FileRecord
+from tests.conftest import skip_or_fail
+from tests.unit import samples
+from tests.unit.children import NOBODY_UID
+
+PIECE_BYTES = 1000
+PAGES = "images/pages-1.img"
+_ROOT = Path(__file__).parents[2]  # where `tests` can be imported from
+
+
+@pytest.fixture(autouse=True)
+def small_pieces(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Pieces so small that an image has several of them."""
+    monkeypatch.setattr(files, "PIECE_BYTES", PIECE_BYTES)
+    monkeypatch.setattr(files, "_BLOCK_BYTES", 300)
+
+
+@pytest.fixture
+def snapshot(tmp_path: Path) -> Snapshot:
+    return samples.committed(tmp_path / "snap")
+
+
+@pytest.fixture
+def tree_of(tmp_path: Path) -> Callable[[], dict[str, tuple[int, bytes | None]]]:
+    """Everything below tmp_path: mode and content of each path."""
+
+    def look() -> dict[str, tuple[int, bytes | None]]:
+        return {
+            str(path.relative_to(tmp_path)): (path.lstat().st_mode, path.read_bytes() if path.is_file() else None)
+            for path in [tmp_path, *tmp_path.rglob("*")]
+        }
+
+    return look
+
+
+def mode_of(path: Path) -> int:
+    return stat.S_IMODE(path.lstat().st_mode)
+
+
+# --- made and committed ----------------------------------------------------------------------------------------
+
+
+def test_a_committed_snapshot_opens_equal_and_verifies(snapshot: Snapshot) -> None:
+    opened = Snapshot.open(snapshot.path)
+    assert opened == snapshot
+    opened.verify()
+    assert [file.path for file in opened.manifest.files] == sorted(f"images/{name}" for name in samples.IMAGES)
+    assert opened.manifest.size_bytes == sum(map(len, samples.IMAGES.values()))
+    by_path = {file.path: file for file in opened.manifest.files}
+    assert len(by_path[PAGES].sha256) == 6
+    assert by_path["images/empty.img"].sha256 == ()
+    assert dataclasses.replace(opened.manifest, files=()) == samples.manifest()
+
+
+def test_everything_is_private_whatever_the_umask(tmp_path: Path) -> None:
+    umask = os.umask(0)
+    try:
+        made = samples.committed(tmp_path / "snap")
+    finally:
+        os.umask(umask)
+    assert mode_of(made.path) == mode_of(made.images) == 0o700
+    assert {mode_of(path) for path in [made.path / MANIFEST_NAME, *made.images.iterdir()]} == {0o600}
+
+
+def test_an_existing_empty_folder_is_used_and_made_private(tmp_path: Path) -> None:
+    folder = tmp_path / "snap"
+    folder.mkdir(mode=0o755)
+    assert mode_of(samples.committed(folder).path) == 0o700
+
+
+def test_nothing_is_left_of_the_writing(snapshot: Snapshot) -> None:
+    assert sorted(path.name for path in snapshot.path.iterdir()) == ["images", MANIFEST_NAME]
+
+
+def test_the_manifest_is_written_last(tmp_path: Path) -> None:
+    unfinished = UnfinishedSnapshot(tmp_path / "snap")
+    unfinished.create()
+    assert not unfinished.is_committed
+    with pytest.raises(SnapshotUnfinished, match="its dump was never finished"):
+        Snapshot.open(unfinished.path)
+    unfinished.commit(samples.manifest())
+    assert unfinished.is_committed
+
+
+@pytest.mark.parametrize("call", ["fsync", "replace"])
+def test_a_process_killed_during_the_commit_leaves_no_snapshot(call: str, tmp_path: Path) -> None:
+    code = (
+        "import os, signal, sys; from pathlib import Path\n"
+        "from tests.unit import samples\n"
+        f"os.{call} = lambda *a, **k: os.kill(os.getpid(), signal.SIGKILL)\n"
+        "samples.committed(Path(sys.argv[1]))"
+    )
+    folder = tmp_path / "snap"
+    done = subprocess.run([sys.executable, "-c", code, folder], check=False, timeout=60, cwd=_ROOT)
+    assert done.returncode == -signal.SIGKILL
+    assert (folder / "images/pages-1.img").exists(), "it was killed before it had begun"
+    with pytest.raises(SnapshotUnfinished):
+        Snapshot.open(folder)
+
+
+# --- targets ---------------------------------------------------------------------------------------------------
+
+
+def _file(path: Path) -> None:
+    path.write_text("kept")
+
+
+def _full(path: Path) -> None:
+    path.mkdir()
+    (path / "precious").write_text("kept")
+
+
+@pytest.mark.parametrize(
+    ("make", "error", "says"),
+    [
+        (_file, SnapshotExists, "exists and is not a folder"),
+        (os.mkfifo, SnapshotExists, "exists and is not a folder"),
+        (_full, SnapshotExists, "is not empty; nothing is ever overwritten"),
+        (lambda path: path.symlink_to("nowhere"), SnapshotExists, "exists and is not a folder"),
+        (lambda path: path.symlink_to(path.parent), SnapshotExists, "exists and is not a folder"),
+        (lambda path: path.symlink_to(path), SnapshotExists, "exists and is not a folder"),
+    ],
+)
+def test_a_target_that_is_taken(
+    make: Callable[[Path], None], error: type[Exception], says: str, tmp_path: Path,
+    tree_of: Callable[[], object],
+) -> None:  # fmt: skip
+    make(tmp_path / "snap")
+    before = tree_of()
+    with pytest.raises(error, match=says):
+        check_target(tmp_path / "snap")
+    unfinished = UnfinishedSnapshot(tmp_path / "snap")
+    with pytest.raises(error, match=says):
+        unfinished.create()
+    unfinished.discard()
+    assert tree_of() == before
+
+
+def test_a_target_in_a_folder_that_is_not_there(tmp_path: Path) -> None:
+    with pytest.raises(InvalidRequest, match="does not exist") as caught:
+        check_target(tmp_path / "a" / "b")
+    assert f"mkdir -p {tmp_path / 'a'}" in (caught.value.hint or "")
+
+
+def test_a_target_with_a_name_that_is_too_long(tmp_path: Path) -> None:
+    with pytest.raises(SnapshotError, match="File name too long"):
+        check_target(tmp_path / ("x" * 300))
+
+
+def test_a_target_of_another_user(tmp_path: Path) -> None:
+    (tmp_path / "snap").mkdir()
+    _give_to_nobody(tmp_path / "snap")
+    with pytest.raises(SnapshotError, match=f"belongs to uid {NOBODY_UID}"):
+        check_target(tmp_path / "snap")
+
+
+# --- discarded -------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("existed", [False, True])
+@pytest.mark.parametrize("until", ["create", "images", "commit"])
+def test_discard_removes_exactly_what_was_made(
+    until: str, tmp_path: Path, tree_of: Callable[[], object], *, existed: bool
+) -> None:
+    if existed:
+        (tmp_path / "snap").mkdir(mode=0o750)
+    before = tree_of()
+    unfinished = UnfinishedSnapshot(tmp_path / "snap")
+    unfinished.create()
+    if until != "create":
+        (unfinished.images / "pages-1.img").write_bytes(b"data")
+        (unfinished.images / "folder").mkdir()
+    if until == "commit":
+        unfinished.commit(samples.manifest())
+    unfinished.discard()
+    assert tree_of() == before
+
+
+def test_discard_before_create_does_nothing(tmp_path: Path, tree_of: Callable[[], object]) -> None:
+    before = tree_of()
+    UnfinishedSnapshot(tmp_path / "snap").discard()
+    assert tree_of() == before
+
+
+def test_the_undo_of_a_dump_that_came_second_does_not_touch_the_first(snapshot: Snapshot) -> None:
+    second = UnfinishedSnapshot(snapshot.path)
+    with pytest.raises(SnapshotExists):
+        second.create()
+    second.discard()
+    Snapshot.open(snapshot.path).verify()
+
+
+def test_two_dumps_into_one_empty_folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    first, second = UnfinishedSnapshot(tmp_path / "snap"), UnfinishedSnapshot(tmp_path / "snap")
+    first.create()
+    monkeypatch.setattr("gpucr.snapshot.folder.check_target", lambda path: None)  # second looked before first's create
+    with pytest.raises(SnapshotError):
+        second.create()
+    second.discard()
+    first.commit(samples.manifest())
+    Snapshot.open(first.path).verify()
+
+
+# --- a full disk -----------------------------------------------------------------------------------------------
+
+_ON_A_SMALL_DISK = """
+import subprocess, sys
+from pathlib import Path
+from gpucr.errors import SnapshotError
+from gpucr.snapshot.folder import UnfinishedSnapshot
+from tests.unit import samples
+disk = Path(sys.argv[1])
+subprocess.run(["mount", "-t", "tmpfs", "-o", "size=64k", "none", disk], check=True)
+unfinished = UnfinishedSnapshot(disk / "snap")
+unfinished.create()
+with (unfinished.images / "pages-1.img").open("wb", buffering=0) as image:
+    try:
+        while True:
+            image.write(bytes(4096))
+    except OSError as e:
+        full = e.errno
+try:
+    unfinished.commit(samples.manifest())
+except SnapshotError as e:
+    print(full, e.exit_code, type(e).__name__, e.message, "|", e.hint)
+print(unfinished.is_committed)
+unfinished.discard()
+print(list(disk.iterdir()))
+"""
+
+
+def test_a_full_disk_is_a_clear_error_and_leaves_nothing(tmp_path: Path) -> None:
+    if os.geteuid() != 0:
+        skip_or_fail("root", "only root can mount a small disk")
+    unshare = shutil.which("unshare")
+    if unshare is None or subprocess.run([unshare, "-m", "true"], check=False, capture_output=True).returncode:
+        pytest.skip("cannot have a private mount namespace here")
+    done = subprocess.run(
+        [unshare, "-m", sys.executable, "-c", _ON_A_SMALL_DISK, tmp_path],
+        capture_output=True, text=True, timeout=60, check=False, cwd=_ROOT,
+    )  # fmt: skip
+    assert done.stderr == ""
+    said, committed, left = done.stdout.splitlines()
+    assert said == (
+        f"28 5 SnapshotError the snapshot {tmp_path}/snap could not be completed: No space left on device | "
+        "free space on that disk, or name a folder on another one with --to"
+    )
+    assert (committed, left) == ("False", "[]")
+
+
+# --- opened with suspicion -------------------------------------------------------------------------------------
+
+
+def test_what_is_no_folder(tmp_path: Path) -> None:
+    _file(tmp_path / "file")
+    for name in ("file", "missing"):
+        with pytest.raises(InvalidRequest, match="is not a folder"):
+            Snapshot.open(tmp_path / name)
+
+
+def test_an_empty_folder(tmp_path: Path) -> None:
+    with pytest.raises(SnapshotUnfinished) as caught:
+        Snapshot.open(tmp_path)
+    assert caught.value.path == str(tmp_path / MANIFEST_NAME)
+
+
+def test_a_manifest_damaged_anywhere_is_refused_or_equal(snapshot: Snapshot) -> None:
+    file = snapshot.path / MANIFEST_NAME
+    data = file.read_bytes()
+    for position in range(0, len(data), 53):
+        for bit in range(8):
+            damaged = bytearray(data)
+            damaged[position] ^= 1 << bit
+            file.write_bytes(damaged)
+            try:
+                opened: Snapshot | None = Snapshot.open(snapshot.path)
+            except SnapshotDamaged:
+                opened = None
+            assert opened in (None, snapshot), f"bit {bit} of byte {position}"
+
+
+@pytest.mark.parametrize("length", [0, 1, 100, -2])
+def test_a_truncated_manifest(length: int, snapshot: Snapshot) -> None:
+    file = snapshot.path / MANIFEST_NAME
+    file.write_bytes(file.read_bytes()[:length])
+    with pytest.raises(SnapshotDamaged, match="is not a valid manifest"):
+        Snapshot.open(snapshot.path)
+
+
+def test_a_manifest_that_is_too_large(snapshot: Snapshot) -> None:
+    with (snapshot.path / MANIFEST_NAME).open("r+b") as stream:
+        stream.truncate(manifests.MAX_MANIFEST_BYTES + 1)
+    with pytest.raises(SnapshotDamaged, match="it is larger than"):
+        Snapshot.open(snapshot.path)
+
+
+def _make_device(path: Path) -> None:
+    if os.geteuid() != 0:
+        skip_or_fail("root", "only root can make a device")
+    os.mknod(path, stat.S_IFCHR | 0o600, os.makedev(1, 5))  # /dev/zero
+
+
+_SUBSTITUTES: dict[str, Callable[[Path], None]] = {
+    "fifo": lambda path: os.mkfifo(path, 0o600),
+    "folder": lambda path: path.mkdir(0o700),
+    "symlink": lambda path: path.symlink_to("/etc/passwd"),
+    "dangling symlink": lambda path: path.symlink_to("nowhere"),
+    "device": _make_device,
+}
+
+
+@pytest.mark.timeout(30)
+@pytest.mark.parametrize("kind", _SUBSTITUTES)
+def test_something_else_in_place_of_the_manifest(kind: str, snapshot: Snapshot) -> None:
+    (snapshot.path / MANIFEST_NAME).unlink()
+    _SUBSTITUTES[kind](snapshot.path / MANIFEST_NAME)
+    with pytest.raises(SnapshotDamaged):
+        Snapshot.open(snapshot.path)
+
+
+@pytest.mark.parametrize("name", [".", "images", MANIFEST_NAME, PAGES])
+@pytest.mark.parametrize("mode", [0o770, 0o702])
+def test_what_others_can_write_is_refused(name: str, mode: int, snapshot: Snapshot) -> None:
+    (snapshot.path / name).chmod(mode)
+    with pytest.raises(SnapshotError, match="can be written by others") as caught:
+        Snapshot.open(snapshot.path)
+    assert not isinstance(caught.value, SnapshotDamaged)
+    assert "chmod" in (caught.value.hint or "")
+
+
+@pytest.mark.parametrize("name", [".", "images", MANIFEST_NAME, PAGES])
+def test_what_others_can_only_read_is_accepted(name: str, snapshot: Snapshot) -> None:
+    (snapshot.path / name).chmod(0o755)
+    assert Snapshot.open(snapshot.path) == snapshot
+
+
+@pytest.mark.parametrize("name", [".", "images", MANIFEST_NAME, PAGES])
+def test_what_another_user_owns_is_refused(name: str, snapshot: Snapshot) -> None:
+    _give_to_nobody(snapshot.path / name)
+    with pytest.raises(SnapshotError, match=f"can be written by others.*uid {NOBODY_UID}"):
+        Snapshot.open(snapshot.path)
+
+
+def test_a_private_snapshot_is_closed_to_others_and_not_called_damaged() -> None:
+    if os.geteuid() != 0:
+        skip_or_fail("root", "only root can become another user")
+    code = (
+        "import os, sys; from gpucr.snapshot.folder import Snapshot\n"
+        f"os.setgroups([]); os.setgid({NOBODY_UID}); os.setuid({NOBODY_UID})\n"
+        "try: Snapshot.open(sys.argv[1])\n"
+        "except Exception as e: print(type(e).__name__, e)"
+    )
+    with tempfile.TemporaryDirectory() as name:  # pytest's own temporary folders are closed to others
+        folder = Path(name)
+        folder.chmod(0o711)
+        snapshot = samples.committed(folder / "snap")
+        done = subprocess.run([sys.executable, "-c", code, snapshot.path], capture_output=True, text=True, check=True)
+        assert done.stdout == f"SnapshotError {snapshot.path / MANIFEST_NAME} is closed to uid {NOBODY_UID}\n"
+
+
+def _give_to_nobody(path: Path) -> None:
+    if os.geteuid() != 0:
+        skip_or_fail("root", "only root can give files away")
+    os.chown(path, NOBODY_UID, NOBODY_UID)
+
+
+# --- verified --------------------------------------------------------------------------------------------------
+
+
+def _refused(snapshot: Snapshot, says: str) -> SnapshotDamaged:
+    with pytest.raises(SnapshotDamaged, match=says) as caught:
+        Snapshot.open(snapshot.path).verify()
+    return caught.value
+
+
+@pytest.mark.parametrize("position", [0, 999, 1000, 3500, 5999])
+def test_a_flipped_bit_is_named_by_file_and_range(position: int, snapshot: Snapshot) -> None:
+    file = snapshot.path / PAGES
+    data = bytearray(file.read_bytes())
+    data[position] ^= 0x10
+    file.write_bytes(data)
+    start = position // PIECE_BYTES * PIECE_BYTES
+    error = _refused(snapshot, f"{PAGES} differs from what was written, between bytes {start} and {start + 1000}$")
+    assert error.path == str(file)
+
+
+def test_the_last_range_ends_with_the_file(snapshot: Snapshot) -> None:
+    (snapshot.path / "images/core-1.img").write_bytes(b"Registers")
+    _refused(snapshot, "images/core-1.img differs .* between bytes 0 and 9$")
+
+
+def test_two_pieces_that_changed_places(snapshot: Snapshot) -> None:
+    unfinished = UnfinishedSnapshot(snapshot.path.parent / "other")
+    unfinished.create()
+    (unfinished.images / "a.img").write_bytes(bytes(1000) + b"x" * 1000)
+    made = unfinished.commit(samples.manifest())
+    (made.images / "a.img").write_bytes(b"x" * 1000 + bytes(1000))
+    _refused(made, "between bytes 0 and 1000")
+
+
+@pytest.mark.parametrize(("size", "name"), [(5999, PAGES), (6001, PAGES), (0, PAGES), (1, "images/empty.img")])
+def test_a_file_of_another_size(size: int, name: str, snapshot: Snapshot) -> None:
+    was = (snapshot.path / name).stat().st_size
+    os.truncate(snapshot.path / name, size)
+    _refused(snapshot, f"{name} has {size} bytes where {was} were written")
+
+
+def test_a_missing_file(snapshot: Snapshot) -> None:
+    (snapshot.path / PAGES).unlink()
+    assert _refused(snapshot, f"{PAGES} is missing").path == str(snapshot.path / PAGES)
+
+
+def test_missing_images(snapshot: Snapshot) -> None:
+    shutil.rmtree(snapshot.images)
+    _refused(snapshot, "is missing")
+
+
+@pytest.mark.timeout(30)
+@pytest.mark.parametrize("kind", _SUBSTITUTES)
+def test_something_else_in_place_of_an_image(kind: str, snapshot: Snapshot) -> None:
+    (snapshot.path / PAGES).unlink()
+    _SUBSTITUTES[kind](snapshot.path / PAGES)
+    _refused(snapshot, f"{PAGES} is not a plain file")
+
+
+def test_images_that_are_a_symbolic_link(snapshot: Snapshot) -> None:
+    elsewhere = snapshot.path.parent / "elsewhere"
+    snapshot.images.rename(elsewhere)
+    snapshot.images.symlink_to(elsewhere)
+    _refused(snapshot, "leads through a symbolic link")
+
+
+@pytest.mark.parametrize("change", [lambda digests: digests[:-1], lambda digests: [*digests, "00"], lambda _: []])
+def test_too_few_or_too_many_digests(change: Callable[[list[str]], list[str]], snapshot: Snapshot) -> None:
+    records = [
+        dataclasses.replace(file, sha256=tuple(change(list(file.sha256)))) if file.path == PAGES else file
+        for file in snapshot.manifest.files
+    ]
+    forged = dataclasses.replace(snapshot.manifest, files=tuple(records))
+    (snapshot.path / MANIFEST_NAME).write_bytes(manifests.encode(forged))
+    _refused(snapshot, f"too few or too many digests for {PAGES}")
+
+
+def test_a_recorded_size_beyond_all_disks(snapshot: Snapshot) -> None:
+    huge = dataclasses.replace(snapshot.manifest.files[0], size_bytes=2**64 - 1)
+    forged = dataclasses.replace(snapshot.manifest, files=(huge,))
+    (snapshot.path / MANIFEST_NAME).write_bytes(manifests.encode(forged))
+    _refused(snapshot, "where 18446744073709551615 were written")
+
+
+def test_a_file_that_shrinks_while_it_is_read(snapshot: Snapshot, monkeypatch: pytest.MonkeyPatch) -> None:
+    shape = files._check_shape
+
+    def shrink_after_the_check(folder: Path, file: FileRecord) -> None:
+        shape(folder, file)
+        os.truncate(folder / file.path, 0)
+
+    monkeypatch.setattr(files, "_check_shape", shrink_after_the_check)
+    _refused(snapshot, "differs from what was written")
+
+
+def test_a_file_that_vanishes_while_it_is_read(snapshot: Snapshot, monkeypatch: pytest.MonkeyPatch) -> None:
+    shape = files._check_shape
+
+    def remove_after_the_check(folder: Path, file: FileRecord) -> None:
+        shape(folder, file)
+        (folder / file.path).unlink()
+
+    monkeypatch.setattr(files, "_check_shape", remove_after_the_check)
+    _refused(snapshot, "cannot be read: No such file")
+
+
+def test_pieces_are_hashed_as_a_whole_file_is(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    data = os.urandom(2500)
+    (tmp_path / "file").write_bytes(data)
+    many = files.record(tmp_path, ["file"])[0]
+    monkeypatch.setattr(files, "PIECE_BYTES", 1 << 20)
+    whole = files.record(tmp_path, ["file"])[0]
+    seen = subprocess.run(["sha256sum", tmp_path / "file"], capture_output=True, text=True, check=True).stdout.split()
+    assert whole.sha256 == (seen[0],)
+    assert len(many.sha256) == 3
+
+
+def test_a_snapshot_can_be_moved(snapshot: Snapshot, tmp_path: Path) -> None:
+    moved = snapshot.path.rename(tmp_path / "moved")
+    Snapshot.open(moved).verify()
+    assert str(tmp_path).encode() not in (moved / MANIFEST_NAME).read_bytes()
