@@ -2,10 +2,15 @@
 
 from __future__ import annotations
 
+import contextlib
 import json
 import os
+import shutil
 import signal
+import socket
 import stat
+import subprocess
+import sys
 import threading
 from collections.abc import Callable
 from pathlib import Path
@@ -363,3 +368,53 @@ def test_what_the_commands_print(counter: CounterFactory, tmp_path: Path) -> Non
     assert "every file matches its digests" in shown
     assert f"process     {job.pid} (running" in shown
     assert json.loads(command.run("inspect", tmp_path / "s", "--json").stdout)["root_pid"] == job.pid
+
+
+ECHO = """
+import socket, sys
+with socket.socket(socket.AF_UNIX) as server:
+    server.bind(sys.argv[1])
+    server.listen()
+    while True:
+        with server.accept()[0] as peer:
+            peer.sendall(b"here")
+"""
+
+
+def test_the_folder_of_a_socket_is_made_again_where_the_job_has_removed_it(tmp_path: Path) -> None:
+    folder = tmp_path / "a" / "b"
+    folder.mkdir(parents=True)
+    folder.chmod(0o750)
+    path = folder / "socket"
+    with (tmp_path / "output").open("wb") as output:
+        job = subprocess.Popen(
+            [sys.executable, "-c", ECHO, str(path)],
+            stdin=subprocess.DEVNULL, stdout=output, stderr=output, start_new_session=True,
+        )  # fmt: skip
+    pid = job.pid
+    try:
+        wait_until(lambda: answers(path), "the job to answer")
+        gpucr.dump(pid, tmp_path / "s", leave_running=True)
+        assert answers(path)
+        job.kill()
+        job.wait()
+        shutil.rmtree(tmp_path / "a")
+        (tmp_path / "a").write_text("in the way")
+        with pytest.raises(gpucr.Unsupported, match="cannot be made"):
+            gpucr.restore(tmp_path / "s")
+        (tmp_path / "a").unlink()
+        pid = gpucr.restore(tmp_path / "s").pid
+        assert answers(path)
+        assert stat.S_IMODE(folder.stat().st_mode) == 0o750
+    finally:
+        with contextlib.suppress(ProcessLookupError):
+            os.kill(pid, signal.SIGKILL)
+
+
+def answers(path: Path) -> bool:
+    with socket.socket(socket.AF_UNIX) as client:
+        try:
+            client.connect(str(path))
+        except OSError:
+            return False
+        return client.recv(16) == b"here"

@@ -145,4 +145,6 @@ def test_where_the_records_are(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) 
 
 def _write(folder: Path, text: str) -> None:
     folder.mkdir(parents=True)
-    (folder / f"{PROCESS.pid}-{PROCESS.start_time_ticks}.json").write_text(text)
+    path = suspended._path(PROCESS)
+    assert path.parent == folder
+    path.write_text(text)

@@ -8,7 +8,7 @@ from pathlib import Path
 import click
 
 from gpucr.cli.options import json_option
-from gpucr.cli.output import format_bytes, print_json
+from gpucr.cli.output import format_bytes, print_json, printable
 from gpucr.snapshot.folder import Snapshot
 from gpucr.snapshot.manifest import Manifest, ProcessRecord
 
@@ -64,4 +64,4 @@ def _process_line(record: ProcessRecord) -> str:
     state = record.found_state.word if record.found_state is not None else "no CUDA"
     held = f", {format_bytes(sum(record.device_bytes.values()))} on GPUs" if record.device_bytes else ""
     command_line = " ".join(record.command_line)
-    return f"process     {record.pid} ({state}{held}, {len(record.threads)} threads) {command_line}"
+    return f"process     {record.pid} ({state}{held}, {len(record.threads)} threads) {printable(command_line)}"

@@ -29,3 +29,8 @@ def format_bytes(size_bytes: int) -> str:
             return f"{size:.0f} {unit}" if unit == "B" else f"{size:.1f} {unit}"
         size /= 1024
     return f"{size:.1f} TiB"
+
+
+def printable(text: str) -> str:
+    """The text with control characters escaped: a command line of another user must not steer this terminal."""
+    return "".join(c if c.isprintable() else c.encode("unicode_escape", "surrogateescape").decode() for c in text)

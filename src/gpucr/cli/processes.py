@@ -10,7 +10,7 @@ from typing import Any
 
 import click
 
-from gpucr.cli.output import format_bytes
+from gpucr.cli.output import format_bytes, printable
 from gpucr.operations.listing import ProcessState
 
 _COLUMNS = "{:>8}  {:<13} {:<10} {:>10} {:>10} {:>5}  {}"
@@ -46,7 +46,7 @@ def print_table(found: Sequence[ProcessState]) -> None:
             format_bytes(sum(each.device_bytes.values())),
             format_bytes(each.resident_bytes),
             len(each.device_bytes),
-            " ".join(each.process.command_line) or f"[{each.process.name}]",
+            printable(" ".join(each.process.command_line) or f"[{each.process.name}]"),
         )
         click.echo(line[:width])
 

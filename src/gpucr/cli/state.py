@@ -5,7 +5,7 @@ from __future__ import annotations
 import click
 
 from gpucr.cli.options import json_option, only_option, pid_argument
-from gpucr.cli.output import print_json
+from gpucr.cli.output import print_json, printable
 from gpucr.cli.processes import as_json_record
 from gpucr.operations.listing import job_states
 
@@ -26,4 +26,6 @@ def command(*, pid: int, only: bool, as_json: bool) -> None:
         print_json("state", {"processes": [as_json_record(each) for each in found]})
         return
     for each in found:
-        click.echo(f"{each.process.pid} {each.state.word if each.state is not None else '-'} {each.process.name}")
+        click.echo(
+            f"{each.process.pid} {each.state.word if each.state is not None else '-'} {printable(each.process.name)}"
+        )

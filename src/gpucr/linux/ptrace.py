@@ -1,8 +1,11 @@
 """Stop single threads of another process with ptrace(2), and let them go again.
 
-Only requests that are the same on every architecture are used: SEIZE, INTERRUPT and DETACH. A tracer is an operating
-system thread, not a process, so every `HeldThreads` has one of its own that makes all the calls. When gpucr dies, the
-kernel detaches and the threads go on.
+A tracer is an operating system thread, not a process, so every `HeldThreads` has one of its own that makes all the
+calls. When gpucr dies, the kernel detaches and the threads go on.
+
+A thread that is held in poll(), nanosleep() or a futex wait with a timeout begins the call anew when it goes on, with
+its whole timeout. Left alone, the kernel would let it wait for the rest; but that is a state which CRIU cannot dump:
+CRIU 4.2.1 makes the call fail with EINTR instead ("Will restore N with interrupted system call").
 """
 
 from __future__ import annotations
@@ -17,6 +20,9 @@ from collections.abc import Callable, Mapping
 from gpucr.linux import processes
 
 _SEIZE, _INTERRUPT, _DETACH, _EVENT_STOP = 0x4206, 0x4207, 17, 128  # include/uapi/linux/ptrace.h
+_GETREGS, _SETREGS = 12, 13  # arch/x86/include/uapi/asm/ptrace-abi.h
+_REGISTERS, _RAX, _ORIG_RAX = 27, 10, 15  # struct user_regs_struct of x86-64: 64 bits each
+_ERESTARTNOHAND, _ERESTART_RESTARTBLOCK = 514, 516  # include/linux/errno.h
 _WALL = 0x40000000  # include/uapi/linux/wait.h: also threads, which are no children of the caller
 
 _libc = ctypes.CDLL(None, use_errno=True)
@@ -91,14 +97,25 @@ class HeldThreads:
             _, status = os.waitpid(tid, _WALL)
             if not os.WIFSTOPPED(status):
                 del self._held[tid]
-            elif status >> 16 != _EVENT_STOP:
+                return
+            if status >> 16 != _EVENT_STOP:
                 self._held[tid] = os.WSTOPSIG(status)
+            _begin_call_anew(tid)
 
     def _detach_all(self) -> None:
         for tid, pending_signal in self._held.items():
             with contextlib.suppress(ProcessLookupError):
                 _ptrace(_DETACH, tid, pending_signal)
         self._held.clear()
+
+
+def _begin_call_anew(tid: int) -> None:
+    """Where the interrupted call would wait for the rest of its timeout, let it be called again (stopped → stopped)."""
+    registers = (ctypes.c_int64 * _REGISTERS)()
+    _ptrace(_GETREGS, tid, ctypes.addressof(registers))
+    if registers[_ORIG_RAX] >= 0 and registers[_RAX] == -_ERESTART_RESTARTBLOCK:
+        registers[_RAX] = -_ERESTARTNOHAND
+        _ptrace(_SETREGS, tid, ctypes.addressof(registers))
 
 
 def _ptrace(request: int, tid: int, data: int = 0) -> None:

@@ -2,10 +2,13 @@
 
 from __future__ import annotations
 
+import contextlib
 import datetime
 import platform
-from collections.abc import Mapping
+import stat
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
+from pathlib import Path
 
 from gpucr import gang as gangs
 from gpucr.criu.engine import Criu
@@ -14,13 +17,14 @@ from gpucr.driver.gpus import driver_version
 from gpucr.errors import CriuError, CudaStarted, JobChanged, JobDamaged
 from gpucr.gang import Gang
 from gpucr.linux import processes
+from gpucr.linux.sockets import bound_socket_paths
 from gpucr.model import Gpu, Job, ProcessInfo
 from gpucr.operations import jobs
 from gpucr.operations.freeze import CheckpointGang
 from gpucr.operations.interrupts import Interrupts
 from gpucr.operations.logs import log_kept_on_failure
 from gpucr.snapshot.folder import Snapshot, UnfinishedSnapshot
-from gpucr.snapshot.manifest import Manifest, ProcessRecord
+from gpucr.snapshot.manifest import FolderRecord, Manifest, ProcessRecord
 from gpucr.version import __version__
 
 
@@ -184,11 +188,12 @@ def _started_cuda(context: DumpContext) -> list[int]:
 
 def _draft(context: DumpContext, checkpoint: CheckpointGang | None, *, left_running: bool) -> Manifest:
     """The manifest of what is frozen now, without its files."""
+    tree = processes.tree(context.job.root.pid)
     capabilities = context.gang.driver.capabilities() if context.gang and context.gang.members else None
     return Manifest(
         created=datetime.datetime.now(datetime.timezone.utc).isoformat(timespec="seconds"),
         root_pid=context.job.root.pid,
-        processes=tuple(_record(context, checkpoint, p) for p in processes.tree(context.job.root.pid)),
+        processes=tuple(_record(context, checkpoint, p) for p in tree),
         gpus=context.gpus,
         cuda_version=capabilities.cuda_version if capabilities else None,
         driver_version=driver_version() if capabilities else None,
@@ -198,7 +203,20 @@ def _draft(context: DumpContext, checkpoint: CheckpointGang | None, *, left_runn
         architecture=platform.machine(),
         gpucr_version=__version__,
         left_running=left_running,
+        folders=_socket_folders(tree),
     )
+
+
+def _socket_folders(tree: Sequence[ProcessInfo]) -> tuple[FolderRecord, ...]:
+    """The folders in which the tree's local sockets are bound, and those above them, outermost first."""
+    folders = {parent for path in bound_socket_paths(p.pid for p in tree) for parent in path.parents}
+    records: list[FolderRecord] = []
+    for folder in sorted(folders - {Path("/")}):
+        with contextlib.suppress(OSError, UnicodeEncodeError):  # it is gone by now, as the socket's name in it is
+            str(folder).encode()
+            found = folder.stat()
+            records.append(FolderRecord(str(folder), stat.S_IMODE(found.st_mode), found.st_uid, found.st_gid))
+    return tuple(records)
 
 
 def _record(context: DumpContext, checkpoint: CheckpointGang | None, process: ProcessInfo) -> ProcessRecord:

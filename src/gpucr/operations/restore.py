@@ -6,6 +6,7 @@ import contextlib
 import os
 import platform
 from dataclasses import dataclass, field
+from pathlib import Path
 
 from gpucr import preflight
 from gpucr.criu.engine import Criu
@@ -14,7 +15,7 @@ from gpucr.criu.options import DumpOptions, RestoreOptions
 from gpucr.driver.api import Driver
 from gpucr.driver.cuda import load_driver
 from gpucr.driver.gpus import list_gpus
-from gpucr.errors import JobChanged, JobDamaged, ProcessNotFound, SnapshotDamaged
+from gpucr.errors import JobChanged, JobDamaged, ProcessNotFound, SnapshotDamaged, Unsupported
 from gpucr.gang import Gang
 from gpucr.linux import processes
 from gpucr.model import GangMember, GpuMap, ProcessId
@@ -25,7 +26,7 @@ from gpucr.operations.logs import log_kept_on_failure
 from gpucr.operations.steps import OnProgress, Phase, Step, WithoutUndo, run_steps
 from gpucr.operations.threads import GangThreads
 from gpucr.snapshot.folder import Snapshot
-from gpucr.snapshot.manifest import ProcessRecord
+from gpucr.snapshot.manifest import FolderRecord, ProcessRecord
 
 REAPING_TIMEOUT_S = 10.0
 """How long a restore waits for the parents of the dumped processes to collect their zombies."""
@@ -73,7 +74,10 @@ def restore(
     preflight.require_no_blocking(findings, force=force)
     driver = _driver_for(snapshot)
     context = RestoreContext(snapshot, Criu(find_criu()), options, deadline)
-    steps: list[Step] = [VerifySnapshot(context), CriuRestore(context)]
+    steps: list[Step] = [VerifySnapshot(context)]
+    if snapshot.manifest.folders:
+        steps.append(MakeFolders(context))
+    steps.append(CriuRestore(context))
     if driver is not None:
         gang = context.gang = Gang(driver, (), deadline=deadline)
         threads = GangThreads(stoppable=True)
@@ -154,6 +158,46 @@ class VerifySnapshot:
 
     def undo(self) -> None:
         """Nothing: verifying changes nothing."""
+
+
+class MakeFolders:
+    """Make the folders again in which the job's local sockets were bound, where they are missing."""
+
+    name = "folders"
+
+    def __init__(self, context: RestoreContext) -> None:
+        self._context = context
+        self._made: list[Path] = []
+
+    def describe(self) -> str:
+        """Which are missing now."""
+        missing = [folder.path for folder in self._missing()]
+        return f"make the missing folders of the job's sockets: {', '.join(missing) or 'none'}"
+
+    def run(self, interrupts: Interrupts) -> int:
+        """Make them, outermost first, with the owner and mode that they had."""
+        for record in self._missing():
+            path = Path(record.path)
+            try:
+                path.mkdir(mode=0o700)
+                self._made.append(path)
+                os.chown(path, record.uid, record.gid, follow_symlinks=False)
+                path.chmod(record.mode)
+            except OSError as e:
+                raise Unsupported(
+                    f"the folder {path} is missing, in which the job has a socket, and cannot be made: {e.strerror}",
+                    hint="make it, or restore where it can be made",
+                ) from e
+        return 0
+
+    def undo(self) -> None:
+        """Remove those that were made and are empty."""
+        while self._made:
+            with contextlib.suppress(OSError):
+                self._made.pop().rmdir()
+
+    def _missing(self) -> list[FolderRecord]:
+        return [folder for folder in self._context.snapshot.manifest.folders if not Path(folder.path).exists()]
 
 
 class CriuRestore:

@@ -72,7 +72,8 @@ def forget(process: ProcessId) -> None:
 
 
 def _path(process: ProcessId) -> Path:
-    return _folder() / f"{process.pid}-{process.start_time_ticks}.json"
+    boot = Path("/proc/sys/kernel/random/boot_id").read_text().strip()  # start times begin anew with every boot
+    return _folder() / f"{boot}-{process.pid}-{process.start_time_ticks}.json"
 
 
 def _folder() -> Path:

@@ -21,6 +21,8 @@ FORMAT = "gpucr-snapshot"
 FORMAT_VERSION = 1
 MAX_MANIFEST_BYTES = 64 << 20
 
+_NO_ID = (1 << 32) - 1  # chown(2) takes it for "do not change"
+
 T = TypeVar("T")
 
 
@@ -35,6 +37,16 @@ class FileRecord:
     path: str
     size_bytes: int
     sha256: tuple[str, ...]
+
+
+@dataclass(frozen=True)
+class FolderRecord:
+    """A folder outside the snapshot that a restore needs, and makes again where it is missing. ``mode``: 12 bits."""
+
+    path: str
+    mode: int
+    uid: int
+    gid: int
 
 
 @dataclass(frozen=True)
@@ -61,7 +73,11 @@ class ProcessRecord:
 
 @dataclass(frozen=True)
 class Manifest:
-    """Everything that a restore must know before it starts. ``gpus`` are all GPUs that the job could see."""
+    """Everything that a restore must know before it starts.
+
+    ``gpus`` are all GPUs that the job could see. ``folders``, outermost first, are those in which its local sockets are
+    bound: programs that end remove them, and CRIU does not make them.
+    """
 
     created: str
     root_pid: int
@@ -75,6 +91,7 @@ class Manifest:
     architecture: str
     gpucr_version: str
     left_running: bool
+    folders: tuple[FolderRecord, ...] = ()
     files: tuple[FileRecord, ...] = ()
 
     @property
@@ -140,6 +157,7 @@ def decode(data: bytes) -> Manifest:
         architecture=body.text("architecture"),
         gpucr_version=body.text("gpucr_version"),
         left_running=body.boolean("left_running"),
+        folders=tuple(_folder(item) for item in body.objects("folders")),
         files=tuple(_file(item) for item in body.objects("files")),
     )
     if manifest.root_pid not in {process.pid for process in manifest.processes}:
@@ -161,6 +179,17 @@ def _file(item: _Reader) -> FileRecord:
     except UnicodeEncodeError as e:
         raise ManifestError(f"{item.where}: the path {path!r} is not one that a file can have") from e
     return FileRecord(path, item.integer("size_bytes"), item.texts("sha256"))
+
+
+def _folder(item: _Reader) -> FolderRecord:
+    path = item.text("path")
+    pure = PurePosixPath(path)
+    if not pure.is_absolute() or ".." in pure.parts or "\0" in path or str(pure) != path:
+        raise ManifestError(f"{item.where}: {path!r} is not an absolute path")
+    mode, uid, gid = item.integer("mode"), item.integer("uid"), item.integer("gid")
+    if mode >= 1 << 12 or uid >= _NO_ID or gid >= _NO_ID:
+        raise ManifestError(f"{item.where}: mode, uid or gid is out of range")
+    return FolderRecord(path, mode, uid, gid)
 
 
 def _gpu(item: _Reader) -> Gpu:

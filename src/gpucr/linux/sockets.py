@@ -1,0 +1,41 @@
+"""Local sockets that are bound to a path."""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import re
+from collections.abc import Iterable
+from pathlib import Path
+
+from gpucr.linux.processes import PROC, open_files
+
+_SOCKET = re.compile(r"^socket:\[(\d+)\]$")
+
+
+def bound_socket_paths(pids: Iterable[int]) -> tuple[Path, ...]:
+    """The absolute paths to which local sockets of these processes are bound, as this process sees them.
+
+    Processes with another root or mount namespace are left out: their paths mean something else here. Reads
+    ``/proc/PID/net/unix`` (proc_pid_net(5)); a process that has ended is passed over.
+    """
+    found: set[Path] = set()
+    for pid in pids:
+        with contextlib.suppress(FileNotFoundError, ProcessLookupError):
+            if not _sees_what_we_see(pid):
+                continue
+            inodes = {match[1] for file in open_files(pid) if (match := _SOCKET.match(file.target))}
+            found.update(_bound(pid, inodes))
+    return tuple(sorted(found))
+
+
+def _sees_what_we_see(pid: int) -> bool:
+    same_mounts = os.readlink(PROC / str(pid) / "ns" / "mnt") == os.readlink(PROC / "self" / "ns" / "mnt")
+    return same_mounts and os.readlink(PROC / str(pid) / "root") == os.readlink(PROC / "self" / "root")
+
+
+def _bound(pid: int, inodes: set[str]) -> Iterable[Path]:
+    for line in (PROC / str(pid) / "net" / "unix").read_text(errors="surrogateescape").splitlines()[1:]:
+        fields = line.split(maxsplit=7)
+        if len(fields) == 8 and fields[6] in inodes and fields[7].startswith("/"):
+            yield Path(fields[7])
