@@ -6,7 +6,7 @@ import importlib
 
 import click
 
-BENCHMARKS = ("overhead",)
+BENCHMARKS = ("overhead", "startup")
 
 
 class Benchmarks(click.Group):

@@ -108,6 +108,9 @@ class GpuMap:
                 raise InvalidRequest(f"a GPU stands twice on the {name} side of the GPU map {text!r}")
         return cls(tuple(pairs))
 
+    def __str__(self) -> str:
+        return ",".join(f"{old}={new}" for old, new in self.pairs)
+
     def new_for(self, old_uuid: str) -> str:
         """The UUID that ``old_uuid`` maps to; itself where the map does not name it."""
         return dict(self.pairs).get(old_uuid, old_uuid)

@@ -74,7 +74,7 @@ def test_result_codes(
     [
         ("lock", 401, "the process is running, and lock needs it running"),
         ("lock", 600, "allow more time"),
-        ("checkpoint", 801, "unlocked"),
+        ("checkpoint", 801, "managed memory"),
         ("restore", 1, "GPU map"),
         ("restore", 2, "free memory"),
         ("restore", 801, "shared"),

@@ -236,7 +236,7 @@ def test_a_signal_from_outside_wakes_a_blocking_wait() -> None:
 
     def wait(interrupts: Interrupts) -> None:
         with interrupts.allowed():
-            subprocess.Popen(["kill", "-TERM", str(os.getpid())]).wait()
+            subprocess.Popen([sys.executable, "-c", f"import os; os.kill({os.getpid()}, 15)"]).wait()
             os.read(read_end, 1)
 
     try:

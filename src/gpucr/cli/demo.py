@@ -47,7 +47,7 @@ class Phase:
     operation: str
     name: str
     seconds: float
-    bytes: int
+    size_bytes: int
 
 
 @dataclass
@@ -203,7 +203,7 @@ def print_phases(phases: list[Phase]) -> None:
     for operation in dict.fromkeys(phase.operation for phase in phases):
         own = [phase for phase in phases if phase.operation == operation]
         for phase in own:
-            size = format_bytes(phase.bytes) if phase.bytes else ""
+            size = format_bytes(phase.size_bytes) if phase.size_bytes else ""
             table.add_row(f"{operation}: {phase.name}", f"{phase.seconds:.3f}", size)
         table.add_row(f"{operation}: all", f"{sum(phase.seconds for phase in own):.3f}", style="bold", end_section=True)
     Console().print(table)

@@ -17,7 +17,7 @@ from gpucr.cli.options import (
     timeout_option,
 )
 from gpucr.cli.output import print_json, say
-from gpucr.cli.reports import print_phases
+from gpucr.cli.reports import print_phases, report_fields
 from gpucr.operations.dump import dump, plan_dump
 
 
@@ -68,14 +68,9 @@ def command(
         print_json(
             "dump",
             {
-                "pid": report.pid,
-                "snapshot": str(report.snapshot.path),
+                **report_fields(report),
                 "left_running": report.left_running,
                 "processes": len(report.snapshot.manifest.processes),
-                "bytes": report.size_bytes,
-                "downtime_s": report.downtime_s,
-                "phases": [asdict(phase) for phase in report.phases],
-                "warnings": list(report.warnings),
             },
         )
         return

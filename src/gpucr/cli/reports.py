@@ -4,14 +4,16 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import asdict
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 import click
 
 from gpucr.cli.output import format_bytes, print_json
 from gpucr.operations.steps import Phase
 
-if TYPE_CHECKING:  # a dump need not load what a suspend does
+if TYPE_CHECKING:  # each command loads its own operation only
+    from gpucr.operations.dump import DumpReport
+    from gpucr.operations.restore import RestoreReport
     from gpucr.operations.suspend import ChangeReport
 
 
@@ -24,6 +26,18 @@ def print_phases(headline: str, phases: Sequence[Phase], downtime_s: float | Non
         click.echo(f"{phase.name:<12}{phase.seconds:>9.3f}{moved:>12}")
     if downtime_s is not None:
         click.echo(f"{'downtime':<12}{downtime_s:>9.3f}")
+
+
+def report_fields(report: DumpReport | RestoreReport) -> dict[str, Any]:
+    """What the JSON of a dump and of a restore have in common."""
+    return {
+        "pid": report.pid,
+        "snapshot": str(report.snapshot.path),
+        "bytes": report.size_bytes,
+        "downtime_s": report.downtime_s,
+        "phases": [asdict(phase) for phase in report.phases],
+        "warnings": list(report.warnings),
+    }
 
 
 def print_change(command: str, report: ChangeReport, *, as_json: bool) -> None:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from dataclasses import asdict
 from pathlib import Path
 
 import click
@@ -16,7 +15,7 @@ from gpucr.cli.options import (
     timeout_option,
 )
 from gpucr.cli.output import print_json, say
-from gpucr.cli.reports import print_phases
+from gpucr.cli.reports import print_phases, report_fields
 from gpucr.operations.restore import restore
 
 
@@ -49,17 +48,6 @@ def command(
     for warning in report.warnings:
         say(f"warning: {warning}")
     if as_json:
-        print_json(
-            "restore",
-            {
-                "pid": report.pid,
-                "snapshot": str(report.snapshot.path),
-                "processes": report.processes,
-                "bytes": report.size_bytes,
-                "downtime_s": report.downtime_s,
-                "phases": [asdict(phase) for phase in report.phases],
-                "warnings": list(report.warnings),
-            },
-        )
+        print_json("restore", {**report_fields(report), "processes": report.processes})
         return
     print_phases(f"job {report.pid} runs again ({report.processes} processes)", report.phases, report.downtime_s)

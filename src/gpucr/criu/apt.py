@@ -194,7 +194,8 @@ _COMPLAINTS: tuple[tuple[type[CriuUnavailable], re.Pattern[str], str, str], ...]
         CriuUnavailable,
         re.compile(
             r"NO_PUBKEY|is not signed|BADSIG|EXPKEYSIG|REVKEYSIG|public key is not available|"
-            r"(?:couldn't|could not) be verified|invalid signature|Missing key|Clearsigned file|Hash Sum mismatch"
+            r"(?:couldn't|could not) be verified|invalid signature|Missing key|Clearsigned file|Hash Sum mismatch|"
+            r"Failed to fetch copy:.*Undetermined Error"  # apt 3's words for a hash that differs, from a local mirror
         ),
         "what the mirror sent is not what the distribution signed",
         f"update the package debian-archive-keyring (ubuntu-keyring on Ubuntu), {_BY_HAND}",

@@ -42,7 +42,7 @@ _HINTS = {
     ),
     ("checkpoint", libcuda.NOT_SUPPORTED): (
         "managed memory (cudaMallocManaged), MIG, MPS and memory shared between processes cannot be checkpointed by "
-        "this driver; the process stays locked until it is unlocked"
+        "this driver"
     ),
     ("checkpoint", libcuda.OUT_OF_MEMORY): "free host memory: the checkpoint needs as much as the GPU memory in use",
     ("restore", libcuda.INVALID_VALUE): (

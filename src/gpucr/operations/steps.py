@@ -104,7 +104,9 @@ def run_steps(
             for step in steps:
                 interrupts.check()
                 if deadline is not None and time.monotonic() > deadline:
-                    raise DeadlineExceeded(f"the time was over before: {step.describe()}", hint="give more --timeout")
+                    raise DeadlineExceeded(
+                        f"the time was over before: {step.describe()}", hint="give a longer --timeout"
+                    )
                 begun.append(step)
                 report(Progress("begin", step.name, step.describe()))
                 start = time.monotonic()

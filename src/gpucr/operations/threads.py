@@ -9,6 +9,7 @@ well (docs/hardware.md).
 
 from __future__ import annotations
 
+import contextlib
 import os
 import signal
 from collections.abc import Mapping
@@ -53,7 +54,8 @@ class GangThreads:
         if self._stoppable:
             self.are_stopped = True
             for pid in self.pids:
-                os.kill(pid, signal.SIGSTOP)
+                with contextlib.suppress(ProcessLookupError):  # that it ended is CRIU's to find
+                    os.kill(pid, signal.SIGSTOP)
         self.release()
 
     def continue_stopped(self) -> None:

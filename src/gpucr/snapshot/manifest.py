@@ -1,8 +1,8 @@
 """The manifest: what a snapshot holds, in JSON, with a digest of itself.
 
 ``manifest.json`` is ``{"sha256": HEX, "manifest": {...}}`` where HEX is the SHA-256 of the inner object in canonical
-JSON (UTF-8, sorted keys, no spaces). Everything read from it is checked for type and range before it is used: a
-snapshot may be damaged, or made by someone else.
+JSON: sorted keys, no spaces, ASCII with escapes. Everything read from it is checked for type and range before it is
+used: a snapshot may be damaged, or made by someone else.
 """
 
 from __future__ import annotations

@@ -1,0 +1,116 @@
+"""Commands, options, JSON fields, exit codes and environment variables are those of the code."""
+
+from __future__ import annotations
+
+import dataclasses
+import re
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import click
+import pytest
+
+from gpucr.cli import main
+from gpucr.snapshot import manifest
+from tests.command import run_json
+from tests.counter import CounterFactory, wait_until
+from tests.docs.command_tree import COMMANDS
+from tests.docs.pages import CODE, ROOT, SOURCES, error_classes, first_cells, page, rows, section, without_fences
+
+
+@pytest.mark.parametrize("name", [name for name in COMMANDS if name != "gpucr"])
+def test_every_command_and_every_option_is_described(name: str) -> None:
+    described = section(page("reference/commands.md"), name)
+    words = set(re.findall(r"(?<![\w-])--?[a-z][\w-]*", without_fences(described)))
+    options = {opt for p in COMMANDS[name].params if isinstance(p, click.Option) for opt in p.opts + p.secondary_opts}
+    assert options <= words, "described nowhere in its section"
+    assert words - options <= {"--help"}, "described, but not there"
+
+
+def test_every_command_has_a_help_with_an_example() -> None:
+    for name, command in COMMANDS.items():
+        if not isinstance(command, click.Group):
+            assert "Example" in (command.help or ""), name
+
+
+@pytest.mark.parametrize("name", ["ps", "state", "suspend", "resume"])
+def test_the_fields_of_a_job_in_json(name: str, counter: CounterFactory) -> None:
+    program = counter("--mib", "1", "--fork", "1")
+    arguments = () if name == "ps" else (program.pid,)
+    _assert_fields_are_described(f"gpucr {name}", run_json(name, *arguments))
+
+
+def test_the_fields_of_sim_env_in_json() -> None:
+    _assert_fields_are_described("gpucr sim env", run_json("sim", "env"))
+
+
+@pytest.mark.criu
+def test_the_fields_of_criu_and_demo_in_json() -> None:
+    _assert_fields_are_described("gpucr criu", run_json("criu", "--no-fetch"))
+    _assert_fields_are_described("gpucr demo", run_json("demo", "--mib", "1"))
+
+
+@pytest.mark.criu
+def test_the_fields_of_dump_inspect_and_restore_in_json(counter: CounterFactory, tmp_path: Path) -> None:
+    program, folder = counter("--mib", "1"), tmp_path / "snapshot"
+    plan = run_json("dump", program.pid, "--to", folder, "--dry-run")
+    described = section(page("reference/commands.md"), "gpucr dump")
+    assert {f"`{name}`" for name in plan} - set(re.findall(r"`\w+`", described)) == set()
+    _assert_fields_are_described("gpucr dump", run_json("dump", program.pid, "--to", folder))
+    program.reap()
+    inspected = run_json("inspect", folder)
+    own = set(_described_fields("gpucr inspect"))
+    assert own | {field.name for field in dataclasses.fields(manifest.Manifest)} == set(inspected)
+    _assert_fields_are_described("gpucr restore", run_json("restore", folder))
+    wait_until(lambda: program.alive, "the restored counter")
+
+
+def _assert_fields_are_described(heading: str, printed: dict[str, Any]) -> None:
+    described = _described_fields(heading)
+    assert printed["schema"] == heading.replace("gpucr ", "gpucr.").replace(" ", ".")
+    assert f"`{printed['schema']}`" in section(page("reference/commands.md"), heading)
+    seen = set(_paths(printed, maps={path for path, kind in described.items() if kind == "map"}))
+    # Lists that are empty here have no members to look at.
+    empty = {path for path, kind in described.items() if kind.startswith("list") and _get(printed, path) == []}
+    assert seen == {path for path in described if not any(path.startswith(f"{each}[]") for each in empty)}
+
+
+def _described_fields(heading: str) -> dict[str, str]:
+    """Path and type of every field that the section's JSON table has."""
+    table = section(page("reference/commands.md"), heading).partition("| field | type |")[2]
+    return {row[0].strip("`"): row[1] for row in rows(table) if row[0].startswith("`")}
+
+
+def _paths(value: Any, path: str = "", *, maps: set[str]) -> Iterator[str]:
+    if path:
+        yield path
+    if isinstance(value, dict) and path not in maps:
+        for key, member in value.items():
+            yield from _paths(member, f"{path}.{key}" if path else key, maps=maps)
+    elif isinstance(value, list):
+        for item in value:
+            if isinstance(item, dict):
+                yield from list(_paths(item, f"{path}[]", maps=maps))[1:]
+
+
+def _get(value: dict[str, Any], path: str) -> Any:
+    return value.get(path)
+
+
+def test_exit_codes_agree_with_the_errors() -> None:
+    codes = re.findall(r"^\| (\d+) \|", section(page("reference/commands.md"), "Exit codes"), re.MULTILINE)
+    assert {int(code) for code in codes} == {0} | {error.exit_code for error in error_classes()}
+    assert {int(code) for code in re.findall(r"^  (\d+) ", main._EXIT_CODES, re.MULTILINE)} == set(map(int, codes))
+
+
+def test_every_environment_variable_is_described() -> None:
+    named = set(first_cells(section(page("reference/commands.md"), "Environment variables")))
+    read: set[str] = set()
+    for file in [*SOURCES.rglob("*.py"), *(ROOT / "tests").glob("*.py")]:
+        text = file.read_text()
+        read |= set(re.findall(r'"(GPUCR_[A-Z_]+|XDG_[A-Z_]+)"', text))
+        read |= set(re.findall(r'environ(?:\.get\(|\[)"(\w+)"', text))
+    simulated = {name for name in read if name.startswith("GPUCR_SIM_")}
+    assert read - simulated == named - {"GPUCR_SIM_*", "PATH"}
+    assert simulated <= set(CODE.findall(section(page("reference/simulator.md"), "Environment")))

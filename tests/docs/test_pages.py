@@ -1,0 +1,74 @@
+"""Links lead somewhere, and pages name only what is there."""
+
+from __future__ import annotations
+
+import re
+from pathlib import Path
+
+import click
+import pytest
+
+from gpucr.model import CudaState
+from tests.docs.command_tree import COMMANDS
+from tests.docs.pages import CODE, DOCS, ROOT, SOURCES, fences, page, without_fences
+
+_LINK = re.compile(r"(?<!!)\[[^\]]*\]\(([^)\s]+)\)")
+
+
+def test_every_state_is_named() -> None:
+    for name in ("reference/commands.md", "reference/python-api.md"):
+        words = set(CODE.findall(page(name)))
+        assert all(state.word in words or state.name in words for state in CudaState), name
+
+
+PAGES = sorted([*ROOT.glob("*.md"), *DOCS.rglob("*.md")])
+
+
+@pytest.mark.parametrize("path", PAGES, ids=lambda path: str(path.relative_to(ROOT)))
+def test_every_relative_link_leads_somewhere(path: Path) -> None:
+    broken = []
+    for link in _LINK.findall(without_fences(path.read_text())):
+        file, _, anchor = link.partition("#")
+        if ":" in file:
+            continue
+        target = (path.parent / file).resolve() if file else path
+        if not target.exists() or ROOT not in target.parents or (anchor and anchor not in _anchors(target)):
+            broken.append(link)
+    assert not broken
+
+
+def _anchors(path: Path) -> set[str]:
+    """The anchors of a page's headings, as GitHub makes them."""
+    headings = re.findall(r"^#+ (.*)$", without_fences(path.read_text()), re.MULTILINE)
+    return {re.sub(r"[^\w\- ]", "", heading.lower()).replace(" ", "-") for heading in headings}
+
+
+def test_every_page_is_in_the_index() -> None:
+    linked = {(DOCS / link.partition("#")[0]).resolve() for link in _LINK.findall(page("README.md"))}
+    assert {path for path in DOCS.rglob("*.md") if path.name != "README.md"} <= linked
+
+
+@pytest.mark.parametrize("path", PAGES, ids=lambda path: str(path.relative_to(ROOT)))
+def test_the_commands_and_options_of_a_page_exist(path: Path) -> None:
+    """What people are told to type, in the text and in the examples."""
+    text = path.read_text()
+    typed = re.findall(r"`gpucr ([a-z]+)([^`\n]*)`", without_fences(text))
+    typed += re.findall(r"^(?:[#$] )?gpucr ([a-z]+)(.*)$", fences(text), re.MULTILINE)
+    for name, rest in typed:
+        assert f"gpucr {name}" in COMMANDS
+        command = COMMANDS[f"gpucr {name}"]
+        if not isinstance(command, click.Group):
+            known = {option for parameter in command.params for option in parameter.opts} | {"--help"}
+            options = set(re.findall(r"(?<!\S)--?[a-z][\w-]*", rest.partition("#")[0]))
+            assert options <= known, f"gpucr {name}"
+
+
+def test_the_architecture_names_every_room_and_step() -> None:
+    text = page("architecture.md")
+    rooms = {path.stem for path in SOURCES.iterdir() if path.suffix == ".py" or (path / "__init__.py").exists()}
+    assert {room for room in rooms - {"__init__", "__main__", "version"} if f"`{room}`" not in text} == set()
+    steps: set[str] = set()
+    for file in (SOURCES / "operations").glob("*.py"):
+        steps |= set(re.findall(r'^    name = "(\w+)"$', file.read_text(), re.MULTILINE))
+    assert steps
+    assert {step for step in steps if f"`{step}`" not in text} == set()

@@ -1,0 +1,77 @@
+"""Exported names, signatures, records and errors are those of the code."""
+
+from __future__ import annotations
+
+import dataclasses
+import inspect
+import re
+
+import pytest
+
+import gpucr
+from tests.docs.pages import CODE, error_classes, first_cells, page, rows, section
+
+
+@pytest.mark.parametrize("name", gpucr.__all__)
+def test_every_exported_name_is_described(name: str) -> None:
+    assert re.search(rf"(?:`(?:gpucr\.)?{name}[`(]|^### {name}$)", page("reference/python-api.md"), re.MULTILINE)
+
+
+OPERATIONS = ["suspend", "resume", "dump", "plan_dump", "restore", "list_cuda_processes", "job_states"]
+
+
+@pytest.mark.parametrize("name", OPERATIONS)
+def test_signatures_are_those_of_the_code(name: str) -> None:
+    (shown,) = re.findall(rf"^{name}\((.*)\) -> (.*)$", page("reference/python-api.md"), re.MULTILINE)
+    signature = inspect.signature(getattr(gpucr, name))
+    bare = [parameter.replace(annotation=inspect.Parameter.empty) for parameter in signature.parameters.values()]
+    expected = str(inspect.Signature(bare)).strip("()")
+    assert shown == (expected, signature.return_annotation)
+
+
+@pytest.mark.parametrize("name", OPERATIONS)
+def test_the_errors_named_for_an_operation_are_errors(name: str) -> None:
+    named = set(CODE.findall(section(page("reference/python-api.md"), name).partition("Raises")[2]))
+    types = {word for word in named if word[0].isupper()}
+    assert types <= {error.__name__ for error in error_classes()}
+
+
+RECORDS = ["ChangeReport", "DumpReport", "DumpPlan", "RestoreReport", "Phase", "Progress", "ProcessState", "Gpu"]
+
+
+@pytest.mark.parametrize("name", RECORDS)
+def test_every_member_of_a_record_is_described(name: str) -> None:
+    (row,) = re.findall(rf"^\| `{name}` \|(.*)\|$", section(page("reference/python-api.md"), "Records"), re.MULTILINE)
+    record = getattr(gpucr, name)
+    members = [field.name for field in dataclasses.fields(record)]
+    members += [name for name, value in vars(record).items() if isinstance(value, property)]
+    assert set(members) <= set(CODE.findall(row))
+
+
+def test_every_member_of_process_and_snapshot_is_described() -> None:
+    for record in (gpucr.Process, gpucr.Snapshot):
+        described = " ".join(first_cells(section(page("reference/python-api.md"), record.__name__)))
+        for name in vars(record):
+            if not name.startswith("_"):
+                assert re.search(rf"\b{name}\b", described), f"{record.__name__}.{name}"
+
+
+def test_the_errors_their_exit_codes_and_their_data() -> None:
+    table = {row[0].strip("`"): row for row in rows(page("reference/errors.md")) if row[0].startswith("`")}
+    assert {name: int(row[1]) for name, row in table.items()} == {e.__name__: e.exit_code for e in error_classes()}
+    for error in error_classes():
+        data = set(inspect.signature(error).parameters) - {"message", "hint"}
+        if table[error.__name__][2] != "as above":
+            assert set(CODE.findall(table[error.__name__][2])) == data, error
+
+
+def test_the_tree_of_errors() -> None:
+    (drawn,) = re.findall(r"^```text\n(.*?)^```", page("reference/errors.md"), re.MULTILINE | re.DOTALL)
+    path: list[str] = []
+    parents: dict[str, str] = {}
+    for line in drawn.splitlines():
+        name = line.lstrip("│├└─ ")
+        depth = (len(line) - len(name)) // 4
+        path[depth:] = [name]
+        parents[name] = path[depth - 1] if depth else "Exception"
+    assert parents == {error.__name__: error.__bases__[0].__name__ for error in error_classes()}

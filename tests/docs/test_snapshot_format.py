@@ -1,0 +1,114 @@
+"""Another reader can be written with the page alone: its tables, its rules and its program are tried."""
+
+from __future__ import annotations
+
+import dataclasses
+import json
+import re
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from gpucr.criu.options import DumpOptions
+from gpucr.model import Extent, Gpu
+from gpucr.snapshot import files, manifest
+from tests.docs.pages import CODE, ROW, first_cells, page, section
+from tests.unit import samples
+
+
+@pytest.mark.parametrize(
+    ("heading", "record", "extra"),
+    [
+        ("The manifest", manifest.Manifest, {"format", "format_version", "has_gpu_state"}),
+        ("processes[]", manifest.ProcessRecord, set[str]()),
+        ("gpus[]", Gpu, set[str]()),
+        ("criu_options", DumpOptions, set[str]()),
+        ("folders[]", manifest.FolderRecord, set[str]()),
+        ("files[]", manifest.FileRecord, set[str]()),
+    ],
+)
+def test_every_member_of_the_manifest_is_described(heading: str, record: Any, extra: set[str]) -> None:
+    described = section(page("reference/snapshot-format.md"), heading).partition("\n### ")[0]
+    assert set(first_cells(described)) == {field.name for field in dataclasses.fields(record)} | extra
+
+
+def test_the_manifest_has_the_described_members() -> None:
+    body = json.loads(manifest.encode(samples.manifest()))["manifest"]
+    described = section(page("reference/snapshot-format.md"), "The manifest").partition("\n### ")[0]
+    assert set(first_cells(described)) == set(body)
+    extents = next(row for row in ROW.findall(page("reference/snapshot-format.md")) if "`staging`" in row)
+    assert {field.name for field in dataclasses.fields(Extent)} <= set(CODE.findall(extents))
+    assert f"{files.PIECE_BYTES:,}".replace(",", " ") in page("reference/snapshot-format.md")
+
+
+def _reader() -> Callable[[Path], dict[str, Any]]:
+    (source,) = re.findall(r"^```python\n(.*?)^```", page("reference/snapshot-format.md"), re.MULTILINE | re.DOTALL)
+    scope: dict[str, Any] = {}
+    exec(source, scope)  # noqa: S102 - it is the page's own program that is tested
+    verify: Callable[[Path], dict[str, Any]] = scope["verify"]
+    return verify
+
+
+def _write_snapshot(folder: Path) -> Path:
+    image = folder / "images" / "pages-1.img"
+    image.parent.mkdir()
+    with image.open("wb") as stream:
+        stream.truncate(files.PIECE_BYTES + 5)
+    (folder / "images" / "empty.img").touch()
+    records = files.record(folder, ["images/pages-1.img", "images/empty.img"])
+    # Every kind of text that the canonical form has a rule for.
+    name = 'tab\t newline\n quote" backslash\\ delete\x7f null\0 é 😀 \udcff'
+    process = dataclasses.replace(samples.manifest().processes[0], command_line=(name,))
+    whole = dataclasses.replace(
+        samples.manifest(), processes=(process, *samples.manifest().processes[1:]), files=records
+    )
+    (folder / "manifest.json").write_bytes(manifest.encode(whole))
+    return image
+
+
+def test_the_reader_of_the_page_reads_a_snapshot(tmp_path: Path) -> None:
+    _write_snapshot(tmp_path)
+    read = _reader()(tmp_path)
+    assert [file["path"] for file in read["files"]] == ["images/empty.img", "images/pages-1.img"]
+    assert [len(file["sha256"]) for file in read["files"]] == [0, 2]
+
+
+def test_the_reader_of_the_page_sees_damage(tmp_path: Path) -> None:
+    image = _write_snapshot(tmp_path)
+    with image.open("r+b") as stream:
+        stream.seek(files.PIECE_BYTES + 1)
+        stream.write(b"\1")
+    with pytest.raises(ValueError, match=r"images/pages-1\.img is damaged"):
+        _reader()(tmp_path)
+    text = (tmp_path / "manifest.json").read_text()
+    (tmp_path / "manifest.json").write_text(text.replace('"left_running": true', '"left_running": false'))
+    with pytest.raises(ValueError, match="the manifest is damaged"):
+        _reader()(tmp_path)
+
+
+def test_the_described_canonical_form() -> None:
+    """The rule in words, applied without the json module."""
+    body = json.loads(manifest.encode(samples.manifest()))
+    body["manifest"]["processes"][0]["command_line"] = ['\b\f\n\r\t"\\ é 😀 \udcff \x7f ~']
+    assert _canonical(body["manifest"]) == manifest._canonical(body["manifest"]).decode()
+
+
+def _canonical(value: Any) -> str:
+    if isinstance(value, dict):
+        return "{" + ",".join(f"{_text(key)}:{_canonical(value[key])}" for key in sorted(value)) + "}"
+    if isinstance(value, list):
+        return "[" + ",".join(map(_canonical, value)) + "]"
+    if isinstance(value, str):
+        return _text(value)
+    if value is None or isinstance(value, bool):
+        return {None: "null", True: "true", False: "false"}[value]
+    return str(value)
+
+
+def _text(value: str) -> str:
+    short = {"\n": "\\n", "\r": "\\r", "\t": "\\t", "\b": "\\b", "\f": "\\f", '"': '\\"', "\\": "\\\\"}
+    units = value.encode("utf-16-be", "surrogatepass")
+    pairs = [int.from_bytes(units[i : i + 2], "big") for i in range(0, len(units), 2)]
+    return '"' + "".join(short.get(chr(u)) or (chr(u) if 0x20 <= u <= 0x7E else f"\\u{u:04x}") for u in pairs) + '"'
