@@ -12,7 +12,7 @@ from pathlib import Path
 import pytest
 
 from tests.counter import Counter, CounterFactory, wait_until
-from tests.sim.libcuda import CHECKPOINTED, FAILED, LOCKED, RUNNING, Libcuda, Machine, gpu_uuids, used_bytes
+from tests.sim.libcuda import CHECKPOINTED, FAILED, LOCKED, RUNNING, Libcuda, Machine, RunProgram, gpu_uuids, used_bytes
 
 ILLEGAL_STATE = 401
 MIB = 1 << 20
@@ -284,21 +284,41 @@ def test_another_machine_needs_a_map(libcuda: Libcuda, counter: CounterFactory, 
 # --- out of memory ---------------------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize("afterwards", [CHECKPOINTED, FAILED])
+@pytest.mark.parametrize(
+    ("behaviour", "state", "next_restore"),
+    [
+        (None, CHECKPOINTED, 304),
+        ("stuck", CHECKPOINTED, 304),
+        ("recoverable", CHECKPOINTED, 0),
+        ("failed", FAILED, 401),
+    ],
+)
 def test_restore_without_room(
-    libcuda: Libcuda, counter: CounterFactory, machine: Machine, monkeypatch: pytest.MonkeyPatch, afterwards: int
+    libcuda: Libcuda,
+    counter: CounterFactory,
+    machine: Machine,
+    monkeypatch: pytest.MonkeyPatch,
+    behaviour: str | None,
+    state: int,
+    next_restore: int,
 ) -> None:
     machine("1x64MiB")
-    if afterwards == FAILED:
-        monkeypatch.setenv("GPUCR_SIM_RESTORE_OOM", "failed")
+    if behaviour is not None:
+        monkeypatch.setenv("GPUCR_SIM_RESTORE_OOM", behaviour)
     suspended = counter("--mib", "30")
     libcuda.suspend(suspended.pid)
     other = counter("--mib", "30")
     assert libcuda.act("restore", suspended.pid) == 2
-    assert libcuda.state(suspended.pid) == (0, afterwards)
+    assert libcuda.state(suspended.pid) == (0, state)
     other.kill()
-    if afterwards == CHECKPOINTED:
-        libcuda.resume(suspended.pid)
+    assert libcuda.act("restore", suspended.pid) == next_restore
+    if next_restore == 0:
+        assert libcuda.act("unlock", suspended.pid) == 0
         assert (suspended.ask(), suspended.send("verify")) == (101, "ok")
     else:
-        assert libcuda.act("restore", suspended.pid) == ILLEGAL_STATE
+        assert libcuda.act("restore", suspended.pid) == next_restore
+        assert libcuda.state(suspended.pid) == (0, state)
+
+
+def test_an_unknown_behaviour_is_not_passed_over(run_program: RunProgram) -> None:
+    assert run_program("print(cuda.cuInit(0))", GPUCR_SIM_RESTORE_OOM="gone") == ["999"]

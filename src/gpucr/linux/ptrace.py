@@ -83,14 +83,23 @@ class HeldThreads:
 
     def _seize_all(self) -> None:
         for pid, free_thread in self._free_threads.items():
+            seen = {free_thread}
             # A thread that is not held yet can start another one: look again until there is none that is new.
-            while new := [tid for tid in processes.threads(pid) if tid != free_thread and tid not in self._held]:
+            while new := [tid for tid in processes.threads(pid) if tid not in seen]:
+                seen.update(new)
                 for tid in new:
                     self._seize(tid)
 
     def _seize(self, tid: int) -> None:
         with contextlib.suppress(ProcessLookupError):  # it ended
-            _ptrace(_SEIZE, tid)
+            try:
+                _ptrace(_SEIZE, tid)
+            except PermissionError:
+                # The kernel's answer for a thread that is ending or a zombie, too, as a main thread can be for long.
+                stat = processes.read_stat(tid)
+                if stat is None or stat.status in "ZX":
+                    return
+                raise
             self._held[tid] = 0
             _ptrace(_INTERRUPT, tid)
             # __WALL waits for this very thread; its end is reported as well, and then there is nothing to hold.

@@ -20,8 +20,8 @@ _LIBRARY_FLAGS = ("-fPIC", "-shared", "-fvisibility=hidden", "-pthread", "-Wl,-z
 _BUILD_TIMEOUT_S = 120
 
 _MACHINE = ("machine.c", "procfs.c", "ledger.c")
-_CUDA = ("results.c", "gate.c", "memory.c", "staging.c", "context.c", "execution.c", "device.c", "api.c")
-_CHECKPOINT = ("faults.c", "restore_thread.c", "control.c", "checkpoint_api.c")
+_CUDA = ("results.c", "thread.c", "gate.c", "memory.c", "staging.c", "context.c", "execution.c", "device.c", "api.c")
+_CHECKPOINT = ("faults.c", "watcher.c", "restore_thread.c", "control.c", "checkpoint_api.c")
 
 
 @dataclass(frozen=True)

@@ -89,6 +89,8 @@ static enum result initialize_once(void) {
 #ifndef GPUCR_SIM_OLD_DRIVER
     if (result == SUCCESS)
         result = restore_thread_start();
+    if (result == SUCCESS && !watcher_start())
+        result = OPERATING_SYSTEM;
 #endif
     if (result != SUCCESS) {
         hardware_close();

@@ -5,8 +5,8 @@
 
 pthread_mutex_t sim_mutex = PTHREAD_MUTEX_INITIALIZER;
 static pthread_cond_t gate_changed = PTHREAD_COND_INITIALIZER;
-static bool closed;
 static unsigned inside;
+static _Atomic uint32_t closed; /* futex; set with sim_mutex held */
 
 uint64_t now_ns(void) {
     struct timespec now;
@@ -26,8 +26,11 @@ void wait_until_ns(uint64_t time_ns) {
 
 void gate_enter(void) {
     pthread_mutex_lock(&sim_mutex);
-    while (closed)
-        pthread_cond_wait(&gate_changed, &sim_mutex);
+    while (atomic_load(&closed)) {
+        pthread_mutex_unlock(&sim_mutex);
+        futex_wait(&closed, 1, 0);
+        pthread_mutex_lock(&sim_mutex);
+    }
     inside++;
 }
 
@@ -37,15 +40,10 @@ void gate_leave(void) {
     pthread_mutex_unlock(&sim_mutex);
 }
 
-static void set_closed(bool value) {
-    closed = value;
-    pthread_cond_broadcast(&gate_changed);
-}
-
 bool gate_close(uint64_t deadline_ns, const _Atomic uint32_t *give_up) {
     const uint64_t look_every_ns = 5000000; /* give_up is set from another process, which cannot signal us */
     pthread_mutex_lock(&sim_mutex);
-    set_closed(true);
+    atomic_store(&closed, 1);
     bool idle, over = false;
     while (!(idle = inside == 0 && streams_busy_until_ns() <= now_ns()) && !over) {
         uint64_t until_ns = now_ns() + look_every_ns;
@@ -53,13 +51,13 @@ bool gate_close(uint64_t deadline_ns, const _Atomic uint32_t *give_up) {
         over = now_ns() >= deadline_ns || atomic_load(give_up) != 0;
     }
     if (!idle)
-        set_closed(false);
+        gate_open();
     pthread_mutex_unlock(&sim_mutex);
     return idle;
 }
 
+/* Without the mutex: a tracer may hold a thread that has it, in front of the gate, until the process is unlocked. */
 void gate_open(void) {
-    pthread_mutex_lock(&sim_mutex);
-    set_closed(false);
-    pthread_mutex_unlock(&sim_mutex);
+    atomic_store(&closed, 0);
+    futex_wake(&closed);
 }

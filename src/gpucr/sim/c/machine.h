@@ -41,6 +41,7 @@ bool process_status(pid_t pid, struct process_status *status);
 bool process_start_ms(pid_t pid, uint64_t *start_ms); /* after boot. False: no such process, or a zombie */
 bool same_start(uint64_t one_ms, uint64_t other_ms);
 pid_t thread_from_inner(pid_t leader, pid_t inner_tid); /* -1: no such thread */
+char thread_state(pid_t leader, pid_t tid); /* R, S, T, t, Z, ...; X: no such thread */
 
 /* ledger.c: one small file per process that holds device memory. All return 0 or a negative errno. */
 struct holding {

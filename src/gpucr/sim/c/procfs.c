@@ -89,6 +89,13 @@ bool same_start(uint64_t one_ms, uint64_t other_ms) {
     return apart_ms <= 2 * 1000 / (uint64_t)sysconf(_SC_CLK_TCK);
 }
 
+char thread_state(pid_t leader, pid_t tid) {
+    char path[96], text[4096];
+    snprintf(path, sizeof path, "/proc/%d/task/%d/status", leader, tid);
+    const char *state = read_text(path, text, sizeof text) ? strstr(text, "\nState:\t") : NULL;
+    return state == NULL ? 'X' : state[8];
+}
+
 pid_t thread_from_inner(pid_t leader, pid_t inner_tid) {
     char path[96], text[4096];
     snprintf(path, sizeof path, "/proc/%d/task", leader);

@@ -9,6 +9,7 @@
 #include <fcntl.h>
 #include <semaphore.h>
 #include <signal.h>
+#include <stdio.h>
 #include <stdlib.h>
 #include <string.h>
 #include <sys/mman.h>
@@ -19,7 +20,11 @@ static int control_fd = -1;
 static struct faults faults;
 static uint32_t fixed_cost_ms;
 static sem_t serving;
-static bool fails_without_memory; /* GPUCR_SIM_RESTORE_OOM=failed */
+
+/* GPUCR_SIM_RESTORE_OOM: what a restore that runs out of device memory leaves. */
+static enum { STUCK, RECOVERABLE, STATE_FAILED } without_memory;
+/* Measured on driver 580: still CHECKPOINTED, but every later restore gives 304, whatever memory is free by then. */
+static bool stuck;
 
 #define LOCK_COST_MS 1
 
@@ -86,11 +91,19 @@ static void adopt(const struct machine *machine, const uint32_t machine_index[MA
     }
 }
 
+static void run_out_of_memory(void) {
+    stuck = without_memory == STUCK;
+    if (without_memory == STATE_FAILED)
+        control->state = FAILED;
+}
+
 static enum result do_restore(const struct fault *fault) {
     struct machine machine = control->machine;
     uint32_t machine_index[MAX_GPUS];
     if (control->state != CHECKPOINTED)
         return ILLEGAL_STATE;
+    if (stuck)
+        return OPERATING_SYSTEM;
     if (!map_devices(&machine, machine_index))
         return INVALID_VALUE;
     sleep_ms(fixed_cost_ms);
@@ -100,8 +113,8 @@ static enum result do_restore(const struct fault *fault) {
         if (result != SUCCESS)
             ledger_release(&machine);
     }
-    if (result == OUT_OF_MEMORY && fails_without_memory)
-        control->state = FAILED;
+    if (result == OUT_OF_MEMORY)
+        run_out_of_memory();
     if (result != SUCCESS)
         return result;
     adopt(&machine, machine_index);
@@ -175,30 +188,34 @@ static bool control_create(void) {
     return true;
 }
 
-static bool start_thread(void) {
-    sigset_t all, before;
-    pthread_attr_t attributes;
-    pthread_t thread;
+static bool start_serving(void) {
     sem_init(&serving, 0, 0);
-    pthread_attr_init(&attributes);
-    pthread_attr_setdetachstate(&attributes, PTHREAD_CREATE_DETACHED);
-    sigfillset(&all); /* the program's handlers run on the program's threads */
-    pthread_sigmask(SIG_SETMASK, &all, &before);
-    int error = pthread_create(&thread, &attributes, serve, NULL);
-    pthread_sigmask(SIG_SETMASK, &before, NULL);
-    pthread_attr_destroy(&attributes);
-    while (error == 0 && sem_wait(&serving) < 0 && errno == EINTR)
+    if (!thread_start(serve))
+        return false;
+    while (sem_wait(&serving) < 0 && errno == EINTR)
         ;
-    return error == 0;
+    return true;
+}
+
+static bool parse_without_memory(void) {
+    static const char *const NAMES[] = {[STUCK] = "stuck", [RECOVERABLE] = "recoverable", [STATE_FAILED] = "failed"};
+    const char *value = getenv("GPUCR_SIM_RESTORE_OOM");
+    if (value == NULL)
+        return true;
+    for (int i = STUCK; i <= STATE_FAILED; i++)
+        if (strcmp(value, NAMES[i]) == 0) {
+            without_memory = i;
+            return true;
+        }
+    fprintf(stderr, "gpucr simulator: GPUCR_SIM_RESTORE_OOM=%s is not stuck, recoverable or failed\n", value);
+    return false;
 }
 
 enum result restore_thread_start(void) {
-    const char *without_memory = getenv("GPUCR_SIM_RESTORE_OOM");
-    if (!faults_parse(&faults, "GPUCR_SIM_FAULTS"))
+    if (!faults_parse(&faults, "GPUCR_SIM_FAULTS") || !parse_without_memory())
         return UNKNOWN;
     fixed_cost_ms = (uint32_t)environment_number("GPUCR_SIM_FIXED_COST_MS", 300);
-    fails_without_memory = without_memory != NULL && strcmp(without_memory, "failed") == 0;
-    if (!control_create() || !start_thread()) {
+    if (!control_create() || !start_serving()) {
         if (control_fd >= 0)
             close(control_fd);
         control_fd = -1;

@@ -50,6 +50,11 @@ struct fault faults_pick(const struct faults *faults, enum action action, pid_t 
 void sleep_ms(uint32_t duration_ms);
 void hang(void) __attribute__((noreturn));
 
+/* thread.c */
+bool thread_start(void *(*body)(void *)); /* detached, every signal blocked */
+void futex_wait(_Atomic uint32_t *word, uint32_t value, uint32_t timeout_ms);
+void futex_wake(_Atomic uint32_t *word);
+
 /*
  * gate.c: the one mutex of the library, and the gate that every API call passes. The lock action closes the gate:
  * calls wait in front of it. Threads that wait for a stream stand inside and have let go of the mutex.
@@ -90,6 +95,7 @@ uint64_t memory_total_bytes(void);
 /* staging.c: device memory to the staging area and back. `midway` is called when half of it is done. */
 enum result hardware_open(void);
 void hardware_close(void);
+void hardware_look(void); /* reads a mapping of the GPU: ends in SIGSEGV while the hardware is closed */
 enum result staging_fill(void (*midway)(const struct fault *), const struct fault *fault);
 enum result staging_drain(void (*midway)(const struct fault *), const struct fault *fault);
 
@@ -153,8 +159,7 @@ struct control {
 
 enum result restore_thread_start(void);
 void control_close_in_child(void);
-void futex_wait(_Atomic uint32_t *word, uint32_t value, uint32_t timeout_ms);
-void futex_wake(_Atomic uint32_t *word);
+bool watcher_start(void); /* watcher.c */
 
 struct request {
     enum action action;

@@ -14,11 +14,22 @@
 #include <unistd.h>
 
 static int hardware_fd = -1;
+static char *hardware_page; /* as the driver's mappings of /dev/nvidia*: a `---p` reservation while checkpointed */
 static char *staging;
 static uint64_t staging_bytes;
 
 /* The same pages as device memory and staging, copied by user code: staging may be filled on demand (userfaultfd). */
 static char buffer[1 << 20];
+
+static bool map_hardware(int protection) {
+    const size_t size_bytes = 4096;
+    int fixed = hardware_page == NULL ? 0 : MAP_FIXED;
+    void *page = mmap(hardware_page, size_bytes, protection, MAP_PRIVATE | MAP_ANONYMOUS | fixed, -1, 0);
+    if (page == MAP_FAILED)
+        return false;
+    hardware_page = page;
+    return true;
+}
 
 /*
  * A descriptor that CRIU refuses, as /dev/nvidia* is refused without a plugin. Seen with CRIU 4.1.1: "Can't dump
@@ -27,13 +38,20 @@ static char buffer[1 << 20];
 enum result hardware_open(void) {
     if (hardware_fd >= 0)
         return SUCCESS;
+    if (!map_hardware(PROT_READ))
+        return OPERATING_SYSTEM;
     hardware_fd = (int)syscall(SYS_userfaultfd, O_CLOEXEC | O_NONBLOCK | UFFD_USER_MODE_ONLY);
     if (hardware_fd < 0) {
         fprintf(stderr, "gpucr simulator: userfaultfd: %s (Linux 5.11 or newer, not blocked by seccomp, is needed)\n",
                 strerror(errno));
+        map_hardware(PROT_NONE);
         return OPERATING_SYSTEM;
     }
     return SUCCESS;
+}
+
+void hardware_look(void) {
+    (void)*(volatile const char *)hardware_page;
 }
 
 void hardware_close(void) {
@@ -41,6 +59,8 @@ void hardware_close(void) {
     if (hardware_fd >= 0)
         close(hardware_fd);
     hardware_fd = -1;
+    if (hardware_page != NULL)
+        map_hardware(PROT_NONE);
 }
 
 static bool copy_piece(const struct piece *piece, char *at, bool to_staging) {

@@ -1,0 +1,137 @@
+"""No call returns while the target's restore thread is stopped; the other threads do not matter."""
+
+from __future__ import annotations
+
+import os
+import signal
+import threading
+from collections.abc import Callable, Iterator
+
+import pytest
+
+from gpucr.linux import processes
+from gpucr.linux.ptrace import HeldThreads
+from tests.counter import CounterFactory, wait_until
+from tests.sim.libcuda import CHECKPOINTED, LOCKED, RUNNING, Libcuda
+
+UNANSWERED_S = 0.2
+CALLS: dict[str, tuple[Callable[[Libcuda, int], object], object, int]] = {
+    "state": (lambda libcuda, pid: libcuda.state(pid), (0, RUNNING), RUNNING),
+    "restore thread": (lambda libcuda, pid: libcuda.restore_tid(pid)[0], 0, RUNNING),
+    "lock": (lambda libcuda, pid: libcuda.lock(pid), 0, LOCKED),
+    "unlock": (lambda libcuda, pid: libcuda.act("unlock", pid), 401, RUNNING),
+}
+
+
+class Caller:
+    """A call under way in a thread of its own."""
+
+    def __init__(self, call: Callable[[], object]) -> None:
+        self._results: list[object] = []
+        self._thread = threading.Thread(target=lambda: self._results.append(call()), daemon=True)
+        self._thread.start()
+
+    def assert_waits(self) -> None:
+        self._thread.join(UNANSWERED_S)
+        assert self._thread.is_alive()
+
+    def result(self) -> object:
+        self._thread.join(30)
+        return self._results[0]
+
+
+def stop(pid: int) -> None:
+    os.kill(pid, signal.SIGSTOP)
+    wait_until(lambda: _states(pid) == {"T"}, "every thread to stop")
+
+
+def _states(pid: int) -> set[str]:
+    stats = [processes.read_stat(tid) for tid in processes.threads(pid)]
+    return {stat.status for stat in stats if stat is not None}
+
+
+@pytest.fixture
+def only_main_thread_runs() -> Iterator[Callable[[int], HeldThreads]]:
+    held: list[HeldThreads] = []
+
+    def hold(pid: int) -> HeldThreads:
+        held.append(HeldThreads({pid: pid}))
+        held[-1].hold()
+        return held[-1]
+
+    yield hold
+    for threads in held:
+        threads.release()
+
+
+@pytest.mark.parametrize("name", CALLS)
+def test_answered_when_a_stopped_target_goes_on(libcuda: Libcuda, counter: CounterFactory, name: str) -> None:
+    call, answer, state = CALLS[name]
+    program = counter()
+    stop(program.pid)
+    caller = Caller(lambda: call(libcuda, program.pid))
+    caller.assert_waits()
+    os.kill(program.pid, signal.SIGCONT)
+    assert caller.result() == answer
+    assert libcuda.state(program.pid) == (0, state)
+
+
+@pytest.mark.parametrize("name", CALLS)
+def test_answered_when_a_traced_restore_thread_goes_on(
+    libcuda: Libcuda,
+    counter: CounterFactory,
+    only_main_thread_runs: Callable[[int], HeldThreads],
+    name: str,
+) -> None:
+    call, answer, state = CALLS[name]
+    program = counter()
+    held = only_main_thread_runs(program.pid)
+    caller = Caller(lambda: call(libcuda, program.pid))
+    caller.assert_waits()
+    held.release()
+    assert caller.result() == answer
+    assert libcuda.state(program.pid) == (0, state)
+
+
+def test_the_restore_thread_is_enough(libcuda: Libcuda, counter: CounterFactory) -> None:
+    program = counter("--mib", "4")
+    _, tid = libcuda.restore_tid(program.pid)
+    held = HeldThreads({program.pid: tid})
+    held.hold()
+    try:
+        libcuda.suspend(program.pid)
+        assert libcuda.state(program.pid) == (0, CHECKPOINTED)
+        libcuda.resume(program.pid)
+        assert libcuda.restore_tid(program.pid) == (0, tid)
+    finally:
+        held.release()
+    assert (program.ask(), program.send("verify")) == (101, "ok")
+
+
+def test_a_stopped_target_that_is_killed_ends_the_call(libcuda: Libcuda, counter: CounterFactory) -> None:
+    program = counter()
+    stop(program.pid)
+    asking, locking = Caller(lambda: libcuda.state(program.pid)[0]), Caller(lambda: libcuda.lock(program.pid))
+    asking.assert_waits()
+    locking.assert_waits()
+    program.kill()
+    assert locking.result() == 304
+    assert asking.result() in (0, 304)  # between the signal and its effect the threads count as running again
+
+
+def test_a_target_that_is_killed_while_its_threads_are_held_ends_the_call(
+    libcuda: Libcuda, counter: CounterFactory
+) -> None:
+    program = counter(env={"GPUCR_SIM_FAULTS": "checkpoint=hang"})
+    _, tid = libcuda.restore_tid(program.pid)
+    held = HeldThreads({program.pid: tid})
+    held.hold()
+    try:
+        assert libcuda.act("lock", program.pid) == 0
+        caller = Caller(lambda: libcuda.act("checkpoint", program.pid))
+        caller.assert_waits()
+        os.kill(program.pid, signal.SIGKILL)
+        # the held threads are zombies that nobody collects before the release
+        assert caller.result() == 304
+    finally:
+        held.release()

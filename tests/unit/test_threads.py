@@ -1,0 +1,149 @@
+"""The transitions of a gang's threads: running, held, stopped, and back."""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import signal
+from collections.abc import Callable, Iterator
+from pathlib import Path
+
+import pytest
+
+from gpucr.errors import NotPermitted
+from gpucr.operations.threads import GangThreads
+from tests.unit import counting
+from tests.unit.children import tracer_of
+from tests.unit.counting import Counting
+
+
+@pytest.fixture(scope="module")
+def program(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return counting.build(tmp_path_factory.mktemp("counting"))
+
+
+Start = Callable[..., Counting]
+
+
+@pytest.fixture
+def start(program: Path, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Start]:
+    with contextlib.ExitStack() as started:
+
+        def start_one() -> Counting:
+            return started.enter_context(counting.running(program, tmp_path_factory.mktemp("run")))
+
+        yield start_one
+
+
+@pytest.fixture
+def target(start: Start) -> Counting:
+    return start()
+
+
+MakeThreads = Callable[..., GangThreads]
+
+
+@pytest.fixture
+def make_threads(start: Start) -> Iterator[MakeThreads]:
+    """GangThreads that are let go at the end of the test, or the target could not be collected."""
+    made: list[GangThreads] = []
+
+    def make(stoppable: bool = True) -> GangThreads:
+        made.append(GangThreads(stoppable=stoppable))
+        return made[-1]
+
+    yield make
+    for threads in made:
+        threads.release()
+
+
+def test_held_stopped_held_again_released(target: Counting, make_threads: MakeThreads) -> None:
+    free = target.workers[0]
+    threads = make_threads()
+    threads.hold({target.pid: free})
+    assert threads.pids == (target.pid,)
+    target.assert_only_this_runs(free)
+    held_at = target.counts()
+
+    threads.stop()
+    assert threads.are_stopped
+    target.wait_stopped()
+    assert set(target.tracers().values()) == {0}
+
+    threads.hold_again()
+    assert not threads.are_stopped
+    target.assert_only_this_runs(free)
+    assert all(target.counts()[tid] == held_at[tid] for tid in target.workers[1:])
+
+    threads.release()
+    target.assert_untouched()
+
+
+def test_where_a_stop_would_be_noticed_the_threads_run_instead(target: Counting, make_threads: MakeThreads) -> None:
+    threads = make_threads(stoppable=False)
+    threads.hold({target.pid: target.workers[0]})
+    threads.stop()
+    assert not threads.are_stopped
+    assert os.waitid(os.P_PID, target.pid, os.WSTOPPED | os.WCONTINUED | os.WNOHANG | os.WNOWAIT) is None
+    target.assert_untouched()
+    threads.hold_again()
+    target.assert_only_this_runs(target.workers[0])
+    threads.release()
+    target.assert_untouched()
+
+
+def test_holding_adds_processes_and_holds_none_twice(start: Start, target: Counting, make_threads: MakeThreads) -> None:
+    late = start()
+    threads = make_threads()
+    threads.hold({target.pid: target.workers[0]})
+    threads.hold({target.pid: target.workers[0], late.pid: late.workers[1]})
+    assert threads.pids == (target.pid, late.pid)
+    target.assert_only_this_runs(target.workers[0])
+    late.assert_only_this_runs(late.workers[1])
+    threads.stop()
+    target.wait_stopped()
+    late.wait_stopped()
+    threads.hold_again()
+    target.assert_only_this_runs(target.workers[0])
+    late.assert_only_this_runs(late.workers[1])
+    threads.release()
+    target.assert_untouched()
+    late.assert_untouched()
+
+
+def test_a_stop_that_is_in_force_ends_with_continue_stopped(target: Counting, make_threads: MakeThreads) -> None:
+    os.kill(target.pid, signal.SIGSTOP)
+    target.wait_stopped()
+    threads = make_threads()
+    threads.hold({target.pid: target.workers[3]})
+    threads.continue_stopped()
+    target.assert_only_this_runs(target.workers[3])
+    threads.release()
+    target.assert_untouched()
+
+
+def test_a_process_that_has_ended_is_passed_over(start: Start, target: Counting, make_threads: MakeThreads) -> None:
+    ends = start()
+    threads = make_threads()
+    threads.hold({ends.pid: ends.workers[0], target.pid: target.workers[0]})
+    os.kill(ends.pid, signal.SIGKILL)
+    threads.release()
+    ends.child.reap()
+    threads.stop()
+    target.wait_stopped()
+    threads.hold_again()
+    target.assert_only_this_runs(target.workers[0])
+    threads.release()
+    target.assert_untouched()
+
+
+def test_another_tracer_is_named_as_the_reason(target: Counting, make_threads: MakeThreads) -> None:
+    with tracer_of(target.workers[1]):
+        threads = make_threads()
+        with pytest.raises(NotPermitted, match=f"the threads of {target.pid} cannot be held") as failure:
+            threads.hold({target.pid: target.workers[0]})
+        assert failure.value.pid == target.pid
+        assert failure.value.hint is not None
+        assert "tracer" in failure.value.hint
+        threads.release()
+        target.advance(target.workers)
