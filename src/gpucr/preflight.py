@@ -99,6 +99,22 @@ def check_tracers(job: Job) -> list[Finding]:
     return found
 
 
+def check_terminal(job: Job) -> list[Finding]:
+    """A terminal, whose shell notices that the job is stopped while CRIU dumps it."""
+    if not processes.has_terminal(job.root.pid):
+        return []
+    return [
+        Finding(
+            "warning",
+            f"process {job.root.pid} ({job.root.name}) has a controlling terminal",
+            f"tty_nr in /proc/{job.root.pid}/stat",
+            "it is stopped for the dump, and an interactive shell then puts it in the background, where it goes on",
+            "`fg` in that shell brings it back; jobs started with setsid have no terminal",
+            job.root.pid,
+        )
+    ]
+
+
 def check_open_files(job: Job) -> list[Finding]:
     """Descriptors that CRIU cannot dump. Those of running CUDA processes go away with the checkpoint."""
     gang = {member.pid for member in job.gang if member.found is not CudaState.CHECKPOINTED}

@@ -48,8 +48,8 @@ def make_threads(start: Start) -> Iterator[MakeThreads]:
     """GangThreads that are let go at the end of the test, or the target could not be collected."""
     made: list[GangThreads] = []
 
-    def make(stoppable: bool = True) -> GangThreads:
-        made.append(GangThreads(stoppable=stoppable))
+    def make() -> GangThreads:
+        made.append(GangThreads())
         return made[-1]
 
     yield make
@@ -75,19 +75,6 @@ def test_held_stopped_held_again_released(target: Counting, make_threads: MakeTh
     target.assert_only_this_runs(free)
     assert all(target.counts()[tid] == held_at[tid] for tid in target.workers[1:])
 
-    threads.release()
-    target.assert_untouched()
-
-
-def test_where_a_stop_would_be_noticed_the_threads_run_instead(target: Counting, make_threads: MakeThreads) -> None:
-    threads = make_threads(stoppable=False)
-    threads.hold({target.pid: target.workers[0]})
-    threads.stop()
-    assert not threads.are_stopped
-    assert os.waitid(os.P_PID, target.pid, os.WSTOPPED | os.WCONTINUED | os.WNOHANG | os.WNOWAIT) is None
-    target.assert_untouched()
-    threads.hold_again()
-    target.assert_only_this_runs(target.workers[0])
     threads.release()
     target.assert_untouched()
 

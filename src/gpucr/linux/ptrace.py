@@ -25,6 +25,8 @@ _REGISTERS, _RAX, _ORIG_RAX = 27, 10, 15  # struct user_regs_struct of x86-64: 6
 _ERESTARTNOHAND, _ERESTART_RESTARTBLOCK = 514, 516  # include/linux/errno.h
 _WALL = 0x40000000  # include/uapi/linux/wait.h: also threads, which are no children of the caller
 
+_MACHINE = os.uname().machine
+
 _libc = ctypes.CDLL(None, use_errno=True)
 _libc.ptrace.argtypes = (ctypes.c_long, ctypes.c_long, ctypes.c_void_p, ctypes.c_void_p)
 _libc.ptrace.restype = ctypes.c_long
@@ -120,6 +122,8 @@ class HeldThreads:
 
 def _begin_call_anew(tid: int) -> None:
     """Where the interrupted call would wait for the rest of its timeout, let it be called again (stopped → stopped)."""
+    if _MACHINE != "x86_64":  # the registers are told in another way there; the threads are held all the same
+        return
     registers = (ctypes.c_int64 * _REGISTERS)()
     _ptrace(_GETREGS, tid, ctypes.addressof(registers))
     if registers[_ORIG_RAX] >= 0 and registers[_RAX] == -_ERESTART_RESTARTBLOCK:

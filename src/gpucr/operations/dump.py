@@ -14,7 +14,6 @@ from gpucr.criu.options import choose_dump_options
 from gpucr.driver.gpus import gpu_processes, list_gpus
 from gpucr.errors import CudaStarted, InvalidRequest
 from gpucr.gang import Gang
-from gpucr.linux import processes
 from gpucr.operations import jobs
 from gpucr.operations.dump_steps import CommitSnapshot, CreateFolder, CriuDump, DumpContext
 from gpucr.operations.freeze import (
@@ -136,6 +135,7 @@ def _prepare(pid: int, to: Path, *, leave_running: bool, only: bool, deadline: f
         *jobs.findings_before_freeze(job, _total(held)),
         *preflight.check_tracers(job),
         *preflight.check_open_files(job),
+        *(preflight.check_terminal(job) if leave_running and job.gang else ()),
         *preflight.check_disk(job, to if to.is_dir() else to.resolve().parent, _total(held)),
     )
     steps, commit = _steps(context, leave_running=leave_running)
@@ -150,8 +150,7 @@ def _steps(context: DumpContext, *, leave_running: bool) -> tuple[list[Step], Co
             return [CreateFolder(context), criu], criu
         commit = CommitSnapshot(context, criu)
         return [CreateFolder(context), criu, commit], commit
-    # The parent of a job on a terminal is a shell, which would take the terminal away from a job that is stopped.
-    threads = GangThreads(stoppable=not processes.has_terminal(context.job.root.pid))
+    threads = GangThreads()
     checkpoint = CheckpointGang(gang, context.job.root.pid, threads=threads)
     criu = CriuDump(context, checkpoint, commit_while_frozen=not leave_running)
     begin: list[Step] = [CreateFolder(context), LockGang(gang), checkpoint, criu]

@@ -80,7 +80,7 @@ def restore(
     steps.append(CriuRestore(context))
     if driver is not None:
         gang = context.gang = Gang(driver, (), deadline=deadline)
-        threads = GangThreads(stoppable=True)
+        threads = GangThreads()
         # Restoring and unlocking are undone by CriuRestore, which ends the processes.
         steps += [
             HoldThreads(threads, context.restore_threads),

@@ -23,12 +23,10 @@ class GangThreads:
     """The threads of a gang's processes, which are held with ptrace or stopped with SIGSTOP.
 
     CRIU has to trace the processes itself, so before it begins they are handed over stopped: a thread goes from held
-    to stopped, and back, without running in between. ``stoppable`` is False where the parent would take notice: a shell
-    takes the terminal from a stopped job. Then the threads run while they are handed over.
+    to stopped, and back, without running in between. The parent can see that stop, as `waitpid(WUNTRACED)` shows it.
     """
 
-    def __init__(self, *, stoppable: bool) -> None:
-        self._stoppable = stoppable
+    def __init__(self) -> None:
         self._held: list[HeldThreads] = []
         self._free_threads: dict[int, int] = {}
         self.are_stopped = False
@@ -50,12 +48,11 @@ class GangThreads:
         self.continue_stopped()
 
     def stop(self) -> None:
-        """Held → stopped by SIGSTOP (where that is possible, else running), and no longer traced."""
-        if self._stoppable:
-            self.are_stopped = True
-            for pid in self.pids:
-                with contextlib.suppress(ProcessLookupError):  # that it ended is CRIU's to find
-                    os.kill(pid, signal.SIGSTOP)
+        """Held → stopped by SIGSTOP, and no longer traced."""
+        self.are_stopped = True
+        for pid in self.pids:
+            with contextlib.suppress(ProcessLookupError):  # that it ended is CRIU's to find
+                os.kill(pid, signal.SIGSTOP)
         self.release()
 
     def continue_stopped(self) -> None:
