@@ -263,6 +263,24 @@ def _resumed(job: Counter) -> bool:
     return True
 
 
+def test_a_second_gpucr_is_refused_while_the_first_is_at_work(
+    counter: CounterFactory, driver: CudaDriver, sim_environment: Callable[..., dict[str, str]], tmp_path: Path
+) -> None:
+    job = counter("--fork", "1", env=sim_environment(faults="checkpoint=delay:2000"))
+    child = next(pid for pid in job.processes() if pid != job.pid)
+    first = command.start("suspend", job.pid)
+    wait_until(lambda: driver.state(child) is LOCKED, "the job to be locked")
+    for second in (["suspend", job.pid], ["resume", child], ["dump", job.pid, "--to", tmp_path / "s"]):
+        refused = command.run(*second)
+        assert refused.returncode == 3, refused.stderr
+        assert "another gpucr is at work on process" in refused.stderr
+    first.communicate(timeout=30)
+    assert first.returncode == 0
+    assert states(driver, job) == {CHECKPOINTED}
+    gpucr.resume(job.pid)
+    assert states(driver, job) == {RUNNING}
+
+
 def test_a_stopped_process_is_refused_at_once(counter: CounterFactory, driver: CudaDriver) -> None:
     job = counter()
     os.kill(job.pid, signal.SIGSTOP)

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import contextlib
 import enum
+import fcntl
 import os
 import select
 import signal
@@ -16,7 +17,7 @@ from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
-from gpucr.errors import InvalidRequest, NotPermitted, ProcessNotFound
+from gpucr.errors import InvalidRequest, NotPermitted, ProcessNotFound, Unsupported
 from gpucr.model import ProcessId, ProcessInfo
 
 PROC = Path("/proc")
@@ -217,6 +218,28 @@ def require_access(process: ProcessInfo) -> None:
         )
     if found is not Presence.PRESENT:
         raise ProcessNotFound(f"process {process.pid} ended while it was looked at", pid=process.pid)
+
+
+@contextlib.contextmanager
+def claimed(pids: Iterable[int]) -> Iterator[None]:
+    """Keep every other gpucr off these processes: two at once would each take the other's half-way states for found.
+
+    An advisory lock (flock(2)) on ``/proc/PID/environ``: only who may trace the process can open it, the lock ends with
+    its holder however that ends, and nothing is left behind. Processes that have ended are passed over. Raises
+    Unsupported where one is claimed already.
+    """
+    with contextlib.ExitStack() as claims:
+        for pid in sorted(set(pids)):
+            try:
+                file = claims.enter_context((PROC / str(pid) / "environ").open("rb"))
+                fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
+            except (FileNotFoundError, ProcessLookupError):
+                continue
+            except BlockingIOError as e:
+                raise Unsupported(
+                    f"another gpucr is at work on process {pid}", hint="wait until it has finished, then try again"
+                ) from e
+        yield
 
 
 def tracer_pid(pid: int) -> int:

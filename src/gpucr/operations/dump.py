@@ -80,19 +80,21 @@ def dump(
     """  # fmt: skip
     deadline = jobs.deadline_after(timeout_s)
     for attempt in range(1, ATTEMPTS + 1):
-        prepared = _prepare(pid, Path(to), leave_running=leave_running, only=only, deadline=deadline)
-        preflight.require_no_blocking(prepared.findings, force=force)
-        try:
-            return _run(prepared, on_progress)
-        except CudaStarted:
-            if attempt == ATTEMPTS:
-                raise
+        with jobs.claimed_job(pid) as found:
+            prepared = _prepare(found, Path(to), leave_running=leave_running, only=only, deadline=deadline)
+            preflight.require_no_blocking(prepared.findings, force=force)
+            try:
+                return _run(prepared, on_progress)
+            except CudaStarted:
+                if attempt == ATTEMPTS:
+                    raise
     raise AssertionError("the last attempt either returned or raised")
 
 
 def plan_dump(pid: int, to: str | os.PathLike[str], *, leave_running: bool = False, only: bool = False) -> DumpPlan:
     """What `dump` would do with the same arguments. Changes nothing; raises as `dump` does before its first step."""
-    prepared = _prepare(pid, Path(to), leave_running=leave_running, only=only, deadline=None)
+    found = jobs.find_job(pid)
+    prepared = _prepare(found, Path(to), leave_running=leave_running, only=only, deadline=None)
     steps = tuple(step.describe() for step in prepared.steps)
     return DumpPlan(prepared.context.job.root.pid, steps, prepared.findings)
 
@@ -108,8 +110,7 @@ class _Prepared:
     commit: CommitSnapshot | CriuDump = field(repr=False)
 
 
-def _prepare(pid: int, to: Path, *, leave_running: bool, only: bool, deadline: float | None) -> _Prepared:
-    found = jobs.find_job(pid)
+def _prepare(found: jobs.FoundJob, to: Path, *, leave_running: bool, only: bool, deadline: float | None) -> _Prepared:
     job = found.job
     if only and len(job.processes) > 1:
         raise InvalidRequest(

@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
+import contextlib
 import time
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 
 from gpucr import gang, preflight
@@ -27,12 +28,30 @@ def find_job(pid: int, *, only: bool = False) -> FoundJob:
 
     ``only`` leaves the descendants out. Raises ProcessNotFound, InvalidRequest or NotPermitted; changes nothing.
     """
-    root = processes.resolve_target(pid)
-    tree = processes.tree(root)
+    return _examine(_tree_of(pid, only=only))
+
+
+@contextlib.contextmanager
+def claimed_job(pid: int, *, only: bool = False) -> Iterator[FoundJob]:
+    """As `find_job`, for an operation that changes the job: no other gpucr works on its processes meanwhile.
+
+    Raises Unsupported where another one does.
+    """
+    tree = _tree_of(pid, only=only)
+    with processes.claimed(process.pid for process in tree):
+        yield _examine(tree)
+
+
+def _tree_of(pid: int, *, only: bool) -> tuple[ProcessInfo, ...]:
+    tree = processes.tree(processes.resolve_target(pid))
     if only:
         tree = tree[:1]
     for process in tree:
         processes.require_access(process)
+    return tree
+
+
+def _examine(tree: tuple[ProcessInfo, ...]) -> FoundJob:
     driver = load_driver_for(tree)
     members = gang.discover(driver, tree) if driver is not None else ()
     return FoundJob(Job(tree, members), driver)

@@ -57,16 +57,16 @@ def suspend(
     or JobChanged (all undone), JobDamaged (not undone).
     """  # fmt: skip
     deadline = jobs.deadline_after(timeout_s)
-    found = jobs.find_job(pid, only=only)
-    gang = _gang_of(found, deadline)
-    held = preflight.device_bytes_in_use(found.job, gpu_processes())
-    device_bytes = sum(sum(by_gpu.values()) for by_gpu in held.values())
-    preflight.require_no_blocking(jobs.findings_before_freeze(found.job, device_bytes), force=force)
-    checkpoint = CheckpointGang(gang, found.job.root.pid, whole_tree=not only)
-    phases = run_steps([LockGang(gang), checkpoint], deadline=deadline, on_progress=on_progress)
-    for member in gang.members:
-        suspended.remember(member, held.get(member.pid, {}))
-    return _report(pid, gang, phases)
+    with jobs.claimed_job(pid, only=only) as found:
+        gang = _gang_of(found, deadline)
+        held = preflight.device_bytes_in_use(found.job, gpu_processes())
+        device_bytes = sum(sum(by_gpu.values()) for by_gpu in held.values())
+        preflight.require_no_blocking(jobs.findings_before_freeze(found.job, device_bytes), force=force)
+        checkpoint = CheckpointGang(gang, found.job.root.pid, whole_tree=not only)
+        phases = run_steps([LockGang(gang), checkpoint], deadline=deadline, on_progress=on_progress)
+        for member in gang.members:
+            suspended.remember(member, held.get(member.pid, {}))
+        return _report(pid, gang, phases)
 
 
 def resume(
@@ -91,8 +91,21 @@ def resume(
     deadline = jobs.deadline_after(timeout_s)
     if isinstance(gpu_map, str):
         gpu_map = GpuMap.parse(gpu_map)
-    found = jobs.find_job(pid, only=only)
-    gang = _gang_of(found, deadline)
+    with jobs.claimed_job(pid, only=only) as found:
+        gang = _gang_of(found, deadline)
+        phases = _resume(found, gang, gpu_map, deadline=deadline, force=force, on_progress=on_progress)
+        return _report(pid, gang, phases)
+
+
+def _resume(
+    found: jobs.FoundJob,
+    gang: Gang,
+    gpu_map: GpuMap | None,
+    *,
+    deadline: float | None,
+    force: bool,
+    on_progress: OnProgress | None,
+) -> tuple[Phase, ...]:
     records = {member.pid: suspended.recall(member.id) for member in gang.members}
     gpus = list_gpus()
     findings = preflight.check_states(found.job)
@@ -109,7 +122,7 @@ def resume(
     phases = run_steps(steps, deadline=deadline, on_progress=on_progress)
     for member in gang.members:
         suspended.forget(member.id)
-    return _report(pid, gang, phases)
+    return phases
 
 
 def _needed_bytes(
