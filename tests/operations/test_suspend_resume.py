@@ -13,6 +13,7 @@ import pytest
 import gpucr
 from gpucr.driver.cuda import CudaDriver
 from gpucr.driver.gpus import gpu_processes, list_gpus
+from gpucr.linux import processes
 from gpucr.model import CudaState
 from tests import command
 from tests.counter import Counter, CounterFactory, wait_until
@@ -229,9 +230,10 @@ def test_a_second_signal_does_not_cut_the_undo_short(
 ) -> None:
     job = counter(env=sim_environment(faults="checkpoint=delay:500,restore=delay:1500"))
     gpucr_process = command.start("suspend", job.pid)
-    wait_until(lambda: driver.state(job.pid) is LOCKED, "the job to be locked")
-    os.kill(gpucr_process.pid, signal.SIGINT)
     assert gpucr_process.stderr is not None
+    while "checkpoint process" not in gpucr_process.stderr.readline():
+        assert gpucr_process.poll() is None
+    os.kill(gpucr_process.pid, signal.SIGINT)
     while "undoing: checkpoint" not in gpucr_process.stderr.readline():
         assert gpucr_process.poll() is None
     os.kill(gpucr_process.pid, signal.SIGINT)
@@ -284,6 +286,7 @@ def test_a_second_gpucr_is_refused_while_the_first_is_at_work(
 def test_a_stopped_process_is_refused_at_once(counter: CounterFactory, driver: CudaDriver) -> None:
     job = counter()
     os.kill(job.pid, signal.SIGSTOP)
+    processes.wait_for_stop([job.pid], 10)
     with pytest.raises(gpucr.Unsupported, match="is stopped") as failure:
         gpucr.suspend(job.pid)
     assert failure.value.hint is not None

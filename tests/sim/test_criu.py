@@ -12,6 +12,7 @@ from pathlib import Path
 import pytest
 
 from gpucr.criu.install import CriuInstall
+from gpucr.linux import processes
 from gpucr.linux.ptrace import HeldThreads
 from tests.counter import DEADLINE_S, Counter, CounterFactory, wait_until
 from tests.sim.libcuda import CHECKPOINTED, Libcuda, gpu_uuids, used_bytes
@@ -51,6 +52,7 @@ def _dumped_and_restored(install: CriuInstall, libcuda: Libcuda, program: Counte
     """In the block the restored process is CHECKPOINTED and only its restore thread runs, as gpucr does it."""
     _, tid = libcuda.restore_tid(program.pid)
     os.kill(program.pid, signal.SIGSTOP)
+    processes.wait_for_stop([program.pid], 10)
     _dump(install, program, images)
     _restore(install, program, images, "--leave-stopped")
     held = HeldThreads({program.pid: tid})

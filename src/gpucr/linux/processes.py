@@ -325,6 +325,19 @@ def _is_ending(pid_or_tid: int) -> bool:
     return any(stat is None or stat.status in "ZX" or stat.flags & _PF_EXITING for stat in stats)
 
 
+def wait_for_stop(pids: Iterable[int], timeout_s: float) -> None:
+    """Wait until a SIGSTOP has reached every thread of these processes, at most ``timeout_s``.
+
+    Returns all the same when the time is over: a thread that hangs in the kernel (state D) stops when it gets out.
+    """
+    end = time.monotonic() + timeout_s
+    tids = [tid for pid in pids for tid in threads(pid)]
+    while time.monotonic() < end:
+        if all(stat is None or stat.status in "TZX" for stat in map(read_stat, tids)):
+            return
+        time.sleep(0.001)
+
+
 def continue_stopped(pids: Iterable[int]) -> None:
     """SIGCONT these processes; those that have ended are passed over."""
     for pid in pids:

@@ -18,6 +18,9 @@ from gpucr.errors import NotPermitted
 from gpucr.linux import processes
 from gpucr.linux.ptrace import HeldThreads
 
+STOP_TIMEOUT_S = 10.0
+"""How long a SIGSTOP is waited for."""
+
 
 class GangThreads:
     """The threads of a gang's processes, which are held with ptrace or stopped with SIGSTOP.
@@ -54,6 +57,8 @@ class GangThreads:
             with contextlib.suppress(ProcessLookupError):  # that it ended is CRIU's to find
                 os.kill(pid, signal.SIGSTOP)
         self.release()
+        # CRIU must not meet a stop that is half done: it would dump the signal as pending.
+        processes.wait_for_stop(self.pids, STOP_TIMEOUT_S)
 
     def continue_stopped(self) -> None:
         """End the stop. Threads that are held do not notice."""
