@@ -3,7 +3,7 @@
 CRIU wakes the threads that it dumps or restores out of their system calls. Measured (H200, driver 580, JAX): a thread
 that is woken so inside libcuda goes on and reads memory that is not there while the process is checkpointed, and the
 process dies of SIGSEGV (in the second dump and restore of the same process, in five of five runs). Once a thread did so
-while the driver checkpointed. Held as here, all of 31 cycles of dump and restore and 28 dumps with leave-running went
+while the driver checkpointed. Held as here, all of 34 cycles of dump and restore and 31 dumps with leave-running went
 well (docs/hardware.md).
 """
 
