@@ -17,6 +17,7 @@ from gpucr.linux import processes
 from gpucr.model import CudaState
 from tests import command
 from tests.counter import Counter, CounterFactory, wait_until
+from tests.operations.recovery import resumed
 
 RUNNING, LOCKED, CHECKPOINTED = CudaState.RUNNING, CudaState.LOCKED, CudaState.CHECKPOINTED
 
@@ -252,17 +253,9 @@ def test_a_killed_gpucr_leaves_a_job_that_resume_brings_back(
     gpucr_process.kill()
     gpucr_process.communicate(timeout=30)
     # The driver may still be at work on what it had been asked for: until it has finished, a resume is refused.
-    wait_until(lambda: _resumed(job), "a resume that succeeds")
+    wait_until(lambda: resumed(job), "a resume that succeeds")
     assert driver.state(job.pid) is RUNNING
     assert job.ask() == 101
-
-
-def _resumed(job: Counter) -> bool:
-    try:
-        gpucr.resume(job.pid)
-    except gpucr.JobChanged:
-        return False
-    return True
 
 
 def test_a_second_gpucr_is_refused_while_the_first_is_at_work(

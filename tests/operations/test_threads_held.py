@@ -26,6 +26,7 @@ from gpucr.model import CudaState
 from gpucr.sim import build as simulator
 from tests import command
 from tests.counter import Counter, CounterFactory, wait_until
+from tests.operations.recovery import resumed
 
 pytestmark = pytest.mark.criu
 RUNNING, LOCKED, CHECKPOINTED = CudaState.RUNNING, CudaState.LOCKED, CudaState.CHECKPOINTED
@@ -218,16 +219,8 @@ def test_a_killed_gpucr_leaves_no_thread_held(
     wait_until(lambda: not any(processes.tracer_pid(thread) for thread in others), "the kernel to let go of them")
     assert_untouched([job.pid])
     # The driver may still be at work on what it had been asked for: until it has finished, a resume is refused.
-    wait_until(lambda: _resumed(job), "a resume that succeeds")
+    wait_until(lambda: resumed(job), "a resume that succeeds")
     assert_as_before(job, driver, 101)
-
-
-def _resumed(job: Counter) -> bool:
-    try:
-        gpucr.resume(job.pid)
-    except gpucr.JobChanged:
-        return False
-    return True
 
 
 @pytest.mark.parametrize("action", ["restore", "unlock"])

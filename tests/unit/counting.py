@@ -8,7 +8,7 @@ import os
 import shutil
 import struct
 import subprocess
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Literal
 
@@ -189,3 +189,6 @@ def running(program: Path, folder: Path, variant: Variant = "") -> Iterator[Coun
             yield Counting(child, shared)
         finally:
             child.close()
+
+
+Start = Callable[..., Counting]

@@ -2,46 +2,19 @@
 
 from __future__ import annotations
 
-import contextlib
 import os
 import signal
 import subprocess
 import sys
 from collections.abc import Callable, Iterator, Mapping
-from pathlib import Path
 
 import pytest
 
 from gpucr.linux import processes
 from gpucr.linux.ptrace import HeldThreads
 from tests.counter import wait_until
-from tests.unit import counting
 from tests.unit.children import tracer_of
-from tests.unit.counting import Counting, Variant
-
-
-@pytest.fixture(scope="module")
-def program(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    return counting.build(tmp_path_factory.mktemp("counting"))
-
-
-Start = Callable[..., Counting]
-
-
-@pytest.fixture
-def start(program: Path, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Start]:
-    with contextlib.ExitStack() as started:
-
-        def start_one(variant: Variant = "") -> Counting:
-            return started.enter_context(counting.running(program, tmp_path_factory.mktemp("run"), variant))
-
-        yield start_one
-
-
-@pytest.fixture
-def target(start: Start) -> Counting:
-    return start()
-
+from tests.unit.counting import Counting, Start
 
 Hold = Callable[[Mapping[int, int]], HeldThreads]
 

@@ -2,43 +2,16 @@
 
 from __future__ import annotations
 
-import contextlib
 import os
 import signal
 from collections.abc import Callable, Iterator
-from pathlib import Path
 
 import pytest
 
 from gpucr.errors import NotPermitted
 from gpucr.operations.threads import GangThreads
-from tests.unit import counting
 from tests.unit.children import tracer_of
-from tests.unit.counting import Counting
-
-
-@pytest.fixture(scope="module")
-def program(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    return counting.build(tmp_path_factory.mktemp("counting"))
-
-
-Start = Callable[..., Counting]
-
-
-@pytest.fixture
-def start(program: Path, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Start]:
-    with contextlib.ExitStack() as started:
-
-        def start_one() -> Counting:
-            return started.enter_context(counting.running(program, tmp_path_factory.mktemp("run")))
-
-        yield start_one
-
-
-@pytest.fixture
-def target(start: Start) -> Counting:
-    return start()
-
+from tests.unit.counting import Counting, Start
 
 MakeThreads = Callable[..., GangThreads]
 
