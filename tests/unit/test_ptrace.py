@@ -1,7 +1,8 @@
-"""Holding threads: which ones run, and that nothing is lost when they are let go."""
+"""Holding threads, and watching single ones: which run, what is told, and that nothing is lost at the end."""
 
 from __future__ import annotations
 
+import errno
 import os
 import signal
 import subprocess
@@ -11,9 +12,9 @@ from collections.abc import Callable, Iterator, Mapping
 import pytest
 
 from gpucr.linux import processes
-from gpucr.linux.ptrace import HeldThreads
+from gpucr.linux.ptrace import HeldThreads, Stop, StopKind, TracedThread
 from tests.counter import wait_until
-from tests.unit.children import tracer_of
+from tests.unit.children import tracer_of, unused_pid
 from tests.unit.counting import Counting, Start
 
 Hold = Callable[[Mapping[int, int]], HeldThreads]
@@ -125,7 +126,7 @@ def test_a_process_that_is_gone_is_passed_over(start: Start, hold: Hold) -> None
 
 def test_threads_go_on_when_their_holder_is_killed(target: Counting) -> None:
     source = (
-        "import sys, signal; from gpucr.linux.ptrace import HeldThreads\n"
+        "import sys, signal; from gpucr.linux.ptrace import HeldThreads, Stop, StopKind, TracedThread\n"
         "HeldThreads({int(sys.argv[1]): int(sys.argv[2])}).hold(); print('held', flush=True); signal.pause()"
     )
     arguments = [sys.executable, "-c", source, str(target.pid), str(target.workers[0])]
@@ -179,3 +180,179 @@ def test_held_then_stopped_then_released_never_runs_in_between(target: Counting,
 
 def _wait_for_more(target: Counting, spawned: int) -> None:
     wait_until(lambda: target.spawned > spawned, "more threads to be spawned")
+
+
+# --- one thread, watched ---------------------------------------------------------------------------------------
+
+
+@pytest.fixture
+def thread(target: Counting) -> Iterator[TracedThread]:
+    """A worker, which takes SIGRTMIN and is mostly in poll() for a millisecond."""
+    found = TracedThread.seize(target.workers[0])
+    yield found
+    found.detach(found.last_stop.signal)
+
+
+def test_seized_stands_still_and_detached_goes_on(target: Counting) -> None:
+    thread = TracedThread.seize(target.workers[0])
+    assert thread.last_stop == Stop(StopKind.INTERRUPTED)
+    count = target.counts()[thread.tid]
+    target.advance(target.workers[1:])
+    assert target.counts()[thread.tid] == count
+    thread.detach()
+    target.assert_untouched()
+
+
+def test_resumed_runs_until_it_is_stopped(target: Counting, thread: TracedThread) -> None:
+    thread.resume()
+    target.advance((thread.tid,))
+    assert thread.wait(0.0) is None
+    assert thread.stop() == Stop(StopKind.INTERRUPTED)
+    count = target.counts()[thread.tid]
+    target.advance(target.workers[1:])
+    assert target.counts()[thread.tid] == count
+
+
+def _to_entry(thread: TracedThread) -> None:
+    """Let the thread run until it is about to call poll(): its next call can be the end of an interrupted one."""
+    while True:
+        thread.resume_to_syscall()
+        if thread.wait().kind is StopKind.SYSCALL_ENTRY and thread.registers().orig_rax == _POLL:
+            return
+
+
+def test_entry_and_exit_of_calls_take_turns(thread: TracedThread) -> None:
+    _to_entry(thread)
+    for _ in range(10):
+        assert thread.last_stop == Stop(StopKind.SYSCALL_ENTRY)
+        assert thread.registers().orig_rax == _POLL
+        assert thread.registers().result == -errno.ENOSYS  # what the kernel puts there before the call
+        thread.resume_to_syscall()
+        assert thread.wait() == Stop(StopKind.SYSCALL_EXIT)
+        assert (thread.registers().orig_rax, thread.registers().result) == (_POLL, 0)
+        thread.resume_to_syscall()
+        thread.wait()
+
+
+def test_arguments_can_be_changed_at_the_entry(target: Counting, thread: TracedThread) -> None:
+    _to_entry(thread)
+    changed = thread.registers().copy()
+    changed.rdx = 1 << 31  # a timeout without end
+    thread.set_registers(changed)
+    thread.resume()
+    wait_until(lambda: target.states()[thread.tid] == "S", "the thread to wait")
+    count = target.counts()[thread.tid]
+    target.advance(target.workers[1:])
+    assert target.counts()[thread.tid] == count
+    assert thread.stop() == Stop(StopKind.INTERRUPTED)
+    back = thread.registers()
+    assert (back.orig_rax, back.rdx) == (_POLL, 1 << 31)
+    assert back.is_in_interrupted_call
+    back.rdx = 1
+    thread.set_registers(back.with_whole_timeout())
+
+
+def test_a_signal_stops_the_thread_and_can_be_passed_on_or_not(target: Counting, thread: TracedThread) -> None:
+    for passed_on, taken in ((0, 0), (signal.SIGRTMIN, 1)):
+        thread.resume()
+        _signal_thread(target.pid, thread.tid, signal.SIGRTMIN)
+        assert thread.wait() == Stop(StopKind.SIGNAL, signal.SIGRTMIN)
+        assert not thread.is_stopped_by_fault()
+        thread.resume(passed_on)
+        target.advance((thread.tid,))
+        assert target.signals == taken
+        thread.stop()
+
+
+def test_a_blocked_signal_waits_until_the_mask_is_changed(target: Counting, thread: TracedThread) -> None:
+    mask = thread.signal_mask()
+    assert mask == 0
+    thread.set_signal_mask(1 << (signal.SIGRTMIN - 1))
+    assert thread.signal_mask() == 1 << (signal.SIGRTMIN - 1)
+    thread.resume()
+    _signal_thread(target.pid, thread.tid, signal.SIGRTMIN)
+    target.advance((thread.tid,))
+    thread.stop()
+    assert target.signals == 0
+    thread.set_signal_mask(mask)
+    thread.resume()
+    assert thread.wait() == Stop(StopKind.SIGNAL, signal.SIGRTMIN)
+
+
+def test_a_dropped_signal_is_not_taken_even_if_the_tracer_dies(target: Counting) -> None:
+    for drop in (True, False):
+        status = _in_a_process(lambda drop=drop: _die_at_a_signal(target, drop=drop))  # type: ignore[misc]
+        assert os.WTERMSIG(status) == signal.SIGKILL
+        target.assert_untouched()
+        assert target.signals == (0 if drop else 1)
+
+
+def _die_at_a_signal(target: Counting, *, drop: bool) -> None:
+    thread = TracedThread.seize(target.workers[0])
+    thread.resume()
+    _signal_thread(target.pid, thread.tid, signal.SIGRTMIN)
+    assert thread.wait() == Stop(StopKind.SIGNAL, signal.SIGRTMIN)
+    if drop:
+        thread.drop_signal()
+    os.kill(os.getpid(), signal.SIGKILL)
+
+
+def _in_a_process(act: Callable[[], None]) -> int:
+    pid = os.fork()
+    if pid == 0:
+        try:
+            act()
+        finally:
+            os._exit(1)
+    return os.waitpid(pid, 0)[1]
+
+
+def test_a_stopped_process_is_told_apart(target: Counting, thread: TracedThread) -> None:
+    thread.resume()
+    os.kill(target.pid, signal.SIGSTOP)
+    # each thread of a process can be the one to take the signal
+    kinds = [thread.wait().kind]
+    if thread.last_stop.kind is StopKind.SIGNAL:
+        thread.resume(thread.last_stop.signal)
+        kinds.append(thread.wait().kind)
+    assert kinds[-1] is StopKind.GROUP_STOP
+    os.kill(target.pid, signal.SIGCONT)
+
+
+def test_the_end_of_a_thread_is_told(target: Counting, thread: TracedThread) -> None:
+    thread.resume()
+    os.kill(target.pid, signal.SIGKILL)
+    assert thread.wait() == Stop(StopKind.EXITED)
+    for call in (thread.registers, thread.resume, thread.signal_mask, lambda: thread.read_memory(1 << 20, 1)):
+        with pytest.raises(ProcessLookupError):
+            call()
+    thread.detach()
+    assert target.child.reap() == -signal.SIGKILL
+
+
+def test_a_main_thread_that_ends_while_others_go_on_is_told(start: Start) -> None:
+    target = start("main thread ends")
+    wait_until(lambda: target.states()[target.pid] == "Z", "the main thread to end")
+    with pytest.raises(PermissionError):
+        TracedThread.seize(target.pid)
+    target.assert_untouched()
+
+
+def test_what_is_not_there_or_traced_already_is_refused(target: Counting, thread: TracedThread) -> None:
+    with pytest.raises(ProcessLookupError):
+        TracedThread.seize(unused_pid())
+    with tracer_of(target.workers[1]), pytest.raises(PermissionError, match=f"ptrace of thread {target.workers[1]}"):
+        TracedThread.seize(target.workers[1])
+
+
+def test_memory_is_read_and_written_or_it_is_an_error(thread: TracedThread) -> None:
+    address = thread.registers().rsp - 4096
+    thread.write_memory(address, b"content")
+    assert thread.read_memory(address, 7) == b"content"
+    for act in (lambda: thread.read_memory(4096, 8), lambda: thread.write_memory(4096, b"content")):
+        with pytest.raises(OSError, match="memory of thread") as failure:
+            act()
+        assert failure.value.errno == errno.EFAULT
+
+
+_POLL = 7  # the system call of x86-64

@@ -1,7 +1,9 @@
-"""Stop single threads of another process with ptrace(2), and let them go again.
+"""Stop single threads of another process with ptrace(2), watch them, and let them go again.
 
-A tracer is an operating system thread, not a process, so every `HeldThreads` has one of its own that makes all the
-calls. When gpucr dies, the kernel detaches and the threads go on.
+A tracer is an operating system thread, not a process: all calls for a traced thread come from the thread that seized
+it. When gpucr dies, the kernel detaches and the threads go on. A signal that a thread was about to take is not lost by
+that: stops are looked at without being collected (WNOWAIT), because the kernel clears with the collection what it would
+deliver on its own (Linux 6.18, `wait_task_stopped` and `ptrace_signal`; a test shows it).
 
 A thread that is held in poll(), nanosleep() or a futex wait with a timeout begins the call anew when it goes on, with
 its whole timeout. Left alone, the kernel would let it wait for the rest; but that is a state which CRIU cannot dump:
@@ -12,24 +14,301 @@ from __future__ import annotations
 
 import contextlib
 import ctypes
+import enum
+import errno
 import os
 import queue
+import signal as signals
 import threading
-from collections.abc import Callable, Mapping
+import time
+from collections.abc import Callable, Iterator, Mapping
+from dataclasses import dataclass
+from typing import overload
 
+from gpucr.errors import ProcessNotFound
 from gpucr.linux import processes
+from gpucr.linux.registers import Registers
 
-_SEIZE, _INTERRUPT, _DETACH, _EVENT_STOP = 0x4206, 0x4207, 17, 128  # include/uapi/linux/ptrace.h
-_GETREGS, _SETREGS = 12, 13  # arch/x86/include/uapi/asm/ptrace-abi.h
-_REGISTERS, _RAX, _ORIG_RAX = 27, 10, 15  # struct user_regs_struct of x86-64: 64 bits each
-_ERESTARTNOHAND, _ERESTART_RESTARTBLOCK = 514, 516  # include/linux/errno.h
+# include/uapi/linux/ptrace.h and, for the registers, arch/x86/include/uapi/asm/ptrace-abi.h
+_CONT, _GETREGS, _SETREGS, _DETACH, _SYSCALL = 7, 12, 13, 17, 24
+_SETOPTIONS, _GETSIGINFO, _GETREGSET, _SEIZE, _INTERRUPT = 0x4200, 0x4202, 0x4204, 0x4206, 0x4207
+_GETSIGMASK, _SETSIGMASK, _GET_SYSCALL_INFO, _GET_RSEQ_CONFIGURATION = 0x420A, 0x420B, 0x420E, 0x420F
+_O_TRACESYSGOOD, _O_SUSPEND_SECCOMP = 1, 1 << 21
+# Tells stops for system calls from stops for SIGTRAP; without it, the kernel sends that signal when gpucr dies in one.
+_OPTIONS = _O_TRACESYSGOOD
+_EVENT_STOP, _SYSCALL_STOP = 128, signals.SIGTRAP | 0x80
+_INFO_ENTRY, _INFO_BYTES = 1, 88  # struct ptrace_syscall_info
 _WALL = 0x40000000  # include/uapi/linux/wait.h: also threads, which are no children of the caller
+_STATUS_BYTES = 1 << 16
+_SIGINFO_BYTES, _SI_KERNEL = 128, 0x80  # include/uapi/asm-generic/siginfo.h
 
+_SHORTEST_PAUSE_S, _LONGEST_PAUSE_S = 20e-6, 1e-3
 _MACHINE = os.uname().machine
 
 _libc = ctypes.CDLL(None, use_errno=True)
 _libc.ptrace.argtypes = (ctypes.c_long, ctypes.c_long, ctypes.c_void_p, ctypes.c_void_p)
 _libc.ptrace.restype = ctypes.c_long
+
+
+class StopKind(enum.Enum):
+    """Why a traced thread stands still (ptrace(2), "Stopped states")."""
+
+    SYSCALL_ENTRY = "entering a system call"
+    SYSCALL_EXIT = "leaving a system call"
+    SIGNAL = "about to take a signal"
+    GROUP_STOP = "its process is stopped (SIGSTOP)"
+    INTERRUPTED = "interrupted"
+    EXITED = "it has ended"
+
+
+@dataclass(frozen=True)
+class Stop:
+    """What happened to a traced thread. ``signal`` is lost unless it is passed to the call that lets it go on."""
+
+    kind: StopKind
+    signal: int = 0
+
+
+class _Vector(ctypes.Structure):
+    _fields_ = (("base", ctypes.c_void_p), ("size", ctypes.c_size_t))
+
+
+class TracedThread:
+    """One thread of another process under ptrace. All calls must come from the OS thread that called `seize`.
+
+    Each method but `stop`, `wait`, `status` and the two for memory wants the thread stopped. A thread that has ended
+    makes them raise ProcessLookupError, and so do calls for a thread that runs or from another OS thread.
+    """
+
+    def __init__(self, tid: int) -> None:
+        self.tid = tid
+        self.last_stop = Stop(StopKind.INTERRUPTED)
+
+    @classmethod
+    def seize(cls, tid: int) -> TracedThread:
+        """Running, blocked or stopped → traced and stopped.
+
+        Needs the right to trace the process (same user and dumpable, or CAP_SYS_PTRACE; Yama's ptrace_scope below 2).
+        Raises PermissionError where that is refused, also for a zombie, and ProcessLookupError where there is no such
+        thread or it ends meanwhile.
+        """
+        thread = cls(tid)
+        _ptrace(_SEIZE, tid, data=_OPTIONS)
+        try:
+            if thread.stop().kind is StopKind.EXITED:
+                raise ProcessLookupError(f"thread {tid} ended")
+        except BaseException:
+            thread.detach()
+            raise
+        return thread
+
+    def stop(self) -> Stop:
+        """Running → stopped, never at a call's entry.
+
+        Another stop may come first and is returned; an INTERRUPTED one then follows when the thread goes on.
+        """
+        _ptrace(_INTERRUPT, self.tid)
+        while (found := self.wait()).kind is StopKind.SYSCALL_ENTRY:
+            self.resume()  # with the interruption under way, the call does not block
+        return found
+
+    def resume(self, signal: int = 0) -> None:
+        """Stopped → running; takes ``signal`` if the stop was for one."""
+        _ptrace(_CONT, self.tid, data=signal)
+
+    def resume_to_syscall(self, signal: int = 0) -> None:
+        """Stopped → running, until it enters or leaves a system call."""
+        _ptrace(_SYSCALL, self.tid, data=signal)
+
+    def interrupt(self) -> Stop:
+        """Stopped at a call's exit or by an interruption → interrupted, with no instruction of the program run."""
+        _ptrace(_INTERRUPT, self.tid)
+        self.resume()
+        return self.wait()
+
+    def detach(self, signal: int = 0) -> None:
+        """Stopped or running → running (or stopped by SIGSTOP), no longer traced. Does nothing where it has ended."""
+        try:
+            _ptrace(_DETACH, self.tid, data=signal)
+        except ProcessLookupError:
+            # It runs or has ended; a dead thread has to be collected, or nobody can collect its process.
+            with contextlib.suppress(ProcessLookupError):
+                if self.stop().kind is not StopKind.EXITED:
+                    _ptrace(_DETACH, self.tid, data=self.last_stop.signal)
+
+    @overload
+    def wait(self) -> Stop: ...
+
+    @overload
+    def wait(self, timeout_s: float) -> Stop | None: ...
+
+    def wait(self, timeout_s: float | None = None) -> Stop | None:
+        """Running → stopped (or ended). None where it still runs after ``timeout_s``."""
+        start = time.monotonic()
+        while (found := self._look()) is None:
+            waited_s = time.monotonic() - start
+            if timeout_s is not None and waited_s >= timeout_s:
+                return None
+            # No wait of the kernel's has a timeout; pauses in proportion cost little, whether stops are rare or many.
+            time.sleep(min(max(waited_s / 8, _SHORTEST_PAUSE_S), _LONGEST_PAUSE_S))
+        self.last_stop = found
+        return found
+
+    def _look(self) -> Stop | None:
+        try:
+            seen = self._seen()
+            if seen is None:
+                stat = processes.read_stat(self.tid)
+                if stat is not None and stat.status not in "ZX":
+                    return None
+                seen = self._seen()  # it may have ended in between
+        except ChildProcessError:
+            return Stop(StopKind.EXITED)
+        if seen is None:  # the end of a main thread is reported after that of all others, and those may be held by us
+            return Stop(StopKind.EXITED)
+        if seen.si_code != os.CLD_TRAPPED:
+            self._collect()
+            return Stop(StopKind.EXITED)
+        event, signal = seen.si_status >> 8, seen.si_status & 0xFF
+        if event == _EVENT_STOP:
+            return Stop(StopKind.INTERRUPTED if signal == signals.SIGTRAP else StopKind.GROUP_STOP)
+        if signal == _SYSCALL_STOP:
+            return Stop(self._syscall_stop())
+        return Stop(StopKind.SIGNAL, signal)
+
+    def _seen(self) -> os.waitid_result | None:
+        return os.waitid(os.P_PID, self.tid, os.WSTOPPED | os.WEXITED | os.WNOHANG | os.WNOWAIT | _WALL)
+
+    def _collect(self) -> None:
+        """Free a zombie from its tracer. A process that is our own child stays for whoever waits for it."""
+        stat = processes.read_stat(self.tid)
+        is_our_child = stat is not None and stat.parent_pid == os.getpid() and _is_process(self.tid)
+        if not is_our_child:
+            with contextlib.suppress(ChildProcessError):
+                os.waitid(os.P_PID, self.tid, os.WEXITED | os.WNOHANG | _WALL)
+
+    def _syscall_stop(self) -> StopKind:
+        info = ctypes.create_string_buffer(_INFO_BYTES)
+        try:
+            _ptrace(_GET_SYSCALL_INFO, self.tid, len(info), ctypes.addressof(info))
+        except ProcessLookupError:
+            return StopKind.EXITED
+        return StopKind.SYSCALL_ENTRY if info.raw[0] == _INFO_ENTRY else StopKind.SYSCALL_EXIT
+
+    def registers(self) -> Registers:
+        """The general registers. x86-64 only."""
+        found = Registers()
+        _ptrace(_GETREGS, self.tid, data=ctypes.addressof(found))
+        return found
+
+    def set_registers(self, registers: Registers) -> None:
+        """Set the general registers, all at once."""
+        _ptrace(_SETREGS, self.tid, data=ctypes.addressof(registers))
+
+    def register_set(self, kind: int, size_bytes: int) -> bytes:
+        """A further set of registers (PTRACE_GETREGSET, NT_… of elf.h), of at most ``size_bytes``."""
+        content = ctypes.create_string_buffer(size_bytes)
+        vector = _Vector(ctypes.addressof(content), size_bytes)
+        _ptrace(_GETREGSET, self.tid, kind, ctypes.addressof(vector))
+        return content.raw[: vector.size]
+
+    def signal_fault_address(self) -> int:
+        """At a stop for SIGSEGV or SIGBUS: the address whose access caused it (``si_addr``)."""
+        return int.from_bytes(self._signal_info()[16:24], "little")
+
+    def is_stopped_by_fault(self) -> bool:
+        """Whether the stop is for an access to memory that failed, and would be made again without the signal."""
+        if self.last_stop.signal not in (signals.SIGSEGV, signals.SIGBUS):
+            return False
+        # the kernel's own codes; SI_KERNEL tells of other errors, negative ones of a process that sent the signal
+        return 0 < int.from_bytes(self._signal_info()[8:12], "little", signed=True) < _SI_KERNEL
+
+    def _signal_info(self) -> bytes:
+        info = ctypes.create_string_buffer(_SIGINFO_BYTES)
+        _ptrace(_GETSIGINFO, self.tid, data=ctypes.addressof(info))
+        return info.raw
+
+    def signal_mask(self) -> int:
+        """The blocked signals, bit N - 1 for signal N. In sigsuspend() and the like: those blocked after the call."""
+        mask = ctypes.c_uint64()
+        _ptrace(_GETSIGMASK, self.tid, ctypes.sizeof(mask), ctypes.addressof(mask))
+        return mask.value
+
+    def set_signal_mask(self, mask: int) -> None:
+        """Set the blocked signals. SIGKILL and SIGSTOP stay unblocked."""
+        value = ctypes.c_uint64(mask)
+        _ptrace(_SETSIGMASK, self.tid, ctypes.sizeof(value), ctypes.addressof(value))
+
+    def suspend_seccomp(self) -> None:
+        """No seccomp filter judges the thread's calls until `resume_seccomp` or the end of the tracing.
+
+        Raises PermissionError without CAP_SYS_ADMIN, or where the caller has such a filter itself.
+        """
+        _ptrace(_SETOPTIONS, self.tid, data=_OPTIONS | _O_SUSPEND_SECCOMP)
+
+    def resume_seccomp(self) -> None:
+        """The thread's seccomp filter is in force again."""
+        _ptrace(_SETOPTIONS, self.tid, data=_OPTIONS)
+
+    def rseq_address(self) -> int:
+        """Where the thread's struct rseq (rseq(2)) lies; 0 for none, and before Linux 5.13, which does not tell."""
+        found = (ctypes.c_uint64 * 3)()  # struct ptrace_rseq_configuration: the address comes first
+        try:
+            _ptrace(_GET_RSEQ_CONFIGURATION, self.tid, ctypes.sizeof(found), ctypes.addressof(found))
+        except OSError as e:
+            if e.errno != errno.EIO:
+                raise
+        return found[0]
+
+    def status(self) -> dict[str, str]:
+        """``/proc/TID/status`` (proc_pid_status(5))."""
+        with self._open("status", os.O_RDONLY) as fd:
+            text = os.read(fd, _STATUS_BYTES).decode(errors="replace")
+        return {key: value.strip() for key, _, value in (line.partition(":") for line in text.splitlines())}
+
+    def drop_signal(self) -> None:
+        """The signal of this stop is not taken, even if gpucr dies now."""
+        os.waitid(os.P_PID, self.tid, os.WSTOPPED | os.WNOHANG | _WALL)
+        self.last_stop = Stop(self.last_stop.kind)
+
+    def read_memory(self, address: int, size_bytes: int) -> bytes:
+        """Bytes of the process's memory. Raises OSError (EFAULT) where a part of them cannot be read."""
+        with self._open("mem", os.O_RDONLY) as fd, self._addressing(address):
+            found = os.pread(fd, size_bytes, address)
+            if not found:
+                raise ProcessLookupError(errno.ESRCH, f"thread {self.tid} ended")  # and its memory is gone
+            if len(found) < size_bytes:
+                raise OSError(errno.EIO, "only a part of it is there")
+        return found
+
+    def write_memory(self, address: int, content: bytes) -> None:
+        """Change the process's memory. Raises OSError (EFAULT) where a part of it is not there."""
+        with self._open("mem", os.O_RDWR) as fd, self._addressing(address):
+            written_bytes = os.pwrite(fd, content, address)
+            if not written_bytes:
+                raise ProcessLookupError(errno.ESRCH, f"thread {self.tid} ended")
+            if written_bytes < len(content):
+                raise OSError(errno.EIO, "only a part of it is there")
+
+    @contextlib.contextmanager
+    def _addressing(self, address: int) -> Iterator[None]:
+        try:
+            yield
+        except ProcessLookupError:
+            raise
+        except OSError as e:
+            raise OSError(errno.EFAULT, f"memory of thread {self.tid} at {address:#x}: {e.strerror}") from e
+
+    @contextlib.contextmanager
+    def _open(self, name: str, flags: int) -> Iterator[int]:
+        try:
+            fd = os.open(processes.PROC / str(self.tid) / name, flags | os.O_CLOEXEC)
+        except FileNotFoundError as e:
+            raise ProcessLookupError(errno.ESRCH, f"thread {self.tid} ended") from e
+        try:
+            yield fd
+        finally:
+            os.close(fd)
 
 
 class HeldThreads:
@@ -42,7 +321,7 @@ class HeldThreads:
 
     def __init__(self, free_threads: Mapping[int, int]) -> None:
         self._free_threads = dict(free_threads)
-        self._held: dict[int, int] = {}  # thread id → the signal that it was about to take, or 0
+        self._held: list[TracedThread] = []
         self._calls: queue.SimpleQueue[tuple[Callable[[], None], queue.SimpleQueue[BaseException | None]] | None]
         self._calls = queue.SimpleQueue()
         self._tracer: threading.Thread | None = None
@@ -95,43 +374,31 @@ class HeldThreads:
     def _seize(self, tid: int) -> None:
         with contextlib.suppress(ProcessLookupError):  # it ended
             try:
-                _ptrace(_SEIZE, tid)
+                thread = TracedThread.seize(tid)
             except PermissionError:
                 # The kernel's answer for a thread that is ending or a zombie, too, as a main thread can be for long.
                 stat = processes.read_stat(tid)
                 if stat is None or stat.status in "ZX":
                     return
                 raise
-            self._held[tid] = 0
-            _ptrace(_INTERRUPT, tid)
-            # __WALL waits for this very thread; its end is reported as well, and then there is nothing to hold.
-            _, status = os.waitpid(tid, _WALL)
-            if not os.WIFSTOPPED(status):
-                del self._held[tid]
-                return
-            if status >> 16 != _EVENT_STOP:
-                self._held[tid] = os.WSTOPSIG(status)
-            _begin_call_anew(tid)
+            self._held.append(thread)
+            if _MACHINE == "x86_64":  # elsewhere the registers are told in another way; it is held all the same
+                thread.set_registers(thread.registers().with_whole_timeout())
 
     def _detach_all(self) -> None:
-        for tid, pending_signal in self._held.items():
-            with contextlib.suppress(ProcessLookupError):
-                _ptrace(_DETACH, tid, pending_signal)
+        for thread in self._held:
+            thread.detach(thread.last_stop.signal)
         self._held.clear()
 
 
-def _begin_call_anew(tid: int) -> None:
-    """Where the interrupted call would wait for the rest of its timeout, let it be called again (stopped → stopped)."""
-    if _MACHINE != "x86_64":  # the registers are told in another way there; the threads are held all the same
-        return
-    registers = (ctypes.c_int64 * _REGISTERS)()
-    _ptrace(_GETREGS, tid, ctypes.addressof(registers))
-    if registers[_ORIG_RAX] >= 0 and registers[_RAX] == -_ERESTART_RESTARTBLOCK:
-        registers[_RAX] = -_ERESTARTNOHAND
-        _ptrace(_SETREGS, tid, ctypes.addressof(registers))
+def _is_process(tid: int) -> bool:
+    try:
+        return processes.thread_group_leader(tid) == tid
+    except ProcessNotFound:
+        return False
 
 
-def _ptrace(request: int, tid: int, data: int = 0) -> None:
-    if _libc.ptrace(request, tid, None, data) < 0:
+def _ptrace(request: int, tid: int, address: int = 0, data: int = 0) -> None:
+    if _libc.ptrace(request, tid, address, data) < 0:
         number = ctypes.get_errno()
         raise OSError(number, f"ptrace of thread {tid}: {os.strerror(number)}")

@@ -1,0 +1,90 @@
+"""Give another process a copy of one of our file descriptors.
+
+Descriptors travel over local sockets (SCM_RIGHTS of unix(7)), so the process gets a pair of them for a moment. It makes
+its calls itself, in a thread that is stopped (injection.py).
+"""
+
+from __future__ import annotations
+
+import contextlib
+import ctypes
+import errno
+import os
+import socket
+import struct
+from collections.abc import Iterator
+
+from gpucr.linux.injection import CLOSE, RECVMSG, SOCKETPAIR, run_syscall, scratch_address
+from gpucr.linux.ptrace import TracedThread
+
+_PIDFD_GETFD = 438
+_MSG_CMSG_CLOEXEC = 0x40000000  # include/linux/socket.h
+_MESSAGE = struct.Struct("<QI4xQQQQI4x")  # struct msghdr: name, its length, iov, count, control, its length, flags
+_VECTOR = struct.Struct("<QQ")
+_CONTROL = struct.Struct("<QiiI4x")  # struct cmsghdr and one descriptor
+_PAIR = struct.Struct("<ii")
+
+_libc = ctypes.CDLL(None, use_errno=True)
+_libc.syscall.argtypes = (ctypes.c_long, ctypes.c_int, ctypes.c_int, ctypes.c_uint)
+_libc.syscall.restype = ctypes.c_long
+
+
+def send_descriptor(thread: TracedThread, fd: int) -> int:
+    """Open our file in the thread's process as well, closed on exec; return its number there. Stopped → stopped.
+
+    Needs what `run_syscall` needs, and raises what it raises; OSError with EMFILE where the process may open no more
+    files. Nothing else stays open in the process (but the two sockets if gpucr is killed in here).
+    """
+    with _socket_into(thread) as (ours, theirs):
+        socket.send_fds(ours, [b"\0"], [fd])
+        return _receive(thread, theirs)
+
+
+def close_descriptor(thread: TracedThread, number: int) -> None:
+    """Close a descriptor of the thread's process. Stopped → stopped. Raises what `run_syscall` does."""
+    run_syscall(thread, CLOSE, number)
+
+
+@contextlib.contextmanager
+def _socket_into(thread: TracedThread) -> Iterator[tuple[socket.socket, int]]:
+    """A socket of ours and, in the process, the number of the one at its other end."""
+    scratch = scratch_address(thread)
+    run_syscall(thread, SOCKETPAIR, socket.AF_UNIX, socket.SOCK_STREAM | socket.SOCK_CLOEXEC, 0, scratch)
+    for_us, theirs = _PAIR.unpack(thread.read_memory(scratch, _PAIR.size))
+    try:
+        try:
+            ours = socket.socket(fileno=_copy_descriptor(thread, for_us))
+        finally:
+            close_descriptor(thread, for_us)
+        with ours:
+            yield ours, theirs
+    finally:
+        close_descriptor(thread, theirs)
+
+
+def _copy_descriptor(thread: TracedThread, number: int) -> int:
+    """A descriptor of the process, opened here as well (pidfd_getfd(2))."""
+    process = os.pidfd_open(int(thread.status()["Tgid"]))
+    try:
+        found: int = _libc.syscall(_PIDFD_GETFD, process, number, 0)
+        if found < 0:
+            error = ctypes.get_errno()
+            raise OSError(error, f"descriptor {number} of thread {thread.tid}: {os.strerror(error)}")
+        return found
+    finally:
+        os.close(process)
+
+
+def _receive(thread: TracedThread, number: int) -> int:
+    """Take the descriptor that was sent out of the socket, in the process."""
+    scratch = scratch_address(thread)
+    vector = scratch + _MESSAGE.size
+    data = vector + _VECTOR.size
+    control = data + 8
+    message = _MESSAGE.pack(0, 0, vector, 1, control, _CONTROL.size, 0)
+    thread.write_memory(scratch, message + _VECTOR.pack(data, 1) + bytes(8 + _CONTROL.size))
+    run_syscall(thread, RECVMSG, number, scratch, _MSG_CMSG_CLOEXEC | socket.MSG_DONTWAIT)
+    length, level, kind, received = _CONTROL.unpack(thread.read_memory(control, _CONTROL.size))
+    if (length, level, kind) != (socket.CMSG_LEN(4), socket.SOL_SOCKET, socket.SCM_RIGHTS):
+        raise OSError(errno.EMFILE, f"thread {thread.tid} was refused one more descriptor")
+    return int(received)
