@@ -1,12 +1,18 @@
-"""gpucr.linux.memory and gpucr.staging: memory maps, and what a checkpoint adds to them."""
+"""gpucr.linux.memory and gpucr.staging: memory maps, what a checkpoint adds to them, and the bytes behind them."""
 
 from __future__ import annotations
 
+import contextlib
 import ctypes
+import errno
 import itertools
 import mmap
 import os
 import random
+import subprocess
+import sys
+import threading
+from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
@@ -14,6 +20,7 @@ import pytest
 from gpucr import staging
 from gpucr.linux import memory
 from gpucr.linux.memory import Mapping, new_anonymous_ranges
+from gpucr.linux.tmpfs import StagingFile
 from gpucr.model import Extent
 from tests.counter import CounterFactory
 from tests.unit.children import python, unused_pid
@@ -95,12 +102,20 @@ def test_largest_anonymous_mapping_and_resident_memory() -> None:
 def test_available_memory_is_less_than_all() -> None:
     total = os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE")
     assert 0 < memory.available_bytes() <= total
+    assert 0 < memory.machine_available_bytes() <= total
 
 
 def test_free_disk_is_what_the_file_system_says(tmp_path: Path) -> None:
     stat = os.statvfs("/proc")
     assert memory.free_disk_bytes(Path("/proc")) == stat.f_bavail * stat.f_frsize == 0
     assert memory.free_disk_bytes(tmp_path) > 0
+
+
+def test_where_files_take_host_memory() -> None:
+    assert memory.lies_in_memory(Path("/dev/shm"))
+    assert not memory.lies_in_memory(Path("/proc"))
+    with pytest.raises(FileNotFoundError, match="/nowhere"):
+        memory.lies_in_memory(Path("/nowhere"))
 
 
 # --- what is new -----------------------------------------------------------------------------------------------
@@ -179,3 +194,235 @@ def test_small_new_mappings_are_the_applications_own() -> None:
     assert extents == (Extent(2 * MIB, MIB), Extent(8 * MIB, 4 * MIB))
     assert staging.total_bytes(extents) == 5 * MIB
     assert staging.total_bytes(()) == 0
+
+
+# --- how far a process is --------------------------------------------------------------------------------------
+
+FILLER = """
+import mmap, os, sys
+f = os.open(sys.argv[1], os.O_RDWR); m = mmap.mmap(f, 32 << 20)
+print(*[line for line in open('/proc/self/maps') if 'rw-s' in line][0].split('-')[:1], flush=True)
+done = 0
+for line in sys.stdin:
+    for at in range(done, int(line), 4096):
+        if sys.argv[2] == 'writes': m[at] = 1
+        else: m[at]
+    done = int(line)
+    print(done, flush=True)
+"""
+
+
+class Filler:
+    """A process that touches a file's mapping from its beginning on, as far as it is told."""
+
+    def __init__(self, process: subprocess.Popen[str]) -> None:
+        self._process = process
+        self.pid = process.pid
+        self.address = int(self._answer(), 16)
+
+    def touch(self, up_to: int) -> None:
+        assert self._process.stdin is not None
+        self._process.stdin.write(f"{up_to}\n")
+        self._process.stdin.flush()
+        assert int(self._answer()) == up_to
+
+    def _answer(self) -> str:
+        assert self._process.stdout is not None
+        return self._process.stdout.readline()
+
+
+@contextlib.contextmanager
+def filler(file: StagingFile, how: str) -> Iterator[Filler]:
+    with subprocess.Popen(
+        [sys.executable, "-I", "-S", "-c", FILLER, f"/proc/{os.getpid()}/fd/{file.fd}", how],
+        stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True,
+    ) as process:  # fmt: skip
+        try:
+            yield Filler(process)
+        finally:
+            process.kill()
+
+
+@pytest.mark.parametrize("how", ["writes", "reads"])
+@pytest.mark.parametrize("populated", [False, True])
+@pytest.mark.parametrize("pages", ["huge", "small"])
+def test_the_finished_part_follows_the_process(pages: str, populated: bool, how: str) -> None:
+    if pages == "huge":
+        file = StagingFile.create(32 * MIB)
+    else:
+        file = StagingFile.adopt(os.memfd_create("small"))
+        file.resize(32 * MIB)
+    with file, filler(file, how) as child:
+        if populated:
+            file.populate(0, 32 * MIB)
+        assert memory.present_prefix(child.pid, child.address, 32 * MIB) == 0
+        for touched in (4096, 2 * MIB - 4096, 2 * MIB, 2 * MIB + 4096, 7 * MIB, 20 * MIB, 24 * MIB + 8192, 32 * MIB):
+            child.touch(touched)
+            # All 2 MiB of address space that the last touched page is not in.
+            expected = (child.address + touched - 1) // (2 * MIB) * (2 * MIB) - child.address
+            assert memory.present_prefix(child.pid, child.address, 32 * MIB) == max(0, expected)
+        part = memory.present_prefix(child.pid, child.address, 9 * MIB)
+        assert 9 * MIB - 2 * MIB <= part < 9 * MIB
+
+
+def test_a_range_that_begins_between_two_huge_pages() -> None:
+    with mmap.mmap(-1, 16 * MIB, flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS) as area:
+        view = (ctypes.c_char * len(area)).from_buffer(area)
+        address = -(-ctypes.addressof(view) // (2 * MIB)) * (2 * MIB) + 12288
+        first = address - ctypes.addressof(view)
+        del view
+        area[first - 12288] = 1  # the page table's entry for the huge page that the range begins in
+        assert memory.present_prefix(os.getpid(), address, 8 * MIB) == 0
+        for at in range(first, first + 5 * MIB, mmap.PAGESIZE):
+            area[at] = 1
+        assert memory.present_prefix(os.getpid(), address, 8 * MIB) == 4 * MIB - 12288
+        assert memory.present_prefix(os.getpid(), address, 0) == 0
+
+
+def test_the_progress_of_a_process_that_ended() -> None:
+    with pytest.raises(OSError, match=r"No such|no memory"):
+        memory.present_prefix(unused_pid(), 1 << 30, 1 << 30)
+    with python("print('ready', flush=True); input()") as child:
+        child.make_zombie()
+        with pytest.raises(OSError, match=r"No such|no memory"):
+            memory.present_prefix(child.pid, 1 << 30, 1 << 30)
+
+
+# --- many threads ----------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("threads", [None, 1, 4, 100])
+def test_pieces_are_spread_over_threads(threads: int | None) -> None:
+    done: list[int] = []
+    memory.spread(done.append, range(1000), threads)
+    assert sorted(done) == list(range(1000))
+    memory.spread(done.append, range(0), threads)
+    assert len(done) == 1000
+
+
+def test_pieces_are_worked_on_at_once_and_no_more_than_16() -> None:
+    meeting = threading.Barrier(16)  # nobody gets past it alone
+    names: set[str] = set()
+
+    def meet(piece: int) -> None:
+        meeting.wait(timeout=30)
+        names.add(threading.current_thread().name)
+
+    memory.spread(meet, range(32), 40)
+    assert len(names) == 16
+
+
+def test_an_error_ends_the_work() -> None:
+    done: list[int] = []
+    failing = threading.Event()
+
+    def work(piece: int) -> None:
+        if piece == 10:
+            failing.set()
+            raise OSError("piece 10")
+        if piece > 10:
+            failing.wait(30)
+        done.append(piece)
+
+    with pytest.raises(OSError, match="piece 10"):
+        memory.spread(work, range(1_000_000), 3)
+    assert set(range(10)) <= set(done)
+    assert len(done) < 900_000
+
+
+# --- from outside ----------------------------------------------------------------------------------------------
+
+ANONYMOUS = """
+import ctypes, mmap, signal, sys
+m = mmap.mmap(-1, 48 << 20, flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)
+if sys.argv[1] == 'huge': m.madvise(14)
+m[40 << 20:(40 << 20) + 4] = b'kept'
+print(ctypes.addressof(ctypes.c_char.from_buffer(m)), flush=True); signal.pause()
+"""
+
+
+def _present_pages(pid: int, address: int, size_bytes: int) -> list[int]:
+    """The offsets of the pages that are there."""
+    with Path(f"/proc/{pid}/pagemap").open("rb") as pagemap:
+        pagemap.seek(address // mmap.PAGESIZE * 8)
+        entries = pagemap.read(size_bytes // mmap.PAGESIZE * 8)
+    return [at // 8 * mmap.PAGESIZE for at in range(0, len(entries), 8) if entries[at + 7] & 0xC0]
+
+
+@pytest.mark.parametrize("threads", [None, 1, 3])
+@pytest.mark.parametrize("size", [32 * MIB, 31 * MIB + 4096, 4096, 0])
+def test_one_page_in_every_2_mib(size: int, threads: int | None) -> None:
+    with python(ANONYMOUS, "small") as child:
+        (area,) = child.numbers
+        enabled = Path("/sys/kernel/mm/transparent_hugepage/enabled").read_text()
+        start = area + 4096
+        memory.fault_in(child.pid, start, size, threads)
+        found = _present_pages(child.pid, start, 36 * MIB)
+        if "[always]" in enabled:
+            pytest.skip("small pages cannot be had")
+        boundaries = [at - start for at in range(-(-start // (2 * MIB)) * 2 * MIB, start + size, 2 * MIB)]
+        first = [0] if size and start % (2 * MIB) else []
+        assert found == first + boundaries
+
+
+def test_huge_pages_come_where_they_are_advised() -> None:
+    if "[never]" in Path("/sys/kernel/mm/transparent_hugepage/enabled").read_text():
+        pytest.skip("this machine has no huge pages")
+    with python(ANONYMOUS, "huge") as child:
+        (area,) = child.numbers
+        start = -(-area // (2 * MIB)) * 2 * MIB
+        memory.fault_in(child.pid, start, 36 * MIB, 2)
+        assert len(_present_pages(child.pid, start, 36 * MIB)) == 36 * MIB // mmap.PAGESIZE
+        content = bytearray(36 * MIB)
+        memory.read_into(child.pid, start, content)
+        assert not any(content)
+
+
+def test_a_hole_in_the_range_is_an_error() -> None:
+    hole = "import ctypes; assert ctypes.CDLL(None).munmap(ctypes.c_void_p(area + (20 << 20)), 8 << 20) == 0\n"
+    code = ANONYMOUS.replace("print(", "area = ctypes.addressof(ctypes.c_char.from_buffer(m))\n" + hole + "print(", 1)
+    with python(code, "small") as child:
+        (area,) = child.numbers
+        with pytest.raises(OSError, match="process_vm_writev") as caught:
+            memory.fault_in(child.pid, area, 40 * MIB, 1)
+        assert caught.value.errno == errno.EFAULT
+        assert _present_pages(child.pid, area, 18 * MIB) != []
+
+
+def test_faulting_in_what_is_not_there() -> None:
+    with pytest.raises(ProcessLookupError):
+        memory.fault_in(unused_pid(), 1 << 30, 64 * MIB)
+    with python(ANONYMOUS, "small") as child:
+        (area,) = child.numbers
+        with pytest.raises(OSError, match="process_vm_writev at 0x") as caught:
+            memory.fault_in(child.pid, area, 1 << 40, 2)
+        assert caught.value.errno == errno.EFAULT
+
+
+def test_reading_memory() -> None:
+    whole = bytearray(b"#" * 4098)
+    with python(ANONYMOUS, "small") as child, mmap.mmap(-1, 4096) as shared:
+        (area,) = child.numbers
+        buffers: tuple[bytearray | memoryview | mmap.mmap, ...] = (bytearray(4096), shared, memoryview(whole)[1:-1])
+        for buffer in buffers:
+            memory.read_into(child.pid, area + 40 * MIB - 2, buffer)
+            assert bytes(buffer[:8]) == b"\0\0kept\0\0"
+        memory.read_into(child.pid, area, bytearray())
+    assert (whole[0], whole[-1]) == (ord("#"), ord("#"))
+
+
+def test_reading_what_is_not_there() -> None:
+    with pytest.raises(ProcessLookupError):
+        memory.read_into(unused_pid(), 1 << 30, bytearray(1))
+    with mmap.mmap(-1, 2 * mmap.PAGESIZE, flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS) as area:
+        view = (ctypes.c_char * len(area)).from_buffer(area)
+        address = ctypes.addressof(view)
+        del view
+        area[:] = b"x" * len(area)
+        libc = ctypes.CDLL(None)
+        assert libc.mprotect(ctypes.c_void_p(address + mmap.PAGESIZE), mmap.PAGESIZE, 0) == 0
+        buffer = bytearray(2 * mmap.PAGESIZE)
+        with pytest.raises(OSError, match=f"process_vm_readv at {address + mmap.PAGESIZE:#x}") as caught:
+            memory.read_into(os.getpid(), address, buffer)
+    assert caught.value.errno == errno.EFAULT
+    assert buffer == b"x" * mmap.PAGESIZE + bytes(mmap.PAGESIZE)

@@ -1,0 +1,138 @@
+"""What the memory controller still lets a process have (cgroups(7); cgroup-v2.rst, cgroup-v1/memory.rst).
+
+A cgroup over its limit gets no error: the kernel kills a process of it, also for pages of files in memory. So whoever
+is about to allocate much has to look first.
+"""
+
+from __future__ import annotations
+
+import os
+import re
+from collections.abc import Iterator
+from dataclasses import dataclass
+from pathlib import Path, PurePosixPath
+from typing import Literal
+
+from gpucr.linux.processes import PROC
+
+_NO_LIMIT_BYTES = 1 << 62  # cgroup v1 writes "none" as the largest multiple of a page below 2^63
+_ESCAPED = re.compile(r"\\([0-7]{3})")
+
+# What the kernel drops before it kills anyone, and what MemAvailable counts for the whole machine: the page cache of
+# files, active or not (a data set that is read again every epoch is active), and slab caches. Files in memory (tmpfs)
+# are on the lists of anonymous memory, which can only be swapped. Version 1 tells its own slabs from nobody's; its
+# fields with "total_" include the cgroups below, as its usage does.
+_RECLAIMABLE: dict[Literal[1, 2], tuple[str, ...]] = {
+    1: ("total_active_file", "total_inactive_file"),
+    2: ("active_file", "inactive_file", "slab_reclaimable"),
+}
+
+
+@dataclass(frozen=True)
+class MemoryLimit:
+    """One limit of one cgroup. ``path`` is the file that sets it.
+
+    ``is_hard``: the kernel kills beyond it; else (memory.high) it slows the processes down until they hardly move.
+    ``available_bytes`` is what can still be allocated, when everything that the kernel can drop has been dropped.
+    """
+
+    path: Path
+    limit_bytes: int
+    available_bytes: int
+    is_hard: bool
+
+
+def memory_limits(pid: int | None = None) -> tuple[MemoryLimit, ...]:
+    """The limits that apply to a process (None: the caller): those of its cgroup and of all above it.
+
+    Sees what is mounted: a container does not see the limits of the cgroups around its own namespace, nor a process
+    those of a cgroup outside of it. Empty where the process has ended.
+    """
+    found: list[MemoryLimit] = []
+    for version, folder, top in _memory_cgroups(pid):
+        levels = [folder, *folder.parents]
+        for level in levels[: levels.index(top) + 1]:
+            found.extend(_limits_of(level, version))
+    return tuple(found)
+
+
+def _memory_cgroups(pid: int | None) -> Iterator[tuple[Literal[1, 2], Path, Path]]:
+    """(version, the process's folder, the folder where that hierarchy is mounted), at most one per version.
+
+    A hybrid machine has both; the one without the memory controller has no limit files.
+    """
+    try:
+        lines = (PROC / ("self" if pid is None else str(pid)) / "cgroup").read_text(errors="surrogateescape")
+    except (FileNotFoundError, ProcessLookupError):
+        return
+    mounted = dict(_mounts())
+    for line in lines.splitlines():
+        hierarchy, controllers, path = line.split(":", maxsplit=2)
+        version: Literal[1, 2]
+        if hierarchy == "0" and not controllers:
+            version = 2
+        elif "memory" in controllers.split(","):
+            version = 1
+        else:
+            continue
+        if version in mounted:
+            root, top = mounted[version]
+            below = _below(PurePosixPath(path), root)
+            if below is not None:
+                yield version, top / below, top
+
+
+def _mounts() -> Iterator[tuple[Literal[1, 2], tuple[PurePosixPath, Path]]]:
+    """Where the hierarchies with (v1) or perhaps with (v2) the memory controller are mounted, and which part of each.
+
+    The fields of proc_pid_mountinfo(5): a part of variable length ends at a lone hyphen.
+    """
+    for line in (PROC / "self" / "mountinfo").read_text(errors="surrogateescape").splitlines():
+        before, _, after = line.partition(" - ")
+        fields, (kind, _, options) = before.split(), after.split(maxsplit=2)
+        root, top = PurePosixPath(_unescaped(fields[3])), Path(_unescaped(fields[4]))
+        if kind == "cgroup2":
+            yield 2, (root, top)
+        elif kind == "cgroup" and "memory" in options.split(","):
+            yield 1, (root, top)
+
+
+def _below(path: PurePosixPath, root: PurePosixPath) -> PurePosixPath | None:
+    """``path`` seen from the mounted ``root``. None where it is outside: of the mount, or of our cgroup namespace."""
+    if ".." in path.parts or not path.is_relative_to(root):
+        return None
+    return path.relative_to(root)
+
+
+def _limits_of(folder: Path, version: Literal[1, 2]) -> Iterator[MemoryLimit]:
+    files = [("memory.max", True), ("memory.high", False)] if version == 2 else [("memory.limit_in_bytes", True)]
+    for name, is_hard in files:
+        limit_bytes = _read_number(folder / name)
+        if limit_bytes is None:
+            continue
+        used_bytes = _read_number(folder / ("memory.current" if version == 2 else "memory.usage_in_bytes")) or 0
+        unreclaimable_bytes = max(0, used_bytes - _reclaimable_bytes(folder, version))
+        yield MemoryLimit(folder / name, limit_bytes, max(0, limit_bytes - unreclaimable_bytes), is_hard)
+
+
+def _read_number(file: Path) -> int | None:
+    """The number in a file of a cgroup; None for "max", and where there is no such file (root, removed cgroup)."""
+    try:
+        text = file.read_text().strip()
+    except OSError:
+        return None
+    return int(text) if text.isdecimal() and int(text) < _NO_LIMIT_BYTES else None
+
+
+def _reclaimable_bytes(folder: Path, version: Literal[1, 2]) -> int:
+    try:
+        lines = (folder / "memory.stat").read_text().splitlines()
+    except OSError:
+        return 0
+    stat = dict(line.split(maxsplit=1) for line in lines)
+    return sum(int(stat.get(field, 0)) for field in _RECLAIMABLE[version])
+
+
+def _unescaped(path: str) -> str:
+    """A path of mountinfo with its octal escapes (``\\040`` is a space) undone."""
+    return os.fsdecode(_ESCAPED.sub(lambda match: chr(int(match[1], 8)), path))

@@ -1,0 +1,198 @@
+"""Files in memory, on huge pages where the machine has them: shared between processes by descriptor, not by name."""
+
+from __future__ import annotations
+
+import contextlib
+import ctypes
+import errno
+import mmap
+import os
+from pathlib import Path
+from types import TracebackType
+
+from gpucr.linux import memory
+from gpucr.linux.memory import HUGE_PAGE_BYTES
+
+_FSOPEN, _FSCONFIG, _FSMOUNT = 430, 431, 432  # the same numbers on all architectures (since Linux 5.2)
+_CLOEXEC, _SET_STRING, _CREATE = 1, 1, 6  # FSOPEN_CLOEXEC and FSMOUNT_CLOEXEC, FSCONFIG_* of uapi/linux/mount.h
+_MADV_POPULATE_WRITE = 23  # since Linux 5.14
+_PUNCH_HOLE_KEEP_SIZE = 2 | 1  # FALLOC_FL_* of uapi/linux/falloc.h
+
+_SHMEM_HUGE_PAGES = Path("/sys/kernel/mm/transparent_hugepage/shmem_enabled")
+
+# What a thread has mapped and touched at a time: gpucr's own resident memory stays below 64 MiB per file.
+_PIECE_BYTES = 2 * HUGE_PAGE_BYTES
+
+FILE_NAME = "memfd:gpucr-staging"
+"""How such a file is called in ``/proc/PID/maps`` (behind a slash), on its own tmpfs and made by memfd_create."""
+
+_libc = ctypes.CDLL(None, use_errno=True)
+_libc.syscall.restype = ctypes.c_long
+_libc.madvise.argtypes = (ctypes.c_void_p, ctypes.c_size_t, ctypes.c_int)
+_libc.fallocate.argtypes = (ctypes.c_int, ctypes.c_int, ctypes.c_int64, ctypes.c_int64)
+
+
+class StagingFile:
+    """A deleted file in memory, for the device memory of one process. It takes memory where it is written.
+
+    ``fd`` can be handed to other processes and mapped by them (MAP_SHARED); the memory is freed when the last
+    descriptor and mapping are gone, however their owners end. It is charged to the cgroup of the process that touches
+    a page first. ``reason`` says why the file has no huge pages (None: it has).
+    """
+
+    def __init__(self, fd: int, reason: str | None) -> None:
+        self.fd = fd
+        self.size_bytes = os.fstat(fd).st_size
+        self.reason = reason
+
+    @classmethod
+    def create(cls, size_bytes: int) -> StagingFile:
+        """Make an empty file of this size, rounded up to 2 MiB, that takes no memory yet.
+
+        Huge pages need CAP_SYS_ADMIN (a tmpfs of its own) or a machine that gives them to all shared memory. Raises
+        OSError where there can be no such file at all (file size limit, no descriptor left).
+        """
+        failure = None
+        try:
+            fd = _open_on_private_tmpfs()
+        except OSError as e:
+            fd, failure = os.memfd_create(FILE_NAME.removeprefix("memfd:"), os.MFD_CLOEXEC), e.strerror
+        try:
+            file = cls(fd, None)
+            file.resize(-(-size_bytes // HUGE_PAGE_BYTES) * HUGE_PAGE_BYTES)
+            file.reason = _why_not_huge(fd, failure)
+        except BaseException:
+            os.close(fd)
+            raise
+        return file
+
+    @classmethod
+    def adopt(cls, fd: int) -> StagingFile:
+        """Take over a descriptor of such a file."""
+        return cls(fd, _why_not_huge(fd, None))
+
+    @property
+    def has_huge_pages(self) -> bool:
+        """Whether every 2 MiB of it become one huge page, as long as the machine has some free."""
+        return self.reason is None
+
+    def resize(self, size_bytes: int) -> None:
+        """Make the file this long. More takes no memory yet; the memory behind the new end goes back to the machine.
+
+        Raises OSError (file size limit). A process that touches a mapping behind the end gets SIGBUS.
+        """
+        os.ftruncate(self.fd, size_bytes)
+        self.size_bytes = size_bytes
+
+    def populate(self, offset: int, size_bytes: int, threads: int | None = None) -> None:
+        """Allocate and zero the pages of a range, upwards, before anyone needs them. What is there already stays.
+
+        ``offset`` is a multiple of 2 MiB. ``threads``: None for one per CPU; at most 16. Raises OSError (ENOMEM) before
+        anything is allocated where the machine or this process's cgroup has too little left, OSError (ENOSPC, ENOMEM)
+        where it runs out on the way; the pages that came into being until then stay.
+        """
+        size_bytes = min(size_bytes, self.size_bytes - offset)
+        if size_bytes <= 0:
+            return
+        self._require_room(size_bytes)
+        with mmap.mmap(self.fd, size_bytes, offset=offset) as whole:
+            area = ctypes.c_char.from_buffer(whole)
+            address = ctypes.addressof(area)
+            del area  # else the mapping could not be closed
+            with contextlib.suppress(OSError):  # lets the kernel make room for huge pages instead of taking small ones
+                whole.madvise(mmap.MADV_HUGEPAGE)
+
+            def populate_piece(start: int) -> None:
+                self._populate_piece(address + start, offset + start, min(_PIECE_BYTES, size_bytes - start))
+
+            memory.spread(populate_piece, range(0, size_bytes, _PIECE_BYTES), threads)
+
+    def release(self, offset: int, size_bytes: int) -> None:
+        """Give the memory of a range back to the machine; it reads as zeros afterwards. The file's size stays."""
+        if _libc.fallocate(self.fd, _PUNCH_HOLE_KEEP_SIZE, offset, size_bytes) < 0:
+            raise _last_error("fallocate")
+
+    def resident_bytes(self) -> int:
+        """The memory that the file takes (what is in swap included)."""
+        return os.fstat(self.fd).st_blocks * 512
+
+    def close(self) -> None:
+        """Close the descriptor; a second call does nothing. Other descriptors and mappings of the file stay valid."""
+        fd, self.fd = self.fd, -1
+        if fd >= 0:
+            os.close(fd)
+
+    def __enter__(self) -> StagingFile:
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        self.close()
+
+    def _require_room(self, size_bytes: int) -> None:
+        """The kernel kills instead of refusing where a limit is reached, so look first."""
+        missing = min(size_bytes, self.size_bytes - self.resident_bytes()) - memory.available_bytes()
+        if missing > 0:
+            raise OSError(errno.ENOMEM, f"{missing / (1 << 30):.1f} GiB of host memory are missing for a staging file")
+
+    def _populate_piece(self, address: int, offset: int, size_bytes: int) -> None:
+        # One mapping for all threads, and pages dropped from it with madvise: both calls share the address space's
+        # lock, where a mapping per piece would make every thread wait for all others. A plain write to a page that
+        # cannot be had would end in SIGBUS.
+        if _libc.madvise(address, size_bytes, _MADV_POPULATE_WRITE) == 0:
+            _libc.madvise(address, size_bytes, mmap.MADV_DONTNEED)
+            return
+        error = _last_error("madvise")
+        if error.errno == errno.EINVAL:  # Linux before 5.14; one thread at a time gets through
+            os.posix_fallocate(self.fd, offset, size_bytes)
+        elif error.errno == errno.EFAULT:  # the kernel's word for what would have been a SIGBUS
+            raise OSError(errno.ENOSPC, "the file system of the staging file is full") from error
+        else:
+            raise error
+
+
+def _why_not_huge(fd: int, failure: str | None) -> str | None:
+    """None where the kernel says, by the block size of the file, that it makes huge pages for it.
+
+    ``failure``: why no tmpfs of its own could be made.
+    """
+    if os.fstat(fd).st_blksize >= HUGE_PAGE_BYTES:
+        return None
+    if failure is not None:
+        return f"no tmpfs with huge pages can be made ({failure})"
+    try:
+        policy = _SHMEM_HUGE_PAGES.read_text().strip()
+        return f"the machine forbids huge pages in shared memory ({_SHMEM_HUGE_PAGES}: {policy})"
+    except OSError:
+        return "the kernel was built without huge pages in shared memory"
+
+
+def _open_on_private_tmpfs() -> int:
+    """A deleted file on a tmpfs that is mounted nowhere and lives as long as the file. Needs CAP_SYS_ADMIN."""
+    with contextlib.ExitStack() as opened:
+        context = _syscall("fsopen", _FSOPEN, b"tmpfs", _CLOEXEC)
+        opened.callback(os.close, context)
+        # Without a size, half of the machine's memory would be the limit. 0: the machine's and the cgroup's.
+        for name, value in ((b"huge", b"always"), (b"size", b"0"), (b"mode", b"0700")):
+            _syscall("fsconfig", _FSCONFIG, context, _SET_STRING, name, value, 0)
+        _syscall("fsconfig", _FSCONFIG, context, _CREATE, None, None, 0)
+        mount = _syscall("fsmount", _FSMOUNT, context, _CLOEXEC, 0)
+        opened.callback(os.close, mount)
+        # Not O_TMPFILE: the name is how the mapping is recognised in a process's maps later.
+        fd = os.open(FILE_NAME, os.O_CREAT | os.O_EXCL | os.O_RDWR | os.O_CLOEXEC, 0o600, dir_fd=mount)
+        os.unlink(FILE_NAME, dir_fd=mount)
+        return fd
+
+
+def _syscall(name: str, number: int, *arguments: int | bytes | None) -> int:
+    words = [ctypes.c_long(a) if isinstance(a, int) else ctypes.c_char_p(a) for a in arguments]
+    result = int(_libc.syscall(ctypes.c_long(number), *words))
+    if result < 0:
+        raise _last_error(name)
+    return result
+
+
+def _last_error(call: str) -> OSError:
+    number = ctypes.get_errno()
+    return OSError(number, f"{call}: {os.strerror(number)}")
