@@ -125,6 +125,23 @@ class Extent:
 
 
 @dataclass(frozen=True)
+class StagedExtent:
+    """A range of staging that lies in a staging file: address in the process, size, and offset in the file (bytes).
+
+    Address and offset are page-aligned, and the size is that of whole pages.
+    """
+
+    address: int
+    size_bytes: int
+    offset: int
+
+    @property
+    def end(self) -> int:
+        """The first address behind it."""
+        return self.address + self.size_bytes
+
+
+@dataclass(frozen=True)
 class ProcessInfo:
     """What /proc says of one process.
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import json
+import os
 import re
 from collections.abc import Callable
 from pathlib import Path
@@ -12,8 +13,8 @@ from typing import Any
 import pytest
 
 from gpucr.criu.options import DumpOptions
-from gpucr.model import Extent, Gpu
-from gpucr.snapshot import files, manifest
+from gpucr.model import Extent, Gpu, StagedExtent
+from gpucr.snapshot import device, files, manifest
 from tests.docs.pages import CODE, ROW, first_cells, page, section
 from tests.unit import samples
 
@@ -23,6 +24,7 @@ from tests.unit import samples
     [
         ("The manifest", manifest.Manifest, {"format", "format_version", "has_gpu_state"}),
         ("processes[]", manifest.ProcessRecord, set[str]()),
+        ("device_data", manifest.DeviceData, set[str]()),
         ("gpus[]", Gpu, set[str]()),
         ("criu_options", DumpOptions, set[str]()),
         ("folders[]", manifest.FolderRecord, set[str]()),
@@ -40,14 +42,22 @@ def test_the_manifest_has_the_described_members() -> None:
     assert set(first_cells(described)) == set(body)
     extents = next(row for row in ROW.findall(page("reference/snapshot-format.md")) if "`staging`" in row)
     assert {field.name for field in dataclasses.fields(Extent)} <= set(CODE.findall(extents))
-    assert f"{files.PIECE_BYTES:,}".replace(",", " ") in page("reference/snapshot-format.md")
+    stored = next(row for row in ROW.findall(page("reference/snapshot-format.md")) if "`extents`" in row)
+    assert {field.name for field in dataclasses.fields(StagedExtent)} <= set(CODE.findall(stored))
+    for size_bytes in (files.PIECE_BYTES, device.PIECE_BYTES):
+        assert f"{size_bytes:,}".replace(",", " ") in page("reference/snapshot-format.md")
+    assert f"Format version {manifest.FORMAT_VERSION}." in page("reference/snapshot-format.md")
 
 
-def _reader() -> Callable[[Path], dict[str, Any]]:
+def _program() -> dict[str, Any]:
     (source,) = re.findall(r"^```python\n(.*?)^```", page("reference/snapshot-format.md"), re.MULTILINE | re.DOTALL)
     scope: dict[str, Any] = {}
     exec(source, scope)  # noqa: S102 - it is the page's own program that is tested
-    verify: Callable[[Path], dict[str, Any]] = scope["verify"]
+    return scope
+
+
+def _reader() -> Callable[[Path], dict[str, Any]]:
+    verify: Callable[[Path], dict[str, Any]] = _program()["verify"]
     return verify
 
 
@@ -86,6 +96,19 @@ def test_the_reader_of_the_page_sees_damage(tmp_path: Path) -> None:
     (tmp_path / "manifest.json").write_text(text.replace('"left_running": true', '"left_running": false'))
     with pytest.raises(ValueError, match="the manifest is damaged"):
         _reader()(tmp_path)
+
+
+@pytest.mark.parametrize("size_bytes", [0, 4096, 20 * 8192 + 4096])
+def test_the_reader_of_the_page_reads_device_memory(size_bytes: int, tmp_path: Path) -> None:
+    memory = b"".join(bytes(8192) if number % 3 == 0 else os.urandom(8192) for number in range(21))[:size_bytes]
+    snapshot = samples.committed_with_device_data(tmp_path / "snap", memory, piece_bytes=8192)
+    read = _reader()(snapshot.path)
+    assert b"".join(_program()["device_memory"](snapshot.path, read["processes"][0])) == memory
+    if size_bytes > 8192:
+        with (snapshot.device / "100.1").open("r+b") as stream:
+            stream.write(bytes(4))
+        with pytest.raises(ValueError, match=r"100\.1 is damaged"):
+            _reader()(snapshot.path)
 
 
 def test_the_described_canonical_form() -> None:

@@ -2,18 +2,30 @@
 
 from __future__ import annotations
 
+import os
 from pathlib import Path
 
-from gpucr.model import CudaState, Extent, Gpu
+from gpucr.model import CudaState, Extent, Gpu, StagedExtent
+from gpucr.snapshot.device import DeviceWriter, Source
 from gpucr.snapshot.folder import Snapshot, UnfinishedSnapshot
-from gpucr.snapshot.manifest import FileRecord, Manifest, ProcessRecord
+from gpucr.snapshot.manifest import DeviceData, FileRecord, Manifest, ProcessRecord
 
 GPU_A = "GPU-6b1e4d2c-0f3a-4c52-9c53-0a6f5a1d7e88"
 GPU_B = "GPU-91c0aa11-2233-4455-6677-8899aabbccdd"
 IMAGES = {"pages-1.img": b"memory" * 1000, "core-1.img": b"registers", "empty.img": b""}
 
 
-def manifest(*, files: tuple[FileRecord, ...] = ()) -> Manifest:
+DEVICE_DATA = DeviceData(
+    extents=(StagedExtent(0x7F0000000000, 8192, 4096), StagedExtent(2**64 - 4096, 4096, 0)),
+    size_bytes=20480,
+    piece_bytes=8192,
+    stripes=2,
+    sha256=("ab" * 32, None, "0123456789abcdef" * 4),
+)
+"""Three pieces, of which one is zero and the last is short."""
+
+
+def manifest(*, files: tuple[FileRecord, ...] = (), device_data: DeviceData | None = None) -> Manifest:
     """A manifest in which every field has a value that is not its default."""
     return Manifest(
         created="2025-01-02T03:04:05+00:00",
@@ -31,6 +43,7 @@ def manifest(*, files: tuple[FileRecord, ...] = ()) -> Manifest:
                 restore_thread=3,
                 device_bytes={GPU_A: 4 << 30, GPU_B: 1 << 20},
                 staging=(Extent(0x7F0000000000, 4 << 30), Extent(2**64 - 4096, 4096)),
+                device_data=device_data,
             ),
             ProcessRecord(102, (102,), 100, (102,), "loader", ("loader",), None),
         ),
@@ -52,8 +65,33 @@ def manifest(*, files: tuple[FileRecord, ...] = ()) -> Manifest:
 
 def committed(folder: Path) -> Snapshot:
     """A snapshot with a few small images."""
+    return _unfinished(folder).commit(manifest())
+
+
+def committed_with_device_data(folder: Path, device_memory: bytes, *, piece_bytes: int) -> Snapshot:
+    """The same, and the first process has this device memory."""
+    unfinished = _unfinished(folder)
+    return unfinished.commit(manifest(device_data=write_device_data(unfinished.device, device_memory, piece_bytes)))
+
+
+def write_device_data(folder: Path, device_memory: bytes, piece_bytes: int) -> DeviceData:
+    """Make the folder ``device`` with the memory of process 100, as one extent."""
+    staging = os.memfd_create("staging")
+    try:
+        os.write(staging, device_memory)
+        writer = DeviceWriter(folder, [Source(100, staging, len(device_memory))], threads=2, piece_bytes=piece_bytes)
+        writer.start()
+        writer.complete(100)
+        writer.wait()
+        writer.sync()
+        return writer.device_data(100, [StagedExtent(0x7F0000000000, len(device_memory), 0)])
+    finally:
+        os.close(staging)
+
+
+def _unfinished(folder: Path) -> UnfinishedSnapshot:
     unfinished = UnfinishedSnapshot(folder)
     unfinished.create()
     for name, data in IMAGES.items():
         (unfinished.images / name).write_bytes(data)
-    return unfinished.commit(manifest())
+    return unfinished

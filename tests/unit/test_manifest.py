@@ -13,11 +13,12 @@ import pytest
 
 from gpucr.model import CudaState
 from gpucr.snapshot import manifest as manifests
-from gpucr.snapshot.manifest import FileRecord, Manifest, ManifestError, decode, encode
+from gpucr.snapshot.device import PIECE_BYTES
+from gpucr.snapshot.manifest import DeviceData, FileRecord, Manifest, ManifestError, decode, encode
 from tests.unit import samples
 
 FILE = FileRecord("images/pages-1.img", 70, ("ab" * 32,))
-WHOLE = samples.manifest(files=(FILE,))
+WHOLE = samples.manifest(files=(FILE,), device_data=samples.DEVICE_DATA)
 Body = dict[str, Any]
 
 
@@ -62,14 +63,16 @@ def test_round_trip_of_every_found_state(state: CudaState | None) -> None:
 
 
 def test_sums() -> None:
-    assert WHOLE.size_bytes == 70
+    assert WHOLE.size_bytes == 70 + 8192 + 4096, "the zero piece is not stored, and the last piece is short"
+    assert samples.DEVICE_DATA.stored_bytes == 8192 + 4096
+    assert WHOLE.device_data == {100: samples.DEVICE_DATA}
     assert WHOLE.device_bytes == {samples.GPU_A: 4 << 30, samples.GPU_B: 1 << 20}
 
 
 def test_what_is_written_is_ascii_json_with_its_format() -> None:
     data = encode(WHOLE)
     data.decode("ascii")
-    assert (body()["format"], body()["format_version"], body()["has_gpu_state"]) == ("gpucr-snapshot", 1, True)
+    assert (body()["format"], body()["format_version"], body()["has_gpu_state"]) == ("gpucr-snapshot", 2, True)
 
 
 def test_a_forged_seal_is_what_decode_accepts() -> None:
@@ -141,9 +144,29 @@ def test_a_changed_value_does_not_match_the_digest() -> None:
 
 def test_a_newer_format_is_named_although_its_digest_may_be_made_otherwise() -> None:
     outer = json.loads(encode(WHOLE))
-    outer["manifest"]["format_version"] = 2
-    with pytest.raises(ManifestError, match="format version 2; this gpucr reads version 1"):
+    outer["manifest"]["format_version"] = 3
+    with pytest.raises(ManifestError, match="format version 3; this gpucr reads versions 1 and 2"):
         decode(json.dumps(outer).encode())
+
+
+def _version_1(inner: Body) -> None:
+    inner["format_version"] = 1
+    for process in inner["processes"]:
+        del process["device_data"]
+
+
+def test_version_1_is_read_and_has_no_device_data_of_its_own() -> None:
+    process = dataclasses.replace(WHOLE.processes[0], device_data=None)
+    assert decode(changed(_version_1)) == dataclasses.replace(WHOLE, processes=(process, *WHOLE.processes[1:]))
+
+
+def test_version_2_must_say_whether_there_is_device_data() -> None:
+    def change(inner: Body) -> None:
+        _version_1(inner)
+        inner["format_version"] = 2
+
+    with pytest.raises(ManifestError, match="device_data"):
+        decode(changed(change))
 
 
 def test_another_format() -> None:
@@ -161,6 +184,8 @@ _PLACES: dict[str, Callable[[Body], Body]] = {
     "file": lambda inner: inner["files"][0],
     "extent": lambda inner: inner["processes"][0]["staging"][0],
     "held": lambda inner: inner["processes"][0]["device_bytes"],
+    "device data": lambda inner: inner["processes"][0]["device_data"],
+    "stored extent": lambda inner: inner["processes"][0]["device_data"]["extents"][0],
 }
 _KEYS = [(place, key) for place, find in _PLACES.items() for key in find(body()) if key not in _UNREAD]
 
@@ -177,7 +202,7 @@ def test_a_value_of_another_type(place: str, key: str) -> None:
     wrong: list[Any] = [1.5, float("nan"), [[]], [None], [True], {"x": []}, -1, 2**64]
     others: tuple[Any, ...] = (True, 3, "text", [], {})
     wrong += [other for other in others if type(other) is not type(value)]
-    if not (value is None or key in ("cuda_version", "driver_version", "found_state", "restore_thread")):
+    if not (value is None or key in ("cuda_version", "driver_version", "found_state", "restore_thread", "device_data")):
         wrong.append(None)
     if key == "criu_options":
         wrong.remove({"x": []})  # checked by whom it concerns, CRIU's options
@@ -205,6 +230,7 @@ def test_a_value_of_another_type(place: str, key: str) -> None:
         lambda inner: inner["processes"][0]["staging"][0].update(address=2**64),
         lambda inner: inner["files"][0].update(size_bytes=10**300),
         lambda inner: inner["files"][0].update(size_bytes=-1),
+        lambda inner: inner["processes"][1].update(pid=100),
     ],
 )
 def test_a_value_out_of_range(change: Callable[[Body], object]) -> None:
@@ -235,6 +261,72 @@ def test_a_value_out_of_range(change: Callable[[Body], object]) -> None:
 def test_a_path_that_leads_outside(path: str) -> None:
     with pytest.raises(ManifestError, match=r"files\[0\]: the path"):
         decode(changed(lambda inner: inner["files"][0].update(path=path)))
+
+
+@pytest.mark.parametrize(
+    ("change", "says"),
+    [
+        ({"piece_bytes": 2048, "sha256": [None] * 10}, "'piece_bytes' is out of range"),
+        ({"piece_bytes": 12288, "sha256": [None] * 2}, "'piece_bytes' is no power of two"),
+        ({"piece_bytes": 2 << 30, "sha256": [None]}, "'piece_bytes' is no power of two up to"),
+        ({"stripes": 0}, "'stripes' is out of range"),
+        ({"stripes": 257}, "'stripes' is more than 256"),
+        ({"size_bytes": 20481}, "'size_bytes' is not a multiple of 4096"),
+        ({"size_bytes": 2**48}, "'size_bytes' is out of range"),
+        ({"size_bytes": 16384}, "3 digests do not fit 16384 bytes"),
+        ({"size_bytes": 24576 + 4096}, "3 digests do not fit"),
+        ({"size_bytes": 0}, "3 digests do not fit"),
+        ({"sha256": []}, "0 digests do not fit"),
+        ({"sha256": [None] * 4}, "4 digests do not fit"),
+        ({"sha256": [None, None, "ab"]}, "neither a SHA-256 nor null"),
+        ({"sha256": [None, None, "AB" * 32]}, "neither a SHA-256 nor null"),
+        ({"sha256": [None, None, "zz" * 32]}, "neither a SHA-256 nor null"),
+        ({"sha256": [None, None, "ab" * 32 + "\n"]}, "neither a SHA-256 nor null"),
+        ({"sha256": [None, None, 0]}, "neither a SHA-256 nor null"),
+    ],
+)
+def test_device_data_that_cannot_be(change: Body, says: str) -> None:
+    with pytest.raises(ManifestError, match=says):
+        decode(changed(lambda inner: inner["processes"][0]["device_data"].update(change)))
+
+
+@pytest.mark.parametrize(
+    ("extents", "says"),
+    [
+        ([(4096, 4096, 1)], "'offset' is not a multiple of 4096"),
+        ([(1, 4096, 0)], "'address' is not a multiple of 4096"),
+        ([(4096, 4095, 0)], "'size_bytes' is out of range"),
+        ([(4096, 4097, 0)], "'size_bytes' is not a multiple of 4096"),
+        ([(4096, 0, 0)], "'size_bytes' is out of range"),
+        ([(4096, 24576, 0)], "overlap or lead outside"),
+        ([(4096, 4096, 20480)], "overlap or lead outside"),
+        ([(2**64 - 4096, 8192, 0)], "overlap or lead outside"),
+        ([(4096, 8192, 0), (65536, 4096, 4096)], "overlap or lead outside"),
+        ([(8192, 4096, 0), (4096, 8192, 8192)], "overlap or lead outside"),
+    ],
+)
+def test_extents_that_cannot_be(extents: list[tuple[int, int, int]], says: str) -> None:
+    stored = [dict(zip(("address", "size_bytes", "offset"), each, strict=True)) for each in extents]
+    with pytest.raises(ManifestError, match=says):
+        decode(changed(lambda inner: inner["processes"][0]["device_data"].update(extents=stored)))
+
+
+def _with_device_data(pieces: int) -> Manifest:
+    data = DeviceData((), pieces * PIECE_BYTES, PIECE_BYTES, 8, ("ab" * 32,) * pieces)
+    return samples.manifest(device_data=data)
+
+
+def test_the_digests_of_one_tebibyte_take_less_than_half_of_a_manifest() -> None:
+    one_tebibyte = _with_device_data((1 << 40) // PIECE_BYTES)
+    data = encode(one_tebibyte)
+    assert len(data) < manifests.MAX_MANIFEST_BYTES // 2
+    assert decode(data) == one_tebibyte
+
+
+def test_a_manifest_that_no_reader_would_take_is_not_written(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(manifests, "MAX_MANIFEST_BYTES", 10_000)
+    with pytest.raises(ManifestError, match="larger than 10000 bytes"):
+        encode(_with_device_data(1000))
 
 
 def test_the_largest_numbers_that_fit() -> None:

@@ -42,6 +42,13 @@ def snapshot(tmp_path: Path) -> Snapshot:
 
 
 @pytest.fixture
+def with_device(tmp_path: Path) -> Snapshot:
+    """A snapshot whose device memory is beside CRIU's images: three pages, of which the second is zero."""
+    memory = b"a" * 4096 + bytes(4096) + b"b" * 4096
+    return samples.committed_with_device_data(tmp_path / "snap", memory, piece_bytes=4096)
+
+
+@pytest.fixture
 def tree_of(tmp_path: Path) -> Callable[[], dict[str, tuple[int, bytes | None]]]:
     """Everything below tmp_path: mode and content of each path."""
 
@@ -119,6 +126,62 @@ def test_a_process_killed_during_the_commit_leaves_no_snapshot(call: str, tmp_pa
         Snapshot.open(folder)
 
 
+# --- device memory ---------------------------------------------------------------------------------------------
+
+
+def test_device_memory_is_a_part_of_the_snapshot(with_device: Snapshot) -> None:
+    opened = Snapshot.open(with_device.path)
+    assert opened == with_device
+    opened.verify()
+    assert {path.name for path in opened.path.iterdir()} == {"images", "device", MANIFEST_NAME}
+    assert opened.manifest.size_bytes == sum(map(len, samples.IMAGES.values())) + 2 * 4096
+    assert all(file.path.startswith("images/") for file in opened.manifest.files), "it is hashed once, by its writer"
+
+
+def test_damaged_device_memory_is_named(with_device: Snapshot) -> None:
+    file = with_device.device / "100.2"
+    file.write_bytes(b"b" * 4095 + b"c")
+    error = _refused(with_device, r"device/100.2, .*process 100, differs .* between bytes 0 and 4096$")
+    assert error.path == str(file)
+
+
+def test_missing_device_memory(with_device: Snapshot) -> None:
+    shutil.rmtree(with_device.device)
+    _refused(with_device, "device.*is missing")
+
+
+@pytest.mark.parametrize("name", ["device", "device/100.0"])
+def test_device_memory_that_others_could_have_changed_is_refused(name: str, with_device: Snapshot) -> None:
+    (with_device.path / name).chmod(0o702)
+    with pytest.raises(SnapshotError, match=f"{name} can be written by others"):
+        Snapshot.open(with_device.path)
+    (with_device.path / name).chmod(0o700)
+    _give_to_nobody(with_device.path / name)
+    with pytest.raises(SnapshotError, match=f"{name} can be written by others.*uid {NOBODY_UID}"):
+        Snapshot.open(with_device.path)
+
+
+def test_no_snapshot_without_the_device_memory_that_its_manifest_names(tmp_path: Path) -> None:
+    unfinished = UnfinishedSnapshot(tmp_path / "snap")
+    unfinished.create()
+    draft = samples.manifest(device_data=samples.write_device_data(unfinished.device, b"a" * 8192, 4096))
+    os.truncate(unfinished.device / "100.1", 0)
+    with pytest.raises(SnapshotDamaged, match=r"device/100\.1 has 0 bytes where 4096 were written"):
+        unfinished.commit(draft)
+    shutil.rmtree(unfinished.device)
+    with pytest.raises(SnapshotDamaged, match=r"device.* is missing"):
+        unfinished.commit(draft)
+    assert not unfinished.is_committed
+
+
+def test_a_manifest_that_is_too_large_is_not_committed(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(manifests, "MAX_MANIFEST_BYTES", 1000)
+    with pytest.raises(SnapshotError, match="it would be larger than 1000 bytes"):
+        samples.committed(tmp_path / "snap")
+    with pytest.raises(SnapshotUnfinished):
+        Snapshot.open(tmp_path / "snap")
+
+
 # --- targets ---------------------------------------------------------------------------------------------------
 
 
@@ -179,7 +242,7 @@ def test_a_target_of_another_user(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize("existed", [False, True])
-@pytest.mark.parametrize("until", ["create", "images", "commit"])
+@pytest.mark.parametrize("until", ["create", "images", "device", "commit"])
 def test_discard_removes_exactly_what_was_made(
     until: str, tmp_path: Path, tree_of: Callable[[], object], *, existed: bool
 ) -> None:
@@ -191,8 +254,10 @@ def test_discard_removes_exactly_what_was_made(
     if until != "create":
         (unfinished.images / "pages-1.img").write_bytes(b"data")
         (unfinished.images / "folder").mkdir()
+    if until == "device":
+        samples.write_device_data(unfinished.device, b"a" * 8192, 4096)
     if until == "commit":
-        unfinished.commit(samples.manifest())
+        unfinished.commit(samples.manifest(device_data=samples.write_device_data(unfinished.device, b"a" * 4096, 4096)))
     unfinished.discard()
     assert tree_of() == before
 

@@ -4,24 +4,29 @@
 
     DIR/                 0700
       images/            CRIU's image files, 0600
+      device/            device memory of the CUDA processes, 0600 (see device/): only where CRIU's images lack it
       manifest.json      0600, written last: without it there is no snapshot
 """
 
 from __future__ import annotations
 
+import contextlib
 import errno
 import os
 import shutil
 import stat
+from collections.abc import Iterator
 from dataclasses import dataclass, replace
 from pathlib import Path
 
 from gpucr.errors import InvalidRequest, SnapshotDamaged, SnapshotError, SnapshotExists, SnapshotUnfinished
-from gpucr.snapshot import files, manifest
-from gpucr.snapshot.manifest import Manifest
+from gpucr.snapshot import device, files, manifest
+from gpucr.snapshot.manifest import FileRecord, Manifest
 
 MANIFEST_NAME = "manifest.json"
 IMAGES_NAME = "images"
+DEVICE_NAME = "device"
+_UNFINISHED_NAME = f".{MANIFEST_NAME}.unfinished"
 
 
 class UnfinishedSnapshot:
@@ -32,11 +37,31 @@ class UnfinishedSnapshot:
         self._made_folder = False
         self._made_images = False
         self._mode_before: int | None = None
+        self._sealed: tuple[FileRecord, ...] | None = None
+
+    @classmethod
+    def left_behind(cls, path: Path, mode_before: int | None) -> UnfinishedSnapshot:
+        """What a process that died had made with `create`; ``mode_before`` as it said, None: the folder is new."""
+        unfinished = cls(path)
+        unfinished._made_folder = mode_before is None
+        unfinished._made_images = True
+        unfinished._mode_before = mode_before
+        return unfinished
+
+    @property
+    def mode_before(self) -> int | None:
+        """The mode that an existing folder had before `create`; None where it was made here."""
+        return self._mode_before
 
     @property
     def images(self) -> Path:
         """Where CRIU's images go."""
         return self.path / IMAGES_NAME
+
+    @property
+    def device(self) -> Path:
+        """Where device memory goes. A `DeviceWriter` makes this folder."""
+        return self.path / DEVICE_NAME
 
     @property
     def is_committed(self) -> bool:
@@ -62,10 +87,44 @@ class UnfinishedSnapshot:
                 hint="check the file system (free space, read-only, permissions)",
             ) from e
 
+    def seal_images(self) -> None:
+        """Hash CRIU's images and make them durable: the part of `commit` that can be done while others still write."""
+        with self._explained():
+            self._seal_images()
+
+    def _seal_images(self) -> tuple[FileRecord, ...]:
+        if self._sealed is None:
+            names = sorted(entry.name for entry in os.scandir(self.images) if entry.is_file(follow_symlinks=False))
+            paths = [f"{IMAGES_NAME}/{name}" for name in names]
+            for path in paths:
+                (self.path / path).chmod(0o600)
+            self._sealed = files.record(self.path, paths)
+            files.sync(self.path, paths)
+        return self._sealed
+
     def commit(self, draft: Manifest) -> Snapshot:
-        """Make all files durable and write the manifest, atomically. Only then is this a snapshot."""
+        """Make all files durable and write the manifest, atomically. Only then is this a snapshot.
+
+        The device memory that the draft names must be durable already (`DeviceWriter.sync`).
+        """
+        with self._explained():
+            device.check_shape(self.device, draft.device_data)  # a job may be ended for this snapshot
+            complete = replace(draft, files=self._seal_images())
+            _write_atomically(self.path / MANIFEST_NAME, manifest.encode(complete))
+            files.sync_path(self.path.parent)
+            return Snapshot(self.path, complete)
+
+    @contextlib.contextmanager
+    def _explained(self) -> Iterator[None]:
+        """What keeps the snapshot from being completed in this block, as an error that says what to do."""
         try:
-            return self._commit(draft)
+            yield
+        except manifest.ManifestError as e:
+            raise SnapshotError(
+                f"the snapshot {self.path} could not be completed: its manifest cannot be written, {e}",
+                path=str(self.path / MANIFEST_NAME),
+                hint="dump the job in parts: it has more memory or processes than one snapshot can name",
+            ) from e
         except OSError as e:
             raise SnapshotError(
                 f"the snapshot {self.path} could not be completed: {e.strerror}",
@@ -73,27 +132,18 @@ class UnfinishedSnapshot:
                 hint="free space on that disk, or name a folder on another one with --to",
             ) from e
 
-    def _commit(self, draft: Manifest) -> Snapshot:
-        names = sorted(entry.name for entry in os.scandir(self.images) if entry.is_file(follow_symlinks=False))
-        paths = [f"{IMAGES_NAME}/{name}" for name in names]
-        for path in paths:
-            (self.path / path).chmod(0o600)
-        complete = replace(draft, files=files.record(self.path, paths))
-        files.sync(self.path, paths)
-        _write_atomically(self.path / MANIFEST_NAME, manifest.encode(complete))
-        files.sync_path(self.path.parent)
-        return Snapshot(self.path, complete)
-
     def discard(self) -> None:
-        """Remove what `create` and CRIU put there, and the folder itself if it was made here.
+        """Remove what `create`, CRIU and a `DeviceWriter` put there, and the folder itself if it was made here.
 
         What another dump put there, which made `create` fail, is not touched.
         """
         if self._made_images:
             # First, so that a half-removed folder is never taken for a snapshot.
-            (self.path / MANIFEST_NAME).unlink(missing_ok=True)
-            if self.images.exists():
-                shutil.rmtree(self.images)
+            for name in (MANIFEST_NAME, _UNFINISHED_NAME):
+                (self.path / name).unlink(missing_ok=True)
+            for folder in (self.images, self.device):
+                if folder.exists():
+                    shutil.rmtree(folder)
         if self._made_folder and self.path.exists():
             self.path.rmdir()
         elif self._mode_before is not None:
@@ -111,6 +161,11 @@ class Snapshot:
     def images(self) -> Path:
         """CRIU's images."""
         return self.path / IMAGES_NAME
+
+    @property
+    def device(self) -> Path:
+        """The device memory that is not in the images."""
+        return self.path / DEVICE_NAME
 
     @classmethod
     def open(cls, path: str | os.PathLike[str]) -> Snapshot:
@@ -151,6 +206,11 @@ class Snapshot:
 
     def verify(self) -> None:
         """Check every file against size and digest. Raises SnapshotDamaged, naming the first that differs."""
+        self.verify_files()
+        device.verify(self.device, self.manifest.device_data)
+
+    def verify_files(self) -> None:
+        """`verify` without device memory, which a `DeviceReader` checks as it reads it."""
         files.verify(self.path, self.manifest.files)
 
 
@@ -201,9 +261,9 @@ def _read_manifest(folder: Path) -> bytes:
 def _require_ours(folder: Path, manifest_stat: os.stat_result) -> None:
     """Restoring runs what the snapshot says with the caller's privileges: nobody else may be able to write it."""
     checked = [(str(folder), folder.stat()), (MANIFEST_NAME, manifest_stat)]
-    images = folder / IMAGES_NAME
-    if images.is_dir() and not images.is_symlink():  # `verify` tells where it is neither
-        checked += [(str(path), path.lstat()) for path in (images, *images.iterdir())]
+    for inner in (folder / IMAGES_NAME, folder / DEVICE_NAME):
+        if inner.is_dir() and not inner.is_symlink():  # `verify` tells where it is neither
+            checked += [(str(path), path.lstat()) for path in (inner, *inner.iterdir())]
     for name, found in checked:
         writable = found.st_mode & (stat.S_IWGRP | stat.S_IWOTH) and not stat.S_ISLNK(found.st_mode)
         if found.st_uid not in (0, os.geteuid()) or writable:
@@ -216,7 +276,7 @@ def _require_ours(folder: Path, manifest_stat: os.stat_result) -> None:
 
 
 def _write_atomically(path: Path, data: bytes) -> None:
-    temporary = path.with_name(f".{path.name}.unfinished")
+    temporary = path.with_name(_UNFINISHED_NAME)
     try:
         fd = os.open(temporary, os.O_WRONLY | os.O_CREAT | os.O_TRUNC | os.O_NOFOLLOW | os.O_CLOEXEC, 0o600)
         with os.fdopen(fd, "wb") as stream:

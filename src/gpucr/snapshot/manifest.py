@@ -10,17 +10,27 @@ from __future__ import annotations
 import hashlib
 import json
 import os
+import re
 from collections.abc import Callable, Mapping
 from dataclasses import asdict, dataclass, field
 from pathlib import PurePosixPath
 from typing import Any, TypeVar
 
-from gpucr.model import CudaState, Extent, Gpu
+from gpucr.model import CudaState, Extent, Gpu, StagedExtent
 
 FORMAT = "gpucr-snapshot"
-FORMAT_VERSION = 1
+FORMAT_VERSION = 2
+READABLE_VERSIONS = (1, 2)
+"""In version 1 no process has device data of its own: it is in CRIU's images."""
 MAX_MANIFEST_BYTES = 64 << 20
+"""Digests of 1 TiB of device memory in pieces of 4 MiB take 20 MiB."""
 
+PAGE_BYTES = 4096
+_MIN_PIECE_BYTES, _MAX_PIECE_BYTES = 4096, 1 << 30
+_MAX_STRIPES = 256
+_MAX_DEVICE_BYTES = 1 << 48
+
+_SHA256 = re.compile(r"[0-9a-f]{64}")
 _NO_ID = (1 << 32) - 1  # chown(2) takes it for "do not change"
 
 T = TypeVar("T")
@@ -50,12 +60,34 @@ class FolderRecord:
 
 
 @dataclass(frozen=True)
+class DeviceData:
+    """One process's device memory as it is stored in the folder ``device`` (see device/).
+
+    ``size_bytes`` is the size of its staging file, a multiple of 4 KiB. ``sha256`` has one digest for every piece of
+    ``piece_bytes``; None: the piece is all zero and not stored. The pieces are dealt out to ``stripes`` files.
+    """
+
+    extents: tuple[StagedExtent, ...]
+    size_bytes: int
+    piece_bytes: int
+    stripes: int
+    sha256: tuple[str | None, ...]
+
+    @property
+    def stored_bytes(self) -> int:
+        """The size of the pieces that are stored."""
+        starts = (number * self.piece_bytes for number, digest in enumerate(self.sha256) if digest is not None)
+        return sum(min(self.piece_bytes, self.size_bytes - start) for start in starts)
+
+
+@dataclass(frozen=True)
 class ProcessRecord:
     """One process as it was dumped.
 
     ``found_state`` is the CUDA state in which gpucr found it, to which a restore brings it back (None: no CUDA).
     ``device_bytes`` is the device memory that it held, per GPU UUID. ``staging`` is where the driver left it.
     ``restore_thread`` is the id of the driver's thread in the process's own pid namespace. ``stopped``: by SIGSTOP.
+    ``device_data`` is its device memory (None: it has none, or CRIU's images hold it).
     """
 
     pid: int
@@ -69,6 +101,7 @@ class ProcessRecord:
     restore_thread: int | None = None
     device_bytes: Mapping[str, int] = field(default_factory=dict)
     staging: tuple[Extent, ...] = ()
+    device_data: DeviceData | None = None
 
 
 @dataclass(frozen=True)
@@ -101,8 +134,14 @@ class Manifest:
 
     @property
     def size_bytes(self) -> int:
-        """The size of all files together."""
-        return sum(file.size_bytes for file in self.files)
+        """The size of all files together, without the holes in device memory."""
+        stored = sum(data.stored_bytes for data in self.device_data.values())
+        return sum(file.size_bytes for file in self.files) + stored
+
+    @property
+    def device_data(self) -> dict[int, DeviceData]:
+        """The stored device memory by pid, of those processes whose device memory is not in CRIU's images."""
+        return {process.pid: process.device_data for process in self.processes if process.device_data is not None}
 
     @property
     def device_bytes(self) -> dict[str, int]:
@@ -115,14 +154,17 @@ class Manifest:
 
 
 def encode(manifest: Manifest) -> bytes:
-    """The bytes of manifest.json."""
+    """The bytes of manifest.json. Raises ManifestError where they are more than a reader takes."""
     body = asdict(manifest)
     for process in body["processes"]:
         state = process["found_state"]
         process["found_state"] = None if state is None else CudaState(state).word
     body |= {"format": FORMAT, "format_version": FORMAT_VERSION, "has_gpu_state": manifest.has_gpu_state}
     digest = hashlib.sha256(_canonical(body)).hexdigest()
-    return json.dumps({"sha256": digest, "manifest": body}, indent=1).encode() + b"\n"
+    data = json.dumps({"sha256": digest, "manifest": body}, indent=1).encode() + b"\n"
+    if len(data) > MAX_MANIFEST_BYTES:
+        raise ManifestError(f"it would be larger than {MAX_MANIFEST_BYTES} bytes")
+    return data
 
 
 def decode(data: bytes) -> Manifest:
@@ -138,16 +180,17 @@ def decode(data: bytes) -> Manifest:
     # The format comes before the digest, so that a newer format is named as what it is.
     if body.text("format") != FORMAT:
         raise ManifestError(f"format is {body.text('format')!r}, not {FORMAT!r}")
-    if body.integer("format_version") != FORMAT_VERSION:
+    version = body.integer("format_version")
+    if version not in READABLE_VERSIONS:
         raise ManifestError(
-            f"format version {body.integer('format_version')}; this gpucr reads version {FORMAT_VERSION}"
+            f"format version {version}; this gpucr reads versions {' and '.join(map(str, READABLE_VERSIONS))}"
         )
     if hashlib.sha256(_canonical(body.value)).hexdigest() != top.text("sha256"):
         raise ManifestError("its content does not match its own digest")
     manifest = Manifest(
         created=body.text("created"),
         root_pid=body.integer("root_pid", 1),
-        processes=tuple(_process(item) for item in body.objects("processes")),
+        processes=tuple(_process(item, version) for item in body.objects("processes")),
         gpus=tuple(_gpu(item) for item in body.objects("gpus")),
         cuda_version=body.optional("cuda_version", body.integer),
         driver_version=body.optional("driver_version", body.text),
@@ -160,8 +203,11 @@ def decode(data: bytes) -> Manifest:
         folders=tuple(_folder(item) for item in body.objects("folders")),
         files=tuple(_file(item) for item in body.objects("files")),
     )
-    if manifest.root_pid not in {process.pid for process in manifest.processes}:
+    pids = {process.pid for process in manifest.processes}
+    if manifest.root_pid not in pids:
         raise ManifestError(f"root_pid {manifest.root_pid} is not among its processes")
+    if len(pids) != len(manifest.processes):
+        raise ManifestError("two processes have the same pid")
     return manifest
 
 
@@ -203,7 +249,7 @@ def _gpu(item: _Reader) -> Gpu:
     )
 
 
-def _process(item: _Reader) -> ProcessRecord:
+def _process(item: _Reader, version: int) -> ProcessRecord:
     state = item.optional("found_state", item.text)
     words = {s.word: s for s in (CudaState.RUNNING, CudaState.LOCKED, CudaState.CHECKPOINTED)}
     if state is not None and state not in words:
@@ -224,7 +270,40 @@ def _process(item: _Reader) -> ProcessRecord:
         restore_thread=item.optional("restore_thread", lambda key: item.integer(key, 1)),
         device_bytes={uuid: held.integer(uuid) for uuid in held.value},
         staging=tuple(Extent(e.integer("address"), e.integer("size_bytes")) for e in item.objects("staging")),
+        device_data=None if version == 1 else item.optional("device_data", lambda key: _device_data(item.object(key))),
     )
+
+
+def _device_data(item: _Reader) -> DeviceData:
+    piece_bytes = item.integer("piece_bytes", _MIN_PIECE_BYTES)
+    if piece_bytes > _MAX_PIECE_BYTES or piece_bytes & (piece_bytes - 1):
+        raise ManifestError(f"{item.where}: 'piece_bytes' is no power of two up to {_MAX_PIECE_BYTES}")
+    stripes = item.integer("stripes", 1)
+    if stripes > _MAX_STRIPES:
+        raise ManifestError(f"{item.where}: 'stripes' is more than {_MAX_STRIPES}")
+    size_bytes = item.whole_pages("size_bytes")
+    if size_bytes >= _MAX_DEVICE_BYTES:
+        raise ManifestError(f"{item.where}: 'size_bytes' is out of range")
+    digests = item.digests("sha256")
+    if len(digests) != -(-size_bytes // piece_bytes):
+        raise ManifestError(f"{item.where}: {len(digests)} digests do not fit {size_bytes} bytes")
+    return DeviceData(_extents(item, size_bytes), size_bytes, piece_bytes, stripes, digests)
+
+
+def _extents(item: _Reader, size_bytes: int) -> tuple[StagedExtent, ...]:
+    extents = tuple(
+        StagedExtent(e.whole_pages("address"), e.whole_pages("size_bytes", PAGE_BYTES), e.whole_pages("offset"))
+        for e in item.objects("extents")
+    )
+    stored = [(extent.offset, extent.offset + extent.size_bytes) for extent in extents]
+    mapped = [(extent.address, extent.address + extent.size_bytes) for extent in extents]
+    for ranges, limit in ((stored, size_bytes), (mapped, 1 << 64)):
+        position = 0
+        for start, end in sorted(ranges):
+            if start < position or end > limit:
+                raise ManifestError(f"{item.where}: the extents overlap or lead outside")
+            position = end
+    return extents
 
 
 class _Reader:
@@ -257,6 +336,18 @@ class _Reader:
         if not smallest <= value < 1 << 64:
             raise ManifestError(f"{self.where}: {key!r} is out of range")
         return value
+
+    def whole_pages(self, key: str, smallest: int = 0) -> int:
+        value = self.integer(key, smallest)
+        if value % PAGE_BYTES:
+            raise ManifestError(f"{self.where}: {key!r} is not a multiple of {PAGE_BYTES}")
+        return value
+
+    def digests(self, key: str) -> tuple[str | None, ...]:
+        items = self._get(key, list)
+        if any(not (item is None or (isinstance(item, str) and _SHA256.fullmatch(item))) for item in items):
+            raise ManifestError(f"{self.where}: {key!r} has an item that is neither a SHA-256 nor null")
+        return tuple(items)
 
     def optional(self, key: str, read: Callable[[str], T]) -> T | None:
         """None only where the manifest says null: a key that is missing is damage."""

@@ -1,0 +1,14 @@
+"""The bulk data of device memory in a snapshot folder: written and read by many threads, in pieces with digests.
+
+A process's staging file is cut into pieces. Piece i is in the file ``PID.<i % stripes>``, at offset
+``i // stripes * piece_bytes``. A piece of zeros is a hole there and is neither written nor read; every other one has a
+SHA-256 in the manifest.
+"""
+
+from __future__ import annotations
+
+from gpucr.snapshot.device.reader import Destination, DeviceReader, verify
+from gpucr.snapshot.device.stripes import PIECE_BYTES, check_shape
+from gpucr.snapshot.device.writer import DeviceWriter, Source
+
+__all__ = ["PIECE_BYTES", "Destination", "DeviceReader", "DeviceWriter", "Source", "check_shape", "verify"]

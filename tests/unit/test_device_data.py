@@ -1,0 +1,900 @@
+"""gpucr.snapshot.device: what comes back is what was there at the end; damage, full disks and cancelling are named."""
+
+from __future__ import annotations
+
+import contextlib
+import errno
+import fcntl
+import hashlib
+import os
+import random
+import resource
+import shutil
+import stat
+import subprocess
+import sys
+import threading
+from collections.abc import Callable, Iterator, Sequence
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from gpucr.errors import SnapshotDamaged, SnapshotError
+from gpucr.model import StagedExtent
+from gpucr.snapshot.device import Destination, DeviceReader, DeviceWriter, Source, check_shape, verify
+from gpucr.snapshot.device.crew import PieceBuffer
+from gpucr.snapshot.device.stripes import STRIPES, Layout
+from gpucr.snapshot.manifest import DeviceData
+from tests.conftest import skip_or_fail
+from tests.counter import wait_until
+
+PAGE = 4096
+PIECE = 4 * PAGE
+PID = 42
+LIMIT_S = 30.0
+_ROOT = Path(__file__).parents[2]  # where `tests` can be imported from
+
+MakeStaging = Callable[..., int]
+
+
+@pytest.fixture
+def staging() -> Iterator[MakeStaging]:
+    """Make files without a name that hold these bytes, or this many zeros."""
+    made: list[int] = []
+
+    def make(content: bytes | int) -> int:
+        fd = os.memfd_create("staging", os.MFD_ALLOW_SEALING)
+        made.append(fd)
+        os.ftruncate(fd, content if isinstance(content, int) else len(content))
+        if isinstance(content, bytes):
+            os.pwrite(fd, content, 0)
+        return fd
+
+    yield make
+    for fd in made:
+        os.close(fd)
+
+
+@pytest.fixture(autouse=True)
+def nothing_stays_open() -> Iterator[None]:
+    """Every test ends all threads and closes all files, also those that fail on purpose."""
+    before = len(os.listdir("/proc/self/fd"))
+    yield
+    assert [thread.name for thread in threading.enumerate() if thread.name.startswith("device-")] == []
+    assert len(os.listdir("/proc/self/fd")) == before
+
+
+def some_memory(size_bytes: int, *, seed: int = 1, zero_share: float = 0.3) -> bytes:
+    """Random bytes in which some pieces are zero."""
+    chance = random.Random(seed)  # noqa: S311 - the same for every run
+    pieces = [
+        bytes(PIECE) if chance.random() < zero_share else chance.randbytes(PIECE)
+        for _ in range(0, size_bytes, PIECE)
+    ]  # fmt: skip
+    return b"".join(pieces)[:size_bytes]
+
+
+def digests_of(memory: bytes) -> tuple[str | None, ...]:
+    pieces = [memory[start : start + PIECE] for start in range(0, len(memory), PIECE)]
+    return tuple(hashlib.sha256(piece).hexdigest() if any(piece) else None for piece in pieces)
+
+
+def writer_of(folder: Path, sources: Sequence[Source] = (), **options: Any) -> DeviceWriter:
+    return DeviceWriter(folder, sources, **{"threads": 4, "piece_bytes": PIECE, **options})
+
+
+def saved(folder: Path, fds: dict[int, int], **options: Any) -> dict[int, DeviceData]:
+    """Save these staging files, by pid, in one go."""
+    writer = writer_of(folder, [Source(pid, fd, os.fstat(fd).st_size) for pid, fd in fds.items()], **options)
+    try:
+        writer.start()
+        for pid in fds:
+            writer.complete(pid)
+        assert writer.wait(LIMIT_S)
+        writer.sync()
+        return {pid: writer.device_data(pid, ()) for pid in fds}
+    finally:
+        writer.cancel()
+
+
+def load(folder: Path, destinations: Sequence[Destination], **options: Any) -> None:
+    reader = DeviceReader(folder, destinations, **{"threads": 4, **options})
+    try:
+        reader.start()
+        assert reader.wait(LIMIT_S)
+    finally:
+        reader.cancel()
+
+
+def loaded(folder: Path, data: DeviceData, staging: MakeStaging) -> bytes:
+    fd = staging(data.size_bytes)
+    load(folder, [Destination(PID, fd, data)])
+    return os.pread(fd, data.size_bytes + 1, 0)
+
+
+# --- there and back --------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("zero_share", [0.0, 0.3, 1.0])
+@pytest.mark.parametrize("size_bytes", [0, PAGE, PIECE, PIECE + PAGE, 7 * PIECE, 33 * PIECE + 3 * PAGE])
+def test_what_was_saved_comes_back(size_bytes: int, zero_share: float, staging: MakeStaging, tmp_path: Path) -> None:
+    memory = some_memory(size_bytes, zero_share=zero_share)
+    data = saved(tmp_path / "device", {PID: staging(memory)})[PID]
+    assert (data.size_bytes, data.sha256) == (size_bytes, digests_of(memory))
+    assert loaded(tmp_path / "device", data, staging) == memory
+    verify(tmp_path / "device", {PID: data})
+    check_shape(tmp_path / "device", {PID: data})
+
+
+def test_several_processes_of_different_sizes(staging: MakeStaging, tmp_path: Path) -> None:
+    memories = {pid: some_memory(pid * 3 * PAGE, seed=pid) for pid in range(1, 41)}
+    data = saved(tmp_path / "device", {pid: staging(memory) for pid, memory in memories.items()})
+    destinations = [Destination(pid, staging(each.size_bytes), each) for pid, each in data.items()]
+    load(tmp_path / "device", destinations)
+    for destination in destinations:
+        assert destination.fd is not None
+        assert os.pread(destination.fd, 1 << 20, 0) == memories[destination.pid]
+
+
+def test_each_piece_lies_where_the_format_says(staging: MakeStaging, tmp_path: Path) -> None:
+    memory = some_memory(19 * PIECE + PAGE)
+    data = saved(tmp_path / "device", {PID: staging(memory)})[PID]
+    files = [(tmp_path / "device" / f"{PID}.{number}").read_bytes() for number in range(data.stripes)]
+    assert len(list((tmp_path / "device").iterdir())) == data.stripes == STRIPES
+    together = bytearray()
+    for number in range(len(data.sha256)):
+        offset = number // data.stripes * PIECE
+        together += files[number % data.stripes][offset : offset + PIECE]
+    assert together == memory
+    assert sum(map(len, files)) == len(memory), "the files have bytes that no piece has"
+
+
+def test_zeros_are_neither_written_nor_read(staging: MakeStaging, tmp_path: Path) -> None:
+    fd = staging(bytes(64 * PIECE))
+    writer = writer_of(tmp_path / "device", [Source(PID, fd, 64 * PIECE)])
+    writer.start()
+    writer.complete(PID)
+    assert writer.wait(LIMIT_S)
+    writer.sync()
+    assert (writer.bytes_seen, writer.bytes_written) == (64 * PIECE, 0)
+    assert sum(path.stat().st_blocks for path in (tmp_path / "device").iterdir()) == 0
+    data = writer.device_data(PID, ())
+    assert data.stored_bytes == 0
+    destination = staging(64 * PIECE)
+    load(tmp_path / "device", [Destination(PID, destination, data)])
+    assert os.fstat(destination).st_blocks == 0
+
+
+def test_the_bytes_are_counted(staging: MakeStaging, tmp_path: Path) -> None:
+    memory = some_memory(30 * PIECE + PAGE)
+    seen: list[int] = []
+    data = saved(tmp_path / "device", {PID: staging(memory)}, on_bytes=seen.append)[PID]
+    assert sum(seen) == len(memory)
+    read: list[int] = []
+    load(tmp_path / "device", [Destination(PID, staging(len(memory)), data)], on_bytes=read.append)
+    assert sum(read) == data.stored_bytes < len(memory)
+
+
+def test_everything_is_private_whatever_the_umask(staging: MakeStaging, tmp_path: Path) -> None:
+    umask = os.umask(0)
+    try:
+        saved(tmp_path / "device", {PID: staging(b"x" * PAGE)})
+    finally:
+        os.umask(umask)
+    assert stat.S_IMODE((tmp_path / "device").stat().st_mode) == 0o700
+    assert {stat.S_IMODE(path.stat().st_mode) for path in (tmp_path / "device").iterdir()} == {0o600}
+
+
+def test_without_processes_there_is_no_folder(tmp_path: Path) -> None:
+    assert saved(tmp_path / "device", {}) == {}
+    load(tmp_path / "device", [])
+    verify(tmp_path / "device", {})
+    assert list(tmp_path.iterdir()) == []
+
+
+def test_the_record_has_the_extents(staging: MakeStaging, tmp_path: Path) -> None:
+    writer = writer_of(tmp_path / "device", [Source(PID, staging(PAGE), PAGE)])
+    writer.start()
+    writer.complete(PID)
+    assert writer.wait(LIMIT_S)
+    writer.sync()
+    extent = StagedExtent(0x7F0000000000, PAGE, 0)
+    assert writer.device_data(PID, [extent]) == DeviceData((extent,), PAGE, PIECE, STRIPES, (None,))
+
+
+@pytest.mark.parametrize("seed", range(20))
+def test_the_layout_loses_and_repeats_nothing(seed: int) -> None:
+    chance = random.Random(seed)  # noqa: S311 - the same for every run
+    layout = Layout(chance.randrange(200) * PAGE, PAGE << chance.randrange(4), chance.randrange(1, 20))
+    places: dict[tuple[int, int], int] = {}
+    for piece in range(layout.pieces):
+        places[layout.place(piece)] = layout.length(piece)
+    assert len(places) == layout.pieces
+    assert sum(places.values()) == layout.size_bytes
+    for stripe in range(layout.stripes):
+        ends = [offset + length for (of, offset), length in places.items() if of == stripe]
+        assert layout.stripe_bytes(stripe) == max(ends, default=0)
+    assert sum(map(layout.stripe_bytes, range(layout.stripes))) == layout.size_bytes
+
+
+# --- saving while the source is being filled --------------------------------------------------------------------
+
+
+@pytest.fixture
+def filling(staging: MakeStaging, tmp_path: Path) -> Iterator[tuple[DeviceWriter, int, bytearray]]:
+    """A started writer, the source of 20 pieces that it saves, and what the source holds."""
+    memory = bytearray(some_memory(20 * PIECE))
+    memory[3 * PIECE : 4 * PIECE] = bytes(PIECE)
+    memory[5 * PIECE : 6 * PIECE] = b"x" * PIECE
+    fd = staging(bytes(memory))
+    writer = writer_of(tmp_path / "device", [Source(PID, fd, len(memory))])
+    writer.start()
+    yield writer, fd, memory
+    writer.cancel()
+
+
+def wait_seen(writer: DeviceWriter, size_bytes: int) -> None:
+    wait_until(lambda: writer.bytes_seen >= size_bytes, "the pieces below the frontier are saved", timeout_s=LIMIT_S)
+
+
+def put(fd: int, memory: bytearray, position: int, data: bytes) -> None:
+    memory[position : position + len(data)] = data
+    os.pwrite(fd, data, position)
+
+
+def finished(writer: DeviceWriter, tmp_path: Path, staging: MakeStaging) -> bytes:
+    writer.complete(PID)
+    assert writer.wait(LIMIT_S)
+    writer.sync()
+    data = writer.device_data(PID, ())
+    memory = loaded(tmp_path / "device", data, staging)
+    assert data.sha256 == digests_of(memory)
+    return memory
+
+
+def test_only_whole_pieces_below_the_frontier_are_saved_early(
+    filling: tuple[DeviceWriter, int, bytearray], tmp_path: Path, staging: MakeStaging
+) -> None:
+    writer, fd, memory = filling
+    writer.advance(PID, 10 * PIECE + PAGE)
+    writer.advance(PID, 2 * PIECE)  # an older sample that comes late
+    wait_seen(writer, 10 * PIECE)
+    assert not writer.wait(0)
+    put(fd, memory, 10 * PIECE, os.urandom(10 * PIECE))
+    assert finished(writer, tmp_path, staging) == memory
+    assert (writer.rewritten_pieces, writer.bytes_seen) == (0, 20 * PIECE), "a piece above the frontier was read"
+
+
+def test_the_frontier_at_the_end_is_not_yet_the_end(
+    filling: tuple[DeviceWriter, int, bytearray], tmp_path: Path, staging: MakeStaging
+) -> None:
+    writer, fd, memory = filling
+    writer.advance(PID, 20 * PIECE)
+    wait_seen(writer, 20 * PIECE)
+    assert not writer.wait(0), "everything is saved, but nothing is final"
+    put(fd, memory, 19 * PIECE, b"the last word")
+    assert finished(writer, tmp_path, staging) == memory
+
+
+@pytest.mark.parametrize(
+    ("position", "new", "rewritten"),
+    [
+        (0, b"changed", 1),
+        (PIECE - 1, b"changed", 2),
+        (3 * PIECE, b"no longer zero", 1),
+        (5 * PIECE, bytes(PIECE), 1),
+        (5 * PIECE, b"x" * PIECE, 0),
+    ],
+)
+def test_what_changes_after_it_was_saved_is_saved_again(
+    position: int, new: bytes, rewritten: int, filling: tuple[DeviceWriter, int, bytearray], tmp_path: Path,
+    staging: MakeStaging,
+) -> None:  # fmt: skip
+    writer, fd, memory = filling
+    writer.advance(PID, 15 * PIECE)
+    wait_seen(writer, 15 * PIECE)
+    put(fd, memory, position, new)
+    assert finished(writer, tmp_path, staging) == memory
+    assert writer.rewritten_pieces == rewritten
+    stored = b"".join((tmp_path / "device" / f"{PID}.{number}").read_bytes() for number in range(STRIPES))
+    assert (b"x" * PIECE in stored) == (b"x" * PIECE in memory), "what was there before must not stay on the disk"
+
+
+def test_a_source_that_is_written_while_it_is_read(
+    filling: tuple[DeviceWriter, int, bytearray], tmp_path: Path, staging: MakeStaging
+) -> None:
+    writer, fd, memory = filling
+    chance = random.Random(7)  # noqa: S311 - the same for every run
+    for piece in range(1, 21):
+        writer.advance(PID, piece * PIECE)
+        for _ in range(30):
+            put(fd, memory, chance.randrange(20 * PIECE - 64), chance.randbytes(64))
+    assert finished(writer, tmp_path, staging) == memory
+
+
+def test_a_piece_that_is_in_a_threads_hands_when_the_end_comes(staging: MakeStaging, tmp_path: Path) -> None:
+    memory = bytearray(os.urandom(4 * PIECE))
+    fd = staging(bytes(memory))
+    held, go_on = threading.Event(), threading.Event()
+
+    def hold(_: int) -> None:
+        held.set()
+        assert go_on.wait(LIMIT_S)
+
+    writer = writer_of(tmp_path / "device", [Source(PID, fd, len(memory))], threads=1, on_bytes=hold)
+    try:
+        writer.start()
+        writer.advance(PID, PIECE)
+        assert held.wait(LIMIT_S)  # piece 0 is read and written, but not yet counted as saved
+        put(fd, memory, 0, b"changed")
+        writer.complete(PID)
+        assert not writer.wait(0)
+        go_on.set()
+        assert writer.wait(LIMIT_S)
+        writer.sync()
+        assert writer.rewritten_pieces == 1
+        assert loaded(tmp_path / "device", writer.device_data(PID, ()), staging) == memory
+    finally:
+        go_on.set()
+        writer.cancel()
+
+
+def test_a_process_that_is_added_later(
+    filling: tuple[DeviceWriter, int, bytearray], tmp_path: Path, staging: MakeStaging
+) -> None:
+    writer, _, memory = filling
+    late = some_memory(3 * PIECE + PAGE, seed=9)
+    writer.advance(PID, 5 * PIECE)
+    writer.add(Source(43, staging(late), len(late)))
+    writer.complete(43)
+    assert not writer.wait(0)
+    assert finished(writer, tmp_path, staging) == memory
+    assert writer.device_data(43, ()).sha256 == digests_of(late)
+
+
+def test_a_source_that_grows(staging: MakeStaging, tmp_path: Path) -> None:
+    memory = bytearray(os.urandom(21 * PIECE))
+    fd = staging(bytes(memory))
+    writer = writer_of(tmp_path / "device", [Source(PID, fd, 2 * PIECE + PAGE)])
+    try:
+        writer.start()
+        writer.advance(PID, 2 * PIECE + PAGE)
+        wait_seen(writer, 2 * PIECE)
+        put(fd, memory, 2 * PIECE, b"what would differ if the last piece were read before it is full")
+        writer.grow(PID, 20 * PIECE + PAGE)
+        writer.advance(PID, 30 * PIECE)
+        wait_seen(writer, 20 * PIECE)
+        for size_bytes in (20 * PIECE, 20 * PIECE + PAGE + 1, 22 * PIECE):
+            with pytest.raises(ValueError, match=f"process {PID}"):
+                writer.grow(PID, size_bytes)
+        assert finished(writer, tmp_path, staging) == memory[: 20 * PIECE + PAGE]
+        assert (writer.bytes_seen, writer.rewritten_pieces) == (20 * PIECE + PAGE, 0)
+        with pytest.raises(ValueError, match="final size"):
+            writer.grow(PID, 21 * PIECE)
+    finally:
+        writer.cancel()
+
+
+def test_a_source_cannot_grow_when_the_writer_has_ended(filling: tuple[DeviceWriter, int, bytearray]) -> None:
+    writer, fd, memory = filling
+    os.ftruncate(fd, len(memory) + PIECE)
+    writer.cancel()
+    with pytest.raises(RuntimeError, match="has ended"):
+        writer.grow(PID, len(memory) + PIECE)
+
+
+@pytest.mark.parametrize("call", [lambda writer: writer.sync(), lambda writer: writer.device_data(PID, ())])
+def test_nothing_is_said_to_be_saved_before_it_is(
+    call: Callable[[DeviceWriter], object], filling: tuple[DeviceWriter, int, bytearray]
+) -> None:
+    writer = filling[0]
+    writer.advance(PID, 20 * PIECE)
+    wait_seen(writer, 20 * PIECE)
+    with pytest.raises(RuntimeError, match="not everything is final"):
+        call(writer)
+
+
+# --- sources and folders that cannot be -------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("size_bytes", [PAGE - 1, PAGE + 512, -PAGE, 3 * PAGE])
+def test_a_source_of_a_size_that_cannot_be(size_bytes: int, staging: MakeStaging, tmp_path: Path) -> None:
+    with pytest.raises(ValueError, match=f"process {PID}"):
+        writer_of(tmp_path / "device", [Source(PID, staging(2 * PAGE), size_bytes)])
+    assert not (tmp_path / "device").exists()
+
+
+def test_a_process_that_is_named_twice(staging: MakeStaging, tmp_path: Path) -> None:
+    with pytest.raises(ValueError, match="being saved already"):
+        writer_of(tmp_path / "device", [Source(PID, staging(PAGE), PAGE), Source(PID, staging(PAGE), PAGE)])
+
+
+def test_a_device_folder_that_exists(staging: MakeStaging, tmp_path: Path) -> None:
+    (tmp_path / "device").mkdir()
+    with pytest.raises(SnapshotError, match="File exists"):
+        writer_of(tmp_path / "device", [Source(PID, staging(PAGE), PAGE)])
+
+
+def test_a_file_that_somebody_put_there(staging: MakeStaging, tmp_path: Path) -> None:
+    (tmp_path / "victim").write_text("kept")
+    writer = writer_of(tmp_path / "device", [Source(1, staging(PAGE), PAGE)])
+    (tmp_path / "device" / f"{PID}.0").symlink_to(tmp_path / "victim")
+    with pytest.raises(SnapshotError, match="File exists"):
+        writer.add(Source(PID, staging(PAGE), PAGE))
+    writer.cancel()
+    assert (tmp_path / "victim").read_text() == "kept"
+
+
+def test_a_source_that_becomes_shorter(staging: MakeStaging, tmp_path: Path) -> None:
+    fd = staging(some_memory(4 * PIECE))
+    writer = writer_of(tmp_path / "device", [Source(PID, fd, 4 * PIECE)])
+    os.ftruncate(fd, 3 * PIECE + 100)
+    writer.start()
+    writer.complete(PID)
+    with pytest.raises(SnapshotError, match=f"process {PID} ends at byte {3 * PIECE + 100}, not at {4 * PIECE}"):
+        writer.wait(LIMIT_S)
+    writer.cancel()
+
+
+# --- disks that fail -------------------------------------------------------------------------------------------
+
+_ON_A_SMALL_DISK = """
+import os, subprocess, sys
+from pathlib import Path
+from gpucr.errors import SnapshotError
+from gpucr.snapshot.device import DeviceWriter, Source
+disk = Path(sys.argv[1])
+subprocess.run(["mount", "-t", "tmpfs", "-o", "size=1m", "none", disk], check=True)
+staging = os.memfd_create("staging")
+os.write(staging, os.urandom(4 << 20))
+before = len(os.listdir("/proc/self/fd"))
+writer = DeviceWriter(disk / "device", [Source(42, staging, 4 << 20)], threads=4, piece_bytes=65536)
+writer.start()
+writer.complete(42)
+for call in (lambda: writer.wait(60), writer.sync, lambda: writer.device_data(42, ())):
+    try:
+        call()
+    except SnapshotError as e:
+        print(e.exit_code, type(e).__name__, e.message, "|", e.hint)
+writer.cancel()
+print(len(os.listdir("/proc/self/fd")) - before)
+"""
+
+
+def test_a_full_disk_is_a_clear_error_and_leaves_nothing_open(tmp_path: Path) -> None:
+    if os.geteuid() != 0:
+        skip_or_fail("root", "only root can mount a small disk")
+    unshare = shutil.which("unshare")
+    if unshare is None or subprocess.run([unshare, "-m", "true"], check=False, capture_output=True).returncode:
+        pytest.skip("cannot have a private mount namespace here")
+    done = subprocess.run(
+        [unshare, "-m", sys.executable, "-c", _ON_A_SMALL_DISK, tmp_path],
+        capture_output=True, text=True, timeout=60, check=False, cwd=_ROOT,
+    )  # fmt: skip
+    assert done.stderr == ""
+    said = (
+        f"5 SnapshotError device memory cannot be written to {tmp_path}/device: No space left on device | "
+        "free space on that disk, or name a folder on another one with --to"
+    )
+    assert done.stdout.splitlines() == [said] * 3 + ["0"]
+
+
+def test_a_failing_disk_ends_all_threads(staging: MakeStaging, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    def fail(*arguments: object) -> int:
+        raise OSError(errno.EIO, "Input/output error")
+
+    writer = writer_of(tmp_path / "device", [Source(PID, staging(some_memory(9 * PIECE)), 9 * PIECE)])
+    monkeypatch.setattr(os, "pwritev", fail)
+    writer.start()
+    writer.complete(PID)
+    with pytest.raises(SnapshotError, match=r"written to .*/device: Input/output error") as caught:
+        writer.wait(LIMIT_S)
+    assert Path(caught.value.path).parent == tmp_path / "device"
+    assert "dmesg" in (caught.value.hint or "")
+    with pytest.raises(SnapshotError, match="Input/output error"):
+        writer.add(Source(43, staging(PAGE), PAGE))
+    writer.cancel()
+
+
+def test_a_sync_that_fails_cannot_be_repeated(
+    filling: tuple[DeviceWriter, int, bytearray], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def fail(fd: int) -> None:
+        raise OSError(errno.EIO, "Input/output error")
+
+    writer = filling[0]
+    writer.complete(PID)
+    assert writer.wait(LIMIT_S)
+    with monkeypatch.context() as patch:
+        patch.setattr(os, "fsync", fail)
+        with pytest.raises(SnapshotError, match="Input/output error"):
+            writer.sync()
+    with pytest.raises(RuntimeError, match="has ended"):
+        writer.sync()
+
+
+def test_what_was_cancelled_is_not_called_durable(filling: tuple[DeviceWriter, int, bytearray]) -> None:
+    writer = filling[0]
+    writer.complete(PID)
+    assert writer.wait(LIMIT_S)
+    writer.cancel()
+    with pytest.raises(RuntimeError, match="has ended"):
+        writer.sync()
+
+
+def test_files_and_folders_are_synced(staging: MakeStaging, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    synced: set[str] = set()
+    real = os.fsync
+
+    def note(fd: int) -> None:
+        synced.add(os.readlink(f"/proc/self/fd/{fd}"))
+        real(fd)
+
+    monkeypatch.setattr(os, "fsync", note)
+    saved(tmp_path / "device", {pid: staging(some_memory(20 * PIECE)) for pid in (1, 2)})
+    folders = {str(tmp_path), str(tmp_path / "device")}
+    assert synced == folders | {str(tmp_path / "device" / f"{pid}.{n}") for pid in (1, 2) for n in range(STRIPES)}
+
+
+@pytest.mark.parametrize("refused", ["when it is switched on", "at the first transfer", "after a part"])
+def test_file_systems_that_do_not_take_direct_io(
+    refused: str, staging: MakeStaging, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The real calls, behind a file system that is stricter than the one here."""
+    real_fcntl = fcntl.fcntl
+    refusals: list[int] = []
+
+    def strict_fcntl(fd: int, command: int, value: int = 0) -> int:
+        if refused == "when it is switched on" and command == fcntl.F_SETFL and value & os.O_DIRECT:
+            refusals.append(fd)
+            raise OSError(errno.EINVAL, "Invalid argument")
+        return real_fcntl(fd, command, value)
+
+    def strict(real: Callable[..., int]) -> Callable[..., int]:
+        def call(fd: int, buffers: list[memoryview], offset: int) -> int:
+            is_direct = real_fcntl(fd, fcntl.F_GETFL) & os.O_DIRECT
+            if is_direct and (refused == "at the first transfer" or offset % PAGE):
+                refusals.append(fd)
+                raise OSError(errno.EINVAL, "Invalid argument")
+            return real(fd, [buffers[0][:5120] if refused == "after a part" else buffers[0]], offset)
+
+        return call
+
+    monkeypatch.setattr(fcntl, "fcntl", strict_fcntl)
+    monkeypatch.setattr(os, "pwritev", strict(os.pwritev))
+    monkeypatch.setattr(os, "preadv", strict(os.preadv))
+    memory = some_memory(40 * PIECE + PAGE)
+    data = saved(tmp_path / "device", {PID: staging(memory)}, threads=16)[PID]
+    assert loaded(tmp_path / "device", data, staging) == memory
+    assert refusals or refused == "after a part"  # there the disk itself may refuse a part of a page
+
+
+def test_a_fork_does_not_share_the_buffers() -> None:
+    """Where it does, older kernels may put what O_DIRECT reads into the child's copy of a page."""
+    buffer = PieceBuffer(PIECE)
+    blocks = Path("/proc/self/smaps").read_text().split("VmFlags:")
+    start = f"{buffer._address:x}-"
+    number = next(number for number, block in enumerate(blocks) if f"\n{start}" in block)
+    assert "dc" in blocks[number + 1].splitlines()[0].split()
+
+
+# --- cancelled -------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("until", ["made", "started", "advanced", "completed", "waited", "synced"])
+def test_a_writer_can_be_cancelled_at_any_time(until: str, staging: MakeStaging, tmp_path: Path) -> None:
+    writer = writer_of(tmp_path / "device", [Source(PID, staging(some_memory(50 * PIECE)), 50 * PIECE)])
+    steps: dict[str, Callable[[], object]] = {
+        "made": lambda: None,
+        "started": writer.start,
+        "advanced": lambda: writer.advance(PID, 25 * PIECE),
+        "completed": lambda: writer.complete(PID),
+        "waited": lambda: writer.wait(LIMIT_S),
+        "synced": writer.sync,
+    }
+    for name, step in steps.items():
+        step()
+        if name == until:
+            break
+    writer.cancel()
+    writer.cancel()
+    if until in ("made", "started", "advanced"):
+        assert not writer.wait(LIMIT_S), "a cancelled writer has not written everything"
+    with pytest.raises(RuntimeError, match="has ended"):
+        writer.add(Source(43, staging(PAGE), PAGE))
+    shutil.rmtree(tmp_path / "device")
+
+
+def test_cancelling_releases_who_waits(filling: tuple[DeviceWriter, int, bytearray]) -> None:
+    writer = filling[0]
+    answers: list[bool] = []
+    waiter = threading.Thread(target=lambda: answers.append(writer.wait(LIMIT_S)))
+    waiter.start()
+    writer.cancel()
+    waiter.join(LIMIT_S)
+    assert answers == [False]
+
+
+def test_a_callback_may_cancel(staging: MakeStaging, tmp_path: Path) -> None:
+    made: list[DeviceWriter] = []
+    source = Source(PID, staging(some_memory(50 * PIECE)), 50 * PIECE)
+    made.append(writer_of(tmp_path / "device", [source], on_bytes=lambda _: made[0].cancel()))
+    made[0].start()
+    made[0].complete(PID)
+    assert not made[0].wait(LIMIT_S)
+    made[0].cancel()
+
+
+def test_a_callback_that_fails_is_not_lost(staging: MakeStaging, tmp_path: Path) -> None:
+    def fail(_: int) -> None:
+        raise ZeroDivisionError
+
+    with pytest.raises(ZeroDivisionError):
+        saved(tmp_path / "device", {PID: staging(some_memory(5 * PIECE))}, on_bytes=fail)
+
+
+def test_large_pieces_have_few_buffers(staging: MakeStaging, tmp_path: Path) -> None:
+    writer = writer_of(tmp_path / "device", [Source(PID, staging(PAGE), PAGE)], threads=8, piece_bytes=256 << 20)
+    writer.start()
+    names = [thread.name for thread in threading.enumerate() if thread.name.startswith("device-writer")]
+    writer.cancel()
+    assert len(names) == 2
+
+
+# --- read in ascending order ------------------------------------------------------------------------------------
+
+
+def test_the_prefix_grows_piece_by_piece(staging: MakeStaging, tmp_path: Path) -> None:
+    """One thread, which stops in front of every stored piece that it has in place and has not yet reported."""
+    memory = bytearray(os.urandom(5 * PIECE + PAGE))
+    memory[PIECE : 3 * PIECE] = bytes(2 * PIECE)
+    data = saved(tmp_path / "device", {PID: staging(bytes(memory))})[PID]
+    fd = staging(data.size_bytes)
+    turn, go_on = threading.Semaphore(0), threading.Semaphore(0)
+
+    def pause(_: int) -> None:
+        turn.release()
+        assert go_on.acquire(timeout=LIMIT_S)
+
+    reader = DeviceReader(tmp_path / "device", [Destination(PID, fd, data)], threads=1, on_bytes=pause)
+    try:
+        assert reader.loaded(PID) == 0
+        assert not reader.wait_for(PID, 1, 0)
+        reader.start()
+        for finished_before, finished_after in ((0, 3), (3, 4), (4, 5), (5, 6)):
+            assert turn.acquire(timeout=LIMIT_S)
+            assert reader.loaded(PID) == finished_before * PIECE
+            go_on.release()
+            assert reader.wait_for(PID, min(finished_after * PIECE, data.size_bytes), LIMIT_S)
+            length = reader.loaded(PID)
+            assert os.pread(fd, length, 0) == memory[:length]
+        assert reader.wait_for(PID, 1 << 40, LIMIT_S), "more than there is means: all of it"
+        assert reader.wait(LIMIT_S)
+        assert reader.loaded(PID) == data.size_bytes
+    finally:
+        go_on.release(10)
+        reader.cancel()
+
+
+def test_several_processes_take_turns(staging: MakeStaging, tmp_path: Path) -> None:
+    data = saved(tmp_path / "device", {pid: staging(os.urandom(4 * PIECE)) for pid in (1, 2, 3)})
+    progress: list[tuple[int, ...]] = []
+    reader = DeviceReader(
+        tmp_path / "device",
+        [Destination(pid, None, each) for pid, each in data.items()],
+        threads=1,
+        on_bytes=lambda _: progress.append(tuple(reader.loaded(pid) // PIECE for pid in (1, 2, 3))),
+    )
+    reader.start()
+    assert reader.wait(LIMIT_S)
+    reader.cancel()
+    assert all(max(each) - min(each) <= 1 for each in progress), "one process ran ahead of the others"
+    assert len(progress) == 12
+
+
+@pytest.mark.parametrize("until", ["made", "started"])
+def test_a_reader_can_be_cancelled(until: str, staging: MakeStaging, tmp_path: Path) -> None:
+    data = saved(tmp_path / "device", {PID: staging(os.urandom(9 * PIECE))})[PID]
+    held, go_on = threading.Event(), threading.Event()
+
+    def hold(_: int) -> None:
+        held.set()
+        assert go_on.wait(LIMIT_S)
+
+    reader = DeviceReader(tmp_path / "device", [Destination(PID, None, data)], threads=2, on_bytes=hold)
+    if until == "started":
+        reader.start()
+        assert held.wait(LIMIT_S)
+        threading.Timer(0, go_on.set).start()
+    reader.cancel()
+    reader.cancel()
+    assert not reader.wait_for(PID, data.size_bytes, LIMIT_S)
+
+
+# --- damaged snapshots -----------------------------------------------------------------------------------------
+
+
+@pytest.fixture
+def stored(staging: MakeStaging, tmp_path: Path) -> tuple[Path, DeviceData]:
+    """The folder with 20 pieces and a page of process 42; piece 1 is zero."""
+    memory = bytearray(some_memory(20 * PIECE + PAGE, zero_share=0))
+    memory[PIECE : 2 * PIECE] = bytes(PIECE)
+    return tmp_path / "device", saved(tmp_path / "device", {PID: staging(bytes(memory))})[PID]
+
+
+def refused(stored: tuple[Path, DeviceData], staging: MakeStaging, says: str, name: str) -> None:
+    """Loading and verifying both refuse, and name the file."""
+    folder, data = stored
+    fd = staging(data.size_bytes)
+    attempts: list[Callable[[], None]] = [
+        lambda: load(folder, [Destination(PID, fd, data)]),
+        lambda: verify(folder, {PID: data}),
+    ]
+    for attempt in attempts:
+        with pytest.raises(SnapshotDamaged, match=says) as caught:
+            attempt()
+        assert caught.value.path == str(folder.parent / name)
+        assert caught.value.hint
+
+
+@pytest.mark.parametrize("position", [0, PIECE - 1, PIECE, 2 * PIECE + 5])
+@pytest.mark.parametrize("number", [0, 4])
+def test_a_flipped_bit(number: int, position: int, stored: tuple[Path, DeviceData], staging: MakeStaging) -> None:
+    file = stored[0] / f"{PID}.{number}"
+    content = bytearray(file.read_bytes())
+    content[position] ^= 0x10
+    file.write_bytes(content)
+    start = position // PIECE * PIECE
+    end = min(start + PIECE, len(content))
+    says = f"of process {PID}, differs from what was written, between bytes {start} and {end}$"
+    refused(stored, staging, f"^device/{PID}.{number}, .*{says}", f"device/{PID}.{number}")
+
+
+def test_a_damaged_piece_never_reaches_the_staging_file(stored: tuple[Path, DeviceData], staging: MakeStaging) -> None:
+    folder, data = stored
+    (folder / f"{PID}.0").write_bytes(os.urandom((folder / f"{PID}.0").stat().st_size))
+    fd = staging(data.size_bytes)
+    with pytest.raises(SnapshotDamaged):
+        load(folder, [Destination(PID, fd, data)])
+    assert not any(os.pread(fd, PIECE, 0))
+
+
+def test_two_pieces_that_changed_places(stored: tuple[Path, DeviceData], staging: MakeStaging) -> None:
+    file = stored[0] / f"{PID}.2"
+    content = file.read_bytes()
+    file.write_bytes(content[PIECE : 2 * PIECE] + content[:PIECE] + content[2 * PIECE :])
+    refused(stored, staging, "differs from what was written", f"device/{PID}.2")
+
+
+def test_bytes_in_a_hole_are_no_damage(stored: tuple[Path, DeviceData], staging: MakeStaging) -> None:
+    """Nobody reads them: the manifest says that the piece is zero."""
+    folder, data = stored
+    with (folder / f"{PID}.1").open("r+b") as file:
+        file.write(b"x" * PIECE)
+    assert not any(loaded(folder, data, staging)[PIECE : 2 * PIECE])
+
+
+@pytest.mark.parametrize("change", [-1, 1, -PIECE, PIECE, -(1 << 40)])
+def test_a_stripe_of_another_size(change: int, stored: tuple[Path, DeviceData], staging: MakeStaging) -> None:
+    file = stored[0] / f"{PID}.3"
+    size = file.stat().st_size
+    os.truncate(file, max(0, size + change))
+    refused(stored, staging, f"has {max(0, size + change)} bytes where {size} were written", f"device/{PID}.3")
+    with pytest.raises(SnapshotDamaged, match="bytes where"):
+        check_shape(stored[0], {PID: stored[1]})
+
+
+def test_a_stripe_that_shrinks_while_it_is_read(stored: tuple[Path, DeviceData]) -> None:
+    folder, data = stored
+    reader = DeviceReader(folder, [Destination(PID, None, data)])
+    os.truncate(folder / f"{PID}.3", PIECE + 100)
+    reader.start()
+    with pytest.raises(SnapshotDamaged, match=f"^device/{PID}.3, .*, ends before byte ({2 * PIECE}|{3 * PIECE})$"):
+        reader.wait(LIMIT_S)
+    reader.cancel()
+
+
+def test_a_stripe_that_cannot_be_read(stored: tuple[Path, DeviceData], monkeypatch: pytest.MonkeyPatch) -> None:
+    def fail(*arguments: object) -> int:
+        raise OSError(errno.EIO, "Input/output error")
+
+    monkeypatch.setattr(os, "preadv", fail)
+    with pytest.raises(SnapshotDamaged, match=f"device/{PID}.*cannot be read: Input/output error"):
+        verify(stored[0], {PID: stored[1]})
+
+
+_SUBSTITUTES: dict[str, tuple[Callable[[Path], object], str]] = {
+    "nothing": (lambda path: path, "is missing"),
+    "fifo": (os.mkfifo, "is not a plain file"),
+    "folder": (lambda path: path.mkdir(), "is not a plain file"),
+    "symlink": (lambda path: path.symlink_to("/etc/passwd"), "is a symbolic link"),
+    "dangling symlink": (lambda path: path.symlink_to("nowhere"), "is a symbolic link"),
+}
+
+
+@pytest.mark.timeout(30)
+@pytest.mark.parametrize("kind", _SUBSTITUTES)
+def test_something_else_in_place_of_a_stripe(kind: str, stored: tuple[Path, DeviceData], staging: MakeStaging) -> None:
+    make, says = _SUBSTITUTES[kind]
+    file = stored[0] / f"{PID}.5"
+    file.unlink()
+    make(file)
+    refused(stored, staging, f"device/{PID}.5.*{says}", f"device/{PID}.5")
+
+
+@pytest.mark.parametrize("kind", _SUBSTITUTES)
+def test_something_else_in_place_of_the_folder(
+    kind: str, stored: tuple[Path, DeviceData], staging: MakeStaging
+) -> None:
+    folder = stored[0]
+    folder.rename(folder.parent / "elsewhere")
+    _SUBSTITUTES[kind][0](folder)
+    refused(stored, staging, "device", f"device/{PID}.0" if kind == "folder" else "device")
+
+
+def test_a_link_to_the_real_folder(stored: tuple[Path, DeviceData], staging: MakeStaging) -> None:
+    folder = stored[0]
+    folder.rename(folder.parent / "elsewhere")
+    folder.symlink_to("elsewhere")
+    refused(stored, staging, "is a symbolic link", "device")
+
+
+def test_too_few_open_files_are_no_damage(stored: tuple[Path, DeviceData]) -> None:
+    soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
+    taken: list[int] = []
+    try:
+        resource.setrlimit(resource.RLIMIT_NOFILE, (min(soft, 200), hard))
+        with contextlib.suppress(OSError):  # until there is none left
+            while True:
+                taken.append(os.dup(0))
+        for _ in range(3):
+            os.close(taken.pop())
+        with pytest.raises(SnapshotError, match="Too many open files") as caught:
+            verify(stored[0], {PID: stored[1]})
+    finally:
+        for fd in taken:
+            os.close(fd)
+        resource.setrlimit(resource.RLIMIT_NOFILE, (soft, hard))
+    assert not isinstance(caught.value, SnapshotDamaged)
+    assert "ulimit -n" in (caught.value.hint or "")
+
+
+# --- destinations that cannot be -------------------------------------------------------------------------------
+
+
+def test_a_destination_that_is_too_short(stored: tuple[Path, DeviceData], staging: MakeStaging) -> None:
+    folder, data = stored
+    with pytest.raises(ValueError, match="shorter than its device memory"):
+        DeviceReader(folder, [Destination(PID, staging(data.size_bytes - 1), data)])
+
+
+def test_a_destination_that_takes_nothing(stored: tuple[Path, DeviceData], staging: MakeStaging) -> None:
+    folder, data = stored
+    fd = staging(data.size_bytes)
+    fcntl.fcntl(fd, fcntl.F_ADD_SEALS, fcntl.F_SEAL_WRITE)
+    with pytest.raises(SnapshotError, match=f"process {PID} cannot be put into host memory") as caught:
+        load(folder, [Destination(PID, fd, data)])
+    assert not isinstance(caught.value, SnapshotDamaged)
+    assert f"{data.size_bytes} bytes" in (caught.value.hint or "")
+
+
+def test_few_threads_work_while_something_else_needs_the_processors(staging: MakeStaging, tmp_path: Path) -> None:
+    memory = some_memory(16 * PIECE, zero_share=0.0)
+    workers: set[str] = set()
+    writer = writer_of(tmp_path / "device", on_bytes=lambda size_bytes: workers.add(threading.current_thread().name))
+    try:
+        writer.limit_threads(0)
+        writer.add(Source(PID, staging(memory), len(memory)))
+        writer.start()
+        writer.complete(PID)
+        assert not writer.wait(0.1)
+        assert workers == set()
+        writer.limit_threads(1)
+        assert writer.wait(LIMIT_S)
+        assert workers == {"device-writer-0"}
+        writer.limit_threads(None)
+        writer.sync()
+        assert writer.device_data(PID, ()).sha256 == digests_of(memory)
+    finally:
+        writer.cancel()
