@@ -17,8 +17,9 @@ from typing import Any
 import pytest
 
 from gpucr.errors import DeadlineExceeded, DriverError, GpucrError, Interrupted, JobDamaged
+from gpucr.operations import steps as steps_module
 from gpucr.operations.interrupts import Interrupts
-from gpucr.operations.steps import Phase, Progress, Step, WithoutUndo, run_steps
+from gpucr.operations.steps import Meter, Phase, Progress, Step, WithoutUndo, run_steps
 
 SIGNALS = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)
 Action = Callable[[Interrupts], None]
@@ -36,7 +37,7 @@ class Recorded:
     def describe(self) -> str:
         return f"the step {self.name}"
 
-    def run(self, interrupts: Interrupts) -> int:
+    def run(self, interrupts: Interrupts, meter: Meter) -> int:
         self._log.append(f"run {self.name}")
         if self._run is not None:
             self._run(interrupts)
@@ -166,6 +167,274 @@ def test_a_listener_that_fails_ends_the_operation_but_not_its_undo() -> None:
     with pytest.raises(BrokenPipeError):
         run_steps([Recorded("a", log), Recorded("b", log)], on_progress=listen)
     assert log == ["run a", "undo b", "undo a"]
+
+
+def test_a_listener_that_exits_the_program_does_not_cut_an_undo_short() -> None:
+    log: list[str] = []
+
+    def listen(progress: Progress) -> None:
+        if progress.event == "undo":
+            raise SystemExit(3)
+
+    with pytest.raises(GpucrError, match=r"^no$"):
+        run_steps([Recorded("a", log), Recorded("b", log, raising(GpucrError("no")))], on_progress=listen)
+    assert log[-2:] == ["undo b", "undo a"]
+
+
+# --- how far a step is ------------------------------------------------------------------------------------------
+
+
+class Metered:
+    """A step that does with its meter what it is told to."""
+
+    name = "save"
+
+    def __init__(self, work: Callable[[Meter, Interrupts], None], log: list[str] | None = None) -> None:
+        self._work = work
+        self._log = log if log is not None else []
+
+    def describe(self) -> str:
+        return "save it"
+
+    def run(self, interrupts: Interrupts, meter: Meter) -> int:
+        self._work(meter, interrupts)
+        self._log.append("worked")
+        return 0
+
+    def undo(self) -> None:
+        self._log.append("undone")
+
+
+class Listener:
+    """Takes events down, and fails the test where two come at once; ``fail_on`` raises at that event."""
+
+    def __init__(self, fail_on: str | None = None) -> None:
+        self.events: list[Progress] = []
+        self.heard = threading.Event()
+        self._fail_on = fail_on
+        self._turn = threading.Lock()
+
+    def __call__(self, progress: Progress) -> None:
+        assert self._turn.acquire(blocking=False), "called by two threads at once"
+        try:
+            self.events.append(progress)
+            if progress.event == self._fail_on:
+                self.heard.set()
+                raise BrokenPipeError(f"the listener is gone at {progress.event}")
+        finally:
+            self._turn.release()
+
+    @property
+    def said(self) -> list[tuple[str, str]]:
+        return [(event.event, event.description) for event in self.events]
+
+    def advances(self) -> list[Progress]:
+        return [event for event in self.events if event.event == "advance"]
+
+
+@pytest.fixture
+def often(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Events as fast as they come."""
+    monkeypatch.setattr(steps_module, "REPORT_INTERVAL_S", 0.0001)
+
+
+def wait_for_progress(interrupts: Interrupts, meter: Meter) -> None:
+    """A step's loop: ends only through `check`."""
+    deadline = time.monotonic() + 60
+    while time.monotonic() < deadline:
+        meter.add(1)
+        interrupts.check()
+
+
+def test_a_meter_adds_up_what_threads_say(often: None) -> None:
+    listener = Listener()
+
+    def work(meter: Meter, _: Interrupts) -> None:
+        meter.expect(4000)
+
+        def add() -> None:
+            for _ in range(1000):
+                meter.add(1)
+
+        threads = [threading.Thread(target=add) for _ in range(4)]
+        for thread in threads:
+            thread.start()
+        for thread in threads:
+            thread.join()
+
+    run_steps([Metered(work)], on_progress=listener)
+    assert (listener.events[0].event, listener.events[-1].event) == ("begin", "end")
+    advances = listener.advances()
+    assert listener.events[1:-1] == advances
+    assert [e.size_bytes for e in advances] == sorted(e.size_bytes for e in advances)
+    assert [e.seconds for e in advances] == sorted(e.seconds for e in advances)
+    last = advances[-1]
+    assert (last.phase, last.description, last.size_bytes, last.total_bytes) == ("save", "save it", 4000, 4000)
+    assert not [thread for thread in threading.enumerate() if "progress" in thread.name]
+
+
+def test_advances_come_while_the_step_works(often: None) -> None:
+    listener = Listener()
+
+    def work(meter: Meter, _: Interrupts) -> None:
+        meter.expect(100)
+        meter.set(7)
+        deadline = time.monotonic() + 60
+        while not any(e.size_bytes == 7 for e in listener.advances()) and time.monotonic() < deadline:
+            threading.Event().wait(0.001)
+        meter.set(50)
+        meter.expect(80)
+
+    run_steps([Metered(work)], on_progress=listener)
+    seen = [(e.size_bytes, e.total_bytes) for e in listener.advances()]
+    assert (7, 100) in seen
+    assert seen[-1] == (50, 80)
+
+
+def test_advances_are_ten_a_second_at_most() -> None:
+    listener = Listener()
+
+    def work(meter: Meter, _: Interrupts) -> None:
+        meter.expect(1)
+        while meter.seconds < 0.25:
+            meter.add(1)
+
+    (phase,) = run_steps([Metered(work)], on_progress=listener)
+    assert 1 <= len(listener.advances()) <= phase.seconds / 0.1 + 1
+
+
+def test_a_step_that_expects_nothing_does_not_advance(often: None) -> None:
+    listener = Listener()
+    run_steps([Metered(lambda meter, _: meter.add(5))], on_progress=listener)
+    assert [event.event for event in listener.events] == ["begin", "end"]
+
+
+def test_notes_come_in_order_between_begin_and_end() -> None:
+    listener = Listener()
+
+    def work(meter: Meter, _: Interrupts) -> None:
+        for text in ("first", "second"):
+            meter.note(text)
+
+    run_steps([Metered(work)], on_progress=listener)
+    assert listener.said == [("begin", "save it"), ("note", "first"), ("note", "second"), ("end", "save it")]
+
+
+def test_a_step_that_fails_says_before_the_undo_how_far_it_came() -> None:
+    listener = Listener()
+
+    def work(meter: Meter, _: Interrupts) -> None:
+        meter.expect(10)
+        meter.add(3)
+        meter.note("the disk is slow")
+        raise GpucrError("no")
+
+    with pytest.raises(GpucrError, match=r"^no$"):
+        run_steps([Metered(work)], on_progress=listener)
+    assert [event.event for event in listener.events] == ["begin", "note", "advance", "undo"]
+    assert listener.advances()[0].size_bytes == 3
+
+
+def test_without_a_listener_a_meter_is_as_good() -> None:
+    log: list[str] = []
+
+    def work(meter: Meter, _: Interrupts) -> None:
+        meter.expect(1)
+        meter.add(1)
+        meter.note("nobody hears it")
+
+    run_steps([Metered(work, log)])
+    assert log == ["worked"]
+
+
+@pytest.mark.parametrize("event", ["advance", "note"])
+def test_a_listener_that_fails_meanwhile_ends_the_step_where_it_may_be_left(event: str, often: None) -> None:
+    log: list[str] = []
+    listener = Listener(fail_on=event)
+
+    def work(meter: Meter, interrupts: Interrupts) -> None:
+        meter.expect(1)
+        meter.note("it begins")
+        assert listener.heard.wait(60)
+        meter.add(1)  # what is told to the meter fails nobody
+        log.append("not cut off")
+        wait_for_progress(interrupts, meter)
+
+    with pytest.raises(BrokenPipeError, match=f"gone at {event}"):
+        run_steps([Recorded("a", log), Metered(work, log)], on_progress=listener)
+    assert log == ["run a", "not cut off", "undone", "undo a"]
+
+
+def test_a_listener_that_fails_at_the_last_advance_ends_the_operation() -> None:
+    log: list[str] = []
+    steps: list[Step] = [Metered(lambda meter, _: meter.expect(1), log), Recorded("b", log)]
+    with pytest.raises(BrokenPipeError, match="gone at advance"):
+        run_steps(steps, on_progress=Listener(fail_on="advance"))
+    assert log == ["worked", "undone"]
+
+
+def test_a_listener_that_fails_does_not_replace_the_steps_own_error(often: None) -> None:
+    listener = Listener(fail_on="advance")
+
+    def work(meter: Meter, _: Interrupts) -> None:
+        meter.expect(1)
+        assert listener.heard.wait(60)
+        raise GpucrError("no")
+
+    with pytest.raises(GpucrError, match=r"^no$"):
+        run_steps([Metered(work)], on_progress=listener)
+
+
+def test_after_the_commit_a_listener_that_fails_meanwhile_takes_nothing_back() -> None:
+    log: list[str] = []
+
+    def work(meter: Meter, interrupts: Interrupts) -> None:
+        meter.expect(1)
+        interrupts.commit()
+
+    run_steps([Metered(work, log), Recorded("b", log)], on_progress=Listener(fail_on="advance"))
+    assert log == ["worked", "run b"]
+
+
+def test_a_signal_ends_a_wait_with_a_meter_and_leaves_no_thread() -> None:
+    log: list[str] = []
+
+    def work(meter: Meter, interrupts: Interrupts) -> None:
+        meter.expect(1)
+        with interrupts.allowed():
+            signal.raise_signal(signal.SIGINT)
+
+    listener = Listener()
+    with pytest.raises(Interrupted):
+        run_steps([Metered(work, log)], on_progress=listener)
+    assert log == ["undone"]
+    assert [event.event for event in listener.events] == ["begin", "advance", "undo"]
+    assert not [thread for thread in threading.enumerate() if "progress" in thread.name]
+
+
+def test_without_undo_passes_the_meter_on() -> None:
+    listener = Listener()
+    run_steps([WithoutUndo(Metered(lambda meter, _: meter.note("here")))], on_progress=listener)
+    assert ("note", "here") in listener.said
+
+
+@pytest.mark.parametrize(
+    ("seconds", "size_bytes", "total_bytes", "rate", "eta_s"),
+    [
+        (0.0, 0, 0, None, None),
+        (2.0, 0, 100, None, None),
+        (0.0, 50, 100, None, None),
+        (2.0, 50, 0, 25.0, None),
+        (2.0, 50, 100, 25.0, 2.0),
+        (2.0, 100, 100, 50.0, 0.0),
+        (2.0, 120, 100, 60.0, 0.0),
+    ],
+)
+def test_rate_and_time_left(
+    seconds: float, size_bytes: int, total_bytes: int, rate: float | None, eta_s: float | None
+) -> None:
+    progress = Progress("advance", "save", "", seconds, size_bytes, total_bytes)
+    assert (progress.rate_bytes_per_s, progress.eta_s) == (rate, eta_s)
 
 
 # --- deadlines -------------------------------------------------------------------------------------------------

@@ -7,9 +7,6 @@ from typing import Any, TypeVar
 
 import click
 
-from gpucr.cli.output import say
-from gpucr.operations.steps import OnProgress, Progress
-
 F = TypeVar("F", bound=Callable[..., Any])
 
 pid_argument = click.argument("pid", type=int)
@@ -17,6 +14,9 @@ json_option = click.option("--json", "as_json", is_flag=True, help="Print the re
 only_option = click.option("--only", is_flag=True, help="Act on this one process, not on its whole tree.")
 force_option = click.option("--force", is_flag=True, help="Go on although preflight found something blocking.")
 quiet_option = click.option("--quiet", "-q", is_flag=True, help="No progress on stderr.")
+verbose_option = click.option(
+    "--verbose", "-v", is_flag=True, help="Say on stderr why each part is done in the way it is."
+)
 timeout_option = click.option(
     "--timeout",
     "timeout_s",
@@ -29,19 +29,3 @@ gpu_map_option = click.option(
     metavar="OLD=NEW,...",
     help="Put device memory on other GPUs: UUIDs, every GPU that the job can see named once.",
 )
-
-
-def progress_printer(*, quiet: bool) -> OnProgress | None:
-    """Prints one line on stderr as each phase begins, and what happens while something is undone."""
-    if quiet:
-        return None
-
-    def show(progress: Progress) -> None:
-        if progress.event == "begin":
-            say(progress.description)
-        elif progress.event == "undo":
-            say(f"undoing: {progress.phase}")
-        elif progress.event == "signal-ignored":
-            say(progress.description)
-
-    return show

@@ -2,9 +2,12 @@
 
 from __future__ import annotations
 
+import contextlib
+import io
 import json
+import sys
 from collections.abc import Mapping
-from typing import Any
+from typing import Any, TextIO, cast
 
 import click
 
@@ -16,9 +19,40 @@ def print_json(kind: str, data: Mapping[str, Any]) -> None:
     click.echo(json.dumps({"schema": f"gpucr.{kind}", "schema_version": SCHEMA_VERSION, **data}, indent=2))
 
 
+class _Talk(io.TextIOBase):
+    """stderr, where writing never fails.
+
+    A terminal that is gone (EIO) or a reader that has ended (EPIPE) is no reason to end an operation that is under way,
+    still less to break its undo or to change the exit code. What is said then goes nowhere.
+    """
+
+    def write(self, text: str) -> int:
+        """Write, or drop, all of it."""
+        with contextlib.suppress(OSError):
+            sys.stderr.write(text)
+        return len(text)
+
+    def flush(self) -> None:
+        """Flush what can be."""
+        with contextlib.suppress(OSError):
+            sys.stderr.flush()
+
+    def isatty(self) -> bool:
+        """As stderr."""
+        return sys.stderr.isatty()
+
+    @property
+    def encoding(self) -> str:  # type: ignore[override]  # a plain attribute in typeshed
+        """As stderr."""
+        return sys.stderr.encoding
+
+
+TALK = cast(TextIO, _Talk())
+
+
 def say(message: str) -> None:
     """Print one line of talk on stderr, where it does not mix with data."""
-    click.echo(message, err=True)
+    click.echo(message, file=TALK)
 
 
 def format_bytes(size_bytes: int) -> str:
@@ -29,6 +63,16 @@ def format_bytes(size_bytes: int) -> str:
             return f"{size:.0f} {unit}" if unit == "B" else f"{size:.1f} {unit}"
         size /= 1024
     return f"{size:.1f} TiB"
+
+
+def format_seconds(seconds: float) -> str:
+    """A time to wait as people say it: ``7 s``, ``2 min 5 s``, ``1 h 12 min``."""
+    whole = round(seconds)
+    if whole < 60:
+        return f"{whole} s"
+    if whole < 3600:
+        return f"{whole // 60} min {whole % 60} s"
+    return f"{whole // 3600} h {whole % 3600 // 60} min"
 
 
 def printable(text: str) -> str:

@@ -10,11 +10,12 @@ from gpucr.cli.options import (
     force_option,
     gpu_map_option,
     json_option,
-    progress_printer,
     quiet_option,
     timeout_option,
+    verbose_option,
 )
 from gpucr.cli.output import print_json, say
+from gpucr.cli.progress import progress_printer
 from gpucr.cli.reports import print_phases, report_fields
 from gpucr.operations.restore import restore
 
@@ -26,8 +27,16 @@ from gpucr.operations.restore import restore
 @force_option
 @json_option
 @quiet_option
+@verbose_option
 def command(
-    *, snapshot: Path, gpu_map: str | None, timeout_s: float | None, force: bool, as_json: bool, quiet: bool
+    *,
+    snapshot: Path,
+    gpu_map: str | None,
+    timeout_s: float | None,
+    force: bool,
+    as_json: bool,
+    quiet: bool,
+    verbose: bool,
 ) -> None:
     """Bring the job of the snapshot DIR back: same pids, same memory, same GPUs or those of --gpu-map. Needs root.
 
@@ -43,7 +52,7 @@ def command(
         gpu_map=gpu_map,
         timeout_s=timeout_s,
         force=force,
-        on_progress=progress_printer(quiet=quiet or as_json),
+        on_progress=progress_printer(quiet=quiet or as_json, verbose=verbose),
     )
     for warning in report.warnings:
         say(f"warning: {warning}")

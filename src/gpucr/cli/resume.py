@@ -10,10 +10,11 @@ from gpucr.cli.options import (
     json_option,
     only_option,
     pid_argument,
-    progress_printer,
     quiet_option,
     timeout_option,
+    verbose_option,
 )
+from gpucr.cli.progress import progress_printer
 from gpucr.cli.reports import print_change
 from gpucr.operations.suspend import resume
 
@@ -26,8 +27,17 @@ from gpucr.operations.suspend import resume
 @force_option
 @json_option
 @quiet_option
+@verbose_option
 def command(
-    *, pid: int, gpu_map: str | None, only: bool, timeout_s: float | None, force: bool, as_json: bool, quiet: bool
+    *,
+    pid: int,
+    gpu_map: str | None,
+    only: bool,
+    timeout_s: float | None,
+    force: bool,
+    as_json: bool,
+    quiet: bool,
+    verbose: bool,
 ) -> None:
     """Bring PID and its whole tree back onto its GPUs and let it go on.
 
@@ -38,6 +48,6 @@ def command(
       gpucr resume 4711
       gpucr resume 4711 --gpu-map GPU-6b1e...=GPU-91c0...,GPU-91c0...=GPU-6b1e...
     """
-    on_progress = progress_printer(quiet=quiet or as_json)
+    on_progress = progress_printer(quiet=quiet or as_json, verbose=verbose)
     report = resume(pid, gpu_map=gpu_map, only=only, timeout_s=timeout_s, force=force, on_progress=on_progress)
     print_change("resume", report, as_json=as_json)

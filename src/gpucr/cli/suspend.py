@@ -9,10 +9,11 @@ from gpucr.cli.options import (
     json_option,
     only_option,
     pid_argument,
-    progress_printer,
     quiet_option,
     timeout_option,
+    verbose_option,
 )
+from gpucr.cli.progress import progress_printer
 from gpucr.cli.reports import print_change
 from gpucr.operations.suspend import suspend
 
@@ -24,7 +25,10 @@ from gpucr.operations.suspend import suspend
 @force_option
 @json_option
 @quiet_option
-def command(*, pid: int, only: bool, timeout_s: float | None, force: bool, as_json: bool, quiet: bool) -> None:
+@verbose_option
+def command(
+    *, pid: int, only: bool, timeout_s: float | None, force: bool, as_json: bool, quiet: bool, verbose: bool
+) -> None:
     """Move the GPU memory of PID and its whole tree to host memory and release its GPUs.
 
     The processes stay; those that call CUDA wait until `gpucr resume`. If anything fails, everything is undone.
@@ -33,6 +37,6 @@ def command(*, pid: int, only: bool, timeout_s: float | None, force: bool, as_js
     Example:
       gpucr suspend 4711
     """
-    on_progress = progress_printer(quiet=quiet or as_json)
+    on_progress = progress_printer(quiet=quiet or as_json, verbose=verbose)
     report = suspend(pid, only=only, timeout_s=timeout_s, force=force, on_progress=on_progress)
     print_change("suspend", report, as_json=as_json)

@@ -26,6 +26,7 @@ class Interrupts:
 
     def __init__(self, on_ignored: Callable[[], None] | None = None) -> None:
         self.requested = False
+        self._error: BaseException | None = None
         self._raise_at_once = False
         self._undoing = False
         self._committed = False
@@ -48,9 +49,21 @@ class Interrupts:
             signal.signal(number, handler)
 
     def check(self) -> None:
-        """Raise KeyboardInterrupt where a signal has come since the start and there is something to undo."""
-        if self.requested and not self._undoing and not self._committed:
+        """Raise KeyboardInterrupt where a signal has come since the start and there is something to undo.
+
+        Raises what `stop_with` was given instead, where that came.
+        """
+        if self._undoing or self._committed:
+            return
+        if self._error is not None:
+            raise self._error
+        if self.requested:
             raise KeyboardInterrupt
+
+    def stop_with(self, error: BaseException) -> None:
+        """Let the next `check` raise ``error``: for what goes wrong in another thread. The first one counts."""
+        if self._error is None:
+            self._error = error
 
     @contextlib.contextmanager
     def allowed(self) -> Iterator[None]:

@@ -8,8 +8,9 @@ table come from the same list.
 from __future__ import annotations
 
 import contextlib
+import threading
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from typing import Literal, Protocol
 
@@ -28,16 +29,88 @@ class Phase:
 
 @dataclass(frozen=True)
 class Progress:
-    """An event for ``on_progress``: a phase begins, ends, is undone, or a signal had to be ignored meanwhile."""
+    """An event for ``on_progress``.
 
-    event: Literal["begin", "end", "undo", "signal-ignored"]
+    A phase begins, advances (bytes moved so far, and ``total_bytes`` that are expected), says something about itself
+    (note), ends, or is undone; or a signal had to be ignored meanwhile. ``seconds`` counts from the phase's begin.
+    """
+
+    event: Literal["begin", "advance", "note", "end", "undo", "signal-ignored"]
     phase: str
     description: str = ""
     seconds: float = 0.0
     size_bytes: int = 0
+    total_bytes: int = 0
+
+    @property
+    def rate_bytes_per_s(self) -> float | None:
+        """Bytes per second since the phase began; None while none have been moved."""
+        return self.size_bytes / self.seconds if self.size_bytes > 0 and self.seconds > 0 else None
+
+    @property
+    def eta_s(self) -> float | None:
+        """Seconds until the expected bytes are moved at this rate; None where nobody can know."""
+        rate = self.rate_bytes_per_s
+        if rate is None or self.total_bytes <= 0:
+            return None
+        return max(self.total_bytes - self.size_bytes, 0) / rate
 
 
 OnProgress = Callable[[Progress], None]
+
+REPORT_INTERVAL_S = 0.1
+"""How far apart the "advance" events of a phase are; its last one comes when it ends."""
+
+
+class Meter:
+    """What a step that takes long tells about itself while it runs.
+
+    Every method may be called from any thread and as often as is convenient: it only takes down what is said. A
+    thread of `run_steps` passes it on.
+    """
+
+    def __init__(self, phase: str, description: str = "") -> None:
+        self.phase = phase
+        self._description = description
+        self._start = time.monotonic()
+        self._lock = threading.Lock()
+        self._done_bytes = 0
+        self._total_bytes = 0
+        self._notes: list[Progress] = []
+
+    @property
+    def seconds(self) -> float:
+        """Since the phase began."""
+        return time.monotonic() - self._start
+
+    def expect(self, total_bytes: int) -> None:
+        """That many bytes will be moved in all. Said again, it replaces what was said before."""
+        with self._lock:
+            self._total_bytes = total_bytes
+
+    def add(self, size_bytes: int) -> None:
+        """So many bytes more have been moved."""
+        with self._lock:
+            self._done_bytes += size_bytes
+
+    def set(self, done_bytes: int) -> None:
+        """So many bytes have been moved since the phase began."""
+        with self._lock:
+            self._done_bytes = done_bytes
+
+    def note(self, text: str) -> None:
+        """One line that explains how the step does its work, for those who ask (``--verbose``)."""
+        with self._lock:
+            self._notes.append(Progress("note", self.phase, text, self.seconds))
+
+    def take_news(self) -> list[Progress]:
+        """The notes since the last call, and how far the phase is by now where it expects bytes."""
+        with self._lock:
+            news, self._notes = self._notes, []
+            if self._total_bytes > 0:
+                done, total = self._done_bytes, self._total_bytes
+                news.append(Progress("advance", self.phase, self._description, self.seconds, done, total))
+        return news
 
 
 class Step(Protocol):
@@ -52,8 +125,11 @@ class Step(Protocol):
         """One line that says what will be done, with pids and paths."""
         ...
 
-    def run(self, interrupts: Interrupts) -> int:
-        """Do it. Returns the bytes that were moved. May fail half-way: undo is called then as well."""
+    def run(self, interrupts: Interrupts, meter: Meter) -> int:
+        """Do it. Returns the bytes that were moved. May fail half-way: undo is called then as well.
+
+        A step that moves many bytes tells ``meter`` how many, and calls ``interrupts.check()`` where it can be left.
+        """
         ...
 
     def undo(self) -> None:
@@ -76,9 +152,9 @@ class WithoutUndo:
         """The step's own."""
         return self._step.describe()
 
-    def run(self, interrupts: Interrupts) -> int:
+    def run(self, interrupts: Interrupts, meter: Meter) -> int:
         """The step's own."""
-        return self._step.run(interrupts)
+        return self._step.run(interrupts, meter)
 
     def undo(self) -> None:
         """Nothing."""
@@ -95,11 +171,11 @@ def run_steps(
     Raises the step's own error when the undo succeeded, Interrupted after Ctrl-C or SIGTERM, DeadlineExceeded when
     ``deadline`` (time.monotonic()) passed between steps, and JobDamaged when the undo failed too.
     """
-    report = on_progress or (lambda progress: None)
+    listener = _Listener(on_progress)
     begun: list[Step] = []
     phases: list[Phase] = []
     ignored = Progress("signal-ignored", "undo", "the job is being brought back; this cannot be cut short")
-    with Interrupts(on_ignored=lambda: _try_to_report(report, ignored)) as interrupts:
+    with Interrupts(on_ignored=lambda: listener.try_to_tell(ignored)) as interrupts:
         try:
             for step in steps:
                 interrupts.check()
@@ -108,25 +184,32 @@ def run_steps(
                         f"the time was over before: {step.describe()}", hint="give a longer --timeout"
                     )
                 begun.append(step)
-                report(Progress("begin", step.name, step.describe()))
-                start = time.monotonic()
-                size_bytes = step.run(interrupts)
-                phases.append(Phase(step.name, time.monotonic() - start, size_bytes))
-                report(Progress("end", step.name, step.describe(), phases[-1].seconds, size_bytes))
+                phases.append(_run_one(step, interrupts, listener))
             interrupts.check()
         except BaseException as error:
             interrupts.begin_undo()
-            outcome = _outcome(error, _undo(begun, report))
+            outcome = _outcome(error, _undo(begun, listener))
             if outcome is error:
                 raise
             raise outcome from error
     return tuple(phases)
 
 
-def _undo(begun: Sequence[Step], report: OnProgress) -> list[str]:
+def _run_one(step: Step, interrupts: Interrupts, listener: _Listener) -> Phase:
+    description = step.describe()
+    listener.tell(Progress("begin", step.name, description))
+    meter = Meter(step.name, description)
+    with listener.following(meter, interrupts):
+        size_bytes = step.run(interrupts, meter)
+        phase = Phase(step.name, meter.seconds, size_bytes)
+    listener.tell(Progress("end", step.name, step.describe(), phase.seconds, size_bytes))
+    return phase
+
+
+def _undo(begun: Sequence[Step], listener: _Listener) -> list[str]:
     failures: list[str] = []
     for step in reversed(begun):
-        _try_to_report(report, Progress("undo", step.name, step.describe()))
+        listener.try_to_tell(Progress("undo", step.name, step.describe()))
         try:
             step.undo()
         except Exception as error:  # noqa: BLE001 - the other steps must be undone whatever happens here
@@ -134,10 +217,57 @@ def _undo(begun: Sequence[Step], report: OnProgress) -> list[str]:
     return failures
 
 
-def _try_to_report(report: OnProgress, progress: Progress) -> None:
-    """A listener that fails (a terminal that is gone) ends an operation, but never an undo."""
-    with contextlib.suppress(Exception):
-        report(progress)
+class _Listener:
+    """``on_progress``, called by one thread at a time. One that fails ends an operation, but never an undo."""
+
+    def __init__(self, on_progress: OnProgress | None) -> None:
+        self._on_progress = on_progress
+        self._turn = threading.RLock()  # reentrant: a signal handler tells of an ignored signal, at any instruction
+
+    def tell(self, progress: Progress) -> None:
+        """Raises what the listener raises."""
+        if self._on_progress is not None:
+            with self._turn:
+                self._on_progress(progress)
+
+    def try_to_tell(self, progress: Progress) -> None:
+        """For an undo. A listener that exits the program is no reason to leave a job half-way, either."""
+        with contextlib.suppress(BaseException):
+            self.tell(progress)
+
+    @contextlib.contextmanager
+    def following(self, meter: Meter, interrupts: Interrupts) -> Iterator[None]:
+        """Pass on what the meter is told while the block runs.
+
+        A thread of its own does that, so that a listener that is slow, or fails, never holds up or ends those that
+        move the bytes. Its failure is kept for the operation's next safe point.
+        """
+        if self._on_progress is None:
+            yield
+            return
+        over = threading.Event()
+
+        def pass_on() -> bool:
+            try:
+                for progress in meter.take_news():
+                    self.tell(progress)
+            except BaseException as error:  # noqa: BLE001 - whatever a listener raises is raised in the right place
+                interrupts.stop_with(error)
+                return False
+            return True
+
+        def follow() -> None:
+            while not over.wait(REPORT_INTERVAL_S) and pass_on():
+                pass
+
+        follower = threading.Thread(target=follow, name=f"gpucr progress of {meter.phase}", daemon=True)
+        follower.start()
+        try:
+            yield
+        finally:
+            over.set()
+            follower.join()
+            pass_on()
 
 
 def _outcome(error: BaseException, failures: Sequence[str]) -> BaseException:

@@ -1,0 +1,88 @@
+"""Progress on a terminal: the phase that runs has a live line, those before it stay with what they took."""
+
+from __future__ import annotations
+
+import time
+
+from rich.console import Console, RenderableType
+from rich.live import Live
+from rich.progress_bar import ProgressBar
+from rich.spinner import Spinner
+from rich.table import Table
+from rich.text import Text
+
+from gpucr.cli.output import TALK, printable
+from gpucr.cli.progress import how_far, talk_line
+from gpucr.operations.steps import Progress
+
+BAR_WIDTH = 20
+WIDTH_FOR_BAR = 80
+"""A narrower terminal has room for the figures only."""
+REFRESHES_PER_S = 10.0
+
+
+class LiveProgress:
+    """Shows each phase as it runs: a spinner and its time, and where it moves bytes a bar, rate and time left."""
+
+    def __init__(self) -> None:
+        self._console = Console(file=TALK, force_terminal=True, highlight=False, markup=False, emoji=False)
+        self._spinner = Spinner("line")
+        self._live: Live | None = None
+        self._began = 0.0
+        self._latest = Progress("begin", "")
+
+    def __call__(self, progress: Progress) -> None:
+        """Take an event."""
+        if progress.event == "begin":
+            self._begin(progress)
+        elif progress.event == "advance":
+            self._latest = progress
+        elif progress.event == "end":
+            self._leave(
+                f"{progress.seconds:.1f} s" + (f", {how_far(progress)}" if progress.size_bytes else ""), "green"
+            )
+        elif progress.event == "undo":
+            self._leave(f"not done, after {self._elapsed_s:.1f} s", "yellow")
+        line = talk_line(progress)
+        if line is not None:
+            self._say(Text(line))
+
+    @property
+    def _elapsed_s(self) -> float:
+        return time.monotonic() - self._began
+
+    def _begin(self, progress: Progress) -> None:
+        self._latest, self._began = progress, time.monotonic()
+        self._live = Live(
+            console=self._console,
+            get_renderable=self._line,
+            refresh_per_second=REFRESHES_PER_S,
+            transient=True,
+            redirect_stdout=False,
+            redirect_stderr=False,
+        )
+        self._live.start(refresh=True)
+
+    def _leave(self, outcome: str, style: str) -> None:
+        """The live line of the phase that ran, if any, becomes one that stays."""
+        live, self._live = self._live, None
+        if live is not None:
+            live.stop()
+            self._say(Text.assemble(printable(self._latest.description), "  ", (outcome, style)))
+
+    def _say(self, text: Text) -> None:
+        self._console.print(text, soft_wrap=True)
+
+    def _line(self) -> RenderableType:
+        latest = self._latest
+        line = Table.grid(padding=(0, 1), expand=True)
+        line.add_column(no_wrap=True)
+        line.add_column(no_wrap=True, overflow="ellipsis", ratio=1)
+        cells: list[RenderableType] = [self._spinner, Text(printable(latest.description))]
+        if latest.total_bytes and self._console.width >= WIDTH_FOR_BAR:
+            line.add_column(width=BAR_WIDTH)
+            cells.append(ProgressBar(total=latest.total_bytes, completed=latest.size_bytes, width=BAR_WIDTH))
+        line.add_column(no_wrap=True, justify="right")
+        cells.append(Text(how_far(latest) if latest.total_bytes else f"{self._elapsed_s:.1f} s"))
+        line.add_row(*cells)
+        return line
