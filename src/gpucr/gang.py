@@ -11,6 +11,7 @@ that lead back to where it was found. That holds wherever an operation was cut o
 
 from __future__ import annotations
 
+import contextlib
 import math
 import queue
 import threading
@@ -159,6 +160,33 @@ class Gang:
         if wrong:
             names = ", ".join(f"{m.pid} ({self._where(m)}, was {m.found.word})" for m in wrong)
             raise errors[0] if errors else JobChanged(f"not as found: {names}", pids=[m.pid for m in wrong])
+
+    def wait_for_calls(self) -> None:
+        """As found → as found, when the calls are over that a gpucr which has died had begun.
+
+        Each member is asked for the action that leads to its found state. The driver serves the calls of one process
+        in turn, so the answer comes after theirs, and it refuses (CUDA_ERROR_ILLEGAL_STATE, nothing changed) where the
+        process is there already. Raises JobChanged where one of those calls has led a member elsewhere.
+        """
+        ways: dict[CudaState, Callable[[int], None]] = {
+            CudaState.RUNNING: self.driver.unlock,
+            CudaState.LOCKED: self.driver.restore,
+            CudaState.CHECKPOINTED: self.driver.checkpoint,
+        }
+
+        def ask(pid: int) -> None:
+            with contextlib.suppress(IllegalState):
+                ways[self._members[pid].found](pid)
+
+        alive = [m.pid for m in self.members if m.found in ways and processes.is_alive(m.id)]
+        errors = self._call_in_parallel("return", ask, alive)
+        for pid, error in errors.items():
+            if processes.is_alive(self._members[pid].id):
+                raise error
+        wrong = [m for m in self.members if self._is_off(m)]
+        if wrong:
+            names = ", ".join(f"{m.pid} ({self._where(m)}, was {m.found.word})" for m in wrong)
+            raise JobChanged(f"not as found: {names}", pids=[m.pid for m in wrong])
 
     def _climb_back(self) -> None:
         """Lock and checkpoint again what was found higher on the ladder than it is (the undo of a resume)."""

@@ -7,6 +7,7 @@ no privileges, a target folder that is taken) is an error of its own where it is
 
 from __future__ import annotations
 
+import os
 import re
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
@@ -14,7 +15,7 @@ from pathlib import Path
 from typing import Literal
 
 from gpucr.errors import NotPermitted, Unsupported
-from gpucr.linux import memory, processes
+from gpucr.linux import cgroups, memory, processes
 from gpucr.model import CudaState, Gpu, GpuMap, GpuUse, Job, ProcessInfo
 
 _DISK_MARGIN_BYTES = 64 << 20
@@ -178,20 +179,75 @@ def check_disk(job: Job, folder: Path, device_bytes: int) -> list[Finding]:
     ]
 
 
-def check_host_memory(device_bytes: int) -> list[Finding]:
-    """Available host memory against the device memory that a checkpoint moves into it."""
-    available = memory.available_bytes()
-    if device_bytes <= available:
-        return []
-    return [
-        Finding(
-            "blocking",
-            f"{_mib(available)} of host memory are available",
-            f"device memory in use: {_mib(device_bytes)}",
-            f"the checkpoint would need {_mib(device_bytes - available)} more, and the kernel would kill processes",
-            "end other programs, or add memory",
+@dataclass(frozen=True)
+class MemoryNeed:
+    """Host memory that an operation will take, and the process whose cgroup is charged for it."""
+
+    pid: int
+    size_bytes: int
+
+
+def needs_of_suspend(held: Mapping[int, Mapping[str, int]]) -> list[MemoryNeed]:
+    """Each process takes its own device memory in. ``held``: see `device_bytes_in_use`."""
+    return [MemoryNeed(pid, sum(by_gpu.values())) for pid, by_gpu in held.items()]
+
+
+def needs_of_dump(held: Mapping[int, Mapping[str, int]], folder: Path) -> list[MemoryNeed]:
+    """gpucr's staging files take in the device memory of all, and the snapshot as much again where it lies in memory.
+
+    ``folder``: where the snapshot goes, or the folder that it will be made in.
+    """
+    total = sum(sum(by_gpu.values()) for by_gpu in held.values())
+    copies = 2 if memory.lies_in_memory(folder) else 1
+    return [MemoryNeed(os.getpid(), copies * total)]
+
+
+def needs_of_restore(device_bytes: int) -> list[MemoryNeed]:
+    """gpucr's staging files hold the device memory of all until the driver has taken it."""
+    return [MemoryNeed(os.getpid(), device_bytes)]
+
+
+def check_host_memory(needs: Sequence[MemoryNeed]) -> list[Finding]:
+    """What the machine, and each cgroup that is charged, can still give, against the host memory that is needed.
+
+    Where the memory runs out in the middle the kernel does not refuse, it kills: the job, or gpucr with the job's data.
+    """
+    total = sum(need.size_bytes for need in needs)
+    available = memory.machine_available_bytes()
+    found: list[Finding] = []
+    if total > available:
+        found.append(
+            Finding(
+                "blocking",
+                f"{_mib(available)} of host memory are available",
+                f"MemAvailable in /proc/meminfo; the device memory in use needs {_mib(total)}",
+                f"{_mib(total - available)} are missing, and the kernel would kill processes",
+                "end other programs, or add memory",
+            )
         )
+    # Processes often share a cgroup, and all of them one further up: a limit is charged for all below it.
+    charged: dict[Path, int] = {}
+    limits: dict[Path, cgroups.MemoryLimit] = {}
+    for need in needs:
+        for limit in cgroups.memory_limits(need.pid):
+            limits[limit.path] = limit
+            charged[limit.path] = charged.get(limit.path, 0) + need.size_bytes
+    return found + [
+        _limit_finding(limit, charged[path]) for path, limit in limits.items() if charged[path] > limit.available_bytes
     ]
+
+
+def _limit_finding(limit: cgroups.MemoryLimit, needed_bytes: int) -> Finding:
+    missing = _mib(needed_bytes - limit.available_bytes)
+    return Finding(
+        "blocking" if limit.is_hard else "warning",
+        f"a cgroup has {_mib(limit.available_bytes)} of its host memory left",
+        f"{limit.path} is {_mib(limit.limit_bytes)}; the device memory in use needs {_mib(needed_bytes)}",
+        f"{missing} are missing, and the kernel would kill processes of the cgroup"
+        if limit.is_hard
+        else f"{missing} are missing, and the kernel slows the processes of the cgroup down, perhaps to a standstill",
+        f"raise {limit.path.name}, in a container its memory limit, or end other programs of that cgroup",
+    )
 
 
 def device_bytes_in_use(job: Job, uses: Sequence[GpuUse]) -> dict[int, dict[str, int]]:

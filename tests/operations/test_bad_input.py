@@ -22,12 +22,13 @@ NOBODY = 65534
 COMMANDS = ("state", "suspend", "resume", "dump")
 
 
-def refused(code: int, *arguments: object) -> str:
-    """Run a command that must end with this code, an error and a hint on stderr, and nothing on stdout."""
+def refused(code: int | tuple[int, ...], *arguments: object) -> str:
+    """Run a command that must end with this code (or one of them), an error and a hint on stderr, no stdout."""
     if arguments[0] == "dump" and "--to" not in arguments:
         arguments = (*arguments, "--to", "/nonexistent-parent/snapshot")
     done = command.run(*arguments)
-    assert (done.returncode, done.stdout) == (code, ""), done.stderr
+    assert done.returncode in (code if isinstance(code, tuple) else (code,)), done.stderr
+    assert done.stdout == ""
     assert "Traceback" not in done.stderr
     assert "error: " in done.stderr
     assert "hint:  " in done.stderr
@@ -324,11 +325,12 @@ class TestFullDisk:
         assert job.ask() == 101
 
     @pytest.mark.parametrize("options", [(), ("--leave-running",)])
-    def test_criu_runs_into_it(
+    def test_the_dump_runs_into_it(
         self, counter: CounterFactory, driver: CudaDriver, small_disk: Path, options: tuple[str, ...]
     ) -> None:
         job = counter("--mib", "64")
-        message = refused(1, "dump", job.pid, "--to", small_disk / "s", "--force", *options)
+        # CRIU's images or gpucr's own part of the snapshot: whichever comes to the end of the disk first
+        message = refused((1, 5), "dump", job.pid, "--to", small_disk / "s", "--force", *options)
         assert "space" in message.lower()
         assert list(small_disk.iterdir()) == []
         assert driver.state(job.pid) is CudaState.RUNNING

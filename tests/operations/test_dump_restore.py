@@ -46,11 +46,15 @@ def test_a_job_goes_to_disk_and_comes_back(counter: CounterFactory, driver: Cuda
     report = dump_and_end(job, tmp_path / "s")
     assert not job.processes()
     assert job.pid not in {use.pid for use in gpu_processes()}
-    assert [phase.name for phase in report.phases] == ["prepare", "lock", "checkpoint", "dump"]
+    assert [phase.name for phase in report.phases] == [
+        "prepare", "allocate", "lock", "checkpoint", "detach", "stop", "dump",
+    ]  # fmt: skip
     assert report.size_bytes > 32 << 20
     restored = gpucr.restore(tmp_path / "s")
     assert restored.pid == job.pid
-    assert [phase.name for phase in restored.phases] == ["verify", "criu", "hold", "restore", "unlock", "release"]
+    assert [phase.name for phase in restored.phases] == [
+        "load", "verify", "criu", "hold", "restore", "unlock", "release",
+    ]  # fmt: skip
     assert job.ask() == 102
     assert job.send("verify") == "ok"
 
@@ -68,10 +72,13 @@ def test_the_snapshot_is_private_and_says_what_it_holds(counter: CounterFactory,
     (process,) = manifest.processes
     assert (process.pid, process.found_state, process.name) == (job.pid, RUNNING, "counter")
     assert sum(process.device_bytes.values()) >= 8 << 20
-    assert sum(extent.size_bytes for extent in process.staging) >= 8 << 20
+    assert process.device_data is not None
+    assert process.device_data.stored_bytes >= 8 << 20
+    assert not process.staging
     assert [gpu.uuid for gpu in manifest.gpus] == [gpu.uuid for gpu in list_gpus()]
     listed = {file.path for file in manifest.files}
     assert listed == {f"images/{path.name}" for path in (tmp_path / "s" / "images").iterdir()}
+    assert sum(file.size_bytes for file in manifest.files) < 32 << 20
 
 
 def test_leave_running_keeps_the_job_and_a_restorable_snapshot(counter: CounterFactory, tmp_path: Path) -> None:
@@ -79,7 +86,8 @@ def test_leave_running_keeps_the_job_and_a_restorable_snapshot(counter: CounterF
     report = gpucr.dump(job.pid, tmp_path / "s", leave_running=True)
     assert report.left_running
     assert [p.name for p in report.phases] == [
-        "prepare", "lock", "checkpoint", "dump", "hold", "restore", "unlock", "release", "commit",
+        "prepare", "allocate", "lock", "checkpoint", "detach", "stop", "dump",
+        "hold", "attach", "restore", "unlock", "release", "save",
     ]  # fmt: skip
     assert job.ask() == 101
     assert job.ask() == 102
@@ -183,7 +191,8 @@ def test_dry_run_says_what_would_be_done_and_does_nothing(
     job = counter()
     plan = command.run_json("dump", job.pid, "--to", tmp_path / "s", "--dry-run", "--leave-running")
     assert [step.split()[0] for step in plan["steps"]] == [
-        "make", "lock", "checkpoint", "dump", "hold", "restore", "unlock", "let", "hash",
+        "make", "allocate", "lock", "checkpoint", "take", "stop", "dump",
+        "hold", "put", "restore", "unlock", "let", "save",
     ]  # fmt: skip
     assert not (tmp_path / "s").exists()
     assert driver.state(job.pid) is RUNNING

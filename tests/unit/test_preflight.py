@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import re
 import subprocess
 import sys
 from collections.abc import Sequence
@@ -13,13 +14,14 @@ import pytest
 
 from gpucr import preflight
 from gpucr.errors import NotPermitted, Unsupported
-from gpucr.linux import memory, processes
+from gpucr.linux import cgroups, memory, processes
 from gpucr.model import CudaState, GangMember, Gpu, GpuMap, GpuUse, Job, ProcessId, ProcessInfo
-from gpucr.preflight import Finding
+from gpucr.preflight import Finding, MemoryNeed
 from tests.conftest import skip_or_fail
 from tests.unit.children import NOBODY_UID, python, sleeper, tracer_of, unused_pid
+from tests.unit.memory_cgroup import ENTER, limited
 
-GIB = 1 << 30
+MIB, GIB = 1 << 20, 1 << 30
 A, B, C = (f"GPU-{digit * 8}-0000-0000-0000-000000000000" for digit in "abc")
 WAITING = "import signal; print('ready', flush=True); signal.pause()"
 
@@ -209,11 +211,62 @@ def test_a_real_disk_that_is_too_small() -> None:
     assert "--to" in finding.remedy
 
 
-def test_host_memory() -> None:
-    assert preflight.check_host_memory(0) == []
-    finding = only(preflight.check_host_memory(1 << 60))
+def test_the_machine_s_host_memory() -> None:
+    assert preflight.check_host_memory([]) == []
+    assert preflight.check_host_memory([MemoryNeed(os.getpid(), 0)]) == []
+    finding = only(preflight.check_host_memory([MemoryNeed(os.getpid(), 1 << 60)]))
     assert finding.severity == "blocking"
-    assert "device memory in use: 1073741824.0 GiB" in finding.evidence
+    assert "MemAvailable" in finding.evidence
+    assert "needs 1073741824.0 GiB" in finding.evidence
+    assert "GiB are missing" in finding.consequence
+
+
+def test_the_needs_of_all_are_added_up() -> None:
+    half = memory.machine_available_bytes() // 2 + 256 * MIB
+    assert preflight.check_host_memory([MemoryNeed(1, half)]) == []
+    assert "MemAvailable" in only(preflight.check_host_memory([MemoryNeed(1, half), MemoryNeed(1, half)])).evidence
+
+
+def test_a_real_cgroup_that_is_charged_for_two_processes() -> None:
+    with limited(200 * MIB) as (folder, limit_file):
+        code = ENTER.format(folder=str(folder)) + WAITING
+        with python(code) as one, python(code) as other, python(WAITING) as outside:
+            needs = [MemoryNeed(one.pid, 120 * MIB), MemoryNeed(other.pid, 120 * MIB)]
+            assert preflight.check_host_memory(needs[:1]) == []
+            assert preflight.check_host_memory([needs[0], MemoryNeed(outside.pid, 120 * MIB)]) == []
+            finding = only(preflight.check_host_memory(needs))
+    assert finding.severity == "blocking"
+    assert finding.evidence == f"{limit_file} is 200 MiB; the device memory in use needs 240 MiB"
+    missing = re.search(r"(\d+) MiB are missing, and the kernel would kill", finding.consequence)
+    assert missing is not None
+    assert 40 <= int(missing[1]) < 120  # and what the two processes themselves use
+    assert finding.remedy.startswith(f"raise {limit_file.name}")
+
+
+def test_a_limit_that_only_slows_down_is_a_warning(monkeypatch: pytest.MonkeyPatch) -> None:
+    high = cgroups.MemoryLimit(Path("/c/a/memory.high"), 4 * GIB, GIB, is_hard=False)
+    hard = cgroups.MemoryLimit(Path("/c/memory.max"), 8 * GIB, 3 * GIB, is_hard=True)
+    monkeypatch.setattr(memory, "machine_available_bytes", lambda: 100 * GIB)
+    monkeypatch.setattr(cgroups, "memory_limits", lambda pid: (high, hard) if pid == 7 else (hard,))
+    assert preflight.check_host_memory([MemoryNeed(7, GIB), MemoryNeed(8, 2 * GIB)]) == []
+    slow = only(preflight.check_host_memory([MemoryNeed(7, GIB + MIB), MemoryNeed(8, GIB)]))
+    assert (slow.severity, slow.what) == ("warning", "a cgroup has 1024 MiB of its host memory left")
+    assert slow.consequence.startswith("1 MiB are missing, and the kernel slows")
+    kill = only(preflight.check_host_memory([MemoryNeed(7, GIB), MemoryNeed(8, 2 * GIB + MIB)]))
+    assert (kill.severity, kill.evidence) == (
+        "blocking",
+        "/c/memory.max is 8192 MiB; the device memory in use needs 3073 MiB",
+    )
+
+
+def test_who_pays_for_what() -> None:
+    held = {7: {A: 3, B: 4}, 8: {A: 5}}
+    assert preflight.needs_of_suspend(held) == [MemoryNeed(7, 7), MemoryNeed(8, 5)]
+    in_memory = Path("/dev/shm")
+    on_disk = Path("/proc")
+    assert preflight.needs_of_dump(held, on_disk) == [MemoryNeed(os.getpid(), 12)]
+    assert preflight.needs_of_dump(held, in_memory) == [MemoryNeed(os.getpid(), 24)]
+    assert preflight.needs_of_restore(12) == [MemoryNeed(os.getpid(), 12)]
 
 
 def test_device_memory_is_summed_per_process_and_gpu() -> None:

@@ -100,7 +100,7 @@ def test_a_process_that_has_ended_is_passed_over(start: Start, target: Counting,
 def test_another_tracer_is_named_as_the_reason(target: Counting, make_threads: MakeThreads) -> None:
     with tracer_of(target.workers[1]):
         threads = make_threads()
-        with pytest.raises(NotPermitted, match=f"the threads of {target.pid} cannot be held") as failure:
+        with pytest.raises(NotPermitted, match=f"process {target.pid} cannot be traced") as failure:
             threads.hold({target.pid: target.workers[0]})
         assert failure.value.pid == target.pid
         assert failure.value.hint is not None

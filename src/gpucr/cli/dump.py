@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from dataclasses import asdict
 from pathlib import Path
+from typing import get_args
 
 import click
 
@@ -12,13 +13,14 @@ from gpucr.cli.options import (
     json_option,
     only_option,
     pid_argument,
-    progress_printer,
     quiet_option,
     timeout_option,
+    verbose_option,
 )
 from gpucr.cli.output import print_json, say
+from gpucr.cli.progress import progress_printer
 from gpucr.cli.reports import print_phases, report_fields
-from gpucr.operations.dump import dump, plan_dump
+from gpucr.operations.dump import Persist, dump, plan_dump
 
 
 @click.command("dump")
@@ -27,23 +29,33 @@ from gpucr.operations.dump import dump, plan_dump
     "--to", required=True, type=click.Path(path_type=Path), metavar="DIR", help="A folder that is made for it."
 )
 @click.option("--leave-running", is_flag=True, help="Let the job go on afterwards instead of ending it.")
+@click.option(
+    "--persist",
+    type=click.Choice(get_args(Persist)),
+    default="background",
+    show_default=True,
+    help="With --leave-running: write device memory while the job runs again, or before.",
+)
 @click.option("--dry-run", is_flag=True, help="Look at the job, print what would be done, and change nothing.")
 @only_option
 @timeout_option
 @force_option
 @json_option
 @quiet_option
+@verbose_option
 def command(
     *,
     pid: int,
     to: Path,
     leave_running: bool,
+    persist: Persist,
     dry_run: bool,
     only: bool,
     timeout_s: float | None,
     force: bool,
     as_json: bool,
     quiet: bool,
+    verbose: bool,
 ) -> None:
     """Write PID and its whole tree to the folder DIR and end it. Needs root.
 
@@ -56,11 +68,11 @@ def command(
       gpucr dump 4711 --to /var/snapshots/training-0043 --leave-running
     """  # fmt: skip
     if dry_run:
-        _print_plan(pid, to, leave_running=leave_running, only=only, as_json=as_json)
+        _print_plan(pid, to, leave_running=leave_running, persist=persist, only=only, as_json=as_json)
         return
     report = dump(
-        pid, to, leave_running=leave_running, only=only, timeout_s=timeout_s, force=force,
-        on_progress=progress_printer(quiet=quiet or as_json),
+        pid, to, leave_running=leave_running, persist=persist, only=only, timeout_s=timeout_s, force=force,
+        on_progress=progress_printer(quiet=quiet or as_json, verbose=verbose),
     )  # fmt: skip
     for warning in report.warnings:
         say(f"warning: {warning}")
@@ -78,8 +90,8 @@ def command(
     print_phases(f"{report.snapshot.path}: job {report.pid} dumped; it {after}", report.phases, report.downtime_s)
 
 
-def _print_plan(pid: int, to: Path, *, leave_running: bool, only: bool, as_json: bool) -> None:
-    plan = plan_dump(pid, to, leave_running=leave_running, only=only)
+def _print_plan(pid: int, to: Path, *, leave_running: bool, persist: Persist, only: bool, as_json: bool) -> None:
+    plan = plan_dump(pid, to, leave_running=leave_running, persist=persist, only=only)
     if as_json:
         findings = [asdict(finding) for finding in plan.findings]
         print_json("dump-plan", {"pid": plan.pid, "steps": list(plan.steps), "findings": findings})

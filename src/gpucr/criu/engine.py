@@ -22,8 +22,10 @@ from gpucr.criu.remains import kill_orphans
 from gpucr.criu.service import CriuService
 from gpucr.errors import CriuError, DeadlineExceeded
 from gpucr.linux import processes
+from gpucr.model import ProcessId
 
 OnNotify = Callable[[str, int], None]
+OnStart = Callable[[ProcessId], None]
 
 # CRIU's "debug": what its developers ask for, and where the diagnosis finds the file or pid an error is about.
 _LOG_LEVEL = 4
@@ -56,11 +58,13 @@ class Criu:
         options: DumpOptions,
         *,
         log_path: Path,
+        on_start: OnStart | None = None,
         on_notify: OnNotify | None = None,
         deadline: float | None = None,
     ) -> None:
         """Write the images of the tree of ``pid`` into ``images_dir``. Running → killed, or running with leave_running.
 
+        ``on_start(criu)`` is called with CRIU's own process before that is asked for anything; what it raises ends it.
         ``on_notify(hook, pid)`` is called at each hook while CRIU waits. What it raises ends the dump: CRIU undoes,
         the tasks go on, the exception is raised. So does ``deadline`` (time.monotonic) with DeadlineExceeded, and
         KeyboardInterrupt. When post-dump has been answered the dump is complete and only finishes; a KeyboardInterrupt
@@ -76,6 +80,7 @@ class Criu:
             **_common_options(options),
         }
         with CriuService(self.install) as service:
+            _announce(service, on_start)
             run = _Run(service, "dump", log_path, on_notify, deadline, hook_pid=pid, point_of_no_return="post-dump")
             run.serve(rpc_pb2.DUMP, images_dir, request_options)
 
@@ -86,6 +91,7 @@ class Criu:
         *,
         log_path: Path,
         leave_stopped: bool = False,
+        on_start: OnStart | None = None,
         on_notify: OnNotify | None = None,
         deadline: float | None = None,
     ) -> int:
@@ -93,15 +99,14 @@ class Criu:
 
         With ``leave_stopped`` it is stopped, as by SIGSTOP, before its first instruction.
 
-        ``on_notify(hook, pid)``: as in `dump`; ``pid`` is the root's where CRIU tells it (post-restore and later), else
-        0. A restore that fails, is refused by ``on_notify``, or is ended by ``deadline`` or KeyboardInterrupt has
-        killed everything of the tree; the pids are free once their parent (init, as a rule) has reaped them. With
-        ``shell_job`` the tree joins the caller's session and its terminal is the caller's stdin. Raises CriuError,
-        DeadlineExceeded.
+        ``on_start(criu)`` and ``on_notify(hook, pid)``: as in `dump`; ``pid`` is the root's where CRIU tells it
+        (post-restore and later), else 0. A restore that fails, is refused by ``on_notify``, or is ended by ``deadline``
+        or KeyboardInterrupt has killed everything of the tree; the pids are free once their parent (init, as a rule)
+        has reaped them. With ``shell_job`` the tree joins the caller's session and its terminal is the caller's stdin.
+        Raises CriuError, DeadlineExceeded.
         """
         with CriuService(self.install, own_session=not options.shell_job) as service:
-            stat = processes.read_stat(service.pid)
-            started_ticks = stat.start_time_ticks if stat is not None else 0
+            started_ticks = _announce(service, on_start).start_time_ticks
             run = _Run(service, "restore", log_path, on_notify, deadline, hook_pid=0, point_of_no_return=None)
             try:
                 request_options = {"leave_stopped": leave_stopped, **_common_options(options)}
@@ -123,6 +128,14 @@ class Criu:
                 reason=diagnosis.reason,
                 hint=diagnosis.hint or "CRIU needs root and a kernel with CONFIG_CHECKPOINT_RESTORE",
             )
+
+
+def _announce(service: CriuService, on_start: OnStart | None) -> ProcessId:
+    stat = processes.read_stat(service.pid)
+    criu = ProcessId(service.pid, stat.start_time_ticks if stat is not None else 0)
+    if on_start is not None:
+        on_start(criu)
+    return criu
 
 
 def _common_options(options: DumpOptions | RestoreOptions) -> dict[str, bool | int | rpc_pb2.NetworkLock]:

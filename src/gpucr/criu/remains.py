@@ -6,6 +6,7 @@ import re
 from collections.abc import Iterator
 from pathlib import Path
 
+from gpucr.errors import ProcessNotFound
 from gpucr.linux import processes
 from gpucr.model import ProcessId
 
@@ -22,6 +23,16 @@ def kill_orphans(images_dir: Path, *, since_ticks: int) -> None:
 def _orphans(images_dir: Path, since_ticks: int) -> Iterator[ProcessId]:
     for path in images_dir.iterdir():
         match = re.fullmatch(r"core-(\d+)\.img", path.name)
-        stat = processes.read_stat(int(match[1])) if match is not None else None
-        if match is not None and stat is not None and stat.start_time_ticks >= since_ticks:
+        if match is None or not _is_process(int(match[1])):
+            continue
+        stat = processes.read_stat(int(match[1]))
+        if stat is not None and stat.start_time_ticks >= since_ticks:
             yield ProcessId(int(match[1]), stat.start_time_ticks)
+
+
+def _is_process(pid_or_tid: int) -> bool:
+    """Threads have images of their own, and end with their process."""
+    try:
+        return processes.thread_group_leader(pid_or_tid) == pid_or_tid
+    except ProcessNotFound:
+        return False

@@ -221,25 +221,28 @@ def require_access(process: ProcessInfo) -> None:
 
 
 @contextlib.contextmanager
-def claimed(pids: Iterable[int]) -> Iterator[None]:
+def claimed(pids: Iterable[int]) -> Iterator[tuple[int, ...]]:
     """Keep every other gpucr off these processes: two at once would each take the other's half-way states for found.
 
     An advisory lock (flock(2)) on ``/proc/PID/environ``: only who may trace the process can open it, the lock ends with
-    its holder however that ends, and nothing is left behind. Processes that have ended are passed over. Raises
-    Unsupported where one is claimed already.
+    its holder however that ends, and nothing is left behind. Processes that have ended are passed over. The block gets
+    the descriptors: who is given a copy of one holds that claim as well. Raises Unsupported where a process is claimed
+    already.
     """
+    fds: list[int] = []
     with contextlib.ExitStack() as claims:
         for pid in sorted(set(pids)):
             try:
                 file = claims.enter_context((PROC / str(pid) / "environ").open("rb"))
                 fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
+                fds.append(file.fileno())
             except (FileNotFoundError, ProcessLookupError):
                 continue
             except BlockingIOError as e:
                 raise Unsupported(
                     f"another gpucr is at work on process {pid}", hint="wait until it has finished, then try again"
                 ) from e
-        yield
+        yield tuple(fds)
 
 
 def tracer_pid(pid: int) -> int:

@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+import contextlib
 import os
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
+from typing import Literal, get_args
 
 from gpucr import preflight
 from gpucr.criu.engine import Criu
@@ -15,18 +17,27 @@ from gpucr.driver.gpus import gpu_processes, list_gpus
 from gpucr.errors import CudaStarted, InvalidRequest
 from gpucr.gang import Gang
 from gpucr.operations import jobs
-from gpucr.operations.dump_steps import CommitSnapshot, CreateFolder, CriuDump, DumpContext
+from gpucr.operations.dump_steps import AllocateStaging, CommitSnapshot, CreateFolder, CriuDump, DumpContext
 from gpucr.operations.freeze import (
+    AttachStaging,
     CheckpointGang,
+    DetachStaging,
     HoldThreads,
     LockGang,
     ReleaseThreads,
     RestoreGang,
+    StopThreads,
     UnlockGang,
 )
+from gpucr.operations.protection import Protection
+from gpucr.operations.staged import GangStaging
 from gpucr.operations.steps import OnProgress, Phase, Step, run_steps
 from gpucr.operations.threads import GangThreads
+from gpucr.snapshot.device.writer import DeviceWriter
 from gpucr.snapshot.folder import Snapshot, UnfinishedSnapshot, check_target
+
+Persist = Literal["background", "sync"]
+"""When a dump that leaves its job running writes device memory: while the job runs again, or before."""
 
 ATTEMPTS = 3
 """How often a dump is begun anew because a process started to use CUDA between the checkpoint and CRIU's freeze."""
@@ -63,12 +74,17 @@ def dump(
     to: str | os.PathLike[str],
     *,
     leave_running: bool = False,
+    persist: Persist = "background",
     only: bool = False,
     timeout_s: float | None = None,
     force: bool = False,
     on_progress: OnProgress | None = None,
 ) -> DumpReport:
     """Write a whole job to the folder ``to`` and end it, or with ``leave_running`` let it go on.
+
+    A job that is left running goes on as soon as its state is in host memory, and device memory is written meanwhile
+    (``persist="background"``), or only after the snapshot is on disk (``"sync"``: nothing that it does later is lost
+    by a restore of an older state). Either way there is no snapshot, and no return, before everything is durable.
 
     The tree of ``pid`` is locked, checkpointed, dumped by CRIU, and the snapshot committed; only then are the
     processes killed. Whatever fails before that, every process is as it was found and ``to`` is as it was. The folder
@@ -80,8 +96,18 @@ def dump(
     """  # fmt: skip
     deadline = jobs.deadline_after(timeout_s)
     for attempt in range(1, ATTEMPTS + 1):
-        with jobs.claimed_job(pid) as found:
-            prepared = _prepare(found, Path(to), leave_running=leave_running, only=only, deadline=deadline)
+        with contextlib.ExitStack() as opened:
+            found = opened.enter_context(jobs.claimed_job(pid))
+            protection = opened.enter_context(Protection(found.claims)) if found.job.gang else None
+            prepared = _prepare(
+                found,
+                Path(to),
+                protection,
+                leave_running=leave_running,
+                persist=persist,
+                only=only,
+                deadline=deadline,
+            )
             preflight.require_no_blocking(prepared.findings, force=force)
             try:
                 return _run(prepared, on_progress)
@@ -91,10 +117,20 @@ def dump(
     raise AssertionError("the last attempt either returned or raised")
 
 
-def plan_dump(pid: int, to: str | os.PathLike[str], *, leave_running: bool = False, only: bool = False) -> DumpPlan:
+def plan_dump(
+    pid: int,
+    to: str | os.PathLike[str],
+    *,
+    leave_running: bool = False,
+    persist: Persist = "background",
+    only: bool = False,
+) -> DumpPlan:
     """What `dump` would do with the same arguments. Changes nothing; raises as `dump` does before its first step."""
     found = jobs.find_job(pid)
-    prepared = _prepare(found, Path(to), leave_running=leave_running, only=only, deadline=None)
+    protection = Protection() if found.job.gang else None
+    prepared = _prepare(
+        found, Path(to), protection, leave_running=leave_running, persist=persist, only=only, deadline=None
+    )
     steps = tuple(step.describe() for step in prepared.steps)
     return DumpPlan(prepared.context.job.root.pid, steps, prepared.findings)
 
@@ -106,82 +142,126 @@ class _Prepared:
     context: DumpContext
     steps: tuple[Step, ...]
     findings: tuple[preflight.Finding, ...]
-    leave_running: bool
     commit: CommitSnapshot | CriuDump = field(repr=False)
 
 
-def _prepare(found: jobs.FoundJob, to: Path, *, leave_running: bool, only: bool, deadline: float | None) -> _Prepared:
+def _prepare(
+    found: jobs.FoundJob,
+    to: Path,
+    protection: Protection | None,
+    *,
+    leave_running: bool,
+    persist: Persist,
+    only: bool,
+    deadline: float | None,
+) -> _Prepared:
     job = found.job
     if only and len(job.processes) > 1:
         raise InvalidRequest(
             f"process {job.root.pid} has {len(job.processes) - 1} descendants, and a dump cannot leave them out",
             hint="leave out --only to dump the whole tree, or name the descendant itself",
         )
+    if persist not in get_args(Persist):
+        raise InvalidRequest(f"persist is {persist!r}", hint="give one of " + ", ".join(get_args(Persist)))
     preflight.require_privileges(job.root.pid)
     check_target(to)
     criu = Criu(find_criu())
     held = preflight.device_bytes_in_use(job, gpu_processes()) if job.gang else {}
-    gang = Gang(found.driver, job.gang, deadline=deadline) if found.driver is not None else None
+    gang = Gang(found.driver, job.gang, deadline=deadline) if found.driver is not None and job.gang else None
+    folder = UnfinishedSnapshot(to)
+    writer = DeviceWriter(folder.device)
+    staged = GangStaging(use_files=True, writer=writer, save_gently=leave_running and persist == "background")
+    threads = GangThreads()
+    checkpoint = None
+    if gang is not None and protection is not None:
+        checkpoint = CheckpointGang(
+            gang, job.root.pid, staged, protection, expected_bytes=_total(held), threads=threads
+        )
     context = DumpContext(
         job=job,
         gang=gang,
-        folder=UnfinishedSnapshot(to),
+        folder=folder,
         criu=criu,
         options=choose_dump_options(job.pids, leave_running=leave_running, install=criu.install),
         gpus=list_gpus() if job.gang else (),
         device_bytes=held,
         deadline=deadline,
+        staging=staged,
+        writer=writer,
+        leave_running=leave_running,
+        checkpoint=checkpoint,
+        protection=protection,
     )
+    disk = to if to.is_dir() else to.resolve().parent
     findings = (
-        *jobs.findings_before_freeze(job, _total(held)),
+        *jobs.findings_before_freeze(job, preflight.needs_of_dump(held, disk)),
         *preflight.check_tracers(job),
         *preflight.check_open_files(job),
         *(preflight.check_terminal(job) if leave_running and job.gang else ()),
-        *preflight.check_disk(job, to if to.is_dir() else to.resolve().parent, _total(held)),
+        *preflight.check_disk(job, disk, _total(held)),
     )
-    steps, commit = _steps(context, leave_running=leave_running)
-    return _Prepared(context, tuple(steps), findings, leave_running, commit)
+    steps, commit = _steps(context, threads, persist)
+    return _Prepared(context, tuple(steps), findings, commit)
 
 
-def _steps(context: DumpContext, *, leave_running: bool) -> tuple[list[Step], CommitSnapshot | CriuDump]:
-    gang = context.gang
-    if gang is None or not gang.members:
-        criu = CriuDump(context, None, commit_while_frozen=not leave_running)
-        if not leave_running:
-            return [CreateFolder(context), criu], criu
-        commit = CommitSnapshot(context, criu)
-        return [CreateFolder(context), criu, commit], commit
-    threads = GangThreads()
-    checkpoint = CheckpointGang(gang, context.job.root.pid, threads=threads)
-    criu = CriuDump(context, checkpoint, commit_while_frozen=not leave_running)
-    begin: list[Step] = [CreateFolder(context), LockGang(gang), checkpoint, criu]
-    if not leave_running:
+def _steps(
+    context: DumpContext, threads: GangThreads, persist: Persist
+) -> tuple[list[Step], CommitSnapshot | CriuDump]:
+    gang, checkpoint, protection = context.gang, context.checkpoint, context.protection
+    criu = CriuDump(context)
+    save = CommitSnapshot(context, criu)
+    if gang is None or checkpoint is None or protection is None:
+        steps: list[Step] = [CreateFolder(context), criu]
+        return ([*steps, save], save) if context.leave_running else (steps, criu)
+    detach = DetachStaging(checkpoint, context.staging, protection)
+    begin: list[Step] = [
+        CreateFolder(context),
+        AllocateStaging(context),
+        LockGang(gang, protection),
+        checkpoint,
+        detach,
+        StopThreads(threads, gang, protection),
+        criu,
+    ]
+    if not context.leave_running:
         return begin, criu
-    commit = CommitSnapshot(context, criu)
     thaw: list[Step] = [
         HoldThreads(threads),
+        AttachStaging(detach),
         RestoreGang(gang, None, down_to=lambda member: member.found),
         UnlockGang(gang, down_to=lambda member: member.found),
-        ReleaseThreads(threads),
+        ReleaseThreads(threads, protection),
     ]
-    return [*begin, *thaw, commit], commit
+    return ([*begin, save, *thaw] if persist == "sync" else [*begin, *thaw, save]), save
 
 
 def _run(prepared: _Prepared, on_progress: OnProgress | None) -> DumpReport:
-    phases = run_steps(prepared.steps, deadline=prepared.context.deadline, on_progress=on_progress)
+    context = prepared.context
+    try:
+        phases = run_steps(prepared.steps, deadline=context.deadline, on_progress=on_progress)
+    finally:
+        context.writer.cancel()
+        context.staging.close()
     snapshot = prepared.commit.snapshot
     if snapshot is None:
         raise AssertionError("a dump without error has committed its snapshot")
-    still = {"lock", "checkpoint", "dump", "hold", "restore", "unlock", "release"}
     return DumpReport(
         snapshot=snapshot,
-        pid=prepared.context.job.root.pid,
-        left_running=prepared.leave_running,
+        pid=context.job.root.pid,
+        left_running=context.leave_running,
         phases=phases,
         size_bytes=snapshot.manifest.size_bytes,
-        downtime_s=sum(phase.seconds for phase in phases if phase.name in still),
+        downtime_s=_downtime_s(prepared.steps, phases),
         warnings=tuple(finding.sentence() for finding in prepared.findings),
     )
+
+
+def _downtime_s(steps: Sequence[Step], phases: Sequence[Phase]) -> float:
+    """From the first lock (without CUDA: CRIU's dump) to the last step but a save in the background."""
+    names = [step.name for step in steps]
+    first = names.index("lock") if "lock" in names else names.index("dump")
+    last = len(names) - 1 if names[-1] == "save" else len(names)
+    return sum(phase.seconds for phase in phases[first:last])
 
 
 def _total(held: Mapping[int, Mapping[str, int]]) -> int:

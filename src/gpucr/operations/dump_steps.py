@@ -7,7 +7,7 @@ import datetime
 import platform
 import stat
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 
 from gpucr import gang as gangs
@@ -18,19 +18,30 @@ from gpucr.errors import CriuError, CudaStarted, JobChanged, JobDamaged
 from gpucr.gang import Gang
 from gpucr.linux import processes
 from gpucr.linux.sockets import bound_socket_paths
-from gpucr.model import Gpu, Job, ProcessInfo
+from gpucr.model import Gpu, Job, ProcessId, ProcessInfo
 from gpucr.operations import jobs
 from gpucr.operations.freeze import CheckpointGang
 from gpucr.operations.interrupts import Interrupts
 from gpucr.operations.logs import log_kept_on_failure
+from gpucr.operations.protection import Protection
+from gpucr.operations.recovery import UnfinishedFolder
+from gpucr.operations.staged import GangStaging
+from gpucr.operations.steps import Meter
+from gpucr.snapshot.device.writer import DeviceWriter
 from gpucr.snapshot.folder import Snapshot, UnfinishedSnapshot
 from gpucr.snapshot.manifest import FolderRecord, Manifest, ProcessRecord
 from gpucr.version import __version__
 
+_WAIT_S = 0.1
+
 
 @dataclass(frozen=True)
 class DumpContext:
-    """What the steps of one dump share. ``device_bytes``: per pid and GPU UUID, read before anything was locked."""
+    """What the steps of one dump share. ``device_bytes``: per pid and GPU UUID, read before anything was locked.
+
+    ``staging`` and ``writer``: the device memory that goes around CRIU, and what saves it. ``protection`` is None for
+    a job without CUDA: nothing of it depends on gpucr, since CRIU undoes by itself when gpucr dies.
+    """
 
     job: Job
     gang: Gang | None
@@ -40,6 +51,11 @@ class DumpContext:
     gpus: tuple[Gpu, ...]
     device_bytes: Mapping[int, Mapping[str, int]]
     deadline: float | None
+    staging: GangStaging
+    writer: DeviceWriter
+    leave_running: bool
+    checkpoint: CheckpointGang | None
+    protection: Protection | None
 
 
 class CreateFolder:
@@ -54,47 +70,77 @@ class CreateFolder:
         """Which folder."""
         return f"make the private folder {self._context.folder.path}"
 
-    def run(self, interrupts: Interrupts) -> int:
+    def run(self, interrupts: Interrupts, meter: Meter) -> int:
         """Make it."""
-        self._context.folder.create()
+        folder, protection = self._context.folder, self._context.protection
+        folder.create()
+        if protection is not None:
+            protection.change(folder=UnfinishedFolder(str(folder.path.resolve()), folder.mode_before))
         return 0
 
     def undo(self) -> None:
-        """Remove it, unless it is by now the only place where a part of the job still exists."""
-        folder = self._context.folder
-        if folder.is_committed and not all(processes.is_alive(p.id) for p in self._context.job.processes):
-            return
-        folder.discard()
+        """Remove it, unless it is a snapshot that is wanted, or the only place where a part of the job still exists."""
+        context = self._context
+        context.writer.cancel()
+        is_needed = context.leave_running or not all(processes.is_alive(p.id) for p in context.job.processes)
+        if not (context.folder.is_committed and is_needed):
+            context.folder.discard()
+
+
+class AllocateStaging:
+    """Allocate the memory that will hold device memory, while the job still runs.
+
+    A job that will go on waits for it here and not when it stands still; for one that will be ended the allocation is
+    only begun, and goes on ahead of the driver.
+    """
+
+    name = "allocate"
+
+    def __init__(self, context: DumpContext) -> None:
+        self._context = context
+
+    def describe(self) -> str:
+        """How much."""
+        return f"allocate {self._expected_bytes()} bytes of host memory for device memory"
+
+    def run(self, interrupts: Interrupts, meter: Meter) -> int:
+        """Allocate, or begin to, what the processes use now."""
+        context = self._context
+        context.writer.start()
+        sizes = {pid: sum(by_gpu.values()) for pid, by_gpu in context.device_bytes.items()}
+        context.staging.prepare(sizes)
+        if context.leave_running:
+            context.staging.wait_prepared()
+        return self._expected_bytes()
+
+    def undo(self) -> None:
+        """Nothing: closing the staging files gives it back."""
+
+    def _expected_bytes(self) -> int:
+        return sum(sum(by_gpu.values()) for by_gpu in self._context.device_bytes.values())
 
 
 class CriuDump:
-    """CRIU writes the process tree; with ``commit_while_frozen`` the snapshot is committed before CRIU kills it."""
+    """CRIU writes the process tree; unless it is left running, the snapshot is committed before CRIU kills it."""
 
     name = "dump"
 
-    def __init__(
-        self,
-        context: DumpContext,
-        checkpoint: CheckpointGang | None,
-        *,
-        commit_while_frozen: bool,
-    ) -> None:
+    def __init__(self, context: DumpContext) -> None:
         self._context = context
-        self._checkpoint = checkpoint
-        self._commit_while_frozen = commit_while_frozen
         self._interrupts: Interrupts | None = None
+        self._meter: Meter | None = None
         self.draft: Manifest | None = None
         self.snapshot: Snapshot | None = None
 
     def describe(self) -> str:
         """How many processes, where to, and what becomes of them."""
         count = len(self._context.job.processes)
-        after = "commit, then kill them" if self._commit_while_frozen else "let them go on"
+        after = "let them go on" if self._context.leave_running else "commit, then kill them"
         return f"dump {count} process{'es' if count > 1 else ''} with CRIU to {self._context.folder.images}, {after}"
 
-    def run(self, interrupts: Interrupts) -> int:
-        """Dump. Returns the bytes of the images."""
-        context, self._interrupts = self._context, interrupts
+    def run(self, interrupts: Interrupts, meter: Meter) -> int:
+        """Dump. Returns the bytes of the images, and of the device memory that was saved until its end."""
+        context, self._interrupts, self._meter = self._context, interrupts, meter
         try:
             with interrupts.allowed(), log_kept_on_failure("dump") as log_path:
                 context.criu.dump(
@@ -102,30 +148,37 @@ class CriuDump:
                     context.folder.images,
                     context.options,
                     log_path=log_path,
+                    on_start=self._on_start,
                     on_notify=self._on_notify,
                     deadline=context.deadline,
                 )
         except CriuError as error:
             self._after_failure(error)
-        return sum(file.stat().st_size for file in context.folder.images.iterdir())
+        self._tell_guard(None)
+        images_bytes = sum(file.stat().st_size for file in context.folder.images.iterdir())
+        return images_bytes if context.leave_running else images_bytes + context.writer.bytes_seen
 
     def undo(self) -> None:
         """Nothing: CRIU lets the tree go on when its dump fails, and the folder is CreateFolder's to remove."""
+
+    def _on_start(self, criu: ProcessId) -> None:
+        self._tell_guard(criu)
+
+    def _tell_guard(self, criu: ProcessId | None) -> None:
+        if self._context.protection is not None:
+            self._context.protection.change(criu=criu)
 
     def _on_notify(self, hook: str, pid: int) -> None:
         """After CRIU's last image, with the tree still frozen: what is true now is what was dumped."""
         if hook != "post-dump":
             return
-        self.draft = _draft(self._context, self._checkpoint, left_running=not self._commit_while_frozen)
-        if self._commit_while_frozen:
-            if self._interrupts is not None:
-                self._interrupts.postpone()
-            self.snapshot = self._context.folder.commit(self.draft)
-            if self._interrupts is not None:
-                self._interrupts.commit()
+        self.draft = _draft(self._context)
+        if not self._context.leave_running and self._interrupts is not None and self._meter is not None:
+            self.snapshot = commit(self._context, self.draft, self._interrupts, self._meter)
 
     def _after_failure(self, error: CriuError) -> None:
         """Find the better explanation, and never let a job be lost whose snapshot is committed."""
+        self._context.writer.wait(0)  # raises what ended the saving of device memory: the same disk, as a rule
         alive = [p.pid for p in self._context.job.processes if processes.is_alive(p.id)]
         gone = [p.pid for p in self._context.job.processes if p.pid not in alive]
         if self.snapshot is not None and not alive:
@@ -151,9 +204,9 @@ class CriuDump:
 
 
 class CommitSnapshot:
-    """Make the images durable and write the manifest; the job runs meanwhile."""
+    """Save what is not saved yet, make everything durable, and write the manifest."""
 
-    name = "commit"
+    name = "save"
 
     def __init__(self, context: DumpContext, dumped: CriuDump) -> None:
         self._context = context
@@ -162,18 +215,41 @@ class CommitSnapshot:
 
     def describe(self) -> str:
         """Which snapshot."""
-        return f"hash and sync the images, then write the manifest of {self._context.folder.path}"
+        return f"save device memory, sync, and write the manifest of {self._context.folder.path}"
 
-    def run(self, interrupts: Interrupts) -> int:
-        """Commit what CRIU dumped. Returns the bytes that were hashed."""
+    def run(self, interrupts: Interrupts, meter: Meter) -> int:
+        """Commit what CRIU dumped. Returns the bytes of the snapshot."""
         if self._dumped.draft is None:
             raise AssertionError("CRIU's dump ended without the post-dump notification")
-        self.snapshot = self._context.folder.commit(self._dumped.draft)
-        interrupts.commit()
+        with interrupts.allowed():
+            self.snapshot = commit(self._context, self._dumped.draft, interrupts, meter)
         return self.snapshot.manifest.size_bytes
 
     def undo(self) -> None:
         """Nothing: an unfinished folder is CreateFolder's to remove."""
+
+
+def commit(context: DumpContext, draft: Manifest, interrupts: Interrupts, meter: Meter) -> Snapshot:
+    """Wait until all device memory is saved, make everything durable, write the manifest. Cannot be cut off at its end.
+
+    The images are hashed and synced while device memory is still being written.
+    """
+    folder, writer = context.folder, context.writer
+    writer.limit_threads(None)
+    folder.seal_images()
+    meter.expect(context.staging.file_bytes)
+    while not writer.wait(_WAIT_S):
+        meter.set(writer.bytes_seen)
+        interrupts.check()
+    meter.set(writer.bytes_seen)
+    interrupts.postpone()
+    writer.sync()
+    extents = context.staging.extents
+    stored = {pid: writer.device_data(pid, each) for pid, each in extents.items()}
+    records = tuple(replace(record, device_data=stored.get(record.pid)) for record in draft.processes)
+    snapshot = folder.commit(replace(draft, processes=records))
+    interrupts.commit()
+    return snapshot
 
 
 def _started_cuda(context: DumpContext) -> list[int]:
@@ -186,14 +262,14 @@ def _started_cuda(context: DumpContext) -> list[int]:
     return [member.pid for member in gangs.discover(driver, [p for p in tree if p.id not in known])]
 
 
-def _draft(context: DumpContext, checkpoint: CheckpointGang | None, *, left_running: bool) -> Manifest:
+def _draft(context: DumpContext) -> Manifest:
     """The manifest of what is frozen now, without its files."""
     tree = processes.tree(context.job.root.pid)
     capabilities = context.gang.driver.capabilities() if context.gang and context.gang.members else None
     return Manifest(
         created=datetime.datetime.now(datetime.timezone.utc).isoformat(timespec="seconds"),
         root_pid=context.job.root.pid,
-        processes=tuple(_record(context, checkpoint, p) for p in tree),
+        processes=tuple(_record(context, p) for p in tree),
         gpus=context.gpus,
         cuda_version=capabilities.cuda_version if capabilities else None,
         driver_version=driver_version() if capabilities else None,
@@ -202,7 +278,7 @@ def _draft(context: DumpContext, checkpoint: CheckpointGang | None, *, left_runn
         kernel=platform.release(),
         architecture=platform.machine(),
         gpucr_version=__version__,
-        left_running=left_running,
+        left_running=context.leave_running,
         folders=_socket_folders(tree),
     )
 
@@ -219,10 +295,10 @@ def _socket_folders(tree: Sequence[ProcessInfo]) -> tuple[FolderRecord, ...]:
     return tuple(records)
 
 
-def _record(context: DumpContext, checkpoint: CheckpointGang | None, process: ProcessInfo) -> ProcessRecord:
+def _record(context: DumpContext, process: ProcessInfo) -> ProcessRecord:
     found = {m.pid: m.found for m in context.gang.members} if context.gang is not None else {}
     stopped = {p.id for p in context.job.processes if p.status == "T"}
-    thread = checkpoint.restore_threads.get(process.pid) if checkpoint else None
+    thread = context.checkpoint.restore_threads.get(process.pid) if context.checkpoint else None
     return ProcessRecord(
         pid=process.pid,
         ns_pids=process.ns_pids,
@@ -234,5 +310,5 @@ def _record(context: DumpContext, checkpoint: CheckpointGang | None, process: Pr
         stopped=process.id in stopped,
         restore_thread=processes.innermost_thread_id(process.pid, thread) if thread is not None else None,
         device_bytes=dict(context.device_bytes.get(process.pid, {})),
-        staging=checkpoint.staging.get(process.pid, ()) if checkpoint else (),
+        staging=context.staging.private.get(process.pid, ()),
     )

@@ -8,10 +8,13 @@ from gpucr import gang as gangs
 from gpucr import staging
 from gpucr.errors import CudaStarted
 from gpucr.gang import Gang
-from gpucr.linux import memory, processes
-from gpucr.model import CudaState, Extent, GangMember, GpuMap
+from gpucr.linux import processes
+from gpucr.model import CudaState, GangMember, GpuMap, StagedExtent
 from gpucr.operations.interrupts import Interrupts
-from gpucr.operations.threads import GangThreads
+from gpucr.operations.protection import Protection
+from gpucr.operations.staged import GangStaging
+from gpucr.operations.steps import Meter
+from gpucr.operations.threads import GangThreads, explained
 
 MAX_ROUNDS = 5
 """How often processes that begin to use CUDA meanwhile are taken in before the attempt is given up."""
@@ -22,15 +25,17 @@ class LockGang:
 
     name = "lock"
 
-    def __init__(self, gang: Gang) -> None:
+    def __init__(self, gang: Gang, protection: Protection) -> None:
         self._gang = gang
+        self._protection = protection
 
     def describe(self) -> str:
         """What will be locked."""
         return f"lock the CUDA work of {_names(self._gang)}"
 
-    def run(self, interrupts: Interrupts) -> int:
+    def run(self, interrupts: Interrupts, meter: Meter) -> int:
         """Lock all members that run."""
+        self._protection.change(members=self._gang.members)
         self._gang.lock()
         return 0
 
@@ -42,40 +47,53 @@ class LockGang:
 class CheckpointGang:
     """LOCKED → CHECKPOINTED for all, and for those that begin to use CUDA while this goes on.
 
-    ``staging`` maps each pid to the extents that its checkpoint added, ``restore_threads`` to the thread that does the
-    driver's work. With ``threads`` all others are held meanwhile, and left stopped for CRIU.
+    ``restore_threads`` is filled with the thread that does the driver's work, per pid. With ``threads`` all others are
+    held meanwhile, and afterwards.
     """
 
     name = "checkpoint"
 
     def __init__(
-        self, gang: Gang, root_pid: int, *, whole_tree: bool = True, threads: GangThreads | None = None
+        self,
+        gang: Gang,
+        root_pid: int,
+        staged: GangStaging,
+        protection: Protection,
+        *,
+        expected_bytes: int = 0,
+        whole_tree: bool = True,
+        threads: GangThreads | None = None,
     ) -> None:
         self._gang = gang
         self._root_pid = root_pid
+        self._staged = staged
+        self._protection = protection
+        self._expected_bytes = expected_bytes
         self._whole_tree = whole_tree
         self._threads = threads
-        self.staging: dict[int, tuple[Extent, ...]] = {}
         self.restore_threads: dict[int, int] = {}
 
     def describe(self) -> str:
         """What will be checkpointed."""
         return f"checkpoint {_names(self._gang)}: device memory to host memory, GPUs released"
 
-    def run(self, interrupts: Interrupts) -> int:
+    def run(self, interrupts: Interrupts, meter: Meter) -> int:
         """Checkpoint until the tree has no CUDA process that still runs (at most MAX_ROUNDS rounds)."""
+        meter.expect(self._expected_bytes)
         for _ in range(MAX_ROUNDS):
+            self.restore_threads = self._gang.restore_threads()
+            self._protection.change(restore_threads=dict(self.restore_threads))
             if self._threads is not None:
-                self.restore_threads = self._gang.restore_threads()
                 self._threads.hold(self.restore_threads)
-            self._checkpoint_and_locate()
+            with self._staged.captured(self._locked(), meter):
+                self._gang.checkpoint()
+            self._adopt_found(meter)
             late = self._late_members()
             if not late:
-                if self._threads is not None:
-                    self._threads.stop()
-                return sum(staging.total_bytes(extents) for extents in self.staging.values())
+                return self._staged.total_bytes
             interrupts.check()
             self._gang.add(late)
+            self._protection.change(members=self._gang.members)
             self._gang.lock()
         raise CudaStarted(
             f"new processes kept starting to use CUDA for {MAX_ROUNDS} rounds",
@@ -85,26 +103,119 @@ class CheckpointGang:
 
     def undo(self) -> None:
         """CHECKPOINTED → LOCKED for what was not found CHECKPOINTED; unlocking is LockGang's undo."""
-        if self._threads is not None and self._threads.are_stopped:
-            self._threads.hold_again()
         try:
             self._gang.restore(down_to=lambda member: member.found)
         finally:
             if self._threads is not None:
                 self._threads.release()
 
-    def _checkpoint_and_locate(self) -> None:
-        locked = [m.pid for m in self._gang.members if self._gang.state(m.pid) is CudaState.LOCKED]
-        before = {pid: _maps_if_alive(pid) for pid in locked}
-        self._gang.checkpoint()
-        for pid, maps in before.items():
-            self.staging[pid] = staging.locate(maps, _maps_if_alive(pid))
+    def _adopt_found(self, meter: Meter) -> None:
+        """What was suspended before has its staging already, in a file where root suspended it."""
+        if not self._staged.use_files:
+            return
+        for member in self._gang.members:
+            known = member.pid in self._staged.extents or member.pid in self._staged.private
+            if member.found is CudaState.CHECKPOINTED and not known and not self._staged.adopt(member.pid):
+                meter.note(f"process {member.pid} was suspended in private memory: CRIU writes it")
+
+    def _locked(self) -> dict[int, int]:
+        states = {member.pid: self._gang.state(member.pid) for member in self._gang.members}
+        return {pid: tid for pid, tid in self.restore_threads.items() if states[pid] is CudaState.LOCKED}
 
     def _late_members(self) -> list[GangMember]:
         known = {member.id for member in self._gang.members}
         tree = processes.tree(self._root_pid) if self._whole_tree else ()
         # Members are not asked: their threads are held by now, which looks like a process that cannot answer.
         return list(gangs.discover(self._gang.driver, [process for process in tree if process.id not in known]))
+
+
+class StopThreads:
+    """Held → stopped by SIGSTOP, as CRIU, which traces the processes itself, has to find them (see threads.py)."""
+
+    name = "stop"
+
+    def __init__(self, threads: GangThreads, gang: Gang, protection: Protection) -> None:
+        self._threads = threads
+        self._gang = gang
+        self._protection = protection
+
+    def describe(self) -> str:
+        """What is stopped."""
+        return "stop all threads for CRIU"
+
+    def run(self, interrupts: Interrupts, meter: Meter) -> int:
+        """Stop them."""
+        self._protection.change(stopped=tuple(member.id for member in self._gang.members))
+        self._threads.stop()
+        return 0
+
+    def undo(self) -> None:
+        """Only the restore threads run again."""
+        if self._threads.are_stopped:
+            self._threads.hold_again()
+
+
+class DetachStaging:
+    """CHECKPOINTED, staging files mapped → CHECKPOINTED, empty reservations in their place.
+
+    From here on the device memory is in gpucr's files alone.
+    """
+
+    name = "detach"
+
+    def __init__(self, checkpoint: CheckpointGang, staged: GangStaging, protection: Protection) -> None:
+        self._checkpoint = checkpoint
+        self._staged = staged
+        self._protection = protection
+        self._detached: dict[int, tuple[StagedExtent, ...]] = {}
+
+    def describe(self) -> str:
+        """What is taken out."""
+        return "take device memory out of the processes, so that CRIU does not write it"
+
+    def run(self, interrupts: Interrupts, meter: Meter) -> int:
+        """Detach every process that has a staging file."""
+        fds = {pid: file.fd for pid, file in self._staged.files.items()}
+        self._protection.expect_detached(self._staged.extents, fds)
+        for pid, extents in self._staged.extents.items():
+            self._detached[pid] = extents
+            with explained(pid):
+                staging.detach(self._checkpoint.restore_threads[pid], extents)
+        return 0
+
+    def undo(self) -> None:
+        """Map the files again, where `attach` has not done so already."""
+        self.attach()
+
+    def attach(self) -> None:
+        """Detached → mapped again, for all."""
+        for pid in list(self._detached):
+            with explained(pid):
+                fd = self._staged.files[pid].fd
+                staging.attach(self._checkpoint.restore_threads[pid], fd, self._detached[pid])
+            del self._detached[pid]
+        self._protection.change(detached=())
+
+
+class AttachStaging:
+    """The staging files are mapped into the processes again, without a copy."""
+
+    name = "attach"
+
+    def __init__(self, detached: DetachStaging) -> None:
+        self._detached = detached
+
+    def describe(self) -> str:
+        """What is put back."""
+        return "put device memory back into the processes"
+
+    def run(self, interrupts: Interrupts, meter: Meter) -> int:
+        """Attach what was detached."""
+        self._detached.attach()
+        return 0
+
+    def undo(self) -> None:
+        """Nothing: mapped is how every undo wants it."""
 
 
 class HoldThreads:
@@ -120,7 +231,7 @@ class HoldThreads:
         """What is held."""
         return "hold all threads but the driver's until device memory is back"
 
-    def run(self, interrupts: Interrupts) -> int:
+    def run(self, interrupts: Interrupts, meter: Meter) -> int:
         """Hold the threads, then end the stop, which lets only the restore threads go on."""
         if self._free_threads is None:
             self._threads.hold_again()
@@ -139,18 +250,22 @@ class ReleaseThreads:
 
     name = "release"
 
-    def __init__(self, threads: GangThreads, stopped: Callable[[], Iterable[int]] = tuple) -> None:
+    def __init__(
+        self, threads: GangThreads, protection: Protection, stopped: Callable[[], Iterable[int]] = tuple
+    ) -> None:
         self._threads = threads
+        self._protection = protection
         self._stopped = stopped
 
     def describe(self) -> str:
         """What goes on."""
         return "let all threads go on"
 
-    def run(self, interrupts: Interrupts) -> int:
+    def run(self, interrupts: Interrupts, meter: Meter) -> int:
         """Release the held threads and end the stop of the processes without CUDA."""
         self._threads.release()
         processes.continue_stopped(self._stopped())
+        self._protection.job_runs()
         return 0
 
     def undo(self) -> None:
@@ -172,7 +287,7 @@ class RestoreGang:
         where = f" with the GPU map {self._gpu_map}" if self._gpu_map else ""
         return f"restore {_names(self._gang)}: host memory to device memory{where}"
 
-    def run(self, interrupts: Interrupts) -> int:
+    def run(self, interrupts: Interrupts, meter: Meter) -> int:
         """Restore all members that are checkpointed."""
         self._gang.restore(self._gpu_map, down_to=self._down_to)
         return 0
@@ -195,7 +310,7 @@ class UnlockGang:
         """What will run again."""
         return f"unlock {_names(self._gang)}"
 
-    def run(self, interrupts: Interrupts) -> int:
+    def run(self, interrupts: Interrupts, meter: Meter) -> int:
         """Unlock all members that are locked."""
         self._gang.unlock(down_to=self._down_to)
         return 0
@@ -203,13 +318,6 @@ class UnlockGang:
     def undo(self) -> None:
         """Every member back to where it was found."""
         self._gang.return_to_found()
-
-
-def _maps_if_alive(pid: int) -> tuple[memory.Mapping, ...]:
-    try:
-        return memory.read_maps(pid)
-    except (FileNotFoundError, ProcessLookupError):
-        return ()  # that it ended is the gang's to say
 
 
 def _names(gang: Gang) -> str:

@@ -5,7 +5,7 @@ from __future__ import annotations
 import contextlib
 import time
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 from gpucr import gang, preflight
 from gpucr.driver.api import Driver
@@ -17,10 +17,14 @@ from gpucr.model import Job, ProcessInfo
 
 @dataclass(frozen=True)
 class FoundJob:
-    """A job as it was found. ``driver`` is None where the machine has none; then no process can use CUDA."""
+    """A job as it was found. ``driver`` is None where the machine has none; then no process can use CUDA.
+
+    ``claims`` are the descriptors that keep other gpucr's off it.
+    """
 
     job: Job
     driver: Driver | None
+    claims: tuple[int, ...] = ()
 
 
 def find_job(pid: int, *, only: bool = False) -> FoundJob:
@@ -38,8 +42,8 @@ def claimed_job(pid: int, *, only: bool = False) -> Iterator[FoundJob]:
     Raises Unsupported where another one does.
     """
     tree = _tree_of(pid, only=only)
-    with processes.claimed(process.pid for process in tree):
-        yield _examine(tree)
+    with processes.claimed(process.pid for process in tree) as claims:
+        yield replace(_examine(tree), claims=claims)
 
 
 def _tree_of(pid: int, *, only: bool) -> tuple[ProcessInfo, ...]:
@@ -76,6 +80,6 @@ def deadline_after(timeout_s: float | None) -> float | None:
     return time.monotonic() + timeout_s
 
 
-def findings_before_freeze(job: Job, device_bytes: int) -> list[preflight.Finding]:
-    """What stands in the way of suspending this job."""
-    return [*preflight.check_states(job), *preflight.check_host_memory(device_bytes)]
+def findings_before_freeze(job: Job, needs: Sequence[preflight.MemoryNeed]) -> list[preflight.Finding]:
+    """What stands in the way of freezing this job, with the host memory that its device memory needs."""
+    return [*preflight.check_states(job), *preflight.check_host_memory(needs)]

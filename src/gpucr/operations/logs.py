@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextlib
 import os
 import shutil
+import syslog
 import tempfile
 import time
 from collections.abc import Iterator
@@ -25,6 +26,18 @@ def state_folder() -> Path:
         return Path.home() / ".local" / "state" / "gpucr"
     except RuntimeError as e:  # a container's uid without a name, and no HOME
         raise FileNotFoundError(f"uid {os.geteuid()} has no home folder") from e
+
+
+def append_to_log(name: str, line: str) -> None:
+    """Add a line with the time to ``NAME.log`` in the log folder, or to syslog where that cannot be written."""
+    try:
+        base = state_folder() / "log"
+        base.mkdir(mode=0o700, parents=True, exist_ok=True)
+        fd = os.open(base / f"{name}.log", os.O_WRONLY | os.O_APPEND | os.O_CREAT | os.O_NOFOLLOW | os.O_CLOEXEC, 0o600)
+        with os.fdopen(fd, "w", encoding="utf-8", errors="backslashreplace") as file:
+            file.write(f"{time.strftime('%Y-%m-%dT%H:%M:%S%z')} {line}\n")
+    except OSError:
+        syslog.syslog(syslog.LOG_WARNING, f"gpucr {name}: {line}")
 
 
 @contextlib.contextmanager

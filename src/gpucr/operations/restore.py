@@ -5,31 +5,47 @@ from __future__ import annotations
 import contextlib
 import os
 import platform
+import time
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 
-from gpucr import preflight
+from gpucr import preflight, staging
 from gpucr.criu.engine import Criu
 from gpucr.criu.install import find_criu
 from gpucr.criu.options import DumpOptions, RestoreOptions
 from gpucr.driver.api import Driver
 from gpucr.driver.cuda import load_driver
 from gpucr.driver.gpus import list_gpus
-from gpucr.errors import JobChanged, JobDamaged, ProcessNotFound, SnapshotDamaged, Unsupported
+from gpucr.errors import (
+    DeadlineExceeded,
+    GpucrError,
+    JobChanged,
+    JobDamaged,
+    ProcessNotFound,
+    SnapshotDamaged,
+    Unsupported,
+)
 from gpucr.gang import Gang
 from gpucr.linux import processes
-from gpucr.model import GangMember, GpuMap, ProcessId
+from gpucr.linux.tmpfs import StagingFile
+from gpucr.model import CudaState, GangMember, GpuMap, ProcessId
 from gpucr.operations import jobs
 from gpucr.operations.freeze import HoldThreads, ReleaseThreads, RestoreGang, UnlockGang
 from gpucr.operations.interrupts import Interrupts
 from gpucr.operations.logs import log_kept_on_failure
-from gpucr.operations.steps import OnProgress, Phase, Step, WithoutUndo, run_steps
-from gpucr.operations.threads import GangThreads
+from gpucr.operations.protection import Protection
+from gpucr.operations.steps import Meter, OnProgress, Phase, Step, WithoutUndo, run_steps
+from gpucr.operations.threads import GangThreads, explained
+from gpucr.snapshot.device.reader import Destination, DeviceReader
 from gpucr.snapshot.folder import Snapshot
-from gpucr.snapshot.manifest import FolderRecord, ProcessRecord
+from gpucr.snapshot.manifest import DeviceData, FolderRecord, ProcessRecord
+from gpucr.staging import Gate
 
 REAPING_TIMEOUT_S = 10.0
 """How long a restore waits for the parents of the dumped processes to collect their zombies."""
+
+_WAIT_S = 0.2
 
 
 @dataclass(frozen=True)
@@ -73,22 +89,39 @@ def restore(
     findings = _findings(snapshot, gpu_map)
     preflight.require_no_blocking(findings, force=force)
     driver = _driver_for(snapshot)
-    context = RestoreContext(snapshot, Criu(find_criu()), options, deadline)
-    steps: list[Step] = [VerifySnapshot(context)]
+    with contextlib.ExitStack() as opened:
+        protection = opened.enter_context(Protection()) if driver is not None else None
+        context = RestoreContext(snapshot, Criu(find_criu()), options, deadline, protection)
+        return _run(context, driver, gpu_map, findings, on_progress)
+
+
+def _run(
+    context: RestoreContext,
+    driver: Driver | None,
+    gpu_map: GpuMap | None,
+    findings: Sequence[preflight.Finding],
+    on_progress: OnProgress | None,
+) -> RestoreReport:
+    snapshot, deadline, protection = context.snapshot, context.deadline, context.protection
+    steps: list[Step] = [LoadDevice(context)] if snapshot.manifest.device_data else []
+    steps.append(VerifySnapshot(context))
     if snapshot.manifest.folders:
         steps.append(MakeFolders(context))
     steps.append(CriuRestore(context))
-    if driver is not None:
+    if driver is not None and protection is not None:
         gang = context.gang = Gang(driver, (), deadline=deadline)
         threads = GangThreads()
         # Restoring and unlocking are undone by CriuRestore, which ends the processes.
         steps += [
             HoldThreads(threads, context.restore_threads),
-            WithoutUndo(RestoreGang(gang, gpu_map, down_to=lambda member: member.found)),
+            RestoreDevice(context, RestoreGang(gang, gpu_map, down_to=lambda member: member.found)),
             WithoutUndo(UnlockGang(gang, down_to=lambda member: member.found)),
-            ReleaseThreads(threads, context.to_continue),
+            ReleaseThreads(threads, protection, context.to_continue),
         ]
-    phases = run_steps(steps, deadline=deadline, on_progress=on_progress)
+    try:
+        phases = run_steps(steps, deadline=deadline, on_progress=on_progress)
+    finally:
+        context.close()
     return RestoreReport(
         snapshot=snapshot,
         pid=context.root_pid,
@@ -104,17 +137,28 @@ def restore(
 class RestoreContext:
     """What the steps of one restore share.
 
-    ``gang``, ``root_pid``, ``restored`` and ``pids`` (manifest pid → pid now) are filled as it goes on.
+    ``gang``, ``root_pid``, ``restored`` and ``pids`` (manifest pid → pid now) are filled as it goes on, and so are
+    ``files``, the staging files by manifest pid, and ``reader``, which fills them.
     """
 
     snapshot: Snapshot
     criu: Criu
     options: RestoreOptions
     deadline: float | None
+    protection: Protection | None
     gang: Gang | None = None
     root_pid: int = 0
     restored: tuple[ProcessId, ...] = ()
     pids: dict[int, int] = field(default_factory=dict)
+    files: dict[int, StagingFile] = field(default_factory=dict)
+    reader: DeviceReader | None = None
+
+    def close(self) -> None:
+        """Stop reading, and give up the staging files; what a process has mapped stays its own."""
+        if self.reader is not None:
+            self.reader.cancel()
+        for file in self.files.values():
+            file.close()
 
     def restore_threads(self) -> dict[int, int]:
         """The thread that does the driver's work, per pid of the gang."""
@@ -138,8 +182,40 @@ class RestoreContext:
         return [self.pids[r.pid] for r in records if r.found_state is None and not r.stopped and r.pid in self.pids]
 
 
+class LoadDevice:
+    """Begin to read device memory into staging files; it goes on until the driver has taken the last of it."""
+
+    name = "load"
+
+    def __init__(self, context: RestoreContext) -> None:
+        self._context = context
+
+    def describe(self) -> str:
+        """How much."""
+        stored = sum(data.stored_bytes for data in self._context.snapshot.manifest.device_data.values())
+        return f"begin to read {stored} bytes of device memory"
+
+    def run(self, interrupts: Interrupts, meter: Meter) -> int:
+        """Make the files and start the threads that read."""
+        context = self._context
+        destinations: list[Destination] = []
+        for pid, data in context.snapshot.manifest.device_data.items():
+            file = context.files[pid] = StagingFile.create(data.size_bytes)
+            if file.reason is not None:
+                meter.note(f"device memory is read into small pages: {file.reason}")
+            destinations.append(Destination(pid, file.fd, data))
+        context.reader = DeviceReader(context.snapshot.device, destinations)
+        context.reader.start()
+        return 0
+
+    def undo(self) -> None:
+        """Stop reading."""
+        if self._context.reader is not None:
+            self._context.reader.cancel()
+
+
 class VerifySnapshot:
-    """Check every file of the snapshot against its digest."""
+    """Check every file of the snapshot against its digest, but for device memory: that is checked as it is read."""
 
     name = "verify"
 
@@ -150,11 +226,11 @@ class VerifySnapshot:
         """Which snapshot."""
         return f"verify {self._context.snapshot.path}"
 
-    def run(self, interrupts: Interrupts) -> int:
+    def run(self, interrupts: Interrupts, meter: Meter) -> int:
         """Read and compare everything. Returns the bytes that were read."""
         with interrupts.allowed():
-            self._context.snapshot.verify()
-        return self._context.snapshot.manifest.size_bytes
+            self._context.snapshot.verify_files()
+        return sum(file.size_bytes for file in self._context.snapshot.manifest.files)
 
     def undo(self) -> None:
         """Nothing: verifying changes nothing."""
@@ -174,7 +250,7 @@ class MakeFolders:
         missing = [folder.path for folder in self._missing()]
         return f"make the missing folders of the job's sockets: {', '.join(missing) or 'none'}"
 
-    def run(self, interrupts: Interrupts) -> int:
+    def run(self, interrupts: Interrupts, meter: Meter) -> int:
         """Make them, outermost first, with the owner and mode that they had."""
         for record in self._missing():
             path = Path(record.path)
@@ -213,7 +289,7 @@ class CriuRestore:
         manifest = self._context.snapshot.manifest
         return f"restore {len(manifest.processes)} process(es) with CRIU, root pid {manifest.root_pid}"
 
-    def run(self, interrupts: Interrupts) -> int:
+    def run(self, interrupts: Interrupts, meter: Meter) -> int:
         """Restore, then take stock of the restored processes."""
         context = self._context
         with interrupts.allowed(), log_kept_on_failure("restore") as log_path:
@@ -222,11 +298,14 @@ class CriuRestore:
                 context.options,
                 log_path=log_path,
                 leave_stopped=context.gang is not None,
+                on_start=self._on_start,
                 deadline=context.deadline,
             )
             interrupts.postpone()
         tree = processes.tree(context.root_pid)
         context.restored = tuple(process.id for process in tree)
+        if context.protection is not None:
+            context.protection.change(kill=context.restored, criu=None, images=None)
         by_namespace_pid = {process.ns_pids[-1]: process.id for process in tree}
         for record in context.snapshot.manifest.processes:
             restored = by_namespace_pid.get(record.ns_pids[-1])
@@ -234,7 +313,12 @@ class CriuRestore:
                 context.pids[record.pid] = restored.pid
             if context.gang is not None and record.found_state is not None:
                 context.gang.add([_member(record, restored)])
-        return context.snapshot.manifest.size_bytes
+        return sum(file.size_bytes for file in context.snapshot.manifest.files)
+
+    def _on_start(self, criu: ProcessId) -> None:
+        if self._context.protection is not None:
+            images = str(self._context.snapshot.images.resolve())
+            self._context.protection.change(criu=criu, images=images)
 
     def undo(self) -> None:
         """End every process of the restored tree; the snapshot stays as it is."""
@@ -247,6 +331,80 @@ class CriuRestore:
         if left:
             failures = [f"process {process.pid} does not end" for process in left]
             raise JobDamaged("not every restored process could be ended: " + ", ".join(failures), failures=failures)
+
+
+class RestoreDevice:
+    """Staging files filled → mapped into the processes → device memory. All three go on at the same time."""
+
+    name = "restore"
+
+    def __init__(self, context: RestoreContext, restore: RestoreGang) -> None:
+        self._context = context
+        self._restore = restore
+
+    def describe(self) -> str:
+        """What the driver restores."""
+        return self._restore.describe()
+
+    def run(self, interrupts: Interrupts, meter: Meter) -> int:
+        """Let the driver take what is read as it comes. Returns the bytes of device memory."""
+        context = self._context
+        data = context.snapshot.manifest.device_data
+        total_bytes = sum(each.size_bytes for each in data.values())
+        meter.expect(total_bytes)
+        gates = self._gates(data, interrupts, meter)
+        try:
+            for gate in gates:
+                with explained(gate.pid):
+                    gate.begin()
+            self._restore.run(interrupts, meter)
+        except GpucrError:
+            self._finish(gates)  # what kept staging from being filled explains better than a driver that was left alone
+            raise
+        self._finish(gates)
+        return total_bytes
+
+    def undo(self) -> None:
+        """Nothing: CriuRestore ends the processes."""
+
+    def _gates(self, data: Mapping[int, DeviceData], interrupts: Interrupts, meter: Meter) -> list[Gate]:
+        context = self._context
+        restore_threads = context.restore_threads()
+        stays = {r.pid for r in context.snapshot.manifest.processes if r.found_state is CudaState.CHECKPOINTED}
+        gates: list[Gate] = []
+        for pid, each in data.items():
+            tid = restore_threads[context.pids[pid]]
+            wait = self._wait_for(pid, interrupts, meter)
+            if pid in stays:
+                wait(each.size_bytes)
+                with explained(context.pids[pid]):
+                    staging.attach(tid, context.files[pid].fd, each.extents)
+            else:
+                gates.append(Gate(context.pids[pid], tid, context.files[pid].fd, each.extents, wait))
+        return gates
+
+    def _wait_for(self, pid: int, interrupts: Interrupts, meter: Meter) -> Callable[[int], int]:
+        reader = self._context.reader
+        assert reader is not None  # noqa: S101 - LoadDevice ran before
+        deadline = self._context.deadline
+
+        def wait(up_to_bytes: int) -> int:
+            while not reader.wait_for(pid, up_to_bytes, _WAIT_S):
+                interrupts.check()
+                if deadline is not None and time.monotonic() > deadline:
+                    raise DeadlineExceeded(
+                        "the time was over while device memory was read", hint="give a longer --timeout"
+                    )
+            meter.set(reader.loaded_bytes)
+            return reader.loaded(pid)
+
+        return wait
+
+    @staticmethod
+    def _finish(gates: Sequence[Gate]) -> None:
+        for gate in gates:
+            with explained(gate.pid):
+                gate.finish()
 
 
 def _options(snapshot: Snapshot) -> RestoreOptions:
@@ -269,6 +427,8 @@ def _findings(snapshot: Snapshot, gpu_map: GpuMap | None) -> list[preflight.Find
     processes.wait_for_reaping(pids, REAPING_TIMEOUT_S)
     findings = preflight.check_free_pids(pids)
     if manifest.has_gpu_state:
+        staged_bytes = sum(data.size_bytes for data in manifest.device_data.values())
+        findings += preflight.check_host_memory(preflight.needs_of_restore(staged_bytes))
         findings += preflight.check_gpus(manifest.gpus, manifest.device_bytes, list_gpus(), gpu_map)
     if manifest.architecture != platform.machine():
         findings.append(

@@ -2,17 +2,22 @@
 
 from __future__ import annotations
 
+import contextlib
+import os
+import threading
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
-from gpucr import preflight
+from gpucr import preflight, staging
 from gpucr.driver.gpus import gpu_processes, list_gpus
 from gpucr.errors import NotACudaProcess
 from gpucr.gang import Gang
-from gpucr.linux import memory
+from gpucr.linux import memory, processes
 from gpucr.model import CudaState, GangMember, Gpu, GpuMap
 from gpucr.operations import jobs, suspended
 from gpucr.operations.freeze import CheckpointGang, LockGang, RestoreGang, UnlockGang
+from gpucr.operations.protection import Protection
+from gpucr.operations.staged import GangStaging
 from gpucr.operations.steps import OnProgress, Phase, Step, run_steps
 
 
@@ -57,13 +62,26 @@ def suspend(
     or JobChanged (all undone), JobDamaged (not undone).
     """  # fmt: skip
     deadline = jobs.deadline_after(timeout_s)
-    with jobs.claimed_job(pid, only=only) as found:
+    with contextlib.ExitStack() as opened:
+        found = opened.enter_context(jobs.claimed_job(pid, only=only))
         gang = _gang_of(found, deadline)
+        protection = opened.enter_context(Protection(found.claims))
         held = preflight.device_bytes_in_use(found.job, gpu_processes())
         device_bytes = sum(sum(by_gpu.values()) for by_gpu in held.values())
-        preflight.require_no_blocking(jobs.findings_before_freeze(found.job, device_bytes), force=force)
-        checkpoint = CheckpointGang(gang, found.job.root.pid, whole_tree=not only)
-        phases = run_steps([LockGang(gang), checkpoint], deadline=deadline, on_progress=on_progress)
+        findings = jobs.findings_before_freeze(found.job, preflight.needs_of_suspend(held))
+        preflight.require_no_blocking(findings, force=force)
+        staged = GangStaging(use_files=processes.can_checkpoint_processes())
+        steps: list[Step] = [
+            LockGang(gang, protection),
+            CheckpointGang(
+                gang, found.job.root.pid, staged, protection, expected_bytes=device_bytes, whole_tree=not only
+            ),
+        ]
+        staged.prepare({pid: sum(by_gpu.values()) for pid, by_gpu in held.items()})
+        try:
+            phases = run_steps(steps, deadline=deadline, on_progress=on_progress)
+        finally:
+            staged.close()
         for member in gang.members:
             suspended.remember(member, held.get(member.pid, {}))
         return _report(pid, gang, phases)
@@ -91,15 +109,18 @@ def resume(
     deadline = jobs.deadline_after(timeout_s)
     if isinstance(gpu_map, str):
         gpu_map = GpuMap.parse(gpu_map)
-    with jobs.claimed_job(pid, only=only) as found:
+    with contextlib.ExitStack() as opened:
+        found = opened.enter_context(jobs.claimed_job(pid, only=only))
         gang = _gang_of(found, deadline)
-        phases = _resume(found, gang, gpu_map, deadline=deadline, force=force, on_progress=on_progress)
+        protection = opened.enter_context(Protection(found.claims))
+        phases = _resume(found, gang, protection, gpu_map, deadline=deadline, force=force, on_progress=on_progress)
         return _report(pid, gang, phases)
 
 
 def _resume(
     found: jobs.FoundJob,
     gang: Gang,
+    protection: Protection,
     gpu_map: GpuMap | None,
     *,
     deadline: float | None,
@@ -119,10 +140,23 @@ def _resume(
         return record.found if record is not None else CudaState.RUNNING
 
     steps: list[Step] = [RestoreGang(gang, gpu_map, down_to=before_suspend), UnlockGang(gang, down_to=before_suspend)]
-    phases = run_steps(steps, deadline=deadline, on_progress=on_progress)
+    with contextlib.ExitStack() as kept:
+        for member in gang.members:
+            _keep_staging_file(member, kept)
+        protection.change(members=gang.members)
+        phases = run_steps(steps, deadline=deadline, on_progress=on_progress)
+        threading.Thread(target=kept.pop_all().close, name="free-staging").start()
     for member in gang.members:
         suspended.forget(member.id)
     return phases
+
+
+def _keep_staging_file(member: GangMember, kept: contextlib.ExitStack) -> None:
+    """Hold the member's staging file until the job runs: it need not wait until tens of GiB are freed."""
+    with contextlib.suppress(OSError):  # not root: then there is no such file
+        extents = staging.file_extents(member.pid)
+        if extents:
+            kept.callback(os.close, staging.open_file(member.pid, extents[0]))
 
 
 def _needed_bytes(

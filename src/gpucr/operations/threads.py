@@ -12,9 +12,9 @@ from __future__ import annotations
 import contextlib
 import os
 import signal
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
 
-from gpucr.errors import NotPermitted
+from gpucr.errors import JobChanged, NotPermitted
 from gpucr.linux import processes
 from gpucr.linux.ptrace import HeldThreads
 
@@ -72,12 +72,22 @@ class GangThreads:
 
     def _hold(self, free_threads: Mapping[int, int]) -> None:
         held = HeldThreads(free_threads)
-        try:
+        with explained(*free_threads):
             held.hold()
-        except PermissionError as e:
-            raise NotPermitted(
-                f"the threads of {', '.join(map(str, free_threads))} cannot be held: {e.strerror}",
-                pid=next(iter(free_threads)),
-                hint="another tracer (debugger, strace, profiler) holds them, or ptrace is forbidden here",
-            ) from e
         self._held.append(held)
+
+
+@contextlib.contextmanager
+def explained(*pids: int) -> Iterator[None]:
+    """What ptrace refuses in this block, as an error that says what to do."""
+    names = ", ".join(map(str, pids))
+    try:
+        yield
+    except ProcessLookupError as e:
+        raise JobChanged(f"process {names} ended", pids=pids, hint="its own log may say why") from e
+    except OSError as e:
+        raise NotPermitted(
+            f"process {names} cannot be traced: {e.strerror}",
+            pid=pids[0],
+            hint="another tracer (debugger, strace, profiler) holds it, or ptrace is forbidden here",
+        ) from e

@@ -1,0 +1,58 @@
+"""A CRIU whose gpucr has died while it was at work.
+
+It finds its socket closed when it calls its next hook, and undoes. That can be minutes away, in which the job stands
+still, and nobody else can trace its threads meanwhile. So it is told to end, by the same means as in engine.py.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import resource
+import select
+import time
+from pathlib import Path
+
+from gpucr.criu.remains import kill_orphans
+from gpucr.linux import processes
+from gpucr.model import ProcessId
+
+UNDO_LIMIT_S = 60.0
+"""How long CRIU may take to undo before it is killed."""
+
+_RETELL_S = 0.05
+
+
+def wait(criu: ProcessId, timeout_s: float = UNDO_LIMIT_S) -> bool:
+    """Wait until it has ended (a zombie has). False where it is still at work when the time is over."""
+    try:
+        fd = os.pidfd_open(criu.pid)
+    except ProcessLookupError:
+        return True
+    try:
+        if not processes.is_alive(criu):  # asked after the pidfd was opened: now the two name the same process
+            return True
+        poller = select.poll()
+        poller.register(fd, select.POLLIN)
+        return bool(poller.poll(timeout_s * 1000))
+    finally:
+        os.close(fd)
+
+
+def end_dump(criu: ProcessId) -> None:
+    """The dump fails, CRIU lets the tree go on and ends: its writes fail from now on (CriuService.refuse_writes)."""
+    if processes.is_alive(criu):
+        with contextlib.suppress(ProcessLookupError):
+            _, hard = resource.prlimit(criu.pid, resource.RLIMIT_FSIZE)
+            resource.prlimit(criu.pid, resource.RLIMIT_FSIZE, (0, hard))
+    if not wait(criu):
+        processes.kill_and_wait([criu])
+
+
+def end_restore(criu: ProcessId, images_dir: Path) -> None:
+    """Nothing of the tree that it restores is left, and CRIU ends: the death of a task makes a restore fail."""
+    end = time.monotonic() + UNDO_LIMIT_S
+    while not wait(criu, _RETELL_S) and time.monotonic() < end:
+        processes.kill_tree(criu.pid, including_root=False, timeout_s=0)
+    processes.kill_and_wait([criu])
+    kill_orphans(images_dir, since_ticks=criu.start_time_ticks)

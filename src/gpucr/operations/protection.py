@@ -1,0 +1,54 @@
+"""What an operation keeps its guard told, step by step, so that the job outlives gpucr (guard.py, recovery.py)."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import replace
+from types import TracebackType
+from typing import Any
+
+from gpucr.model import StagedExtent
+from gpucr.operations.guard import Guard
+from gpucr.operations.recovery import DetachedStaging, Recovery
+
+
+class Protection:
+    """The recovery record of one operation, and the guard that has it.
+
+    A context manager: the guard is started at its beginning, which takes a moment that the first `change` waits for,
+    and dismissed at its end. ``claims`` are the descriptors of `processes.claimed`. All methods raise BrokenInstall
+    where there is no guard any more.
+    """
+
+    def __init__(self, claims: Sequence[int] = ()) -> None:
+        self._claims = tuple(claims)
+        self._is_ready = False
+        self._record = Recovery()
+
+    def __enter__(self) -> Protection:
+        self._guard = Guard()
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        self._guard.dismiss()
+
+    def change(self, **members: Any) -> None:
+        """These members of the record are what holds from now on. To be called before what they would undo."""
+        if not self._is_ready:
+            self._guard.wait_ready()
+            self._guard.hold(self._claims)
+            self._is_ready = True
+        self._record = replace(self._record, **members)
+        self._guard.update(self._record)
+
+    def expect_detached(self, extents: Mapping[int, Sequence[StagedExtent]], fds: Mapping[int, int]) -> None:
+        """The staging of these processes (by pid) may be in these files alone, from now on."""
+        numbers = dict(zip(extents, self._guard.hold([fds[pid] for pid in extents]), strict=True))
+        detached = tuple(DetachedStaging(pid, numbers[pid], tuple(parts)) for pid, parts in extents.items())
+        self.change(detached=detached)
+
+    def job_runs(self) -> None:
+        """The job needs nothing any more; an unfinished snapshot is still to be removed."""
+        self.change(members=(), restore_threads={}, stopped=(), detached=(), kill=(), criu=None, images=None)

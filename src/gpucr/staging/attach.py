@@ -1,0 +1,71 @@
+"""Take a staging file out of a process, and put it back. The data stays in the file; nothing is copied.
+
+Between the two the process has an empty reservation in its place (``PROT_NONE``, as the driver itself leaves for its
+device mappings), which is all that CRIU dumps and restores. Both work on a thread that may be running or blocked, one
+that nobody else traces; each single call in it is complete or not begun whatever happens to gpucr.
+"""
+
+from __future__ import annotations
+
+import contextlib
+from collections.abc import Iterator, Sequence
+from mmap import MAP_ANONYMOUS, MAP_PRIVATE, MAP_SHARED, PROT_READ, PROT_WRITE
+
+from gpucr.linux.descriptors import close_descriptor, send_descriptor
+from gpucr.linux.injection import MMAP, run_syscall
+from gpucr.linux.ptrace import TracedThread
+from gpucr.model import StagedExtent
+
+PROT_NONE, MAP_FIXED, MAP_NORESERVE = 0, 0x10, 0x4000  # include/uapi/asm-generic/mman*.h
+
+
+def detach(restore_thread: int, extents: Sequence[StagedExtent]) -> None:
+    """Mapped → an empty reservation. The caller holds the file: what is in it is nowhere else.
+
+    Raises OSError (PermissionError where tracing is refused, ProcessLookupError where the process has ended) or
+    InjectionUnavailable.
+    """
+    with traced(restore_thread) as thread:
+        for extent in extents:
+            reserve(thread, extent)
+
+
+def attach(restore_thread: int, fd: int, extents: Sequence[StagedExtent]) -> None:
+    """A reservation → mapped, from the caller's descriptor of the file. Raises as `detach` does."""
+    with traced(restore_thread) as thread, sent(thread, fd) as number:
+        for extent in extents:
+            map_part(thread, number, extent)
+
+
+def reserve(thread: TracedThread, extent: StagedExtent) -> None:
+    """Replace the extent by an empty reservation, in a thread that is stopped."""
+    flags = MAP_PRIVATE | MAP_ANONYMOUS | MAP_NORESERVE | MAP_FIXED
+    run_syscall(thread, MMAP, extent.address, extent.size_bytes, PROT_NONE, flags, -1, 0)
+
+
+def map_part(thread: TracedThread, number: int, extent: StagedExtent) -> None:
+    """Map the file, descriptor ``number`` in the process, over the extent, in a thread that is stopped."""
+    protection, flags = PROT_READ | PROT_WRITE, MAP_SHARED | MAP_FIXED
+    run_syscall(thread, MMAP, extent.address, extent.size_bytes, protection, flags, number, extent.offset)
+
+
+@contextlib.contextmanager
+def traced(tid: int) -> Iterator[TracedThread]:
+    """A thread that is stopped for the block and goes on afterwards."""
+    thread = TracedThread.seize(tid)
+    try:
+        yield thread
+    finally:
+        with contextlib.suppress(ProcessLookupError):
+            thread.detach()
+
+
+@contextlib.contextmanager
+def sent(thread: TracedThread, fd: int) -> Iterator[int]:
+    """The number that our descriptor has in the process for the block."""
+    number = send_descriptor(thread, fd)
+    try:
+        yield number
+    finally:
+        with contextlib.suppress(ProcessLookupError):
+            close_descriptor(thread, number)

@@ -1,0 +1,64 @@
+"""Where staging is, told from a process's memory maps."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Sequence
+
+from gpucr.linux.memory import Mapping, new_anonymous_ranges, present_prefix, read_maps
+from gpucr.linux.processes import PROC
+from gpucr.linux.tmpfs import FILE_NAME
+from gpucr.model import Extent, StagedExtent
+
+_SMALLEST_BYTES = 1 << 20
+"""Smaller new ranges are the application's own: its CPU threads go on during a checkpoint."""
+
+_UNSETTLED_BYTES = 16 << 20
+"""What the driver may still be writing behind the last page that it touched.
+
+It copies block by block, and memcpy writes a block's first or last bytes when it likes. Seen (H200, driver 580): it
+reads up to 1.4 MiB ahead of the first byte that it has not read yet.
+"""
+
+
+def locate(before: tuple[Mapping, ...], after: tuple[Mapping, ...]) -> tuple[Extent, ...]:
+    """The private extents that a checkpoint added, from the maps read before and after it."""
+    return tuple(extent for extent in new_anonymous_ranges(before, after) if extent.size_bytes >= _SMALLEST_BYTES)
+
+
+def file_extents(pid: int) -> tuple[StagedExtent, ...]:
+    """The parts of a staging file of gpucr that the process has mapped, in the order of the file."""
+    found = [
+        StagedExtent(mapping.start, mapping.end - mapping.start, mapping.offset)
+        for mapping in read_maps(pid)
+        if mapping.path.startswith(f"/{FILE_NAME}") and mapping.permissions.startswith("rw-s")
+    ]
+    return tuple(sorted(found, key=lambda extent: extent.offset))
+
+
+def open_file(pid: int, extent: StagedExtent) -> int:
+    """A descriptor of the staging file that the process has mapped at this extent.
+
+    Needs CAP_SYS_ADMIN or CAP_CHECKPOINT_RESTORE (proc_pid_map_files(5)). Raises OSError.
+    """
+    name = f"{extent.address:x}-{extent.end:x}"
+    return os.open(PROC / str(pid) / "map_files" / name, os.O_RDWR | os.O_CLOEXEC)
+
+
+def filled_bytes(pid: int, extents: Sequence[StagedExtent]) -> int:
+    """How much of the staging file, from its beginning, the driver has filled and, as far as is known, left.
+
+    Told by the presence of pages in the process's page table: gpucr may have allocated the file's memory before, but a
+    page enters that table when the process touches it. The driver's order is ascending; it promises nothing, so what
+    is read on this ground has to be compared again when the driver has finished.
+    """
+    for extent in reversed(extents):
+        present = present_prefix(pid, extent.address, extent.size_bytes)
+        if present > 0:
+            return extent.offset + max(0, present - _UNSETTLED_BYTES)
+    return 0
+
+
+def total_bytes(extents: Sequence[Extent | StagedExtent]) -> int:
+    """The size of all extents together."""
+    return sum(extent.size_bytes for extent in extents)

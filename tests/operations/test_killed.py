@@ -1,0 +1,143 @@
+"""gpucr is killed at every step of every operation: its guard brings the job back to how it was found."""
+
+from __future__ import annotations
+
+import signal
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+import gpucr
+from gpucr.driver.cuda import CudaDriver
+from gpucr.linux import processes
+from gpucr.model import CudaState
+from gpucr.operations.dump import plan_dump
+from tests.counter import Counter, CounterFactory, wait_until
+
+RUNNING, CHECKPOINTED = CudaState.RUNNING, CudaState.CHECKPOINTED
+
+KILLER = """
+import os, signal, sys, gpucr
+event, phase, operation, *arguments = sys.argv[1:]
+seen = []
+def listen(progress):
+    if (progress.event, progress.phase) == (event, phase):
+        os.kill(os.getpid(), signal.SIGKILL)
+options = {"leave_running": True} if operation == "keep" else {}
+operation = {"keep": "dump", "sync": "dump"}.get(operation, operation)
+target = int(arguments[0]) if arguments[0].isdigit() else arguments[0]
+getattr(gpucr, operation)(target, *arguments[1:], on_progress=listen, **options)
+"""
+
+
+def killed(event: str, phase: str, *command: object) -> None:
+    """Run an operation in a process of its own, which is killed when the phase begins or ends."""
+    done = subprocess.run(
+        [sys.executable, "-c", KILLER, event, phase, *map(str, command)], check=False, capture_output=True, timeout=60
+    )
+    assert done.returncode == -signal.SIGKILL, done.stderr.decode()
+
+
+def is_unharmed(job: Counter) -> bool:
+    """No thread of it is stopped or traced."""
+    for pid in job.processes():
+        for tid in processes.threads(pid):
+            stat = processes.read_stat(tid)
+            if stat is None or stat.status in "tT" or processes.tracer_pid(tid):
+                return False
+    return True
+
+
+def is_claimed(pids: list[int]) -> bool:
+    """Whether a gpucr, or the guard of one, is at work on them."""
+    try:
+        with processes.claimed(pids):
+            return False
+    except gpucr.Unsupported:
+        return True
+
+
+def assert_goes_on(job: Counter, driver: CudaDriver, pids: list[int], expected: int) -> None:
+    assert job.ask() == expected  # waits until it runs
+    wait_until(lambda: not is_claimed(pids), "the guard to be done")
+    assert is_unharmed(job)
+    assert job.processes() == pids
+    assert {driver.state(pid) for pid in pids} == {RUNNING}
+    assert job.send("verify") == "ok"
+
+
+@pytest.mark.parametrize("event", ["begin", "end"])
+@pytest.mark.parametrize("phase", ["lock", "checkpoint"])
+def test_in_a_suspend(counter: CounterFactory, driver: CudaDriver, event: str, phase: str) -> None:
+    job = counter("--mib", "16", "--fork", "1")
+    pids = job.processes()
+    killed(event, phase, "suspend", job.pid)
+    assert_goes_on(job, driver, pids, 101)
+    gpucr.suspend(job.pid)
+    gpucr.resume(job.pid)
+    assert_goes_on(job, driver, pids, 102)
+
+
+@pytest.mark.parametrize(("event", "phase"), [("begin", "restore"), ("end", "restore"), ("begin", "unlock")])
+def test_in_a_resume(counter: CounterFactory, driver: CudaDriver, event: str, phase: str) -> None:
+    job = counter("--mib", "16", "--fork", "1")
+    pids = job.processes()
+    gpucr.suspend(job.pid)
+    killed(event, phase, "resume", job.pid)
+    wait_until(lambda: not is_claimed(pids), "the guard to be done")
+    assert {driver.state(pid) for pid in pids} == {CHECKPOINTED}
+    gpucr.resume(job.pid)
+    assert_goes_on(job, driver, pids, 101)
+
+
+DUMP_PHASES = ["prepare", "allocate", "lock", "checkpoint", "detach", "stop", "dump"]
+THAW_PHASES = ["hold", "attach", "restore", "unlock", "release", "save"]
+
+
+@pytest.mark.criu
+def test_these_are_the_phases_of_a_dump(counter: CounterFactory, tmp_path: Path) -> None:
+    job = counter()
+    report = gpucr.dump(job.pid, tmp_path / "s", leave_running=True)
+    assert [phase.name for phase in report.phases] == [*DUMP_PHASES, *THAW_PHASES]
+    assert len(plan_dump(job.pid, tmp_path / "t").steps) == len(DUMP_PHASES)
+
+
+@pytest.mark.criu
+@pytest.mark.parametrize("phase", DUMP_PHASES)
+def test_in_a_dump(counter: CounterFactory, driver: CudaDriver, tmp_path: Path, phase: str) -> None:
+    job = counter("--mib", "16", "--fork", "1")
+    pids = job.processes()
+    killed("begin", phase, "dump", job.pid, tmp_path / "s")
+    assert_goes_on(job, driver, pids, 101)
+    wait_until(lambda: not (tmp_path / "s").exists(), "the unfinished snapshot to be removed")
+    gpucr.dump(job.pid, tmp_path / "s")
+    job.reap()
+    gpucr.restore(tmp_path / "s")
+    assert_goes_on(job, driver, pids, 102)
+
+
+@pytest.mark.criu
+@pytest.mark.parametrize("phase", [*DUMP_PHASES[3:], *THAW_PHASES])
+def test_in_a_dump_that_leaves_the_job_running(
+    counter: CounterFactory, driver: CudaDriver, tmp_path: Path, phase: str
+) -> None:
+    job = counter("--mib", "16", "--fork", "1")
+    pids = job.processes()
+    killed("begin" if phase != "dump" else "end", phase, "keep", job.pid, tmp_path / "s")
+    assert_goes_on(job, driver, pids, 101)
+    wait_until(lambda: not (tmp_path / "s").exists(), "the unfinished snapshot to be removed")
+
+
+@pytest.mark.criu
+@pytest.mark.parametrize("phase", ["load", "verify", "criu", "hold", "restore", "unlock", "release"])
+def test_in_a_restore(counter: CounterFactory, driver: CudaDriver, tmp_path: Path, phase: str) -> None:
+    job = counter("--mib", "16", "--fork", "1")
+    pids = job.processes()
+    gpucr.dump(job.pid, tmp_path / "s")
+    job.reap()
+    killed("begin", phase, "restore", tmp_path / "s")
+    wait_until(lambda: not job.processes(), "the half-restored processes to be ended")
+    gpucr.restore(tmp_path / "s")
+    assert_goes_on(job, driver, pids, 101)

@@ -1,0 +1,407 @@
+"""Device memory on its way: captured, saved around CRIU, put back; and every case in which the plain way is taken."""
+
+from __future__ import annotations
+
+import os
+import re
+import resource
+import subprocess
+import sys
+import threading
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+import gpucr
+from gpucr import staging
+from gpucr.driver.cuda import CudaDriver
+from gpucr.linux import memory, processes
+from gpucr.linux.injection import InjectionUnavailable
+from gpucr.linux.ptrace import TracedThread
+from gpucr.linux.tmpfs import StagingFile
+from gpucr.model import CudaState
+from gpucr.operations import staged
+from gpucr.operations.steps import Progress
+from gpucr.snapshot.device import DeviceReader, DeviceWriter
+from gpucr.snapshot.device.stripes import Stripes
+from gpucr.staging import capture
+from tests.conftest import skip_or_fail
+from tests.counter import Counter, CounterFactory
+
+RUNNING, LOCKED, CHECKPOINTED = CudaState.RUNNING, CudaState.LOCKED, CudaState.CHECKPOINTED
+MIB = 1 << 20
+
+
+@pytest.fixture(autouse=True)
+def as_root() -> None:
+    if not processes.can_checkpoint_processes():
+        skip_or_fail("root", "staging files and dumps need root")
+
+
+def notes_of(operation: Callable[..., Any], *arguments: Any, **options: Any) -> list[str]:
+    """What the operation says of how it did its work."""
+    events: list[Progress] = []
+    operation(*arguments, on_progress=events.append, **options)
+    return [event.description for event in events if event.event == "note"]
+
+
+def smaps(pid: int, address: int, field: str) -> int:
+    """A field of the mapping that begins at this address, in bytes."""
+    text = Path(f"/proc/{pid}/smaps").read_text()
+    found = re.search(rf"^{address:08x}-.*?^{field}: +(\d+) kB", text, re.MULTILINE | re.DOTALL)
+    assert found is not None
+    return int(found[1]) * 1024
+
+
+def assert_unharmed(job: Counter, expected: int) -> None:
+    assert job.send("verify") == "ok"
+    assert job.ask() == expected
+    for tid in processes.threads(job.pid):
+        stat = processes.read_stat(tid)
+        assert stat is not None
+        assert stat.status not in "tT"
+        assert processes.tracer_pid(tid) == 0
+
+
+# --- suspend ---------------------------------------------------------------------------------------------------
+
+
+def test_staging_of_a_suspended_job_is_a_file_of_huge_pages(counter: CounterFactory, driver: CudaDriver) -> None:
+    job = counter("--mib", "64")
+    before = set(os.listdir(f"/proc/{job.pid}/fd"))
+    assert notes_of(gpucr.suspend, job.pid) == []
+    (extent,) = staging.file_extents(job.pid)
+    assert extent.size_bytes >= 64 * MIB
+    assert smaps(job.pid, extent.address, "ShmemPmdMapped") >= 60 * MIB
+    assert len(os.listdir(f"/proc/{job.pid}/fd")) <= len(before)  # nothing of gpucr's stays open in the job
+    gpucr.resume(job.pid)
+    assert staging.file_extents(job.pid) == ()
+    assert_unharmed(job, 101)
+
+
+def test_without_privileges_staging_is_private_memory_of_huge_pages(
+    counter: CounterFactory, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(processes, "can_checkpoint_processes", lambda: False)
+    job = counter("--mib", "64")
+    known = {(m.start, m.end) for m in memory.read_maps(job.pid)}
+    assert notes_of(gpucr.suspend, job.pid) == []
+    new = [m for m in memory.read_maps(job.pid) if (m.start, m.end) not in known and m.end - m.start >= 64 * MIB]
+    (mapping,) = [m for m in new if m.is_private_anonymous]
+    assert smaps(job.pid, mapping.start, "AnonHugePages") >= 56 * MIB
+    assert staging.file_extents(job.pid) == ()
+    gpucr.resume(job.pid)
+    assert_unharmed(job, 101)
+
+
+def test_every_process_of_a_job_is_captured(counter: CounterFactory) -> None:
+    job = counter("--mib", "16", "--fork", "2")
+    assert notes_of(gpucr.suspend, job.pid) == []
+    for pid in job.processes():
+        assert staging.total_bytes(staging.file_extents(pid)) >= 16 * MIB
+    gpucr.resume(job.pid)
+    assert_unharmed(job, 101)
+
+
+def refuse_tracing(monkeypatch: pytest.MonkeyPatch) -> str:
+    def seize(tid: int) -> TracedThread:
+        raise PermissionError(1, "Operation not permitted")
+
+    monkeypatch.setattr(TracedThread, "seize", seize)
+    return "Operation not permitted"
+
+
+def refuse_injection(monkeypatch: pytest.MonkeyPatch) -> str:
+    def send(thread: TracedThread, fd: int) -> int:
+        raise InjectionUnavailable("this thread has a shadow stack")
+
+    monkeypatch.setattr(capture, "send_descriptor", send)
+    return "this thread has a shadow stack"
+
+
+def behave_differently(monkeypatch: pytest.MonkeyPatch) -> str:
+    monkeypatch.setattr(capture, "_SMALLEST_BYTES", 1 << 50)
+    return "the driver asked for no staging that is known"
+
+
+def refuse_the_file(monkeypatch: pytest.MonkeyPatch) -> str:
+    def resize(self: object, size_bytes: int) -> None:
+        raise OSError(27, "File too large")
+
+    monkeypatch.setattr(StagingFile, "resize", resize)
+    return "File too large"
+
+
+REFUSALS = [refuse_tracing, refuse_injection, behave_differently, refuse_the_file]
+
+
+@pytest.mark.parametrize("refuse", REFUSALS)
+def test_where_staging_cannot_be_captured_the_driver_goes_its_own_way(
+    counter: CounterFactory, monkeypatch: pytest.MonkeyPatch, refuse: Callable[[pytest.MonkeyPatch], str]
+) -> None:
+    job = counter("--mib", "8")
+    reason = refuse(monkeypatch)
+    (note,) = notes_of(gpucr.suspend, job.pid)
+    assert note.startswith(f"process {job.pid}: ")
+    assert note.endswith(f": {reason}")
+    gpucr.resume(job.pid)
+    assert_unharmed(job, 101)
+
+
+def test_the_kernel_may_refuse_the_file_in_the_middle_of_the_call(
+    counter: CounterFactory, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The driver's call is begun with the file, fails, and is made again as the driver made it."""
+    monkeypatch.setattr(capture, "MAP_SHARED", 0)  # neither shared nor private: EINVAL
+    job = counter("--mib", "8")
+    (note,) = notes_of(gpucr.suspend, job.pid)
+    assert "cannot be mapped (errno 22)" in note
+    gpucr.resume(job.pid)
+    assert_unharmed(job, 101)
+
+
+# --- dump and restore ------------------------------------------------------------------------------------------
+
+
+@pytest.mark.criu
+@pytest.mark.parametrize("refuse", REFUSALS[1:])  # where nothing can be traced, nothing can be dumped
+def test_what_was_not_captured_goes_through_criu(
+    counter: CounterFactory,
+    monkeypatch: pytest.MonkeyPatch,
+    tmp_path: Path,
+    refuse: Callable[[pytest.MonkeyPatch], str],
+) -> None:
+    job = counter("--mib", "8")
+    with monkeypatch.context() as patch:
+        reason = refuse(patch)
+        notes = notes_of(gpucr.dump, job.pid, tmp_path / "running", leave_running=True)
+        assert [note for note in notes if reason in note]
+        assert_unharmed(job, 101)
+        gpucr.dump(job.pid, tmp_path / "s")
+        job.reap()
+    manifest = gpucr.Snapshot.open(tmp_path / "s").manifest
+    assert manifest.device_data == {}
+    assert sum(extent.size_bytes for extent in manifest.processes[0].staging) >= 8 * MIB
+    gpucr.restore(tmp_path / "s")
+    assert_unharmed(job, 102)
+
+
+@pytest.mark.criu
+@pytest.mark.parametrize("persist", ["background", "sync"])
+def test_when_a_job_that_is_left_running_goes_on(counter: CounterFactory, tmp_path: Path, persist: Any) -> None:
+    job = counter("--mib", "16")
+    answers: list[tuple[str, bool]] = []
+
+    def ask_at_save(event: Progress) -> None:
+        if event.event == "begin" and event.phase == "save":
+            job.post()
+            answers.append((event.phase, job.answers_within(10.0 if persist == "background" else 0.3)))
+            assert not (tmp_path / "s" / "manifest.json").exists()
+
+    report = gpucr.dump(job.pid, tmp_path / "s", leave_running=True, persist=persist, on_progress=ask_at_save)
+    assert answers == [("save", persist == "background")]
+    assert job.answer() == "101"
+    saved = next(phase.seconds for phase in report.phases if phase.name == "save")
+    total = sum(phase.seconds for phase in report.phases if phase.name not in ("prepare", "allocate"))
+    assert report.downtime_s == pytest.approx(total - (saved if persist == "background" else 0))
+    assert_unharmed(job, 102)
+    job.kill()
+    gpucr.restore(tmp_path / "s")
+    assert_unharmed(job, 101)
+
+
+@pytest.mark.criu
+def test_a_wrong_word_for_persist_is_refused(counter: CounterFactory, tmp_path: Path) -> None:
+    job = counter()
+    with pytest.raises(gpucr.InvalidRequest, match="persist is 'never'") as error:
+        gpucr.dump(job.pid, tmp_path / "s", persist="never")  # type: ignore[arg-type]
+    assert "background, sync" in (error.value.hint or "")
+    assert_unharmed(job, 101)
+
+
+@pytest.mark.criu
+def test_a_job_that_goes_on_is_not_harmed_when_saving_fails(
+    counter: CounterFactory, driver: CudaDriver, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    job = counter("--mib", "16")
+
+    def write(self: Stripes, piece: int, data: memoryview) -> None:
+        raise OSError(28, "No space left on device")
+
+    monkeypatch.setattr(Stripes, "write", write)
+    with pytest.raises(gpucr.SnapshotError, match="No space left"):
+        gpucr.dump(job.pid, tmp_path / "s", leave_running=True)
+    assert not (tmp_path / "s").exists()
+    assert driver.state(job.pid) is RUNNING
+    assert_unharmed(job, 101)
+
+
+@pytest.mark.criu
+def test_a_full_disk_leaves_the_job_as_it_was(counter: CounterFactory, driver: CudaDriver, tmp_path: Path) -> None:
+    job = counter("--mib", "32")
+    (tmp_path / "small").mkdir()
+    subprocess.run(["mount", "-t", "tmpfs", "-o", "size=16m", "none", tmp_path / "small"], check=True)
+    try:
+        with pytest.raises(gpucr.SnapshotError, match="No space left"):
+            gpucr.dump(job.pid, tmp_path / "small" / "s", force=True)
+        assert list((tmp_path / "small").iterdir()) == []
+    finally:
+        subprocess.run(["umount", tmp_path / "small"], check=True)
+    assert driver.state(job.pid) is RUNNING
+    assert_unharmed(job, 101)
+
+
+@pytest.fixture
+def slow_reader(monkeypatch: pytest.MonkeyPatch) -> Iterator[list[int]]:
+    """A storage that delivers the next piece only when the driver waits for it; tells the offsets waited for."""
+    waited: list[int] = []
+    turn = threading.Semaphore(0)
+    real_load, real_wait = DeviceReader._load, DeviceReader.wait_for
+
+    def load(self: DeviceReader, job: Any, buffer: Any) -> None:
+        turn.acquire()
+        real_load(self, job, buffer)
+
+    def wait_for(self: DeviceReader, pid: int, up_to_bytes: int, timeout_s: float | None = None) -> bool:
+        waited.append(up_to_bytes)
+        turn.release()
+        return real_wait(self, pid, up_to_bytes, timeout_s)
+
+    monkeypatch.setattr(DeviceReader, "_load", load)
+    monkeypatch.setattr(DeviceReader, "wait_for", wait_for)
+    yield waited
+    for _ in range(1000):
+        turn.release()
+
+
+@pytest.mark.criu
+def test_the_driver_restores_while_device_memory_is_still_being_read(
+    counter: CounterFactory, monkeypatch: pytest.MonkeyPatch, tmp_path: Path, slow_reader: list[int]
+) -> None:
+    monkeypatch.setattr(staging.gate, "_AHEAD_BYTES", 2 * MIB)
+    job = counter("--mib", "24")
+    gpucr.dump(job.pid, tmp_path / "s")
+    job.reap()
+    started: list[int] = []
+    real_restore = CudaDriver.restore
+
+    def restore(self: CudaDriver, pid: int, *arguments: Any) -> None:
+        started.append(max(slow_reader))
+        real_restore(self, pid, *arguments)
+
+    monkeypatch.setattr(CudaDriver, "restore", restore)
+    gpucr.restore(tmp_path / "s")
+    assert started == [2 * MIB]  # the driver began when the first 2 MiB of 24 were there
+    assert len(set(slow_reader)) >= 4  # and stopped at the edge several times
+    assert slow_reader == sorted(slow_reader)
+    assert_unharmed(job, 101)
+
+
+@pytest.mark.criu
+def test_damaged_device_memory_ends_the_half_restored_job(counter: CounterFactory, tmp_path: Path) -> None:
+    job = counter("--mib", "24", "--fork", "1")
+    pids = job.processes()
+    gpucr.dump(job.pid, tmp_path / "s")
+    job.reap()
+    stripe = tmp_path / "s" / "device" / f"{pids[-1]}.2"
+    with stripe.open("r+b") as file:
+        file.seek(1234)
+        byte = file.read(1)
+        file.seek(1234)
+        file.write(bytes([byte[0] ^ 1]))
+    with pytest.raises(gpucr.SnapshotDamaged, match=rf"device/{pids[-1]}\.2.*differs"):
+        gpucr.restore(tmp_path / "s")
+    assert job.processes() == []
+    with stripe.open("r+b") as file:
+        file.seek(1234)
+        file.write(byte)
+    gpucr.restore(tmp_path / "s")
+    assert job.processes() == pids
+    assert_unharmed(job, 101)
+
+
+@pytest.mark.criu
+def test_a_restore_that_reads_for_too_long_is_ended(
+    counter: CounterFactory, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    job = counter("--mib", "24")
+    gpucr.dump(job.pid, tmp_path / "s")
+    job.reap()
+    over = threading.Event()
+    real_load = DeviceReader._load
+
+    def load(self: DeviceReader, job: Any, buffer: Any) -> None:
+        over.wait()
+        real_load(self, job, buffer)
+
+    monkeypatch.setattr(DeviceReader, "_load", load)
+
+    def go_on_when_undone(event: Progress) -> None:
+        if event.event == "undo":
+            over.set()
+
+    with pytest.raises(gpucr.DeadlineExceeded):
+        gpucr.restore(tmp_path / "s", timeout_s=3, on_progress=go_on_when_undone)
+    assert job.processes() == []
+
+
+@pytest.mark.criu
+def test_a_job_suspended_in_a_file_is_dumped_around_criu_as_well(
+    counter: CounterFactory, driver: CudaDriver, tmp_path: Path
+) -> None:
+    job = counter("--mib", "16")
+    gpucr.suspend(job.pid)
+    report = gpucr.dump(job.pid, tmp_path / "running", leave_running=True)
+    assert report.snapshot.manifest.device_data[job.pid].stored_bytes >= 16 * MIB
+    assert driver.state(job.pid) is CHECKPOINTED
+    gpucr.dump(job.pid, tmp_path / "s")
+    job.reap()
+    gpucr.restore(tmp_path / "s")
+    assert driver.state(job.pid) is CHECKPOINTED
+    gpucr.resume(job.pid)
+    assert_unharmed(job, 101)
+
+
+@pytest.mark.criu
+def test_saving_begins_before_the_driver_has_finished(
+    counter: CounterFactory, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    monkeypatch.setattr(staging.extents, "_UNSETTLED_BYTES", 0)
+    job = counter("--mib", "512")
+    seen: list[int] = []
+    real_complete = DeviceWriter.complete
+
+    def complete(self: DeviceWriter, pid: int) -> None:
+        seen.append(self.bytes_seen)
+        real_complete(self, pid)
+
+    monkeypatch.setattr(DeviceWriter, "complete", complete)
+    gpucr.dump(job.pid, tmp_path / "s")
+    job.reap()
+    assert seen[0] > 0
+    gpucr.restore(tmp_path / "s")
+    assert_unharmed(job, 101)
+
+
+@pytest.mark.criu
+def test_gpucr_itself_stays_small(counter: CounterFactory, tmp_path: Path) -> None:
+    job = counter("--mib", "768")
+    for code in (f"gpucr.dump({job.pid}, {str(tmp_path / 's')!r})", f"gpucr.restore({str(tmp_path / 's')!r})"):
+        program = f"import gpucr, resource; {code}; print(resource.getrusage(resource.RUSAGE_SELF).ru_maxrss)"
+        done = subprocess.run([sys.executable, "-c", program], check=True, capture_output=True, text=True)
+        assert int(done.stdout) * resource.getpagesize() // 4 < 512 * MIB
+        if "restore" not in code:
+            job.reap()
+    assert_unharmed(job, 101)
+
+
+def test_a_missing_staging_file_is_told_from_a_private_one(counter: CounterFactory, driver: CudaDriver) -> None:
+    job = counter("--mib", "8")
+    driver.lock(job.pid, 1000)
+    driver.checkpoint(job.pid)
+    assert staging.file_extents(job.pid) == ()
+    assert not staged.GangStaging(use_files=True).adopt(job.pid)
+    gpucr.resume(job.pid)
+    assert_unharmed(job, 101)
