@@ -6,7 +6,7 @@ import importlib
 
 import click
 
-BENCHMARKS = ("overhead", "startup")
+BENCHMARKS = ("compare", "overhead", "startup")
 
 
 class Benchmarks(click.Group):

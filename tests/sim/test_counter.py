@@ -6,10 +6,12 @@ import os
 import re
 import signal
 import subprocess
+import zlib
 from pathlib import Path
 
 import pytest
 
+from gpucr.linux.memory import read_maps
 from gpucr.sim.build import build
 from tests.counter import Counter, CounterFactory, wait_until
 from tests.sim.libcuda import Libcuda
@@ -23,25 +25,36 @@ def test_answers(counter: CounterFactory) -> None:
     assert program.send("busy 1") == "busy"
 
 
-def test_verify_finds_a_changed_byte(libcuda: Libcuda, counter: CounterFactory) -> None:
-    program = counter("--mib", "2")
+def _staged_random_bytes(pid: int) -> int:
+    """Where the random bytes lie while the program is suspended: in its largest mapping, behind the context's own."""
+    mappings = [mapping for mapping in read_maps(pid) if mapping.is_private_anonymous]
+    return max(mappings, key=lambda mapping: mapping.end - mapping.start).start + (8 << 20) + 512
+
+
+@pytest.mark.parametrize("offset", [0, 12345, (1 << 20) + 7, (2 << 20) + 4096, (4 << 20) - 1, 4 << 20, (6 << 20) - 1])
+def test_verify_finds_a_changed_byte(libcuda: Libcuda, counter: CounterFactory, offset: int) -> None:
+    program = counter("--mib", "6")
     libcuda.suspend(program.pid)
-    with Path(f"/proc/{program.pid}/maps").open() as maps:
-        spans = [line.split() for line in maps]
-    staging = max(
-        (
-            (int(span[0].split("-")[1], 16) - int(span[0].split("-")[0], 16), int(span[0].split("-")[0], 16))
-            for span in spans
-            if span[1] == "rw-p" and len(span) == 5
-        ),
-    )
     with Path(f"/proc/{program.pid}/mem").open("r+b", buffering=0) as memory:
-        memory.seek(staging[1] + (8 << 20) + 512 + 12345)  # behind the context's own memory
+        memory.seek(_staged_random_bytes(program.pid) + offset)
         byte = memory.read(1)
         memory.seek(-1, os.SEEK_CUR)
         memory.write(bytes([byte[0] ^ 1]))
     libcuda.resume(program.pid)
     assert program.send("verify") == "corrupt"
+
+
+def test_nothing_can_be_saved_on_its_bytes(libcuda: Libcuda, counter: CounterFactory) -> None:
+    """No page of zeros, no page twice, nothing to compress: a benchmark measures the moving of all of them."""
+    program = counter("--mib", "6")
+    libcuda.suspend(program.pid)
+    with Path(f"/proc/{program.pid}/mem").open("rb", buffering=0) as memory:
+        memory.seek(_staged_random_bytes(program.pid))
+        content = memory.read(6 << 20)
+    pages = {content[start : start + 4096] for start in range(0, len(content), 4096)}
+    assert len(pages) == len(content) // 4096
+    assert bytes(4096) not in pages
+    assert len(zlib.compress(content, 1)) >= len(content)
 
 
 def test_no_cuda(libcuda: Libcuda, counter: CounterFactory) -> None:

@@ -42,7 +42,7 @@ PRODUCTS = (
     _library("libnvidia-ml.so.1", (*_MACHINE, "nvml.c")),
     _library("old/libcuda.so.1", _MACHINE + _CUDA, "-DGPUCR_SIM_OLD_DRIVER"),
     _library("old/libnvidia-ml.so.1", (*_MACHINE, "nvml.c"), "-DGPUCR_SIM_OLD_DRIVER"),
-    Product("counter", ("counter.c", "counter_state.c", "cuda.c"), ("-ldl",)),
+    Product("counter", ("counter.c", "counter_state.c", "cuda.c"), ("-ldl", "-pthread")),
 )
 
 

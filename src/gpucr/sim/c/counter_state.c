@@ -1,6 +1,7 @@
 /* The counter's numbers: one u64 and reproducible random bytes, in host memory or in device memory. */
 #include "counter.h"
 
+#include <pthread.h>
 #include <stdio.h>
 #include <stdlib.h>
 #include <string.h>
@@ -8,6 +9,9 @@
 #include "cuda.h"
 
 #define CHUNK_WORDS (1u << 17) /* 1 MiB */
+
+/* Random bytes are made and compared by several threads: benchmarks fill and verify tens of GiB again and again. */
+#define WORKERS 4
 
 static const char PTX[] =
     ".version 7.0\n"
@@ -47,7 +51,7 @@ static device_pointer counter;
 static struct part parts[MAX_DEVICES];
 static void *increment, *spin, *busy_stream;
 static bool on_gpu;
-static uint64_t chunk[CHUNK_WORDS];
+static uint64_t chunks[WORKERS][CHUNK_WORDS];
 
 static void check(int result, const char *what) {
     const char *text = NULL;
@@ -67,22 +71,56 @@ static uint64_t random_word(int device, uint64_t index) {
     return x ^ (x >> 31);
 }
 
-static void fill_random(int device, const struct part *part) {
-    for (uint64_t mib = 0; mib < options->random_mib; mib++) {
+/* One thread's share of a device's random bytes: every WORKERS-th MiB, from its own number on. */
+struct share {
+    int worker, device;
+    const struct part *part;
+    bool intact;
+};
+
+static void *fill_share(void *argument) {
+    struct share *share = argument;
+    uint64_t *chunk = chunks[share->worker];
+    check(cuda.set_current(share->part->context), "cuCtxSetCurrent");
+    for (uint64_t mib = (uint64_t)share->worker; mib < options->random_mib; mib += WORKERS) {
         for (uint64_t i = 0; i < CHUNK_WORDS; i++)
-            chunk[i] = random_word(device, mib * CHUNK_WORDS + i);
-        check(cuda.to_device(part->random + mib * sizeof chunk, chunk, sizeof chunk), "cuMemcpyHtoD");
+            chunk[i] = random_word(share->device, mib * CHUNK_WORDS + i);
+        check(cuda.to_device(share->part->random + mib * sizeof chunks[0], chunk, sizeof chunks[0]), "cuMemcpyHtoD");
     }
+    return NULL;
 }
 
-static bool random_is_intact(int device, const struct part *part) {
-    for (uint64_t mib = 0; mib < options->random_mib; mib++) {
-        check(cuda.to_host(chunk, part->random + mib * sizeof chunk, sizeof chunk), "cuMemcpyDtoH");
+static void *verify_share(void *argument) {
+    struct share *share = argument;
+    uint64_t *chunk = chunks[share->worker];
+    check(cuda.set_current(share->part->context), "cuCtxSetCurrent");
+    for (uint64_t mib = (uint64_t)share->worker; mib < options->random_mib; mib += WORKERS) {
+        check(cuda.to_host(chunk, share->part->random + mib * sizeof chunks[0], sizeof chunks[0]), "cuMemcpyDtoH");
         for (uint64_t i = 0; i < CHUNK_WORDS; i++)
-            if (chunk[i] != random_word(device, mib * CHUNK_WORDS + i))
-                return false;
+            if (chunk[i] != random_word(share->device, mib * CHUNK_WORDS + i))
+                share->intact = false;
     }
-    return true;
+    return NULL;
+}
+
+/* All of one device's random bytes, by threads that end with it. False: a share was not intact. */
+static bool over_all_random(void *(*work)(void *), int device, const struct part *part) {
+    pthread_t threads[WORKERS];
+    struct share shares[WORKERS];
+    bool intact = true;
+    for (int i = 0; i < WORKERS; i++) {
+        shares[i] = (struct share){.worker = i, .device = device, .part = part, .intact = true};
+        int error = pthread_create(&threads[i], NULL, work, &shares[i]);
+        if (error != 0) {
+            fprintf(stderr, "counter: pthread_create: %s\n", strerror(error));
+            exit(EXIT_FAILURE);
+        }
+    }
+    for (int i = 0; i < WORKERS; i++) {
+        pthread_join(threads[i], NULL);
+        intact = intact && shares[i].intact;
+    }
+    return intact;
 }
 
 static void open_part(int index) {
@@ -93,7 +131,7 @@ static void open_part(int index) {
     check(cuda.set_current(part->context), "cuCtxSetCurrent");
     if (options->random_mib > 0) {
         check(cuda.allocate(&part->random, options->random_mib << 20), "cuMemAlloc");
-        fill_random(options->devices[index], part);
+        over_all_random(fill_share, options->devices[index], part);
     }
 }
 
@@ -139,8 +177,7 @@ uint64_t state_increment(void) {
 bool state_verify(void) {
     bool intact = true;
     for (int i = 0; on_gpu && intact && i < options->device_count; i++) {
-        check(cuda.set_current(parts[i].context), "cuCtxSetCurrent");
-        intact = random_is_intact(options->devices[i], &parts[i]);
+        intact = over_all_random(verify_share, options->devices[i], &parts[i]);
     }
     return intact;
 }
