@@ -5,10 +5,13 @@ from __future__ import annotations
 import dataclasses
 import inspect
 import re
+from typing import Any, get_args, get_type_hints
 
 import pytest
 
 import gpucr
+from gpucr.operations.interrupts import Interrupts
+from gpucr.operations.steps import Meter, OnProgress, run_steps
 from tests.docs.pages import CODE, error_classes, first_cells, page, rows, section
 
 
@@ -46,6 +49,40 @@ def test_every_member_of_a_record_is_described(name: str) -> None:
     members = [field.name for field in dataclasses.fields(record)]
     members += [name for name, value in vars(record).items() if isinstance(value, property)]
     assert set(members) <= set(CODE.findall(row))
+
+
+def test_every_event_of_progress_is_described() -> None:
+    described = section(page("reference/python-api.md"), "Progress")
+    assert tuple(first_cells(described)) == get_args(get_type_hints(gpucr.Progress)["event"])
+
+
+class Saving:
+    """A step that moves bytes."""
+
+    name = "save"
+
+    def describe(self) -> str:
+        return "save it"
+
+    def run(self, interrupts: Interrupts, meter: Meter) -> int:
+        meter.expect(2000)
+        meter.add(2000)
+        return 2000
+
+    def undo(self) -> None:
+        """Nothing."""
+
+
+def test_the_example_of_progress(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
+    def dump(pid: int, to: str, *, on_progress: OnProgress) -> None:
+        run_steps([Saving()], on_progress=on_progress)
+
+    monkeypatch.setattr(gpucr, "dump", dump)
+    described = section(page("reference/python-api.md"), "Progress")
+    (example,) = re.findall(r"^```python\n(.*?)^```", described, re.MULTILINE | re.DOTALL)
+    scope: dict[str, Any] = {}
+    exec(example, scope)  # noqa: S102 - it is the page's own program that is tested
+    assert capsys.readouterr().out == "save it\nsave: 2000 of 2000 bytes, 0 s left\n"
 
 
 def test_every_member_of_process_and_snapshot_is_described() -> None:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from dataclasses import asdict
 from pathlib import Path
+from typing import Any
 
 import click
 
@@ -18,7 +19,7 @@ from gpucr.snapshot.manifest import Manifest, ProcessRecord
 @click.option("--verify", is_flag=True, help="Also read all data and compare it with its digests.")
 @json_option
 def command(*, snapshot: Path, verify: bool, as_json: bool) -> None:
-    """Show what the snapshot DIR holds: processes, GPUs, versions, sizes.
+    """Show what the snapshot DIR holds: processes, their device memory, GPUs, versions, sizes.
 
     \b
     Example:
@@ -33,12 +34,15 @@ def command(*, snapshot: Path, verify: bool, as_json: bool) -> None:
         for process, record in zip(data["processes"], manifest.processes, strict=True):
             process["found_state"] = record.found_state.word if record.found_state is not None else None
         summary = {"bytes": manifest.size_bytes, "has_gpu_state": manifest.has_gpu_state, "verified": verify}
-        print_json("inspect", {"snapshot": str(opened.path), **summary, **data})
+        device_memory = [_device_memory(record) for record in manifest.processes if record.found_state is not None]
+        print_json("inspect", {"snapshot": str(opened.path), **summary, "device_memory": device_memory, **data})
         return
     for name, value in _summary(opened.path, manifest, verified=verify):
         click.echo(f"{name:<12}{value}")
     for record in manifest.processes:
         click.echo(_process_line(record))
+        if record.found_state is not None:
+            click.echo(f"{'':<12}device memory: {_where_device_memory_is(_device_memory(record))}")
 
 
 def _summary(path: Path, manifest: Manifest, *, verified: bool) -> list[tuple[str, str]]:
@@ -50,7 +54,7 @@ def _summary(path: Path, manifest: Manifest, *, verified: bool) -> list[tuple[st
         ("snapshot", str(path)),
         ("made", f"{manifest.created} by gpucr {manifest.gpucr_version}, CRIU {manifest.criu_version}"),
         ("kernel", f"{manifest.kernel} ({manifest.architecture})"),
-        ("size", f"{format_bytes(manifest.size_bytes)} in {len(manifest.files)} files"),
+        ("size", f"{format_bytes(manifest.size_bytes)}: {_parts(manifest)}"),
         ("verified", "yes: every file matches its digests" if verified else "manifest only (--verify reads all data)"),
         ("GPU state", gpu_state),
     ]
@@ -58,6 +62,45 @@ def _summary(path: Path, manifest: Manifest, *, verified: bool) -> list[tuple[st
         rows.append(("driver", manifest.driver_version))
     rows += [("GPU", f"{gpu.uuid} {gpu.name}, {format_bytes(gpu.memory_total_bytes)}") for gpu in manifest.gpus]
     return rows
+
+
+def _parts(manifest: Manifest) -> str:
+    size = format_bytes(sum(file.size_bytes for file in manifest.files))
+    images = f"{size} in {_counted(len(manifest.files), 'image')} of CRIU"
+    if not manifest.device_data:
+        return images
+    stored = sum(data.stored_bytes for data in manifest.device_data.values())
+    return f"{images}, {format_bytes(stored)} of device memory beside them"
+
+
+def _device_memory(record: ProcessRecord) -> dict[str, Any]:
+    """Where the device memory of a CUDA process is. None: what CRIU wrote is not known in such detail."""
+    data = record.device_data
+    if data is None:
+        known = sum(extent.size_bytes for extent in record.staging)
+        where = {"place": "images", "size_bytes": known if record.staging else None}
+        return {"pid": record.pid, **where, "stored_bytes": None, "zero_bytes": None, "extents": len(record.staging)}
+    return {
+        "pid": record.pid,
+        "place": "device",
+        "size_bytes": data.size_bytes,
+        "stored_bytes": data.stored_bytes,
+        "zero_bytes": data.size_bytes - data.stored_bytes,
+        "extents": len(data.extents),
+    }
+
+
+def _where_device_memory_is(found: dict[str, Any]) -> str:
+    size = (
+        f"{format_bytes(found['size_bytes'])} in {_counted(found['extents'], 'extent')}, " if found["extents"] else ""
+    )
+    if found["place"] == "images":
+        return f"{size}in CRIU's images"
+    return f"{size}{format_bytes(found['stored_bytes'])} stored in device/, {format_bytes(found['zero_bytes'])} zero"
+
+
+def _counted(number: int, noun: str) -> str:
+    return f"{number} {noun}{'' if number == 1 else 's'}"
 
 
 def _process_line(record: ProcessRecord) -> str:

@@ -242,6 +242,9 @@ def commit(context: DumpContext, draft: Manifest, interrupts: Interrupts, meter:
         meter.set(writer.bytes_seen)
         interrupts.check()
     meter.set(writer.bytes_seen)
+    meter.note(f"device memory: {writer.bytes_seen} bytes seen, {writer.bytes_written} written")
+    if writer.rewritten_pieces:
+        meter.note(f"{writer.rewritten_pieces} pieces were written again: they changed after they had been saved early")
     interrupts.postpone()
     writer.sync()
     extents = context.staging.extents

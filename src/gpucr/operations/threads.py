@@ -87,7 +87,7 @@ def explained(*pids: int) -> Iterator[None]:
         raise JobChanged(f"process {names} ended", pids=pids, hint="its own log may say why") from e
     except OSError as e:
         raise NotPermitted(
-            f"process {names} cannot be traced: {e.strerror}",
+            f"process {names} cannot be traced: {e.strerror or e}",
             pid=pids[0],
             hint="another tracer (debugger, strace, profiler) holds it, or ptrace is forbidden here",
         ) from e

@@ -1,0 +1,98 @@
+"""`gpucr inspect` on snapshots that are made here, without a job."""
+
+from __future__ import annotations
+
+import dataclasses
+import json
+import os
+from pathlib import Path
+
+import pytest
+from click.testing import CliRunner, Result
+
+from gpucr.cli.inspect import command
+from gpucr.model import Extent
+from gpucr.snapshot.folder import Snapshot, UnfinishedSnapshot
+from gpucr.snapshot.manifest import ProcessRecord
+from tests.unit import samples
+
+PIECE_BYTES = 8192
+DEVICE_MEMORY = os.urandom(PIECE_BYTES) + bytes(2 * PIECE_BYTES) + os.urandom(4096)
+"""Four pieces: the second and the third are zero, the last one is short."""
+
+
+def inspect(*arguments: object) -> Result:
+    return CliRunner().invoke(command, [str(argument) for argument in arguments])
+
+
+def committed(folder: Path, first: ProcessRecord) -> Snapshot:
+    unfinished = UnfinishedSnapshot(folder)
+    unfinished.create()
+    (unfinished.images / "core-1.img").write_bytes(b"registers")
+    manifest = samples.manifest()
+    return unfinished.commit(dataclasses.replace(manifest, processes=(first, *manifest.processes[1:])))
+
+
+@pytest.fixture
+def with_device_data(tmp_path: Path) -> Snapshot:
+    return samples.committed_with_device_data(tmp_path / "snap", DEVICE_MEMORY, piece_bytes=PIECE_BYTES)
+
+
+def test_stored_and_zero_bytes_of_device_memory(with_device_data: Snapshot) -> None:
+    found = json.loads(inspect(with_device_data.path, "--json").stdout)
+    assert found["device_memory"] == [
+        {
+            "pid": 100,
+            "place": "device",
+            "size_bytes": 28672,
+            "stored_bytes": 12288,
+            "zero_bytes": 16384,
+            "extents": 1,
+        }
+    ]
+    assert found["bytes"] == 12288 + sum(map(len, samples.IMAGES.values()))
+    lines = inspect(with_device_data.path).stdout.splitlines()
+    assert "size        17.9 KiB: 5.9 KiB in 3 images of CRIU, 12.0 KiB of device memory beside them" in lines
+    (place,) = [number for number, line in enumerate(lines) if line.startswith("process     100 (locked")]
+    assert lines[place + 1] == (
+        "            device memory: 28.0 KiB in 1 extent, 12.0 KiB stored in device/, 16.0 KiB zero"
+    )
+    assert lines[place + 2].startswith("process     102 (no CUDA"), "it has no line about device memory"
+    assert len(lines) == place + 3
+
+
+def test_device_memory_in_the_images(tmp_path: Path) -> None:
+    first = dataclasses.replace(
+        samples.manifest().processes[0], staging=(Extent(0x7F0000000000, 3 << 20), Extent(0x7F1000000000, 1 << 20))
+    )
+    snapshot = committed(tmp_path / "snap", first)
+    shown = inspect(snapshot.path).stdout
+    assert "size        9 B: 9 B in 1 image of CRIU\n" in shown
+    assert "            device memory: 4.0 MiB in 2 extents, in CRIU's images\n" in shown
+    (found,) = json.loads(inspect(snapshot.path, "--json").stdout)["device_memory"]
+    assert found == {
+        "pid": 100,
+        "place": "images",
+        "size_bytes": 4 << 20,
+        "stored_bytes": None,
+        "zero_bytes": None,
+        "extents": 2,
+    }
+
+
+def test_device_memory_in_the_images_of_which_no_extent_is_known(tmp_path: Path) -> None:
+    """A process that was suspended before the dump, in memory that is not gpucr's."""
+    snapshot = committed(tmp_path / "snap", dataclasses.replace(samples.manifest().processes[0], staging=()))
+    assert "            device memory: in CRIU's images\n" in inspect(snapshot.path).stdout
+    (found,) = json.loads(inspect(snapshot.path, "--json").stdout)["device_memory"]
+    assert (found["size_bytes"], found["extents"]) == (None, 0)
+
+
+def test_verify_reads_device_memory_too(with_device_data: Snapshot) -> None:
+    assert "verified    yes" in inspect(with_device_data.path, "--verify").stdout
+    with (with_device_data.device / "100.0").open("r+b") as stream:
+        stream.write(bytes(4))
+    assert "verified    manifest only" in inspect(with_device_data.path).stdout
+    damaged = inspect(with_device_data.path, "--verify")
+    assert damaged.stdout == ""
+    assert "device/100.0, which holds device memory of process 100, differs" in str(damaged.exception)
