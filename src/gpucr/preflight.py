@@ -187,8 +187,13 @@ class MemoryNeed:
     size_bytes: int
 
 
-def needs_of_suspend(held: Mapping[int, Mapping[str, int]]) -> list[MemoryNeed]:
-    """Each process takes its own device memory in. ``held``: see `device_bytes_in_use`."""
+def needs_of_suspend(held: Mapping[int, Mapping[str, int]], *, in_files: bool) -> list[MemoryNeed]:
+    """Each process takes its own device memory in, or with ``in_files`` gpucr's files take in that of all.
+
+    ``held``: see `device_bytes_in_use`.
+    """
+    if in_files:
+        return [MemoryNeed(os.getpid(), sum(sum(by_gpu.values()) for by_gpu in held.values()))]
     return [MemoryNeed(pid, sum(by_gpu.values())) for pid, by_gpu in held.items()]
 
 

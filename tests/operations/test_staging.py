@@ -348,6 +348,32 @@ def test_a_restore_that_reads_for_too_long_is_ended(
 
 
 @pytest.mark.criu
+@pytest.mark.parametrize("leave_running", [False, True])
+def test_a_dump_that_saves_for_too_long_is_undone(
+    counter: CounterFactory, driver: CudaDriver, monkeypatch: pytest.MonkeyPatch, tmp_path: Path, leave_running: bool
+) -> None:
+    job = counter("--mib", "16")
+    over = threading.Event()
+    real_write = Stripes.write
+
+    def write(self: Stripes, piece: int, data: memoryview) -> None:
+        over.wait()
+        real_write(self, piece, data)
+
+    monkeypatch.setattr(Stripes, "write", write)
+
+    def go_on_when_undone(event: Progress) -> None:
+        if event.event == "undo":
+            over.set()
+
+    with pytest.raises(gpucr.DeadlineExceeded, match="while device memory was saved"):
+        gpucr.dump(job.pid, tmp_path / "s", leave_running=leave_running, timeout_s=2, on_progress=go_on_when_undone)
+    assert not (tmp_path / "s").exists()
+    assert driver.state(job.pid) is RUNNING
+    assert_unharmed(job, 101)
+
+
+@pytest.mark.criu
 def test_a_job_suspended_in_a_file_is_dumped_around_criu_as_well(
     counter: CounterFactory, driver: CudaDriver, tmp_path: Path
 ) -> None:

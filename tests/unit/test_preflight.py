@@ -261,7 +261,8 @@ def test_a_limit_that_only_slows_down_is_a_warning(monkeypatch: pytest.MonkeyPat
 
 def test_who_pays_for_what() -> None:
     held = {7: {A: 3, B: 4}, 8: {A: 5}}
-    assert preflight.needs_of_suspend(held) == [MemoryNeed(7, 7), MemoryNeed(8, 5)]
+    assert preflight.needs_of_suspend(held, in_files=False) == [MemoryNeed(7, 7), MemoryNeed(8, 5)]
+    assert preflight.needs_of_suspend(held, in_files=True) == [MemoryNeed(os.getpid(), 12)]
     in_memory = Path("/dev/shm")
     on_disk = Path("/proc")
     assert preflight.needs_of_dump(held, on_disk) == [MemoryNeed(os.getpid(), 12)]

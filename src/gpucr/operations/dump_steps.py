@@ -6,6 +6,7 @@ import contextlib
 import datetime
 import platform
 import stat
+import time
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
@@ -14,7 +15,7 @@ from gpucr import gang as gangs
 from gpucr.criu.engine import Criu
 from gpucr.criu.options import DumpOptions
 from gpucr.driver.gpus import driver_version
-from gpucr.errors import CriuError, CudaStarted, JobChanged, JobDamaged
+from gpucr.errors import CriuError, CudaStarted, DeadlineExceeded, JobChanged, JobDamaged
 from gpucr.gang import Gang
 from gpucr.linux import processes
 from gpucr.linux.sockets import bound_socket_paths
@@ -101,7 +102,7 @@ class AllocateStaging:
 
     def describe(self) -> str:
         """How much."""
-        return f"allocate {self._expected_bytes()} bytes of host memory for device memory"
+        return f"allocate {self._expected_bytes() >> 20} MiB of host memory for device memory"
 
     def run(self, interrupts: Interrupts, meter: Meter) -> int:
         """Allocate, or begin to, what the processes use now."""
@@ -241,6 +242,10 @@ def commit(context: DumpContext, draft: Manifest, interrupts: Interrupts, meter:
     while not writer.wait(_WAIT_S):
         meter.set(writer.bytes_seen)
         interrupts.check()
+        if context.deadline is not None and time.monotonic() > context.deadline:
+            raise DeadlineExceeded(
+                "the time was over while device memory was saved", hint="give a longer --timeout, or a faster disk"
+            )
     meter.set(writer.bytes_seen)
     meter.note(f"device memory: {writer.bytes_seen} bytes seen, {writer.bytes_written} written")
     if writer.rewritten_pieces:

@@ -50,10 +50,9 @@ class Guard:
         self._held = 0
         self._output_fd = os.memfd_create("gpucr-guard-output", os.MFD_CLOEXEC)
         self._socket, theirs = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
-        operation_fd = os.pidfd_open(os.getpid())
         try:
             with theirs:
-                self._process = _start(theirs.fileno(), operation_fd, self._output_fd)
+                self._process = _start(theirs.fileno(), self._output_fd)
         except OSError as e:
             self._socket.close()
             os.close(self._output_fd)
@@ -61,8 +60,6 @@ class Guard:
                 f"the guard process cannot be started with {sys.executable or 'this Python'}: {e.strerror}",
                 hint="gpucr starts its own Python a second time; see that sys.executable names it",
             ) from e
-        finally:
-            os.close(operation_fd)
 
     @property
     def pid(self) -> int:
@@ -169,7 +166,15 @@ class Guard:
         )
 
 
-def _start(socket_fd: int, operation_fd: int, output_fd: int) -> subprocess.Popen[bytes]:
+def _start(socket_fd: int, output_fd: int) -> subprocess.Popen[bytes]:
+    operation_fd = os.pidfd_open(os.getpid())
+    try:
+        return _spawn(socket_fd, operation_fd, output_fd)
+    finally:
+        os.close(operation_fd)
+
+
+def _spawn(socket_fd: int, operation_fd: int, output_fd: int) -> subprocess.Popen[bytes]:
     source = str(Path(__file__).parents[2])
     path = [source, *(entry for entry in sys.path if os.path.isabs(entry) and entry != source)]
     numbers = [str(number) for number in (socket_fd, operation_fd, os.getpid())]

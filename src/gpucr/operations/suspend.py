@@ -68,9 +68,10 @@ def suspend(
         protection = opened.enter_context(Protection(found.claims))
         held = preflight.device_bytes_in_use(found.job, gpu_processes())
         device_bytes = sum(sum(by_gpu.values()) for by_gpu in held.values())
-        findings = jobs.findings_before_freeze(found.job, preflight.needs_of_suspend(held))
+        use_files = processes.can_checkpoint_processes()
+        findings = jobs.findings_before_freeze(found.job, preflight.needs_of_suspend(held, in_files=use_files))
         preflight.require_no_blocking(findings, force=force)
-        staged = GangStaging(use_files=processes.can_checkpoint_processes())
+        staged = GangStaging(use_files=use_files)
         steps: list[Step] = [
             LockGang(gang, protection),
             CheckpointGang(
