@@ -96,6 +96,19 @@ def test_without_privileges_staging_is_private_memory_of_huge_pages(
     assert_unharmed(job, 101)
 
 
+def test_without_huge_pages_private_staging_is_left_to_the_driver(
+    counter: CounterFactory, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    (tmp_path / "enabled").write_text("always madvise [never]\n")
+    monkeypatch.setattr(memory, "_PRIVATE_HUGE_PAGES", tmp_path / "enabled")
+    monkeypatch.setattr(processes, "can_checkpoint_processes", lambda: False)
+    job = counter("--mib", "8")
+    (note,) = notes_of(gpucr.suspend, job.pid)
+    assert note.endswith(": transparent huge pages are off")
+    gpucr.resume(job.pid)
+    assert_unharmed(job, 101)
+
+
 def test_every_process_of_a_job_is_captured(counter: CounterFactory) -> None:
     job = counter("--mib", "16", "--fork", "2")
     assert notes_of(gpucr.suspend, job.pid) == []

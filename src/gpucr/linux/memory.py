@@ -23,6 +23,7 @@ _PAGEMAP_ENTRY_BYTES = 8  # proc_pid_pagemap(5)
 _PRESENT_OR_SWAPPED = 0b11 << 62
 _PAGES_PER_CALL = 32  # one byte in each of 32 huge pages: 64 MiB, some 10 ms of zeroing; the kernel takes up to 1024
 _MOST_THREADS = 16
+_PRIVATE_HUGE_PAGES = Path("/sys/kernel/mm/transparent_hugepage/enabled")
 _MEMORY_FILE_SYSTEMS = (0x01021994, 0x858458F6)  # TMPFS_MAGIC, RAMFS_MAGIC of include/uapi/linux/magic.h
 
 
@@ -173,6 +174,14 @@ def spread(work: Callable[[int], None], pieces: Iterable[int], threads: int | No
                 taker.result()
         finally:
             over.set()  # Ctrl-C came here, to the thread that waits
+
+
+def private_huge_pages() -> bool:
+    """Whether the kernel gives huge pages to private memory for which they are advised (transhuge.rst)."""
+    try:
+        return "[never]" not in _PRIVATE_HUGE_PAGES.read_text()
+    except OSError:
+        return False
 
 
 def fault_in(pid: int, address: int, size_bytes: int, threads: int | None = None) -> None:

@@ -79,7 +79,7 @@ class CheckpointGang:
 
     def run(self, interrupts: Interrupts, meter: Meter) -> int:
         """Checkpoint until the tree has no CUDA process that still runs (at most MAX_ROUNDS rounds)."""
-        meter.expect(self._expected_bytes)
+        meter.expect(self._expected_bytes if self._staged.use_files else 0)
         for _ in range(MAX_ROUNDS):
             self.restore_threads = self._gang.restore_threads()
             self._protection.change(restore_threads=dict(self.restore_threads))
