@@ -58,7 +58,7 @@ install_packages() {
 install_python_packages() {
     stamp="$PWD $(cat pyproject.toml constraints.txt | cksum)"
     if [ -x .venv/bin/gpucr ] && .venv/bin/python -c '' 2>/dev/null; then
-        for extras in "$1" "[dev]"; do
+        for extras in "$1" "[dev,bench]"; do
             [ "$(cat .venv/installed-from 2>/dev/null)" != "$extras $stamp" ] || return 0
         done
     fi
@@ -80,7 +80,7 @@ provide_criu() {
     .venv/bin/gpucr criu >&2 || die "CRIU could not be provided" "gpucr criu says more"
 }
 
-# $1: "" or "[dev]", the extras to install.
+# $1: "" or "[dev,bench]", the extras to install.
 set_up() {
     install_packages "$1"
     install_python_packages "$1"
