@@ -373,9 +373,6 @@ def test_huge_pages_come_where_they_are_advised() -> None:
         start = -(-area // (2 * MIB)) * 2 * MIB
         memory.fault_in(child.pid, start, 36 * MIB, 2)
         assert len(_present_pages(child.pid, start, 36 * MIB)) == 36 * MIB // mmap.PAGESIZE
-        content = bytearray(36 * MIB)
-        memory.read_into(child.pid, start, content)
-        assert not any(content)
 
 
 def test_a_hole_in_the_range_is_an_error() -> None:
@@ -397,32 +394,3 @@ def test_faulting_in_what_is_not_there() -> None:
         with pytest.raises(OSError, match="process_vm_writev at 0x") as caught:
             memory.fault_in(child.pid, area, 1 << 40, 2)
         assert caught.value.errno == errno.EFAULT
-
-
-def test_reading_memory() -> None:
-    whole = bytearray(b"#" * 4098)
-    with python(ANONYMOUS, "small") as child, mmap.mmap(-1, 4096) as shared:
-        (area,) = child.numbers
-        buffers: tuple[bytearray | memoryview | mmap.mmap, ...] = (bytearray(4096), shared, memoryview(whole)[1:-1])
-        for buffer in buffers:
-            memory.read_into(child.pid, area + 40 * MIB - 2, buffer)
-            assert bytes(buffer[:8]) == b"\0\0kept\0\0"
-        memory.read_into(child.pid, area, bytearray())
-    assert (whole[0], whole[-1]) == (ord("#"), ord("#"))
-
-
-def test_reading_what_is_not_there() -> None:
-    with pytest.raises(ProcessLookupError):
-        memory.read_into(unused_pid(), 1 << 30, bytearray(1))
-    with mmap.mmap(-1, 2 * mmap.PAGESIZE, flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS) as area:
-        view = (ctypes.c_char * len(area)).from_buffer(area)
-        address = ctypes.addressof(view)
-        del view
-        area[:] = b"x" * len(area)
-        libc = ctypes.CDLL(None)
-        assert libc.mprotect(ctypes.c_void_p(address + mmap.PAGESIZE), mmap.PAGESIZE, 0) == 0
-        buffer = bytearray(2 * mmap.PAGESIZE)
-        with pytest.raises(OSError, match=f"process_vm_readv at {address + mmap.PAGESIZE:#x}") as caught:
-            memory.read_into(os.getpid(), address, buffer)
-    assert caught.value.errno == errno.EFAULT
-    assert buffer == b"x" * mmap.PAGESIZE + bytes(mmap.PAGESIZE)

@@ -186,8 +186,6 @@ def test_populate_where_the_kernel_has_no_populating_madvise(
     monkeypatch.setattr(tmpfs, "_MADV_POPULATE_WRITE", 9999)
     any_file.populate(4 * MIB, 6 * MIB, 2)
     assert any_file.resident_bytes() == 6 * MIB
-    any_file.release(4 * MIB, 6 * MIB)
-    assert any_file.resident_bytes() == 0
 
 
 def test_populating_does_not_fill_our_own_memory() -> None:
@@ -199,15 +197,6 @@ def test_populating_does_not_fill_our_own_memory() -> None:
     resident, grown = map(int, run(code).stdout.split())
     assert resident == 192 * MIB
     assert grown < 64 * MIB
-
-
-def test_released_memory_goes_back_and_reads_as_zeros(any_file: StagingFile) -> None:
-    for offset in range(0, any_file.size_bytes, MIB):
-        os.pwrite(any_file.fd, b"x" * MIB, offset)
-    any_file.release(4 * MIB, 8 * MIB)
-    assert any_file.resident_bytes() == 8 * MIB
-    assert any_file.size_bytes == os.fstat(any_file.fd).st_size == 16 * MIB
-    assert os.pread(any_file.fd, 16 * MIB, 0) == b"x" * (4 * MIB) + bytes(8 * MIB) + b"x" * (4 * MIB)
 
 
 def test_resizing(any_file: StagingFile) -> None:

@@ -102,12 +102,6 @@ def run_syscall(thread: TracedThread, number: int, *arguments: int) -> int:
     return result
 
 
-def require_injection(thread: TracedThread) -> None:
-    """Raise what `run_syscall` would where no call can be run. Stopped → stopped, nothing changed."""
-    with _unfiltered(thread, _plan(thread)):
-        pass
-
-
 def scratch_address(thread: TracedThread) -> int:
     """Where SCRATCH_BYTES of memory are the caller's as long as the thread is stopped or runs calls for it."""
     return _scratch_below(thread.registers().rsp)

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import ctypes
 import errno
-import mmap
 import os
 import threading
 from collections.abc import Callable, Iterable, Sequence
@@ -32,16 +31,15 @@ class _IoVec(ctypes.Structure):
 
 
 _libc = ctypes.CDLL(None, use_errno=True)
-for _call in (_libc.process_vm_readv, _libc.process_vm_writev):
-    _call.argtypes = (
-        ctypes.c_int,
-        ctypes.POINTER(_IoVec),
-        ctypes.c_ulong,
-        ctypes.POINTER(_IoVec),
-        ctypes.c_ulong,
-        ctypes.c_ulong,
-    )
-    _call.restype = ctypes.c_ssize_t
+_libc.process_vm_writev.argtypes = (
+    ctypes.c_int,
+    ctypes.POINTER(_IoVec),
+    ctypes.c_ulong,
+    ctypes.POINTER(_IoVec),
+    ctypes.c_ulong,
+    ctypes.c_ulong,
+)
+_libc.process_vm_writev.restype = ctypes.c_ssize_t
 _libc.statfs.argtypes = (ctypes.c_char_p, ctypes.c_void_p)
 
 
@@ -221,31 +219,13 @@ def _write_zeros(pid: int, addresses: Sequence[int]) -> None:
             0,
         )
         if written <= 0:
-            raise _transfer_error("process_vm_writev", pid, addresses[done], written)
+            raise _write_error(pid, addresses[done], written)
         done += written
 
 
-def read_into(pid: int, address: int, buffer: bytearray | memoryview | mmap.mmap) -> None:
-    """Fill a writable buffer with the bytes at ``address`` of another process. Lets other Python threads run.
-
-    Needs ptrace access. Raises ProcessLookupError where the process has ended, OSError (EFAULT) where it has no
-    readable memory there; the buffer then holds what could be read.
-    """
-    size_bytes = len(buffer)
-    view = (ctypes.c_char * size_bytes).from_buffer(buffer)
-    done = 0
-    while done < size_bytes:
-        here = _IoVec(ctypes.addressof(view) + done, size_bytes - done)
-        there = _IoVec(address + done, size_bytes - done)
-        read = _libc.process_vm_readv(pid, ctypes.byref(here), 1, ctypes.byref(there), 1, 0)
-        if read <= 0:
-            raise _transfer_error("process_vm_readv", pid, address + done, read)
-        done += read
-
-
-def _transfer_error(call: str, pid: int, address: int, result: int) -> OSError:
+def _write_error(pid: int, address: int, result: int) -> OSError:
     number = ctypes.get_errno() if result < 0 else errno.EFAULT
-    return OSError(number, f"{call} at {address:#x} of process {pid}: {os.strerror(number)}")
+    return OSError(number, f"process_vm_writev at {address:#x} of process {pid}: {os.strerror(number)}")
 
 
 def machine_available_bytes() -> int:

@@ -16,7 +16,6 @@ from gpucr.linux.memory import HUGE_PAGE_BYTES
 _FSOPEN, _FSCONFIG, _FSMOUNT = 430, 431, 432  # the same numbers on all architectures (since Linux 5.2)
 _CLOEXEC, _SET_STRING, _CREATE = 1, 1, 6  # FSOPEN_CLOEXEC and FSMOUNT_CLOEXEC, FSCONFIG_* of uapi/linux/mount.h
 _MADV_POPULATE_WRITE = 23  # since Linux 5.14
-_PUNCH_HOLE_KEEP_SIZE = 2 | 1  # FALLOC_FL_* of uapi/linux/falloc.h
 
 _SHMEM_HUGE_PAGES = Path("/sys/kernel/mm/transparent_hugepage/shmem_enabled")
 
@@ -29,7 +28,6 @@ FILE_NAME = "memfd:gpucr-staging"
 _libc = ctypes.CDLL(None, use_errno=True)
 _libc.syscall.restype = ctypes.c_long
 _libc.madvise.argtypes = (ctypes.c_void_p, ctypes.c_size_t, ctypes.c_int)
-_libc.fallocate.argtypes = (ctypes.c_int, ctypes.c_int, ctypes.c_int64, ctypes.c_int64)
 
 
 class StagingFile:
@@ -106,11 +104,6 @@ class StagingFile:
                 self._populate_piece(address + start, offset + start, min(_PIECE_BYTES, size_bytes - start))
 
             memory.spread(populate_piece, range(0, size_bytes, _PIECE_BYTES), threads)
-
-    def release(self, offset: int, size_bytes: int) -> None:
-        """Give the memory of a range back to the machine; it reads as zeros afterwards. The file's size stays."""
-        if _libc.fallocate(self.fd, _PUNCH_HOLE_KEEP_SIZE, offset, size_bytes) < 0:
-            raise _last_error("fallocate")
 
     def resident_bytes(self) -> int:
         """The memory that the file takes (what is in swap included)."""

@@ -145,7 +145,7 @@ class GangStaging:
             self.extents[capture.pid] = capture.extents
             capture.file.resize(_end(capture.extents))
             self._complete(capture.pid)
-        else:
+        if capture.pid not in self.extents or capture.reason is not None:
             self.private[capture.pid] = staging.locate(before, _maps_if_alive(capture.pid))
 
     def _follow(self, captures: Mapping[int, Capture], meter: Meter, over: threading.Event) -> None:
