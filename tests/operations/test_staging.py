@@ -21,14 +21,14 @@ from gpucr.linux import memory, processes
 from gpucr.linux.injection import InjectionUnavailable
 from gpucr.linux.ptrace import TracedThread
 from gpucr.linux.tmpfs import StagingFile
-from gpucr.model import CudaState
+from gpucr.model import CudaState, StagedExtent
 from gpucr.operations import staged
 from gpucr.operations.steps import Progress
 from gpucr.snapshot.device import DeviceReader, DeviceWriter
 from gpucr.snapshot.device.stripes import Stripes
-from gpucr.staging import capture
+from gpucr.staging import Capture, capture
 from tests.conftest import skip_or_fail
-from tests.counter import Counter, CounterFactory
+from tests.counter import Counter, CounterFactory, wait_until
 
 RUNNING, LOCKED, CHECKPOINTED = CudaState.RUNNING, CudaState.LOCKED, CudaState.CHECKPOINTED
 MIB = 1 << 20
@@ -268,25 +268,28 @@ def test_a_full_disk_leaves_the_job_as_it_was(counter: CounterFactory, driver: C
 
 @pytest.fixture
 def slow_reader(monkeypatch: pytest.MonkeyPatch) -> Iterator[list[int]]:
-    """A storage that delivers the next piece only when the driver waits for it; tells the offsets waited for."""
+    """A storage that delivers a piece only when the driver waits for it; tells the offsets waited for."""
     waited: list[int] = []
-    turn = threading.Semaphore(0)
+    changed = threading.Condition()
     real_load, real_wait = DeviceReader._load, DeviceReader.wait_for
 
     def load(self: DeviceReader, job: Any, buffer: Any) -> None:
-        turn.acquire()
+        with changed:
+            changed.wait_for(lambda: max(waited, default=0) > job.loading.layout.start(job.piece))
         real_load(self, job, buffer)
 
     def wait_for(self: DeviceReader, pid: int, up_to_bytes: int, timeout_s: float | None = None) -> bool:
-        waited.append(up_to_bytes)
-        turn.release()
+        with changed:
+            waited.append(up_to_bytes)
+            changed.notify_all()
         return real_wait(self, pid, up_to_bytes, timeout_s)
 
     monkeypatch.setattr(DeviceReader, "_load", load)
     monkeypatch.setattr(DeviceReader, "wait_for", wait_for)
     yield waited
-    for _ in range(1000):
-        turn.release()
+    with changed:
+        waited.append(1 << 62)
+        changed.notify_all()
 
 
 @pytest.mark.criu
@@ -444,3 +447,222 @@ def test_a_missing_staging_file_is_told_from_a_private_one(counter: CounterFacto
     assert not staged.GangStaging(use_files=True).adopt(job.pid)
     gpucr.resume(job.pid)
     assert_unharmed(job, 101)
+
+
+# --- a driver that asks for staging several times --------------------------------------------------------------
+
+PER_GPU = ("per-gpu", "--mib", "24", "--devices", "0,1")
+LATE = ("late", "--mib", "48")
+
+
+@pytest.fixture(params=[PER_GPU, LATE], ids=lambda how: how[0])
+def twice(request: pytest.FixtureRequest, sim_only: None, counter: CounterFactory) -> Counter:
+    """A job of 48 MiB whose driver asks for staging twice: at once, or when the first is full."""
+    how, *arguments = request.param
+    return counter(*arguments, env={"GPUCR_SIM_STAGING": how})
+
+
+def assert_two_parts(extents: tuple[StagedExtent, ...]) -> None:
+    first, second = extents
+    assert (first.offset, second.offset % (2 * MIB)) == (0, 0)
+    assert 0 <= second.offset - first.size_bytes < 2 * MIB
+    assert min(first.size_bytes, second.size_bytes) >= 28 * MIB  # with half of the contexts: nothing was left out
+
+
+def test_all_staging_of_a_suspended_job_is_in_its_file(twice: Counter) -> None:
+    for answer in (101, 102):
+        assert notes_of(gpucr.suspend, twice.pid) == []
+        extents = staging.file_extents(twice.pid)
+        assert_two_parts(extents)
+        for extent in extents:
+            assert smaps(twice.pid, extent.address, "ShmemPmdMapped") >= 26 * MIB
+        gpucr.resume(twice.pid)
+        assert staging.file_extents(twice.pid) == ()
+        assert_unharmed(twice, answer)
+
+
+def test_all_private_staging_is_made_of_huge_pages(twice: Counter, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(processes, "can_checkpoint_processes", lambda: False)
+    before = memory.read_maps(twice.pid)
+    assert notes_of(gpucr.suspend, twice.pid) == []
+    found = staging.locate(before, memory.read_maps(twice.pid))  # one range where the two lie side by side
+    assert sum(smaps(twice.pid, extent.address, "AnonHugePages") for extent in found) >= 48 * MIB
+    gpucr.resume(twice.pid)
+    assert_unharmed(twice, 101)
+
+
+UNEQUAL = """
+import ctypes, sys
+cuda = ctypes.CDLL("libcuda.so.1")
+context, pointer = ctypes.c_void_p(), ctypes.c_uint64()
+assert cuda.cuInit(0) == 0
+for device, size_bytes in enumerate((120 << 20, 2 << 20)):
+    assert cuda.cuDevicePrimaryCtxRetain(ctypes.byref(context), device) == 0
+    assert cuda.cuCtxSetCurrent(context) == 0
+    assert cuda.cuMemAlloc_v2(ctypes.byref(pointer), ctypes.c_size_t(size_bytes)) == 0
+print("ready", flush=True)
+sys.stdin.read()
+"""
+
+
+def test_a_small_part_that_comes_last_is_captured(sim_only: None, driver: CudaDriver) -> None:
+    """Watching must not end when most of what NVML tells has been asked for."""
+    environment = {**os.environ, "GPUCR_SIM_STAGING": "per-gpu"}
+    with subprocess.Popen(
+        [sys.executable, "-c", UNEQUAL], stdin=subprocess.PIPE, stdout=subprocess.PIPE, env=environment
+    ) as program:
+        assert program.stdout is not None
+        assert program.stdout.readline() == b"ready\n"
+        try:
+            assert notes_of(gpucr.suspend, program.pid) == []
+            large, small = staging.file_extents(program.pid)
+            assert (large.size_bytes >= 128 * MIB, 10 * MIB <= small.size_bytes < 12 * MIB) == (True, True)
+            gpucr.resume(program.pid)
+            assert driver.state(program.pid) is RUNNING
+        finally:
+            program.kill()
+
+
+def test_what_may_not_be_finished_reaches_back_over_the_edge(twice: Counter, monkeypatch: pytest.MonkeyPatch) -> None:
+    gpucr.suspend(twice.pid)
+    first, second = extents = staging.file_extents(twice.pid)
+    monkeypatch.setattr(staging.extents, "_UNSETTLED_BYTES", 0)
+    filled_bytes = staging.extents.filled_bytes(twice.pid, extents)
+    assert second.offset + 26 * MIB <= filled_bytes <= second.offset + second.size_bytes
+    assert 26 * MIB <= staging.extents.filled_bytes(twice.pid, extents[:1]) <= first.size_bytes
+    monkeypatch.setattr(staging.extents, "_UNSETTLED_BYTES", second.size_bytes + 4 * MIB)
+    assert 20 * MIB <= staging.extents.filled_bytes(twice.pid, extents) <= first.size_bytes - 2 * MIB
+    gpucr.resume(twice.pid)
+    assert_unharmed(twice, 101)
+
+
+@pytest.mark.criu
+def test_all_parts_go_around_criu_and_come_back(twice: Counter, tmp_path: Path) -> None:
+    notes = notes_of(gpucr.dump, twice.pid, tmp_path / "s")
+    assert not [note for note in notes if note.startswith("process ")]
+    twice.reap()
+    snapshot = gpucr.Snapshot.open(tmp_path / "s")
+    snapshot.verify()
+    data = snapshot.manifest.device_data[twice.pid]
+    assert_two_parts(data.extents)
+    assert data.size_bytes == data.extents[-1].offset + data.extents[-1].size_bytes
+    assert snapshot.manifest.processes[0].staging == ()
+    assert sum(file.stat().st_size for file in snapshot.images.iterdir()) < 16 * MIB
+    gpucr.restore(tmp_path / "s")
+    assert_unharmed(twice, 101)
+
+
+@pytest.mark.criu
+@pytest.mark.parametrize("persist", ["background", "sync"])
+def test_all_parts_of_a_job_that_is_left_running(twice: Counter, tmp_path: Path, persist: Any) -> None:
+    gpucr.dump(twice.pid, tmp_path / "s", leave_running=True, persist=persist)
+    assert_unharmed(twice, 101)
+    snapshot = gpucr.Snapshot.open(tmp_path / "s")
+    snapshot.verify()
+    assert_two_parts(snapshot.manifest.device_data[twice.pid].extents)
+    twice.kill()
+    gpucr.restore(tmp_path / "s")
+    assert_unharmed(twice, 101)
+
+
+@pytest.mark.criu
+def test_all_parts_of_a_suspended_job(twice: Counter, driver: CudaDriver, tmp_path: Path) -> None:
+    gpucr.suspend(twice.pid)
+    extents = staging.file_extents(twice.pid)
+    gpucr.dump(twice.pid, tmp_path / "running", leave_running=True)
+    assert staging.file_extents(twice.pid) == extents
+    gpucr.dump(twice.pid, tmp_path / "s")
+    twice.reap()
+    for name in ("running", "s"):
+        snapshot = gpucr.Snapshot.open(tmp_path / name)
+        snapshot.verify()
+        assert snapshot.manifest.device_data[twice.pid].extents == extents
+    gpucr.restore(tmp_path / "s")
+    assert driver.state(twice.pid) is CHECKPOINTED
+    assert staging.file_extents(twice.pid) == extents
+    gpucr.resume(twice.pid)
+    assert_unharmed(twice, 101)
+
+
+@pytest.mark.criu
+def test_the_first_part_is_saved_before_the_driver_asks_for_the_second(
+    sim_only: None, counter: CounterFactory, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    monkeypatch.setattr(staging.extents, "_UNSETTLED_BYTES", 0)
+    how, *arguments = LATE
+    job = counter(*arguments, env={"GPUCR_SIM_STAGING": how})
+    writers: list[DeviceWriter] = []
+    grown: list[tuple[int, int]] = []
+    real_add, real_grow, real_redirect = DeviceWriter.add, DeviceWriter.grow, Capture._redirect
+
+    def add(self: DeviceWriter, source: Any) -> None:
+        writers.append(self)
+        real_add(self, source)
+
+    def grow(self: DeviceWriter, pid: int, size_bytes: int) -> None:
+        grown.append((self.bytes_seen, size_bytes))
+        real_grow(self, pid, size_bytes)
+
+    def redirect(self: Capture, *arguments: Any) -> None:
+        if self.extents:  # the driver stands still meanwhile, at the second of its calls
+            wait_until(lambda: sum(writer.bytes_seen for writer in writers) >= 28 * MIB, "the first part to be saved")
+        real_redirect(self, *arguments)
+
+    monkeypatch.setattr(DeviceWriter, "add", add)
+    monkeypatch.setattr(DeviceWriter, "grow", grow)
+    monkeypatch.setattr(Capture, "_redirect", redirect)
+    gpucr.dump(job.pid, tmp_path / "s")
+    job.reap()
+    snapshot = gpucr.Snapshot.open(tmp_path / "s")
+    snapshot.verify()
+    data = snapshot.manifest.device_data[job.pid]
+    assert_two_parts(data.extents)
+    assert grown == [(28 * MIB, data.size_bytes)]  # the page behind 28 MiB waited for what comes to its piece
+    gpucr.restore(tmp_path / "s")
+    assert_unharmed(job, 101)
+
+
+@pytest.mark.criu
+def test_the_driver_restores_all_parts_while_they_are_still_being_read(
+    twice: Counter, monkeypatch: pytest.MonkeyPatch, tmp_path: Path, slow_reader: list[int]
+) -> None:
+    monkeypatch.setattr(staging.gate, "_AHEAD_BYTES", 2 * MIB)
+    report = gpucr.dump(twice.pid, tmp_path / "s")
+    twice.reap()
+    gpucr.restore(tmp_path / "s")
+    first, second = report.snapshot.manifest.device_data[twice.pid].extents
+    assert len({offset for offset in slow_reader if offset <= first.size_bytes}) >= 4
+    assert len({offset for offset in slow_reader if offset > second.offset}) >= 4
+    assert slow_reader == sorted(slow_reader)
+    assert_unharmed(twice, 101)
+
+
+@pytest.mark.criu
+@pytest.mark.parametrize("leave_running", [False, True])
+def test_a_part_that_was_not_captured_goes_through_criu(
+    twice: Counter, monkeypatch: pytest.MonkeyPatch, tmp_path: Path, leave_running: bool
+) -> None:
+    real_redirect = Capture._redirect
+
+    def redirect(self: Capture, *arguments: Any) -> None:
+        with monkeypatch.context() as patch:
+            if self.extents:
+                patch.setattr(capture, "MAP_SHARED", 0)  # neither shared nor private: EINVAL
+            real_redirect(self, *arguments)
+
+    with monkeypatch.context() as patch:
+        patch.setattr(Capture, "_redirect", redirect)
+        notes = notes_of(gpucr.dump, twice.pid, tmp_path / "s", leave_running=leave_running)
+    assert [note for note in notes if "cannot be mapped (errno 22)" in note]
+    if leave_running:
+        assert_unharmed(twice, 101)
+        twice.kill()
+    else:
+        twice.reap()
+    snapshot = gpucr.Snapshot.open(tmp_path / "s")
+    snapshot.verify()
+    (captured,) = snapshot.manifest.device_data[twice.pid].extents
+    assert captured.size_bytes >= 28 * MIB
+    assert sum(extent.size_bytes for extent in snapshot.manifest.processes[0].staging) >= 28 * MIB
+    gpucr.restore(tmp_path / "s")
+    assert_unharmed(twice, 101)

@@ -11,11 +11,14 @@ from pathlib import Path
 
 import pytest
 
+from gpucr.linux.injection import MMAP
+from gpucr.linux.ptrace import StopKind, TracedThread
 from tests.counter import Counter, CounterFactory, wait_until
 from tests.sim.libcuda import CHECKPOINTED, FAILED, LOCKED, RUNNING, Libcuda, Machine, RunProgram, gpu_uuids, used_bytes
 
 ILLEGAL_STATE = 401
 MIB = 1 << 20
+MAP_POPULATE = 0x8000
 
 
 def bring_to(libcuda: Libcuda, state: int, pid: int) -> None:
@@ -216,6 +219,64 @@ def test_checkpoint_moves_device_memory_to_one_anonymous_mapping(libcuda: Libcud
     libcuda.resume(pid)
     assert _largest_anonymous_bytes(pid) < 40 * MIB
     assert used_bytes(pid) == [held, 0]
+
+
+def _checkpoint_watched(libcuda: Libcuda, pid: int) -> list[tuple[int, bytes]]:
+    """LOCKED → CHECKPOINTED. Of every populating mapping asked for: its size, and what the one before it ends with."""
+    _, tid = libcuda.restore_tid(pid)
+    results: list[int] = []
+    asked: list[tuple[int, bytes]] = []
+    thread = TracedThread.seize(tid)
+    try:
+        caller = threading.Thread(target=lambda: results.append(libcuda.act("checkpoint", pid)))
+        caller.start()
+        end_of_last = 0
+        while caller.is_alive():
+            thread.resume_to_syscall()
+            while (stop := thread.wait(0.02)) is None and caller.is_alive():
+                pass
+            if stop is None:
+                thread.stop()
+                continue
+            at = thread.registers()
+            if at.orig_rax != MMAP or not at.r10 & MAP_POPULATE:
+                continue
+            if stop.kind is StopKind.SYSCALL_ENTRY:
+                asked.append((at.rsi, _memory(pid, end_of_last - 256, 256) if end_of_last else b""))
+            elif stop.kind is StopKind.SYSCALL_EXIT:
+                end_of_last = at.rax + at.rsi
+        caller.join()
+    finally:
+        thread.detach()
+    assert results == [0]
+    return asked
+
+
+def _memory(pid: int, address: int, size_bytes: int) -> bytes:
+    with Path(f"/proc/{pid}/mem").open("rb", buffering=0) as memory:
+        memory.seek(address)
+        return memory.read(size_bytes)
+
+
+@pytest.mark.parametrize("how", ["one", "per-gpu", "late"])
+def test_staging_can_be_several_mappings(libcuda: Libcuda, counter: CounterFactory, how: str) -> None:
+    program = counter("--mib", "5", "--devices", "0,1", env={"GPUCR_SIM_STAGING": how})
+    held = used_bytes(program.pid)
+    sizes = {"one": [sum(held)], "per-gpu": held, "late": [sum(held) // 2, sum(held) - sum(held) // 2]}
+    for answer in (101, 102):
+        assert libcuda.act("lock", program.pid) == 0
+        asked = _checkpoint_watched(libcuda, program.pid)
+        assert [size_bytes for size_bytes, _ in asked] == sizes[how]
+        assert all(size_bytes % 4096 for size_bytes, _ in asked)
+        # Asked for late: not before what was asked for first is filled to its end.
+        assert [any(end) for _, end in asked[1:]] == [how == "late"] * (len(asked) - 1)
+        libcuda.resume(program.pid)
+        assert _largest_anonymous_bytes(program.pid) < min(held)
+        assert (program.ask(), program.send("verify")) == (answer, "ok")
+
+
+def test_an_unknown_staging_is_not_passed_over(run_program: RunProgram) -> None:
+    assert run_program("print(cuda.cuInit(0))", GPUCR_SIM_STAGING="two") == ["999"]
 
 
 # --- GPU maps --------------------------------------------------------------------------------------------------

@@ -34,7 +34,7 @@ _STAGING_FLAGS = MAP_PRIVATE | MAP_ANONYMOUS | _MAP_POPULATE
 _SMALLEST_BYTES = 1 << 20
 _SYSCALL_INSTRUCTION_BYTES, _NO_CALL = 2, (1 << 64) - 1
 _POLL_S = 0.02
-_EXPECTED_PER_STAGED = 1.25
+_EXPECTED_PER_STAGED = 1.05  # measured (H200, driver 580): NVML's figure and staging differ by 1 %
 _U32 = 0xFFFFFFFF
 
 
@@ -129,7 +129,7 @@ class Capture:
         thread.stop()
 
     def _has_all(self) -> bool:
-        """Whether what the driver asked for is most of the device memory: what a context takes is not staged."""
+        """Whether the driver has asked for all of the device memory, as far as its size was told precisely."""
         asked = sum(extent.size_bytes for extent in self._extents)
         return 0 < self._expected_bytes <= asked * _EXPECTED_PER_STAGED
 

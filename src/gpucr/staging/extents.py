@@ -55,7 +55,7 @@ def filled_bytes(pid: int, extents: Sequence[StagedExtent]) -> int:
     for extent in reversed(extents):
         present = present_prefix(pid, extent.address, extent.size_bytes)
         if present > 0:
-            return extent.offset + max(0, present - _UNSETTLED_BYTES)
+            return max(0, extent.offset + present - _UNSETTLED_BYTES)  # also from one extent back into the last
     return 0
 
 

@@ -123,3 +123,19 @@ uint64_t environment_number(const char *name, uint64_t otherwise) {
     unsigned long long number = strtoull(text, &end, 10);
     return *end == '\0' ? number : otherwise;
 }
+
+bool environment_word(const char *name, const char *const words[], int *chosen) {
+    const char *text = getenv(name);
+    if (text == NULL)
+        return true;
+    for (int i = 0; words[i] != NULL; i++)
+        if (strcmp(text, words[i]) == 0) {
+            *chosen = i;
+            return true;
+        }
+    fprintf(stderr, "gpucr simulator: %s=%s is none of", name, text);
+    for (int i = 0; words[i] != NULL; i++)
+        fprintf(stderr, "%s %s", i == 0 ? "" : ",", words[i]);
+    fputc('\n', stderr);
+    return false;
+}

@@ -30,6 +30,8 @@ int machine_find(const struct machine *machine, const uint8_t uuid[UUID_BYTES]);
 void gpu_name(uint32_t index, char *text, size_t size);
 void uuid_text(const uint8_t uuid[UUID_BYTES], char text[41]); /* GPU-xxxxxxxx-xxxx-xxxx-xxxx-xxxxxxxxxxxx */
 uint64_t environment_number(const char *name, uint64_t otherwise);
+/* The variable's place in the NULL-terminated list; unset: *chosen stays. False (and a line on stderr): none of them. */
+bool environment_word(const char *name, const char *const words[], int *chosen);
 
 /* procfs.c */
 struct process_status {

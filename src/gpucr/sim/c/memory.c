@@ -294,11 +294,14 @@ bool memory_has_managed(void) {
     return managed_list != NULL;
 }
 
+uint64_t memory_device_bytes(const struct device *device) {
+    return device->memory == NULL ? 0 : device->memory->allocated_bytes;
+}
+
 uint64_t memory_total_bytes(void) {
     uint64_t total = 0;
     for (int i = 0; i < sim_device_count; i++)
-        if (sim_devices[i].memory != NULL)
-            total += sim_devices[i].memory->allocated_bytes;
+        total += memory_device_bytes(&sim_devices[i]);
     return total;
 }
 

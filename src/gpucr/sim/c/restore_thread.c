@@ -10,7 +10,6 @@
 #include <semaphore.h>
 #include <signal.h>
 #include <stdio.h>
-#include <stdlib.h>
 #include <string.h>
 #include <sys/mman.h>
 #include <unistd.h>
@@ -22,7 +21,9 @@ static uint32_t fixed_cost_ms;
 static sem_t serving;
 
 /* GPUCR_SIM_RESTORE_OOM: what a restore that runs out of device memory leaves. */
-static enum { STUCK, RECOVERABLE, STATE_FAILED } without_memory;
+enum { STUCK, RECOVERABLE, STATE_FAILED };
+static const char *const WITHOUT_MEMORY[] = {"stuck", "recoverable", "failed", NULL};
+static int without_memory = STUCK;
 /* Measured on driver 580: still CHECKPOINTED, but every later restore gives 304, whatever memory is free by then. */
 static bool stuck;
 
@@ -197,22 +198,9 @@ static bool start_serving(void) {
     return true;
 }
 
-static bool parse_without_memory(void) {
-    static const char *const NAMES[] = {[STUCK] = "stuck", [RECOVERABLE] = "recoverable", [STATE_FAILED] = "failed"};
-    const char *value = getenv("GPUCR_SIM_RESTORE_OOM");
-    if (value == NULL)
-        return true;
-    for (int i = STUCK; i <= STATE_FAILED; i++)
-        if (strcmp(value, NAMES[i]) == 0) {
-            without_memory = i;
-            return true;
-        }
-    fprintf(stderr, "gpucr simulator: GPUCR_SIM_RESTORE_OOM=%s is not stuck, recoverable or failed\n", value);
-    return false;
-}
-
 enum result restore_thread_start(void) {
-    if (!faults_parse(&faults, "GPUCR_SIM_FAULTS") || !parse_without_memory())
+    if (!faults_parse(&faults, "GPUCR_SIM_FAULTS") || !staging_configure() ||
+        !environment_word("GPUCR_SIM_RESTORE_OOM", WITHOUT_MEMORY, &without_memory))
         return UNKNOWN;
     fixed_cost_ms = (uint32_t)environment_number("GPUCR_SIM_FIXED_COST_MS", 300);
     if (!control_create() || !start_serving()) {

@@ -90,9 +90,11 @@ enum result memory_copy(uint64_t to, uint64_t from, uint64_t size_bytes);
 enum result memory_set(uint64_t pointer, uint8_t value, uint64_t size_bytes);
 enum result memory_info(const struct device *device, uint64_t *free_bytes, uint64_t *total_bytes);
 bool memory_has_managed(void);
+uint64_t memory_device_bytes(const struct device *device);
 uint64_t memory_total_bytes(void);
 
 /* staging.c: device memory to the staging area and back. `midway` is called when half of it is done. */
+bool staging_configure(void); /* GPUCR_SIM_STAGING. False (and a line on stderr) if malformed */
 enum result hardware_open(void);
 void hardware_close(void);
 void hardware_look(void); /* reads a mapping of the GPU: ends in SIGSEGV while the hardware is closed */

@@ -1,6 +1,6 @@
 /*
- * What the driver does to device memory in a checkpoint and a restore: one anonymous populating mapping as big as
- * all of it, filled and drained in ascending order by the restore thread; every handle to the hardware is closed.
+ * What the driver does to device memory in a checkpoint and a restore: anonymous populating mappings as big as all of
+ * it, filled and drained in ascending order by the restore thread; every handle to the hardware is closed.
  */
 #include "sim.h"
 
@@ -15,11 +15,30 @@
 
 static int hardware_fd = -1;
 static char *hardware_page; /* as the driver's mappings of /dev/nvidia*: a `---p` reservation while checkpointed */
-static char *staging;
-static uint64_t staging_bytes;
+
+/* GPUCR_SIM_STAGING: one mapping, as driver 580 was seen to ask for, also for two GPUs; the others are what if. */
+enum { ONE, PER_GPU, LATE };
+static const char *const LAYOUTS[] = {"one", "per-gpu", "late", NULL};
+static int layout = ONE;
+
+struct mapping {
+    char *start; /* NULL: not asked for yet */
+    uint64_t size_bytes;
+};
+static struct mapping mappings[MAX_GPUS]; /* in the order in which they are filled and drained */
+static uint32_t mapping_count;
+
+struct position {
+    uint32_t mapping;
+    uint64_t offset;
+};
 
 /* The same pages as device memory and staging, copied by user code: staging may be filled on demand (userfaultfd). */
 static char buffer[1 << 20];
+
+bool staging_configure(void) {
+    return environment_word("GPUCR_SIM_STAGING", LAYOUTS, &layout);
+}
 
 static bool map_hardware(int protection) {
     const size_t size_bytes = 4096;
@@ -63,69 +82,123 @@ void hardware_close(void) {
         map_hardware(PROT_NONE);
 }
 
-static bool copy_piece(const struct piece *piece, char *at, bool to_staging) {
-    for (uint64_t done = 0; done < piece->size_bytes;) {
-        uint64_t part = piece->size_bytes - done < sizeof buffer ? piece->size_bytes - done : sizeof buffer;
-        off_t offset = (off_t)(piece->offset + done);
-        if (to_staging) {
-            if (pread(piece->fd, buffer, part, offset) != (ssize_t)part)
-                return false;
-            memcpy(at + done, buffer, part);
-        } else {
-            memcpy(buffer, at + done, part);
-            if (pwrite(piece->fd, buffer, part, offset) != (ssize_t)part)
-                return false;
-        }
-        done += part;
+static void plan_mapping(uint64_t size_bytes) {
+    if (size_bytes > 0)
+        mappings[mapping_count++] = (struct mapping){NULL, size_bytes};
+}
+
+static void plan_mappings(void) {
+    uint64_t total_bytes = memory_total_bytes();
+    mapping_count = 0;
+    if (layout == PER_GPU) {
+        for (int i = 0; i < sim_device_count; i++)
+            plan_mapping(memory_device_bytes(&sim_devices[i]));
+    } else if (layout == LATE) {
+        plan_mapping(total_bytes / 2);
+        plan_mapping(total_bytes - total_bytes / 2);
+    } else {
+        plan_mapping(total_bytes);
     }
+}
+
+static bool map_staging(struct mapping *mapping) {
+    const int flags = MAP_PRIVATE | MAP_ANONYMOUS | MAP_POPULATE;
+    void *start = mmap(NULL, mapping->size_bytes, PROT_READ | PROT_WRITE, flags, -1, 0);
+    if (start == MAP_FAILED)
+        return false;
+    mapping->start = start;
     return true;
 }
 
-static bool copy_all(bool to_staging, void (*midway)(const struct fault *), const struct fault *fault) {
+static void unmap_staging(void) {
+    for (uint32_t i = 0; i < mapping_count; i++)
+        if (mappings[i].start != NULL)
+            munmap(mappings[i].start, mappings[i].size_bytes);
+    mapping_count = 0;
+}
+
+/* The next part of a piece, as far as one mapping and the buffer reach; its size, or 0 where it cannot be copied. */
+static uint64_t copy_part(const struct piece *piece, uint64_t done, const struct mapping *mapping, uint64_t offset,
+                          bool to_staging) {
+    uint64_t size_bytes = piece->size_bytes - done;
+    off_t in_file = (off_t)(piece->offset + done);
+    if (size_bytes > mapping->size_bytes - offset)
+        size_bytes = mapping->size_bytes - offset;
+    if (size_bytes > sizeof buffer)
+        size_bytes = sizeof buffer;
+    if (to_staging) {
+        if (pread(piece->fd, buffer, size_bytes, in_file) != (ssize_t)size_bytes)
+            return 0;
+        memcpy(mapping->start + offset, buffer, size_bytes);
+    } else {
+        memcpy(buffer, mapping->start + offset, size_bytes);
+        if (pwrite(piece->fd, buffer, size_bytes, in_file) != (ssize_t)size_bytes)
+            return 0;
+    }
+    return size_bytes;
+}
+
+static enum result copy_piece(const struct piece *piece, struct position *at, bool to_staging) {
+    for (uint64_t done = 0; done < piece->size_bytes;) {
+        struct mapping *mapping = &mappings[at->mapping];
+        if (at->offset == mapping->size_bytes) {
+            *at = (struct position){at->mapping + 1, 0};
+            continue;
+        }
+        if (mapping->start == NULL && !map_staging(mapping))
+            return OUT_OF_MEMORY;
+        uint64_t copied = copy_part(piece, done, mapping, at->offset, to_staging);
+        if (copied == 0)
+            return UNKNOWN;
+        done += copied;
+        at->offset += copied;
+    }
+    return SUCCESS;
+}
+
+static enum result copy_all(bool to_staging, void (*midway)(const struct fault *), const struct fault *fault) {
     uint32_t device = 0, block = 0;
-    uint64_t done = 0;
-    bool good = true, told = false;
+    uint64_t done = 0, total_bytes = memory_total_bytes();
+    struct position at = {0, 0};
+    enum result result = SUCCESS;
+    bool told = false;
     struct piece piece;
-    while (good && memory_next_piece(&device, &block, &piece)) {
-        good = copy_piece(&piece, staging + done, to_staging);
+    while (result == SUCCESS && memory_next_piece(&device, &block, &piece)) {
+        result = copy_piece(&piece, &at, to_staging);
         done += piece.size_bytes;
-        if (!told && 2 * done >= staging_bytes) {
+        if (!told && 2 * done >= total_bytes) {
             told = true;
             midway(fault);
         }
     }
     if (!told)
         midway(fault); /* a process without device memory */
-    return good;
+    return result;
 }
 
 enum result staging_fill(void (*midway)(const struct fault *), const struct fault *fault) {
-    staging = NULL;
-    staging_bytes = memory_total_bytes();
-    if (staging_bytes > 0) {
-        void *start = mmap(NULL, staging_bytes, PROT_READ | PROT_WRITE, MAP_PRIVATE | MAP_ANONYMOUS | MAP_POPULATE, -1, 0);
-        if (start == MAP_FAILED)
-            return OUT_OF_MEMORY;
-        staging = start;
-    }
-    if (!copy_all(true, midway, fault)) {
-        munmap(staging, staging_bytes);
-        return UNKNOWN;
-    }
-    hardware_close();
-    return SUCCESS;
+    plan_mappings();
+    enum result result = SUCCESS;
+    for (uint32_t i = 0; layout != LATE && i < mapping_count; i++)
+        if (!map_staging(&mappings[i]))
+            result = OUT_OF_MEMORY;
+    if (result == SUCCESS)
+        result = copy_all(true, midway, fault);
+    if (result == SUCCESS)
+        hardware_close();
+    else
+        unmap_staging();
+    return result;
 }
 
 enum result staging_drain(void (*midway)(const struct fault *), const struct fault *fault) {
     enum result result = hardware_open();
     if (result != SUCCESS)
         return result;
-    if (!memory_open_files() || !copy_all(false, midway, fault)) {
+    if (!memory_open_files() || copy_all(false, midway, fault) != SUCCESS) {
         hardware_close();
         return OUT_OF_MEMORY;
     }
-    if (staging != NULL)
-        munmap(staging, staging_bytes);
-    staging = NULL;
+    unmap_staging();
     return SUCCESS;
 }
