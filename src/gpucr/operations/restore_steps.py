@@ -1,0 +1,324 @@
+"""The steps of a restore that concern the snapshot, CRIU, and device memory on its way."""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import time
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+
+from gpucr import staging
+from gpucr.criu.engine import Criu
+from gpucr.criu.options import RestoreOptions
+from gpucr.errors import (
+    DeadlineExceeded,
+    GpucrError,
+    JobChanged,
+    JobDamaged,
+    ProcessNotFound,
+    SnapshotDamaged,
+    Unsupported,
+)
+from gpucr.gang import Gang
+from gpucr.linux import processes
+from gpucr.linux.tmpfs import StagingFile
+from gpucr.model import CudaState, GangMember, ProcessId
+from gpucr.operations.freeze import RestoreGang
+from gpucr.operations.interrupts import Interrupts
+from gpucr.operations.logs import log_kept_on_failure
+from gpucr.operations.protection import Protection
+from gpucr.operations.steps import Meter
+from gpucr.operations.threads import explained
+from gpucr.snapshot.device.reader import Destination, DeviceReader
+from gpucr.snapshot.folder import Snapshot
+from gpucr.snapshot.manifest import DeviceData, FolderRecord, ProcessRecord
+from gpucr.staging import Gate
+
+_WAIT_S = 0.2
+
+
+@dataclass
+class RestoreContext:
+    """What the steps of one restore share.
+
+    ``gang``, ``root_pid``, ``restored`` and ``pids`` (manifest pid → pid now) are filled as it goes on, and so are
+    ``files``, the staging files by manifest pid, and ``reader``, which fills them.
+    """
+
+    snapshot: Snapshot
+    criu: Criu
+    options: RestoreOptions
+    deadline: float | None
+    protection: Protection | None
+    gang: Gang | None = None
+    root_pid: int = 0
+    restored: tuple[ProcessId, ...] = ()
+    pids: dict[int, int] = field(default_factory=dict)
+    files: dict[int, StagingFile] = field(default_factory=dict)
+    reader: DeviceReader | None = None
+
+    def close(self) -> None:
+        """Stop reading, and give up the staging files; what a process has mapped stays its own."""
+        if self.reader is not None:
+            self.reader.cancel()
+        for file in self.files.values():
+            file.close()
+
+    def restore_threads(self) -> dict[int, int]:
+        """The thread that does the driver's work, per pid of the gang."""
+        found: dict[int, int] = {}
+        for record in self.snapshot.manifest.processes:
+            if record.found_state is None or record.restore_thread is None:
+                continue
+            pid = self.pids[record.pid]
+            tid = processes.thread_with_innermost_id(pid, record.restore_thread)
+            if tid is None:
+                raise SnapshotDamaged(
+                    f"the manifest names thread {record.restore_thread} of process {record.pid}, which it has not",
+                    path=str(self.snapshot.path),
+                )
+            found[pid] = tid
+        return found
+
+    def to_continue(self) -> list[int]:
+        """The processes without CUDA that were not stopped when they were dumped."""
+        records = self.snapshot.manifest.processes
+        return [self.pids[r.pid] for r in records if r.found_state is None and not r.stopped and r.pid in self.pids]
+
+
+class LoadDevice:
+    """Begin to read device memory into staging files; it goes on until the driver has taken the last of it."""
+
+    name = "load"
+
+    def __init__(self, context: RestoreContext) -> None:
+        self._context = context
+
+    def describe(self) -> str:
+        """How much."""
+        stored = sum(data.stored_bytes for data in self._context.snapshot.manifest.device_data.values())
+        return f"begin to read {stored} bytes of device memory"
+
+    def run(self, interrupts: Interrupts, meter: Meter) -> int:
+        """Make the files and start the threads that read."""
+        context = self._context
+        destinations: list[Destination] = []
+        for pid, data in context.snapshot.manifest.device_data.items():
+            file = context.files[pid] = StagingFile.create(data.size_bytes)
+            if file.reason is not None:
+                meter.note(f"device memory is read into small pages: {file.reason}")
+            destinations.append(Destination(pid, file.fd, data))
+        context.reader = DeviceReader(context.snapshot.device, destinations)
+        context.reader.start()
+        return 0
+
+    def undo(self) -> None:
+        """Stop reading."""
+        if self._context.reader is not None:
+            self._context.reader.cancel()
+
+
+class VerifySnapshot:
+    """Check every file of the snapshot against its digest, but for device memory: that is checked as it is read."""
+
+    name = "verify"
+
+    def __init__(self, context: RestoreContext) -> None:
+        self._context = context
+
+    def describe(self) -> str:
+        """Which snapshot."""
+        return f"verify {self._context.snapshot.path}"
+
+    def run(self, interrupts: Interrupts, meter: Meter) -> int:
+        """Read and compare everything. Returns the bytes that were read."""
+        with interrupts.allowed():
+            self._context.snapshot.verify_files()
+        return sum(file.size_bytes for file in self._context.snapshot.manifest.files)
+
+    def undo(self) -> None:
+        """Nothing: verifying changes nothing."""
+
+
+class MakeFolders:
+    """Make the folders again in which the job's local sockets were bound, where they are missing."""
+
+    name = "folders"
+
+    def __init__(self, context: RestoreContext) -> None:
+        self._context = context
+        self._made: list[Path] = []
+
+    def describe(self) -> str:
+        """Which are missing now."""
+        missing = [folder.path for folder in self._missing()]
+        return f"make the missing folders of the job's sockets: {', '.join(missing) or 'none'}"
+
+    def run(self, interrupts: Interrupts, meter: Meter) -> int:
+        """Make them, outermost first, with the owner and mode that they had."""
+        for record in self._missing():
+            path = Path(record.path)
+            try:
+                path.mkdir(mode=0o700)
+                self._made.append(path)
+                os.chown(path, record.uid, record.gid, follow_symlinks=False)
+                path.chmod(record.mode)
+            except OSError as e:
+                raise Unsupported(
+                    f"the folder {path} is missing, in which the job has a socket, and cannot be made: {e.strerror}",
+                    hint="make it, or restore where it can be made",
+                ) from e
+        return 0
+
+    def undo(self) -> None:
+        """Remove those that were made and are empty."""
+        while self._made:
+            with contextlib.suppress(OSError):
+                self._made.pop().rmdir()
+
+    def _missing(self) -> list[FolderRecord]:
+        return [folder for folder in self._context.snapshot.manifest.folders if not Path(folder.path).exists()]
+
+
+class CriuRestore:
+    """CRIU makes the process tree again; the CUDA processes come back CHECKPOINTED."""
+
+    name = "criu"
+
+    def __init__(self, context: RestoreContext) -> None:
+        self._context = context
+
+    def describe(self) -> str:
+        """How many processes."""
+        manifest = self._context.snapshot.manifest
+        return f"restore {len(manifest.processes)} process(es) with CRIU, root pid {manifest.root_pid}"
+
+    def run(self, interrupts: Interrupts, meter: Meter) -> int:
+        """Restore, then take stock of the restored processes."""
+        context = self._context
+        with interrupts.allowed(), log_kept_on_failure("restore") as log_path:
+            context.root_pid = context.criu.restore(
+                context.snapshot.images,
+                context.options,
+                log_path=log_path,
+                leave_stopped=context.gang is not None,
+                on_start=self._on_start,
+                deadline=context.deadline,
+            )
+            interrupts.postpone()
+        tree = processes.tree(context.root_pid)
+        context.restored = tuple(process.id for process in tree)
+        if context.protection is not None:
+            context.protection.change(kill=context.restored, criu=None, images=None)
+        by_namespace_pid = {process.ns_pids[-1]: process.id for process in tree}
+        for record in context.snapshot.manifest.processes:
+            restored = by_namespace_pid.get(record.ns_pids[-1])
+            if restored is not None:
+                context.pids[record.pid] = restored.pid
+            if context.gang is not None and record.found_state is not None:
+                context.gang.add([_member(record, restored)])
+        return sum(file.size_bytes for file in context.snapshot.manifest.files)
+
+    def _on_start(self, criu: ProcessId) -> None:
+        if self._context.protection is not None:
+            images = str(self._context.snapshot.images.resolve())
+            self._context.protection.change(criu=criu, images=images)
+
+    def undo(self) -> None:
+        """End every process of the restored tree; the snapshot stays as it is."""
+        if not self._context.root_pid:
+            return
+        now: set[ProcessId] = set()
+        with contextlib.suppress(ProcessNotFound):  # the root may have ended by itself
+            now = {process.id for process in processes.tree(self._context.root_pid)}
+        left = processes.kill_and_wait(now | set(self._context.restored))
+        if left:
+            failures = [f"process {process.pid} does not end" for process in left]
+            raise JobDamaged("not every restored process could be ended: " + ", ".join(failures), failures=failures)
+
+
+class RestoreDevice:
+    """Staging files filled → mapped into the processes → device memory. All three go on at the same time."""
+
+    name = "restore"
+
+    def __init__(self, context: RestoreContext, restore: RestoreGang) -> None:
+        self._context = context
+        self._restore = restore
+
+    def describe(self) -> str:
+        """What the driver restores."""
+        return self._restore.describe()
+
+    def run(self, interrupts: Interrupts, meter: Meter) -> int:
+        """Let the driver take what is read as it comes. Returns the bytes of device memory."""
+        context = self._context
+        data = context.snapshot.manifest.device_data
+        total_bytes = sum(each.size_bytes for each in data.values())
+        meter.expect(total_bytes)
+        gates = self._gates(data, interrupts, meter)
+        try:
+            for gate in gates:
+                with explained(gate.pid):
+                    gate.begin()
+            self._restore.run(interrupts, meter)
+        except GpucrError:
+            self._finish(gates)  # what kept staging from being filled explains better than a driver that was left alone
+            raise
+        self._finish(gates)
+        return total_bytes
+
+    def undo(self) -> None:
+        """Nothing: CriuRestore ends the processes."""
+
+    def _gates(self, data: Mapping[int, DeviceData], interrupts: Interrupts, meter: Meter) -> list[Gate]:
+        context = self._context
+        restore_threads = context.restore_threads()
+        stays = {r.pid for r in context.snapshot.manifest.processes if r.found_state is CudaState.CHECKPOINTED}
+        gates: list[Gate] = []
+        for pid, each in data.items():
+            tid = restore_threads[context.pids[pid]]
+            wait = self._wait_for(pid, interrupts, meter)
+            if pid in stays:
+                wait(each.size_bytes)
+                with explained(context.pids[pid]):
+                    staging.attach(tid, context.files[pid].fd, each.extents)
+            else:
+                gates.append(Gate(context.pids[pid], tid, context.files[pid].fd, each.extents, wait))
+        return gates
+
+    def _wait_for(self, pid: int, interrupts: Interrupts, meter: Meter) -> Callable[[int], int]:
+        reader = self._context.reader
+        assert reader is not None  # noqa: S101 - LoadDevice ran before
+        deadline = self._context.deadline
+
+        def wait(up_to_bytes: int) -> int:
+            while not reader.wait_for(pid, up_to_bytes, _WAIT_S):
+                interrupts.check()
+                if deadline is not None and time.monotonic() > deadline:
+                    raise DeadlineExceeded(
+                        "the time was over while device memory was read", hint="give a longer --timeout"
+                    )
+            meter.set(reader.loaded_bytes)
+            return reader.loaded(pid)
+
+        return wait
+
+    @staticmethod
+    def _finish(gates: Sequence[Gate]) -> None:
+        for gate in gates:
+            with explained(gate.pid):
+                gate.finish()
+
+
+def _member(record: ProcessRecord, restored: ProcessId | None) -> GangMember:
+    if restored is None:
+        raise JobChanged(
+            f"process {record.pid} ({record.name}) ended right after it was restored",
+            pids=[record.pid],
+            hint="its own log may say why; the other processes have been ended, the snapshot is intact",
+        )
+    assert record.found_state is not None  # noqa: S101 - the caller passes CUDA processes only
+    return GangMember(restored, record.found_state)
