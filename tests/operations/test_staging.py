@@ -339,6 +339,23 @@ def test_damaged_device_memory_ends_the_half_restored_job(counter: CounterFactor
 
 
 @pytest.mark.criu
+def test_a_restore_without_a_file_for_device_memory_starts_nothing(
+    counter: CounterFactory, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    job = counter("--mib", "8")
+    gpucr.dump(job.pid, tmp_path / "s")
+    job.reap()
+    with monkeypatch.context() as patch:
+        refuse_the_file(patch)
+        with pytest.raises(gpucr.Unsupported, match="File too large") as error:
+            gpucr.restore(tmp_path / "s")
+    assert "ulimit -f" in (error.value.hint or "")
+    assert job.processes() == []
+    gpucr.restore(tmp_path / "s")
+    assert_unharmed(job, 101)
+
+
+@pytest.mark.criu
 def test_a_restore_that_reads_for_too_long_is_ended(
     counter: CounterFactory, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
 ) -> None:

@@ -106,7 +106,7 @@ class LoadDevice:
         context = self._context
         destinations: list[Destination] = []
         for pid, data in context.snapshot.manifest.device_data.items():
-            file = context.files[pid] = StagingFile.create(data.size_bytes)
+            file = context.files[pid] = _staging_file(data.size_bytes)
             if file.reason is not None:
                 meter.note(f"device memory is read into small pages: {file.reason}")
             destinations.append(Destination(pid, file.fd, data))
@@ -311,6 +311,16 @@ class RestoreDevice:
         for gate in gates:
             with explained(gate.pid):
                 gate.finish()
+
+
+def _staging_file(size_bytes: int) -> StagingFile:
+    try:
+        return StagingFile.create(size_bytes)
+    except OSError as e:
+        raise Unsupported(
+            f"no file in memory can be made for {size_bytes} bytes of device memory: {e.strerror}",
+            hint="see the limits on file size and open files of the shell that gpucr runs in (ulimit -f, ulimit -n)",
+        ) from e
 
 
 def _member(record: ProcessRecord, restored: ProcessId | None) -> GangMember:

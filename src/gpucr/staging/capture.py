@@ -22,7 +22,7 @@ from mmap import MAP_ANONYMOUS, MAP_PRIVATE, MAP_SHARED, PAGESIZE
 
 from gpucr.linux import memory
 from gpucr.linux.descriptors import close_descriptor, send_descriptor
-from gpucr.linux.injection import MADVISE, MMAP, InjectionUnavailable, run_syscall
+from gpucr.linux.injection import MADVISE, MMAP, run_syscall
 from gpucr.linux.memory import HUGE_PAGE_BYTES
 from gpucr.linux.ptrace import StopKind, TracedThread
 from gpucr.linux.tmpfs import StagingFile
@@ -100,12 +100,12 @@ class Capture:
                 close_descriptor(thread, number)
         except ProcessLookupError:
             self.reason = "the process has ended"
-        except (OSError, InjectionUnavailable) as error:
-            self.reason = f"{error.strerror or error}" if isinstance(error, OSError) else str(error)
+        except OSError as error:  # InjectionUnavailable as well, which has its reason as its text
+            self.reason = error.strerror or str(error)
         finally:
             if thread is not None:
                 with contextlib.suppress(OSError):
-                    thread.detach()
+                    thread.detach(thread.last_stop.signal)  # what it was about to take when it was stopped
             self._ready.set()
 
     def _watch(self, thread: TracedThread, number: int | None) -> None:
