@@ -178,6 +178,7 @@ pid = Criu(find_criu()).restore(
 )
 print("restored", pid, os.getsid(pid) == os.getsid(0), os.readlink(f"/proc/{{pid}}/fd/0"), flush=True)
 input()
+print("read", flush=True)
 os.kill(pid, 9)
 """.replace("process_group=0", "preexec_fn=os.setpgrp")
     shell_pid, terminal_fd = pty.fork()
@@ -196,8 +197,10 @@ os.kill(pid, 9)
         words = [_read_word(terminal_fd) for _ in range(4)]
         assert words[:3] == ["restored", str(pid), "True"]
         assert words[3].startswith("/dev/pts/")
+        assert os.tcgetpgrp(terminal_fd) == shell_pid, "the terminal stays with who restored, who reads from it below"
         wait_for(lambda: int(beat.read_bytes()) > seen + 5, "the program to go on")
         os.write(terminal_fd, b"\n")
+        assert _read_word(terminal_fd) == "read"
         wait_for(lambda: not is_running(pid), "the program to end")
     finally:
         os.kill(shell_pid, signal.SIGKILL)

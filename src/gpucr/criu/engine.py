@@ -22,6 +22,7 @@ from gpucr.criu.remains import kill_orphans
 from gpucr.criu.service import CriuService
 from gpucr.errors import CriuError, DeadlineExceeded
 from gpucr.linux import processes
+from gpucr.linux.terminal import foreground_kept
 from gpucr.model import ProcessId
 
 OnNotify = Callable[[str, int], None]
@@ -102,7 +103,8 @@ class Criu:
         ``on_start(criu)`` and ``on_notify(hook, pid)``: as in `dump`; ``pid`` is the root's where CRIU tells it
         (post-restore and later), else 0. A restore that fails, is refused by ``on_notify``, or is ended by ``deadline``
         or KeyboardInterrupt has killed everything of the tree; the pids are free once their parent (init, as a rule)
-        has reaped them. With ``shell_job`` the tree joins the caller's session and its terminal is the caller's stdin.
+        has reaped them. With ``shell_job`` the tree joins the caller's session, in the background of
+        the terminal that is the caller's stdin.
         Raises CriuError, DeadlineExceeded.
         """
         with CriuService(self.install, own_session=not options.shell_job) as service:
@@ -110,7 +112,8 @@ class Criu:
             run = _Run(service, "restore", log_path, on_notify, deadline, hook_pid=0, point_of_no_return=None)
             try:
                 request_options = {"leave_stopped": leave_stopped, **_common_options(options)}
-                response = run.serve(rpc_pb2.RESTORE, images_dir, request_options)
+                with foreground_kept():  # CRIU gives the terminal of a shell job to the tree
+                    response = run.serve(rpc_pb2.RESTORE, images_dir, request_options)
             except BaseException:
                 if service.end() < 0:  # CRIU cleans up after itself, unless it was killed
                     kill_orphans(images_dir, since_ticks=started_ticks)
