@@ -6,7 +6,7 @@ import importlib
 
 import click
 
-BENCHMARKS = ("compare", "overhead", "startup")
+BENCHMARKS = ("compare", "overhead", "startup", "store")
 
 
 class Benchmarks(click.Group):

@@ -37,7 +37,10 @@ if TYPE_CHECKING:
         SnapshotError,
         SnapshotExists,
         SnapshotUnfinished,
+        StoreDamaged,
+        StoreError,
         Unsupported,
+        WrongKey,
     )
     from gpucr.model import CudaState, Gpu, GpuMap
     from gpucr.operations.dump import DumpPlan, DumpReport, dump, plan_dump
@@ -54,7 +57,7 @@ _HOMES = {
         "DriverUnavailable", "GpucrError", "IllegalState", "Interrupted", "InvalidRequest", "JobChanged", "JobDamaged",
         "LockTimeout", "NotACudaProcess", "NotPermitted", "NotSupportedByDriver", "ProcessNotFound",
         "SimulatorUnavailable", "SnapshotDamaged", "SnapshotError", "SnapshotExists", "SnapshotUnfinished",
-        "Unsupported",
+        "StoreDamaged", "StoreError", "Unsupported", "WrongKey",
     ),
     "gpucr.model": ("CudaState", "Gpu", "GpuMap"),
     "gpucr.operations.dump": ("DumpPlan", "DumpReport", "dump", "plan_dump"),
@@ -102,7 +105,10 @@ __all__ = [
     "SnapshotError",
     "SnapshotExists",
     "SnapshotUnfinished",
+    "StoreDamaged",
+    "StoreError",
     "Unsupported",
+    "WrongKey",
     "__version__",
     "dump",
     "job_states",

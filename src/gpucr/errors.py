@@ -15,7 +15,10 @@
     ├── SnapshotError              5   the stored form is not usable
     │   ├── SnapshotExists             the target already holds something
     │   ├── SnapshotUnfinished         there is no manifest: the dump never ended
-    │   └── SnapshotDamaged            a file is missing, changed, or leads outside
+    │   ├── SnapshotDamaged            a file is missing, changed, or leads outside
+    │   └── StoreError                 a store of snapshots cannot be used, or is none
+    │       ├── WrongKey               the store is encrypted, and not with this key
+    │       └── StoreDamaged           something in the store is missing, cut short, or changed
     ├── DeadlineExceeded           6   out of time; the job is as it was found
     ├── DriverError                1   the CUDA driver refused or failed an action
     │   ├── IllegalState               CUDA_ERROR_ILLEGAL_STATE (401)
@@ -121,6 +124,18 @@ class SnapshotUnfinished(SnapshotError):
 
 class SnapshotDamaged(SnapshotError):
     """A file of the snapshot is missing, differs from its digest, or has a name that leads outside."""
+
+
+class StoreError(SnapshotError):
+    """A store of snapshots cannot be used, or there is none. ``path`` names the store, or the object in it."""
+
+
+class WrongKey(StoreError):
+    """The store is encrypted, and the key file or passphrase that was given (if any) does not open it."""
+
+
+class StoreDamaged(StoreError):
+    """An object of the store is missing, ends too early, or differs from what was written."""
 
 
 class DeadlineExceeded(GpucrError):

@@ -19,7 +19,7 @@ BrokenInstall ChangeReport CriuError CriuUnavailable CudaStarted CudaState Deadl
 DriverUnavailable DumpPlan DumpReport Gpu GpuMap GpucrError IllegalState Interrupted InvalidRequest JobChanged
 JobDamaged LockTimeout NotACudaProcess NotPermitted NotSupportedByDriver Phase Process ProcessNotFound ProcessState
 Progress RestoreReport SimulatorUnavailable Snapshot SnapshotDamaged SnapshotError SnapshotExists SnapshotUnfinished
-Unsupported __version__ dump job_states list_cuda_processes plan_dump restore resume suspend
+StoreDamaged StoreError Unsupported WrongKey __version__ dump job_states list_cuda_processes plan_dump restore resume suspend
 """
 NAMES = _NAMES.split()
 

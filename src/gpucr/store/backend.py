@@ -1,0 +1,126 @@
+"""What a store needs of the place where it lies: objects with names, created once, never changed.
+
+A folder (`local`), an object store (`objects`) and the tests' memory are such places. All of them keep these promises,
+on which everything else in this package is built:
+
+- An object is there completely or not at all, and durable when `Backend.create` or `Sink.publish` returns.
+- A name is given once: who comes second gets `Exists`. That is the only agreement between two writers that there is.
+- Who lists after an object was created sees it; who lists after it was deleted does not.
+
+Names are relative, of plain parts between slashes (`check_name`). Every failure is an OSError; `Missing` and `Exists`
+are the two that mean something to a caller, all others say that the place does not work.
+"""
+
+from __future__ import annotations
+
+import errno
+import re
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+from typing import Protocol, TypeAlias
+
+Buffer: TypeAlias = bytes | bytearray | memoryview
+"""Bytes; a memoryview is contiguous, of format ``B``."""
+
+_PART = re.compile(r"[A-Za-z0-9_-][A-Za-z0-9._-]{0,126}")
+
+
+class Missing(FileNotFoundError):
+    """No object has this name (``filename``)."""
+
+    def __init__(self, name: str) -> None:
+        super().__init__(errno.ENOENT, "the store has no such object", name)
+
+
+class Exists(FileExistsError):
+    """An object with this name (``filename``) exists, and nothing is ever overwritten."""
+
+    def __init__(self, name: str) -> None:
+        super().__init__(errno.EEXIST, "the store has an object of this name", name)
+
+
+@dataclass(frozen=True)
+class ObjectInfo:
+    """One object as a listing shows it.
+
+    ``modified_s``: when it was created, in seconds since 1970 by the clock of the place, not of this machine.
+    """
+
+    name: str
+    size_bytes: int
+    modified_s: float
+
+
+class Sink(Protocol):
+    """A new object that is being filled from the front. One thread at a time; either `publish` or `discard` ends it."""
+
+    @property
+    def size_bytes(self) -> int:
+        """What was written so far."""
+
+    def write(self, data: Buffer) -> None:
+        """Append. The buffer is the caller's again when this returns. Raises OSError."""
+
+    def publish(self) -> None:
+        """Make the object durable and visible under its name. Raises Exists, OSError; then nothing is left of it."""
+
+    def discard(self) -> None:
+        """Leave nothing of it. Idempotent, and without effect after `publish`."""
+
+
+class Backend(Protocol):
+    """A place with objects. All functions may be called from many threads at once."""
+
+    @property
+    def url(self) -> str:
+        """How a user names this place; for messages."""
+
+    def read(self, name: str, offset: int = 0, length: int | None = None) -> bytes:
+        """``length`` bytes from ``offset`` on; None: up to the end. Fewer where the object ends before.
+
+        Raises Missing, OSError.
+        """
+
+    def read_into(self, name: str, offset: int, buffer: memoryview) -> int:
+        """Fill the buffer from ``offset`` on; how many bytes were there. Raises Missing, OSError.
+
+        In a folder page-aligned buffers, offsets and lengths are read past the page cache.
+        """
+
+    def size(self, name: str) -> int:
+        """The size in bytes. Raises Missing, OSError."""
+
+    def list(self, prefix: str = "") -> Iterator[ObjectInfo]:
+        """All objects whose name begins with the prefix (a folder with its slash, or nothing), sorted by name.
+
+        Raises OSError.
+        """
+
+    def create(self, name: str, parts: Buffer | Sequence[Buffer]) -> None:
+        """A new object of these bytes, durable when this returns. Raises Exists, OSError.
+
+        After any other OSError than Exists the object may be there or not, and may even appear later.
+        """
+
+    def open_new(self, name: str) -> Sink:
+        """A new object for much data, filled bit by bit: see `Sink`. Raises OSError."""
+
+    def delete(self, name: str) -> None:
+        """Remove the object, durably; nothing happens where there is none. Raises OSError."""
+
+    def sweep(self, unchanged_s: float) -> int:
+        """Remove what writers that died left of objects that they never published; how many things were removed.
+
+        ``unchanged_s``: only what nothing was added to for so long. Raises OSError.
+        """
+
+
+def check_name(name: str) -> None:
+    """Raise ValueError for a name that is not made of plain parts: nothing may lead outside the place."""
+    if len(name) > 512 or not all(_PART.fullmatch(part) for part in name.split("/")):
+        raise ValueError(f"{name!r} cannot be the name of an object")
+
+
+def as_parts(data: Buffer | Sequence[Buffer]) -> Sequence[Buffer]:
+    """One buffer or several, as several."""
+    return (data,) if isinstance(data, bytes | bytearray | memoryview) else data

@@ -1,0 +1,212 @@
+"""The index: which piece is in which pack, in few objects, so that opening a store reads little.
+
+A writer that has published its packs publishes one index object (more only for very many pieces) that repeats their
+footers. What is in no index is found again in the footers. An index object is sealed (see crypto.py) and holds::
+
+    "GPUCRIX1", packs (u32), zeros (4)
+    for each pack: pack id (16), size in bytes (u64), entries (u32), zeros (4), then its entries as in its footer
+"""
+
+from __future__ import annotations
+
+import os
+import struct
+from collections.abc import Collection, Iterable, Iterator
+from concurrent.futures import ThreadPoolExecutor
+
+from gpucr.store.backend import Buffer, Missing
+from gpucr.store.crypto import Changed, CutShort
+from gpucr.store.opened import Store
+from gpucr.store.pack import (
+    ENTRY_BYTES,
+    MAX_ENTRIES,
+    PACK_ID_BYTES,
+    TRAILER_BYTES,
+    PackContents,
+    Place,
+    check_entries,
+    decode_footer,
+    decode_trailer,
+    iter_entries,
+    pack_name,
+)
+from gpucr.store.pieces import ID_BYTES
+
+PREFIX = "index/"
+MAX_INDEX_BYTES = 128 << 20
+_ENTRIES_AN_OBJECT = 1 << 20
+_READERS = 8
+_END_BYTES = 64 << 10
+"""Read from the end of a pack at once: its trailer, and the footer of 1300 pieces."""
+
+_HEADER = struct.Struct("<8sI4x")
+_PACK = struct.Struct(f"<{PACK_ID_BYTES}sQI4x")
+_MAGIC = b"GPUCRIX1"
+_PLACE = struct.Struct(f"<{ID_BYTES}xIIIB3x")
+
+
+class Index:
+    """Where every piece is. Built by one thread; then `find` may be called by many."""
+
+    def __init__(self) -> None:
+        self._packs: dict[bytes, PackContents] = {}
+        self._numbers: list[PackContents] = []
+        # A piece is found as pack number and entry number in one integer: 200 bytes of memory a piece, not 500.
+        self._pieces: dict[bytes, int] = {}
+
+    def add(self, contents: PackContents) -> None:
+        """Take in one pack. A piece that is in another one too is found where it was found first."""
+        if contents.pack_id in self._packs:
+            return
+        base = len(self._numbers) * MAX_ENTRIES
+        self._packs[contents.pack_id] = contents
+        self._numbers.append(contents)
+        for number, entry in enumerate(iter_entries(contents.entries)):
+            self._pieces.setdefault(entry.id, base + number)
+
+    def find(self, piece_id: bytes) -> Place | None:
+        """Where the piece is; None: in no pack that the index knows."""
+        found = self._pieces.get(piece_id)
+        if found is None:
+            return None
+        pack, number = divmod(found, MAX_ENTRIES)
+        contents = self._numbers[pack]
+        return Place(contents.pack_id, *_PLACE.unpack_from(contents.entries, number * ENTRY_BYTES))
+
+    def pack(self, pack_id: bytes) -> PackContents | None:
+        """What this pack holds; None: the index does not know it."""
+        return self._packs.get(pack_id)
+
+    @property
+    def packs(self) -> Collection[PackContents]:
+        """All packs."""
+        return self._packs.values()
+
+    @property
+    def pieces(self) -> int:
+        """How many different pieces there are."""
+        return len(self._pieces)
+
+
+def load(store: Store, *, without: Collection[bytes] = ()) -> Index:
+    """The index of a store, less the packs ``without``: what is only in those is not found.
+
+    Raises StoreDamaged, StoreError. An index object that disappears meanwhile is one that a prune has replaced.
+    """
+    excluded = frozenset(without)
+    index = Index()
+    for _, packs in load_objects(store):
+        for contents in packs:
+            if contents.pack_id not in excluded:
+                index.add(contents)
+    return index
+
+
+def load_objects(store: Store) -> Iterator[tuple[str, list[PackContents]]]:
+    """Every index object with the packs that it tells of. Raises StoreDamaged, StoreError."""
+
+    def read(name: str) -> bytes | None:
+        try:
+            return store.backend.read(name, 0, MAX_INDEX_BYTES + 1)
+        except Missing:
+            return None
+
+    try:
+        names = [found.name for found in store.backend.list(PREFIX)]
+        with ThreadPoolExecutor(_READERS, "index") as pool:
+            for name, sealed in zip(names, pool.map(read, names), strict=True):
+                if sealed is not None:
+                    yield name, _decode_object(store, name, sealed)
+    except OSError as e:
+        raise store.not_usable(e) from e
+
+
+def publish(store: Store, packs: Iterable[PackContents]) -> list[str]:
+    """Write index objects that tell of these packs, which are all published. The names. Raises OSError."""
+    names: list[str] = []
+    for group in _groups(packs):
+        name = f"{PREFIX}{os.urandom(16).hex()}"
+        store.backend.create(name, store.seal(name, encode(group)))
+        names.append(name)
+    return names
+
+
+def read_footer(store: Store, pack_id: bytes) -> PackContents:
+    """What a pack says that it holds. Raises StoreDamaged, StoreError."""
+    name = pack_name(pack_id)
+    try:
+        size_bytes = store.backend.size(name)
+        start = max(0, size_bytes - _END_BYTES)
+        end = store.backend.read(name, start)
+        trailer = decode_trailer(end[-TRAILER_BYTES:], pack_id, size_bytes)
+        if trailer.footer_offset >= start:
+            footer = end[trailer.footer_offset - start :][: trailer.footer_length]
+        else:
+            footer = store.backend.read(name, trailer.footer_offset, trailer.footer_length)
+        return decode_footer(footer, trailer, size_bytes, store.keys.pack(pack_id) if store.keys else None)
+    except Missing as e:
+        raise store.damaged(name, "is missing") from e
+    except OSError as e:
+        raise store.not_usable(e) from e
+    except CutShort as e:
+        raise store.damaged(name, f"is cut short: {e}") from e
+    except Changed as e:
+        raise store.damaged(name, f"is not what was written: {e}") from e
+
+
+def encode(packs: Collection[PackContents]) -> bytes:
+    """The bytes of an index object, before they are sealed."""
+    parts = [_HEADER.pack(_MAGIC, len(packs))]
+    for contents in packs:
+        parts.append(_PACK.pack(contents.pack_id, contents.size_bytes, len(contents.entries) // ENTRY_BYTES))
+        parts.append(contents.entries)
+    return b"".join(parts)
+
+
+def decode(data: Buffer) -> list[PackContents]:
+    """The packs of an index object. Raises Changed for anything that `encode` does not write."""
+    view = memoryview(data)
+    if len(view) < _HEADER.size:
+        raise Changed(f"an index of {len(view)} bytes")
+    magic, count = _HEADER.unpack_from(view)
+    if magic != _MAGIC:
+        raise Changed(f"it begins with {magic!r}, not {_MAGIC!r}")
+    packs: list[PackContents] = []
+    position = _HEADER.size
+    for _ in range(count):
+        if len(view) - position < _PACK.size:
+            raise Changed(f"it claims {count} packs and holds {len(packs)}")
+        pack_id, size_bytes, entries = _PACK.unpack_from(view, position)
+        position += _PACK.size
+        if entries > MAX_ENTRIES or len(view) - position < entries * ENTRY_BYTES:
+            raise Changed(f"it claims {entries} pieces where it has not so many")
+        contents = PackContents(pack_id, size_bytes, bytes(view[position : position + entries * ENTRY_BYTES]))
+        check_entries(contents.entries, size_bytes)
+        position += entries * ENTRY_BYTES
+        packs.append(contents)
+    if position != len(view):
+        raise Changed("it is longer than what it claims to hold")
+    return packs
+
+
+def _decode_object(store: Store, name: str, sealed: bytes) -> list[PackContents]:
+    if len(sealed) > MAX_INDEX_BYTES:
+        raise store.damaged(name, f"is larger than {MAX_INDEX_BYTES} bytes")
+    try:
+        return decode(store.unseal(name, sealed))
+    except Changed as e:
+        raise store.damaged(name, f"is not valid: {e}") from e
+
+
+def _groups(packs: Iterable[PackContents]) -> Iterator[list[PackContents]]:
+    group: list[PackContents] = []
+    entries = 0
+    for contents in packs:
+        count = len(contents.entries) // ENTRY_BYTES
+        if group and entries + count > _ENTRIES_AN_OBJECT:
+            yield group
+            group, entries = [], 0
+        group.append(contents)
+        entries += count
+    if group:
+        yield group

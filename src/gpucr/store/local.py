@@ -1,0 +1,298 @@
+"""A store in a folder: every object a file, filled under another name and given its own by a hard link.
+
+::
+
+    STORE/               0700; what lies below is 0600 and 0700
+      packs/ab/...       objects, by their names
+      .incoming/         objects that are not finished: no name of an object begins with a dot
+
+A link is made once: the second one fails, also on NFS, which rename(2) would not tell. Folders are made when the first
+object needs them, and files and folders are synced before anyone is told that an object exists or is gone.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import ctypes
+import errno
+import fcntl
+import mmap
+import os
+import secrets
+import stat
+import time
+from collections.abc import Callable, Iterator, Sequence
+from pathlib import Path
+
+from gpucr.store.backend import Buffer, Exists, Missing, ObjectInfo, as_parts, check_name
+
+INCOMING_NAME = ".incoming"
+_DIRECT_BYTES = 4096
+"""O_DIRECT wants memory, offset and length in multiples of the block size of the disk, which is never larger."""
+_TAIL_BYTES = 2 << 20
+_LARGE_BYTES = 64 << 10
+_GROW_BYTES = 64 << 20
+
+
+class LocalBackend:
+    """A folder of this machine, or one that it has mounted, as a `Backend`.
+
+    Raises NotADirectoryError, FileNotFoundError, and PermissionError where another user could change the folder: what
+    a store says is run with the privileges of who restores it.
+    """
+
+    def __init__(self, root: str | os.PathLike[str]) -> None:
+        self.root = Path(root).absolute()
+        found = self.root.stat()
+        if not stat.S_ISDIR(found.st_mode):
+            raise NotADirectoryError(errno.ENOTDIR, "it is not a folder", str(self.root))
+        _require_ours(found, self.root)
+
+    @property
+    def url(self) -> str:
+        """The path of the folder."""
+        return str(self.root)
+
+    def read(self, name: str, offset: int = 0, length: int | None = None) -> bytes:
+        """See `Backend.read`."""
+        with self._opened(name) as fd:
+            wanted = max(0, os.fstat(fd).st_size - offset) if length is None else length
+            parts = []
+            while wanted > 0 and (part := os.pread(fd, min(wanted, 64 << 20), offset)):
+                parts.append(part)
+                offset += len(part)
+                wanted -= len(part)
+        return b"".join(parts)
+
+    def read_into(self, name: str, offset: int, buffer: memoryview) -> int:
+        """See `Backend.read_into`."""
+        with self._opened(name) as fd:
+            if _is_aligned(buffer) and offset % _DIRECT_BYTES == 0:
+                _set_direct(fd, on=True)
+            return _transfer(os.preadv, fd, buffer, offset)
+
+    def size(self, name: str) -> int:
+        """See `Backend.size`."""
+        with self._opened(name) as fd:
+            return os.fstat(fd).st_size
+
+    def list(self, prefix: str = "") -> Iterator[ObjectInfo]:
+        """See `Backend.list`. Files whose names no object can have are passed over."""
+        folder = self.root / prefix.rpartition("/")[0]
+        found = [
+            ObjectInfo(name, at.st_size, at.st_mtime)
+            for name, at in _walk(folder, self.root)
+            if name.startswith(prefix)
+        ]
+        return iter(sorted(found, key=lambda info: info.name))
+
+    def create(self, name: str, parts: Buffer | Sequence[Buffer]) -> None:
+        """See `Backend.create`."""
+        sink = self.open_new(name)
+        try:
+            for part in as_parts(parts):
+                sink.write(part)
+        except BaseException:
+            sink.discard()
+            raise
+        sink.publish()
+
+    def open_new(self, name: str) -> LocalSink:
+        """See `Backend.open_new`."""
+        return LocalSink(self._path(name), self.root)
+
+    def delete(self, name: str) -> None:
+        """See `Backend.delete`."""
+        path = self._path(name)
+        with contextlib.suppress(FileNotFoundError):
+            path.unlink()
+            # A snapshot that comes back after a power failure, when its packs are gone, would be a damaged one.
+            _sync(path.parent)
+
+    def sweep(self, unchanged_s: float) -> int:
+        """See `Backend.sweep`. What is still being filled fails where it is published: nothing is lost by it."""
+        removed = 0
+        oldest_s = time.time() - unchanged_s
+        with contextlib.suppress(FileNotFoundError):
+            for entry in os.scandir(self.root / INCOMING_NAME):
+                with contextlib.suppress(FileNotFoundError):
+                    if entry.stat(follow_symlinks=False).st_mtime <= oldest_s:
+                        os.unlink(entry.path)
+                        removed += 1
+        return removed
+
+    def _path(self, name: str) -> Path:
+        check_name(name)
+        return self.root / name
+
+    @contextlib.contextmanager
+    def _opened(self, name: str) -> Iterator[int]:
+        path = self._path(name)
+        try:
+            # Without O_NONBLOCK the open of a named pipe waits for a writer that never comes.
+            fd = os.open(path, os.O_RDONLY | os.O_NOFOLLOW | os.O_NONBLOCK | os.O_CLOEXEC)
+        except (FileNotFoundError, NotADirectoryError) as e:
+            raise Missing(name) from e
+        try:
+            found = os.fstat(fd)
+            if not stat.S_ISREG(found.st_mode):
+                raise OSError(errno.EINVAL, "it is not a plain file", str(path))
+            _require_ours(found, path)
+            yield fd
+        finally:
+            os.close(fd)
+
+
+class LocalSink:
+    """A file that is being filled: large aligned buffers go straight to the disk, the others are collected first."""
+
+    def __init__(self, path: Path, root: Path) -> None:
+        self._path = path
+        self._name = str(path.relative_to(root))
+        incoming = root / INCOMING_NAME
+        _make_folders(incoming, root)
+        self._temporary = incoming / secrets.token_hex(16)
+        self._root = root
+        self._fd = os.open(self._temporary, os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_CLOEXEC, 0o600)
+        self._is_open = True
+        self._tail = mmap.mmap(-1, _TAIL_BYTES, mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)
+        # open(2): O_DIRECT into private memory is not safe while the process forks.
+        self._tail.madvise(mmap.MADV_DONTFORK)
+        self._tail_view = memoryview(self._tail)
+        self._tail_bytes = 0
+        self._written_bytes = 0
+        self._size_bytes = 0
+        self._grown_bytes = 0
+        _set_direct(self._fd, on=True)
+
+    @property
+    def size_bytes(self) -> int:
+        """See `Sink.size_bytes`."""
+        return self._size_bytes
+
+    def write(self, data: Buffer) -> None:
+        """See `Sink.write`."""
+        view = memoryview(data)
+        self._size_bytes += len(view)
+        if self._tail_bytes % _DIRECT_BYTES == 0 and len(view) >= _LARGE_BYTES and _is_aligned(view):
+            self._flush(self._tail_bytes)
+            self._put(view)
+            return
+        while view:
+            count = min(len(view), _TAIL_BYTES - self._tail_bytes)
+            self._tail_view[self._tail_bytes : self._tail_bytes + count] = view[:count]
+            self._tail_bytes += count
+            view = view[count:]
+            if self._tail_bytes == _TAIL_BYTES:
+                self._flush(_TAIL_BYTES)
+
+    def publish(self) -> None:
+        """See `Sink.publish`."""
+        try:
+            self._flush(-(-self._tail_bytes // _DIRECT_BYTES) * _DIRECT_BYTES)
+            os.ftruncate(self._fd, self._size_bytes)
+            os.fsync(self._fd)
+            _make_folders(self._path.parent, self._root)
+            self._link()
+            _sync(self._path.parent)
+        finally:
+            self.discard()
+
+    def _link(self) -> None:
+        try:
+            os.link(self._temporary, self._path)
+        except FileExistsError as e:
+            # link(2): NFS may make the link, lose the answer, and find it there when it asks again.
+            if os.fstat(self._fd).st_nlink != 2:
+                raise Exists(self._name) from e
+
+    def discard(self) -> None:
+        """See `Sink.discard`."""
+        if self._is_open:
+            self._is_open = False
+            os.close(self._fd)
+            self._temporary.unlink(missing_ok=True)
+
+    def _flush(self, length: int) -> None:
+        """Write so much of the tail; it is empty afterwards. Past its end lies what nobody will see."""
+        if length:
+            self._put(self._tail_view[:length])
+            self._tail_bytes = 0
+
+    def _put(self, data: memoryview) -> None:
+        while self._written_bytes + len(data) > self._grown_bytes:
+            # A write that makes a file longer holds the inode's lock alone.
+            self._grown_bytes += _GROW_BYTES
+            os.ftruncate(self._fd, self._grown_bytes)
+        if _transfer(os.pwritev, self._fd, data, self._written_bytes) < len(data):
+            raise OSError(errno.EIO, "the file system takes no more bytes", str(self._temporary))
+        self._written_bytes += len(data)
+
+
+def _transfer(call: Callable[[int, list[memoryview], int], int], fd: int, data: memoryview, offset: int) -> int:
+    done = 0
+    while done < len(data):
+        try:
+            count = call(fd, [data[done:]], offset + done)
+        except OSError as e:
+            # Some file systems take O_DIRECT at open and refuse it here, or want another alignment.
+            if e.errno == errno.EINVAL and fcntl.fcntl(fd, fcntl.F_GETFL) & os.O_DIRECT:
+                _set_direct(fd, on=False)
+                continue
+            raise
+        if count == 0:
+            break
+        done += count
+    return done
+
+
+def _walk(folder: Path, root: Path) -> Iterator[tuple[str, os.stat_result]]:
+    try:
+        entries = list(os.scandir(folder))
+    except (FileNotFoundError, NotADirectoryError):
+        return
+    for entry in entries:
+        if entry.name.startswith("."):
+            continue
+        if entry.is_dir(follow_symlinks=False):
+            yield from _walk(Path(entry.path), root)
+        elif entry.is_file(follow_symlinks=False):
+            name = str(Path(entry.path).relative_to(root))
+            with contextlib.suppress(FileNotFoundError, ValueError):
+                check_name(name)
+                yield name, entry.stat(follow_symlinks=False)
+
+
+def _make_folders(folder: Path, root: Path) -> None:
+    if folder == root or folder.is_dir():
+        return
+    _make_folders(folder.parent, root)
+    with contextlib.suppress(FileExistsError):
+        folder.mkdir(mode=0o700)
+        _sync(folder.parent)
+
+
+def _is_aligned(buffer: memoryview) -> bool:
+    if len(buffer) % _DIRECT_BYTES or not len(buffer) or buffer.readonly:
+        return False
+    return ctypes.addressof(ctypes.c_char.from_buffer(buffer)) % _DIRECT_BYTES == 0
+
+
+def _set_direct(fd: int, *, on: bool) -> None:
+    flags = fcntl.fcntl(fd, fcntl.F_GETFL)
+    with contextlib.suppress(OSError):  # a file system without it: slower, nothing else
+        fcntl.fcntl(fd, fcntl.F_SETFL, flags | os.O_DIRECT if on else flags & ~os.O_DIRECT)
+
+
+def _sync(path: Path) -> None:
+    fd = os.open(path, os.O_RDONLY | os.O_CLOEXEC)
+    try:
+        os.fsync(fd)
+    finally:
+        os.close(fd)
+
+
+def _require_ours(found: os.stat_result, path: Path) -> None:
+    if found.st_uid not in (0, os.geteuid()) or found.st_mode & (stat.S_IWGRP | stat.S_IWOTH):
+        mode = stat.S_IMODE(found.st_mode)
+        raise PermissionError(errno.EPERM, f"others can write it (uid {found.st_uid}, mode {mode:04o})", str(path))

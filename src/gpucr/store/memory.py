@@ -1,0 +1,48 @@
+"""Page-aligned memory for pieces, as O_DIRECT wants it, and copies that do not hold the GIL."""
+
+from __future__ import annotations
+
+import contextlib
+import ctypes
+import mmap
+
+from gpucr.store.backend import Buffer
+
+
+class AlignedBuffer:
+    """Private memory that begins at a page and stays out of child processes."""
+
+    def __init__(self, size_bytes: int) -> None:
+        self._memory = mmap.mmap(-1, size_bytes, mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)
+        # open(2): O_DIRECT into private memory is not safe while the process forks, as it does to start CRIU.
+        self._memory.madvise(mmap.MADV_DONTFORK)
+        with contextlib.suppress(OSError):  # a kernel without huge pages: slower, nothing else
+            self._memory.madvise(mmap.MADV_HUGEPAGE)
+        self.view = memoryview(self._memory)
+
+    def __len__(self) -> int:
+        return len(self.view)
+
+
+def address_of(view: memoryview) -> int:
+    """Where writable memory begins."""
+    return ctypes.addressof(ctypes.c_char.from_buffer(view))
+
+
+def copy(into: memoryview, data: Buffer) -> None:
+    """Copy all of the data to the front of ``into``."""
+    if len(data) > len(into):
+        raise ValueError(f"{len(data)} bytes do not fit into {len(into)}")
+    if isinstance(data, bytes):
+        ctypes.memmove(address_of(into), data, len(data))
+    elif len(data) and not memoryview(data).readonly:
+        ctypes.memmove(address_of(into), address_of(memoryview(data)), len(data))
+    else:
+        into[: len(data)] = data  # a read-only view does not tell its address: the rare case
+
+
+def is_direct(view: memoryview, block_bytes: int) -> bool:
+    """Whether the memory can be read into or written from past the page cache: whole blocks, aligned."""
+    if view.readonly or not view or len(view) % block_bytes:
+        return False
+    return address_of(view) % block_bytes == 0

@@ -1,0 +1,255 @@
+"""A store in an object store: S3 and what speaks its protocol, Google Cloud Storage, Azure, through obstore.
+
+A request that fails for a reason that may pass is made again, after a wait that doubles and is partly random, until
+`Patience.deadline_s` is over. A create whose answer was lost may have happened: when a later attempt finds the name
+taken, what lies there is compared with what was to be put.
+
+An object of up to `SINGLE_BYTES` is one conditional request: it is there or not, and a death leaves nothing. A larger
+one goes up in parts (see `upload`).
+"""
+
+from __future__ import annotations
+
+import errno
+import random
+import re
+import time
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from datetime import timedelta
+from typing import Any, TypeVar
+
+from gpucr.store import extra
+from gpucr.store.backend import Buffer, Exists, Missing, ObjectInfo, as_parts, check_name
+from gpucr.store.upload import ObjectsSink
+
+SCHEMES = ("s3", "gs", "az")
+_REQUEST_TIMEOUT_S = 60
+_CONNECT_TIMEOUT_S = 5
+_MAY_PASS = frozenset({408, 409, 425, 429})
+_STATUS = re.compile(r"status code: (\d{3})")
+
+T = TypeVar("T")
+
+
+@dataclass(frozen=True)
+class Patience:
+    """How long a request is tried: the first wait, the longest wait, and when to give up, in seconds."""
+
+    first_wait_s: float = 0.1
+    longest_wait_s: float = 10.0
+    deadline_s: float = 120.0
+
+    def waits_s(self) -> Iterator[float]:
+        """The waits between attempts. Random, so that many writers do not come back all at once."""
+        wait_s = self.first_wait_s
+        while True:
+            yield wait_s * random.uniform(0.5, 1.0)  # noqa: S311 - nobody gains by guessing it
+            wait_s = min(2 * wait_s, self.longest_wait_s)
+
+
+class ObjectsBackend:
+    """A bucket, or a prefix in one, as a `Backend`.
+
+    Credentials and endpoint come from the environment, as obstore reads it (``AWS_*``, ``GOOGLE_*``, ``AZURE_*``);
+    ``options`` go over that. Raises BrokenInstall without obstore, ValueError for a URL that it does not understand.
+    """
+
+    def __init__(self, url: str, *, patience: Patience | None = None, options: Mapping[str, Any] | None = None) -> None:
+        purpose = f"the store {url}"
+        self._obstore = extra.load("obstore", purpose)
+        self._errors = extra.load("obstore.exceptions", purpose)
+        self._url = url.rstrip("/")
+        self._patience = patience or Patience()
+        # Attempts are counted here: only so is it known whether an object in the way may be our own.
+        self._store = self._open(max_retries=0, options=options or {})
+        self._patient_store = self._open(max_retries=20, options=options or {})
+
+    def _open(self, *, max_retries: int, options: Mapping[str, Any]) -> Any:
+        client = {
+            "timeout": timedelta(seconds=_REQUEST_TIMEOUT_S),
+            "connect_timeout": timedelta(seconds=_CONNECT_TIMEOUT_S),
+        }
+        retry = {"max_retries": max_retries, "retry_timeout": timedelta(seconds=self._patience.deadline_s)}
+        stores = extra.load("obstore.store", f"the store {self._url}")
+        # Not all that speak S3's protocol can delete many objects at once, which obstore does even for one.
+        settings: dict[str, Any] = {"disable_bulk_delete": True} if self._url.startswith("s3:") else {}
+        settings |= {key: value for key, value in options.items() if key != "client_options"}
+        try:
+            return stores.from_url(
+                self._url,
+                client_options=client | dict(options.get("client_options", {})),
+                retry_config=retry,
+                **settings,
+            )
+        except (self._errors.BaseError, ValueError) as e:
+            raise ValueError(_first_line(e)) from e
+
+    @property
+    def url(self) -> str:
+        """The URL of the bucket or prefix."""
+        return self._url
+
+    def read(self, name: str, offset: int = 0, length: int | None = None) -> bytes:
+        """See `Backend.read`."""
+        if length is not None:
+            return self._read_range(name, offset, length)
+        if offset:
+            return self._read_range(name, offset, max(0, self.size(name) - offset))
+        return bytes(self._again(name, lambda: self._obstore.get(self._store, _checked(name)).bytes()))
+
+    def _read_range(self, name: str, offset: int, length: int) -> bytes:
+        return bytes(self._fetch(name, offset, length)) if length else b""
+
+    def read_into(self, name: str, offset: int, buffer: memoryview) -> int:
+        """See `Backend.read_into`."""
+        data = memoryview(self._fetch(name, offset, len(buffer))) if buffer else memoryview(b"")
+        buffer[: len(data)] = data
+        return len(data)
+
+    def _fetch(self, name: str, offset: int, length: int) -> Any:
+        def attempt() -> Any:
+            try:
+                return self._obstore.get_range(self._store, _checked(name), start=offset, length=length)
+            except self._errors.BaseError as e:
+                # A range that begins behind the end is refused, where a read of a file gives nothing.
+                if _status(e) == 416 and self._size(name) <= offset:
+                    return b""
+                raise
+
+        return self._again(name, attempt)
+
+    def size(self, name: str) -> int:
+        """See `Backend.size`."""
+        return self._again(name, lambda: self._size(name))
+
+    def _size(self, name: str) -> int:
+        return int(self._obstore.head(self._store, _checked(name))["size"])
+
+    def list(self, prefix: str = "") -> Iterator[ObjectInfo]:
+        """See `Backend.list`."""
+
+        def attempt() -> Sequence[ObjectInfo]:
+            return [
+                ObjectInfo(meta["path"], meta["size"], meta["last_modified"].timestamp())
+                for chunk in self._obstore.list(self._store, prefix.rpartition("/")[0] or None, chunk_size=1000)
+                for meta in chunk
+                if meta["path"].startswith(prefix)
+            ]
+
+        return iter(sorted(self._again(self._url, attempt), key=lambda info: info.name))
+
+    def create(self, name: str, parts: Buffer | Sequence[Buffer]) -> None:
+        """See `Backend.create`."""
+        several = as_parts(parts)
+        attempts = 0
+
+        def attempt() -> None:
+            nonlocal attempts
+            attempts += 1
+            try:
+                self._obstore.put(self._store, _checked(name), b"".join(several), mode="create", use_multipart=False)
+            except self._errors.AlreadyExistsError as e:
+                self._resolve(name, several, is_first=attempts == 1, cause=e)
+
+        self._again(name, attempt)
+
+    def _resolve(self, name: str, parts: Sequence[Buffer], *, is_first: bool, cause: BaseException) -> None:
+        """Whose object is in the way? Returns where it is our own, from an attempt whose answer was lost."""
+        size_bytes = sum(len(part) for part in parts)
+        try:
+            # While another put of the same name is under way, S3 says that the name is taken when it is not (409).
+            found = self.read(name) if not is_first and self.size(name) == size_bytes else None
+            if is_first:
+                self.size(name)
+        except Missing as e:
+            raise ConnectionAbortedError(errno.ECONNABORTED, "a put of this name is under way", name) from e
+        if found is None or found != b"".join(parts):
+            raise Exists(name) from cause
+
+    def open_new(self, name: str) -> ObjectsSink:
+        """See `Backend.open_new`."""
+        check_name(name)
+        return ObjectsSink(
+            create=lambda parts: self.create(name, parts),
+            exists=lambda: self._has(name),
+            upload=lambda parts, part_bytes, at_once: self._upload(name, parts, part_bytes, at_once),
+            name=name,
+        )
+
+    def _has(self, name: str) -> bool:
+        try:
+            self.size(name)
+        except Missing:
+            return False
+        return True
+
+    def _upload(self, name: str, parts: Iterator[bytes], part_bytes: int, at_once: int) -> None:
+        try:
+            # An exception out of `parts` makes obstore abort the upload; a request of it that fails is made again.
+            self._obstore.put(
+                self._patient_store, name, parts, use_multipart=True, chunk_size=part_bytes, max_concurrency=at_once
+            )
+        except (self._errors.BaseError, OSError) as e:
+            raise _translated(e, name, self._errors) from e
+
+    def delete(self, name: str) -> None:
+        """See `Backend.delete`."""
+
+        def attempt() -> None:
+            try:
+                self._obstore.delete(self._store, _checked(name))
+            except FileNotFoundError:
+                return  # S3 does not mind, others do
+
+        self._again(name, attempt)
+
+    def sweep(self, unchanged_s: float) -> int:
+        """See `Backend.sweep`: nothing, since obstore cannot list the parts of unfinished uploads."""
+        return 0
+
+    def _again(self, name: str, attempt: Callable[[], T]) -> T:
+        """Do it until it works, fails for good, or the deadline is over. Raises OSError in every other case."""
+        give_up_s = time.monotonic() + self._patience.deadline_s
+        for wait_s in self._patience.waits_s():
+            try:
+                return attempt()
+            except (Exists, Missing):
+                raise
+            except (self._errors.BaseError, OSError) as e:
+                error = _translated(e, name, self._errors)
+                if not isinstance(error, ConnectionError) or time.monotonic() + wait_s >= give_up_s:
+                    raise error from e
+            time.sleep(wait_s)
+        raise AssertionError  # the waits do not end
+
+
+def _checked(name: str) -> str:
+    check_name(name)
+    return name
+
+
+def _translated(error: Exception, name: str, errors: Any) -> OSError:
+    """What obstore raised, as the OSError that a `Backend` raises; ConnectionError: it may pass."""
+    text = _first_line(error)
+    if isinstance(error, FileNotFoundError):
+        return Missing(name)
+    if isinstance(error, OSError):
+        return error if error.errno is not None else ConnectionAbortedError(errno.ECONNABORTED, text, name)
+    if isinstance(error, errors.PermissionDeniedError | errors.UnauthenticatedError):
+        return PermissionError(errno.EACCES, text, name)
+    if isinstance(error, errors.NotSupportedError | errors.InvalidPathError | errors.UnknownConfigurationKeyError):
+        return OSError(errno.EOPNOTSUPP, text, name)
+    status = _status(error)
+    if status is not None and 400 <= status < 500 and status not in _MAY_PASS:
+        return OSError(errno.EREMOTEIO, text, name)
+    return ConnectionAbortedError(errno.ECONNABORTED, text, name)
+
+
+def _status(error: BaseException) -> int | None:
+    found = _STATUS.search(str(error))
+    return int(found.group(1)) if found else None
+
+
+def _first_line(error: BaseException) -> str:
+    return (str(error).strip() or type(error).__name__).splitlines()[0]

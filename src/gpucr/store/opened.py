@@ -1,0 +1,220 @@
+"""A store that was opened: where it is, what was decided for it, and its keys."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Iterator
+from dataclasses import dataclass, field
+
+from gpucr.errors import StoreDamaged, StoreError, WrongKey
+from gpucr.store import config as configuration
+from gpucr.store import crypto, extra, keys, pieces
+from gpucr.store.backend import Backend, Buffer, Exists, Missing
+from gpucr.store.config import ConfigError, StoreConfig
+from gpucr.store.crypto import KeyRing
+from gpucr.store.keys import KeyObjectError, Secret
+
+KEYS_PREFIX = "keys/"
+HINT_DAMAGED = "the disk, a copy or somebody damaged it: use another snapshot, or another copy of the store"
+_MASTER_BYTES = 32
+_MAX_KEYS = 64
+
+
+@dataclass(frozen=True)
+class Store:
+    """An opened store. All of it may be used by many threads at once."""
+
+    backend: Backend
+    config: StoreConfig
+    keys: KeyRing | None = field(repr=False)
+    digest: pieces.Digest = field(repr=False, compare=False)
+
+    @classmethod
+    def create(
+        cls,
+        backend: Backend,
+        *,
+        secret: Secret | None = None,
+        piece_bytes: int = configuration.PIECE_BYTES,
+        pack_bytes: int = configuration.PACK_BYTES,
+        hash_name: str | None = None,
+    ) -> Store:
+        """Make a store in an empty place; encrypted where there is a secret. Nothing is overwritten.
+
+        Its pieces are named by BLAKE3 where that is installed, else by SHA-256. Raises StoreError where there is a
+        store already or the place does not work.
+        """
+        if hash_name is None:
+            hash_name = "blake3" if secret is not None or extra.is_installed("blake3") else "sha256"
+        try:
+            made = StoreConfig.new(
+                hash_name, encrypted=secret is not None, piece_bytes=piece_bytes, pack_bytes=pack_bytes
+            )
+        except ConfigError as e:
+            raise StoreError(f"such a store cannot be made: {e}", path=backend.url) from e
+        ring = KeyRing(os.urandom(_MASTER_BYTES), made.store_id) if secret is not None else None
+        store = cls(backend, made, ring, _digest(made, ring))
+        if secret is not None:
+            store.add_key(secret)
+        try:
+            # Last, and only once: this is what makes it a store.
+            backend.create(configuration.NAME, configuration.encode(made, _mac_key(ring) if ring else None))
+        except Exists as e:
+            hint = "use that one, or name another place"
+            raise StoreError(f"there is a store at {backend.url} already", path=backend.url, hint=hint) from e
+        except OSError as e:
+            raise store.not_usable(e) from e
+        return store
+
+    @classmethod
+    def open(cls, backend: Backend, secret: Secret | None = None) -> Store:
+        """Open the store that is there.
+
+        Raises WrongKey where it is encrypted and the secret does not open it, StoreDamaged where its configuration or
+        a key is not intact, and StoreError where there is none, where it is not encrypted although there is a secret,
+        or where the place does not work.
+        """
+        name = configuration.NAME
+        try:
+            data = backend.read(name, 0, configuration.MAX_CONFIG_BYTES + 1)
+        except Missing as e:
+            hint = "make one first, or correct the name"
+            raise StoreError(f"there is no store at {backend.url}", path=backend.url, hint=hint) from e
+        except OSError as e:
+            raise _not_usable(backend, e) from e
+        try:
+            found, mac = configuration.decode(data)
+            ring = _unlock(backend, found, secret)
+            if ring is not None:
+                configuration.check_mac(found, mac, _mac_key(ring))
+        except ConfigError as e:
+            path = f"{backend.url}/{name}"
+            raise StoreDamaged(f"{path} is not valid: {e}", path=path, hint=HINT_DAMAGED) from e
+        return cls(backend, found, ring, _digest(found, ring))
+
+    def path(self, name: str) -> str:
+        """How a message names an object."""
+        return f"{self.backend.url}/{name}"
+
+    def not_usable(self, error: OSError) -> StoreError:
+        """What an error of the place means to the user."""
+        return _not_usable(self.backend, error)
+
+    def damaged(self, name: str, what: str) -> StoreDamaged:
+        """The error for an object that is not what was written; ``what`` goes on from its name."""
+        return StoreDamaged(f"{self.path(name)} {what}", path=self.path(name), hint=HINT_DAMAGED)
+
+    # --- small objects ---------------------------------------------------------------------------------------
+
+    def seal(self, name: str, data: Buffer) -> bytes:
+        """The bytes to store under this name: with a digest, encrypted where the store is."""
+        return crypto.seal(name, data, self.keys)
+
+    def unseal(self, name: str, sealed: Buffer) -> bytes:
+        """What was given to `seal`. Raises StoreDamaged."""
+        try:
+            return crypto.unseal(name, sealed, self.keys)
+        except crypto.CutShort as e:
+            raise self.damaged(name, f"is cut short: {e}") from e
+        except crypto.Changed as e:
+            raise self.damaged(name, f"is not what was written: {e}") from e
+
+    # --- keys ------------------------------------------------------------------------------------------------
+
+    def add_key(self, secret: Secret) -> str:
+        """Let one more secret open the store. The name of its key object. Raises StoreError."""
+        if self.keys is None:
+            raise StoreError(f"the store {self.backend.url} is not encrypted", path=self.backend.url)
+        name = f"{KEYS_PREFIX}{os.urandom(8).hex()}.json"
+        try:
+            self.backend.create(name, keys.wrap(self.keys.master, secret, self.config.store_id))
+        except OSError as e:
+            raise self.not_usable(e) from e
+        return name
+
+    def key_names(self) -> dict[str, str]:
+        """The key objects, each with its kind: ``passphrase``, ``key file``, or ``damaged``. Raises StoreError."""
+        return {name: _kind(data) for name, data in _key_objects(self.backend)}
+
+    def remove_key(self, name: str) -> None:
+        """Let a secret open the store no more. Raises StoreError for the last one, and where there is no such key.
+
+        Who has opened the store with it may have kept the master key: then only a new store helps.
+        """
+        names = self.key_names()
+        if name not in names:
+            raise StoreError(f"the store {self.backend.url} has no key {name}", path=self.path(name))
+        if not any(kind != "damaged" for other, kind in names.items() if other != name):
+            hint = "add another key first"
+            raise StoreError(f"{name} is the only key of the store {self.backend.url}", path=self.path(name), hint=hint)
+        try:
+            self.backend.delete(name)
+        except OSError as e:
+            raise self.not_usable(e) from e
+
+
+def _digest(config: StoreConfig, ring: KeyRing | None) -> pieces.Digest:
+    return pieces.digest_function(config.hash, ring.derive(b"piece names") if ring else None)
+
+
+def _mac_key(ring: KeyRing) -> bytes:
+    return ring.derive(b"configuration")
+
+
+def _not_usable(backend: Backend, error: OSError) -> StoreError:
+    what = f"{error.strerror or error}"
+    return StoreError(
+        f"the store {backend.url} cannot be used: {what}{f' ({error.filename})' if error.filename else ''}",
+        path=backend.url,
+        hint="check free space, permissions and the connection to it",
+    )
+
+
+def _unlock(backend: Backend, config: StoreConfig, secret: Secret | None) -> KeyRing | None:
+    if not config.encrypted:
+        if secret is not None:
+            # Not taken for one of ours: whoever can write there could have put a store without encryption in its place.
+            hint = "leave the key away if that is meant"
+            raise StoreError(f"the store {backend.url} is not encrypted", path=backend.url, hint=hint)
+        return None
+    if secret is None:
+        hint = "give its key file or passphrase"
+        raise WrongKey(f"the store {backend.url} is encrypted, and no key was given", path=backend.url, hint=hint)
+    damaged: tuple[str, KeyObjectError] | None = None
+    for name, data in _key_objects(backend):
+        try:
+            master = keys.unwrap(data, secret, config.store_id)
+        except KeyObjectError as e:
+            damaged = (name, e)
+            continue
+        if master is not None:
+            return KeyRing(master, config.store_id)
+    if damaged is not None:
+        path = f"{backend.url}/{damaged[0]}"
+        hint = "if that is not the key that was meant, give another key file or passphrase of this store"
+        raise StoreDamaged(f"{path} is no valid key: {damaged[1]}", path=path, hint=hint) from damaged[1]
+    kind = "passphrase" if secret.kind == "scrypt" else "key file"
+    hint = "give one that it was made with"
+    raise WrongKey(f"this {kind} does not open the store {backend.url}", path=backend.url, hint=hint)
+
+
+def _key_objects(backend: Backend) -> Iterator[tuple[str, bytes]]:
+    try:
+        names = [found.name for found in backend.list(KEYS_PREFIX)]
+        if not names or len(names) > _MAX_KEYS:
+            raise StoreDamaged(
+                f"the store {backend.url} has {len(names)} keys, not 1 to {_MAX_KEYS}",
+                path=f"{backend.url}/{KEYS_PREFIX}",
+                hint=HINT_DAMAGED,
+            )
+        for name in names:
+            yield name, backend.read(name, 0, keys.MAX_KEY_OBJECT_BYTES + 1)
+    except OSError as e:
+        raise _not_usable(backend, e) from e
+
+
+def _kind(key_object: bytes) -> str:
+    try:
+        return {"scrypt": "passphrase", "hkdf": "key file"}[keys.check(key_object)]
+    except KeyObjectError:
+        return "damaged"

@@ -1,0 +1,252 @@
+"""Removes old snapshots, what writers that died left, and packs that nothing needs, while others dump and restore.
+
+Nothing is locked. What is decided here, and why it is safe, is told in retired.py and writers.py: a pack is retired by
+one prune and deleted by a later one. Every step can be cut off and done again.
+"""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Iterator, Sequence, Set
+from dataclasses import dataclass
+
+from gpucr.errors import StoreDamaged
+from gpucr.store import retired, snapshots, writers
+from gpucr.store.index import Index
+from gpucr.store.opened import Store
+from gpucr.store.pack import iter_entries, pack_name
+from gpucr.store.pieces import PieceRef
+from gpucr.store.reader import StoreReader
+from gpucr.store.retired import Batch, Inventory, Pack
+from gpucr.store.snapshots import StoredSnapshot
+from gpucr.store.writer import StoreWriter
+
+GRACE_S = 24 * 3600.0
+DEAD_AFTER_S = 3600.0
+_TOMBSTONE_S = 30 * 24 * 3600.0
+"""A writer would have to sleep for so long, and then commit at once, to do harm."""
+
+
+@dataclass(frozen=True)
+class PruneRules:
+    """What to keep, and how patient to be.
+
+    A snapshot is kept that is among the ``keep_last`` latest or younger than ``keep_within_s``; where both are None all
+    are kept. ``grace_s``: how long a retired pack stays, for those who still read a snapshot that was removed.
+    ``dead_after_s``: a writer without a sign of life for so long will not be let commit. ``repack_below``: packs of
+    which less than this part is needed are emptied into new ones (0: none).
+    """
+
+    keep_last: int | None = None
+    keep_within_s: float | None = None
+    grace_s: float = GRACE_S
+    dead_after_s: float = DEAD_AFTER_S
+    repack_below: float = 0.0
+
+
+@dataclass(frozen=True)
+class PruneReport:
+    """What a prune did, or with ``dry_run`` would do.
+
+    ``retired_bytes`` are deleted by a later prune; ``waiting_bytes`` were retired before and must still wait;
+    ``deleted_bytes`` is the space that is free now. ``repacked_bytes`` were stored anew in other packs.
+    """
+
+    kept: tuple[StoredSnapshot, ...] = ()
+    removed: tuple[StoredSnapshot, ...] = ()
+    dead_writers: tuple[str, ...] = ()
+    retired_packs: int = 0
+    retired_bytes: int = 0
+    waiting_packs: int = 0
+    waiting_bytes: int = 0
+    deleted_packs: int = 0
+    deleted_bytes: int = 0
+    repacked_bytes: int = 0
+
+
+def prune(store: Store, rules: PruneRules, *, dry_run: bool = False) -> PruneReport:
+    """Remove what the rules do not keep. Raises StoreDamaged, StoreError.
+
+    Where a snapshot that is kept lacks a piece, nothing but snapshots is removed: a damaged store is not thinned out.
+    """
+    try:
+        return _Prune(store, rules, dry_run=dry_run).run()
+    except OSError as e:
+        raise store.not_usable(e) from e
+
+
+def choose(
+    found: Sequence[StoredSnapshot], rules: PruneRules, now_s: float
+) -> tuple[list[StoredSnapshot], list[StoredSnapshot]]:
+    """Which of the snapshots, oldest first, to keep and which to remove."""
+    if rules.keep_last is None and rules.keep_within_s is None:
+        return list(found), []
+    last = {each.id for each in found[max(0, len(found) - (rules.keep_last or 0)) :]}
+    within_s = rules.keep_within_s if rules.keep_within_s is not None else -1.0
+    kept = [each for each in found if each.id in last or now_s - each.created_s <= within_s]
+    ids = {each.id for each in kept}
+    return kept, [each for each in found if each.id not in ids]
+
+
+class _Prune:
+    """One prune. The steps in `run` are in the order on which their safety rests."""
+
+    def __init__(self, store: Store, rules: PruneRules, *, dry_run: bool) -> None:
+        self._store = store
+        self._rules = rules
+        self._dry_run = dry_run
+        self._now_s = time.time()
+
+    def run(self) -> PruneReport:
+        registration = None
+        if not self._dry_run:
+            # A prune is a writer: so it knows what time it is there, and may repack.
+            registration = writers.Registration.register(self._store)
+            self._now_s = registration.clock_s
+        try:
+            return self._run(registration.snapshot_id if registration else "")
+        finally:
+            if registration is not None:
+                registration.end()
+
+    def _run(self, own_id: str) -> PruneReport:
+        dead = self._end_dead_writers(own_id)
+        # Batches, then writers, then snapshots: a writer of a batch that is not there has committed, and is listed.
+        batches = retired.batches(self._store)
+        alive = {key: each for key, each in writers.seen(self._store.backend).items() if key not in {own_id, *dead}}
+        kept, removed = choose(snapshots.list_all(self._store).intact(), self._rules, self._now_s)
+        if not self._dry_run:
+            for each in removed:
+                snapshots.remove(self._store, each.id)
+        inventory = Inventory.load(self._store, batches)
+        live = self._live_pieces(kept, inventory)
+        deleted, waiting = self._delete(inventory, live, alive.keys())
+        # What a writer has made that is at work has no snapshot yet.
+        oldest_s = min((each.since_s for each in alive.values()), default=float("inf"))
+        settled = [pack for pack in inventory.in_use() if pack.created_s < oldest_s]
+        dead_packs = [pack for pack in settled if not _needed(pack, live)]
+        sparse = [pack for pack in settled if 0 < _needed_part(pack, live) < self._rules.repack_below]
+        repacked_bytes = self._repack(inventory, sparse, live)
+        if not self._dry_run:
+            if dead_packs or sparse:
+                retired.retire(self._store, [pack.id for pack in (*dead_packs, *sparse)])
+            self._tidy()
+        return PruneReport(
+            kept=tuple(kept),
+            removed=tuple(removed),
+            dead_writers=tuple(dead),
+            retired_packs=len(dead_packs) + len(sparse),
+            retired_bytes=sum(pack.size_bytes for pack in (*dead_packs, *sparse)),
+            waiting_packs=len(waiting),
+            waiting_bytes=sum(pack.size_bytes for pack in waiting),
+            deleted_packs=len(deleted),
+            deleted_bytes=sum(pack.size_bytes for pack in deleted),
+            repacked_bytes=repacked_bytes,
+        )
+
+    def _end_dead_writers(self, own_id: str) -> Sequence[str]:
+        dead = []
+        for writer in writers.seen(self._store.backend).values():
+            if writer.snapshot_id != own_id and self._now_s - writer.seen_s > self._rules.dead_after_s:
+                if not self._dry_run:
+                    writers.end_dead(self._store.backend, writer)
+                dead.append(writer.snapshot_id)
+        return dead
+
+    def _live_pieces(self, kept: Sequence[StoredSnapshot], inventory: Inventory) -> Set[bytes]:
+        index = inventory.index()
+        reader = StoreReader(self._store, index)
+        live: set[bytes] = set()
+        for snapshot in kept:
+            needed = set(snapshots.live_pieces(snapshot, reader)) - live
+            for piece_id in needed:
+                if index.find(piece_id) is None:
+                    raise StoreDamaged(
+                        f"the snapshot {snapshot.label} lacks the piece {piece_id.hex()}; no pack was removed",
+                        path=self._store.path(writers.snapshot_object(snapshot.id)),
+                        hint="verify the store; remove that snapshot if there is no other copy of it",
+                    )
+            live |= needed
+        return live
+
+    def _delete(self, inventory: Inventory, live: Set[bytes], alive: Set[str]) -> tuple[Sequence[Pack], Sequence[Pack]]:
+        """Delete what was retired before and is not needed any more. What is deleted, and what must wait."""
+        held = {piece_id for pack in inventory.in_use() for piece_id in _pieces(pack) if piece_id in live}
+        deleted: dict[bytes, Pack] = {}
+        waiting: dict[bytes, Pack] = {}
+        for batch in inventory.batches:
+            may = self._may_delete(batch, alive)
+            for pack in (inventory.packs[pack_id] for pack_id in batch.packs if pack_id in inventory.packs):
+                if may and all(piece_id in held for piece_id in _pieces(pack) if piece_id in live):
+                    deleted[pack.id] = pack
+                else:
+                    waiting[pack.id] = pack
+        waiting = {pack_id: pack for pack_id, pack in waiting.items() if pack_id not in deleted}
+        if not self._dry_run:
+            for pack_id in deleted:
+                self._store.backend.delete(pack_name(pack_id))
+            self._forget(inventory, inventory.packs.keys() - deleted.keys())
+        return list(deleted.values()), list(waiting.values())
+
+    def _may_delete(self, batch: Batch, alive: Set[str]) -> bool:
+        if batch.writers is None:
+            if not self._dry_run:
+                retired.note_writers(self._store, batch)
+            return False
+        return not batch.writers & alive and self._now_s - batch.retired_s >= self._rules.grace_s
+
+    def _forget(self, inventory: Inventory, there: Set[bytes]) -> None:
+        """Remove index objects and batches that tell of nothing that is there."""
+        for name, pack_ids in inventory.index_objects.items():
+            if there.isdisjoint(pack_ids):
+                self._store.backend.delete(name)
+        for batch in inventory.batches:
+            if there.isdisjoint(batch.packs):
+                retired.remove(self._store, batch)
+
+    def _repack(self, inventory: Inventory, sparse: Sequence[Pack], live: Set[bytes]) -> int:
+        """Store again what is needed of these packs. The bytes stored; with ``dry_run`` as they are stored now."""
+        if self._dry_run or not sparse:
+            return sum(_needed(pack, live) for pack in sparse)
+        emptied = {pack.id for pack in sparse}
+        known = Index()
+        for pack in inventory.in_use():
+            if pack.contents is not None and pack.id not in emptied:
+                known.add(pack.contents)
+        reader = StoreReader(self._store, inventory.index())
+        writer = StoreWriter(self._store, known)
+        try:
+            for pack in sparse:
+                for entry in iter_entries(pack.contents.entries if pack.contents else b""):
+                    if entry.id in live:
+                        writer.add(reader.fetch(PieceRef(entry.id, entry.raw_length)))
+            writer.flush()
+        finally:
+            writer.discard()
+        return writer.counts.bytes_written
+
+    def _tidy(self) -> None:
+        backend = self._store.backend
+        backend.sweep(self._rules.dead_after_s)
+        for name in retired.leftovers(self._store):
+            backend.delete(name)
+        for info in snapshots.tombstones(self._store):
+            if self._now_s - info.modified_s > _TOMBSTONE_S:
+                backend.delete(info.name)
+
+
+def _pieces(pack: Pack) -> Iterator[bytes]:
+    return (entry.id for entry in iter_entries(pack.contents.entries)) if pack.contents else iter(())
+
+
+def _needed(pack: Pack, live: Set[bytes]) -> int:
+    """How many bytes of the pack are needed."""
+    if pack.contents is None:
+        return 0
+    return sum(entry.stored_length for entry in iter_entries(pack.contents.entries) if entry.id in live)
+
+
+def _needed_part(pack: Pack, live: Set[bytes]) -> float:
+    """Of what is in the pack, not of its size: a pack that was just filled with what is needed has a footer too."""
+    stored = sum(entry.stored_length for entry in iter_entries(pack.contents.entries)) if pack.contents else 0
+    return _needed(pack, live) / stored if stored else 0.0

@@ -1,0 +1,233 @@
+"""Packs on their way out. How ``prune`` removes what nothing refers to while others write, without a lock.
+
+A pack is in use, then retired, then gone; it never goes back. Retiring is one object per prune:
+
+    retired/BATCH.packs     which packs; from now on no writer that begins relies on them
+    retired/BATCH.writers   the writers that were there *after* that: they may have begun before, and rely on them
+
+A later prune deletes a pack of a batch when all writers of the batch have ended (or were kept from ever committing, see
+writers.py) and when the snapshots, listed after that, need nothing of it that is not in a pack in use as well. Why no
+committed snapshot can lose a piece:
+
+- A writer makes itself known, then lists batches, then packs, then reads the index (`known_index`). If it relies on a
+  pack, then the pack was in no batch, so its batch was created later, so its list of writers has this writer.
+- So the pack is looked at only when this writer's snapshot is committed and listed, or can never be. (A prune reads
+  the batches, then lists who is at work, then the snapshots: a writer that is missing there has ended before.)
+- A batch stays until the last of its packs is gone. So two prunes at once, one with an old view, do no harm: what one
+  of them means to delete cannot have come into use meanwhile.
+- Where a retired pack is deleted because another pack has its pieces too, that other one was in use at that moment;
+  when it is retired later, the first one is not in use, and cannot be what makes it superfluous.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import re
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from concurrent.futures import ThreadPoolExecutor
+from dataclasses import dataclass
+
+from gpucr.errors import StoreDamaged
+from gpucr.store import index as indexes
+from gpucr.store import writers
+from gpucr.store.backend import Exists, Missing
+from gpucr.store.index import Index
+from gpucr.store.opened import Store
+from gpucr.store.pack import PREFIX as PACKS_PREFIX
+from gpucr.store.pack import PackContents, pack_id_of
+
+PREFIX = "retired/"
+_NAME = re.compile(r"retired/([0-9a-f]{32})\.packs")
+_MAX_BYTES = 64 << 20
+_READERS = 8
+
+
+@dataclass(frozen=True)
+class Batch:
+    """Packs that were retired together. ``retired_s``: when, by the clock of the store.
+
+    ``writers`` are the snapshot ids of the writers that may rely on them; None: nobody has listed them yet.
+    """
+
+    id: str
+    packs: frozenset[bytes]
+    retired_s: float
+    writers: frozenset[str] | None
+
+    @property
+    def packs_name(self) -> str:
+        """The object that retires them."""
+        return f"{PREFIX}{self.id}.packs"
+
+    @property
+    def writers_name(self) -> str:
+        """The object that lists the writers."""
+        return f"{PREFIX}{self.id}.writers"
+
+
+def retire(store: Store, packs: Iterable[bytes]) -> None:
+    """Retire these packs: no writer that begins from now on relies on them. Raises OSError."""
+    batch = Batch(os.urandom(16).hex(), frozenset(packs), 0.0, None)
+    content = json.dumps([pack_id.hex() for pack_id in sorted(batch.packs)]).encode()
+    store.backend.create(batch.packs_name, store.seal(batch.packs_name, content))
+    note_writers(store, batch)
+
+
+def note_writers(store: Store, batch: Batch) -> None:
+    """Write down who is at work now. Raises OSError. It can be done at any time after the batch was created."""
+    content = json.dumps(sorted(writers.seen(store.backend))).encode()
+    try:
+        store.backend.create(batch.writers_name, store.seal(batch.writers_name, content))
+    except Exists:
+        return  # another prune has done it: also after the batch was created
+
+
+def batches(store: Store) -> Sequence[Batch]:
+    """All batches. Raises StoreDamaged, OSError."""
+    found = []
+    for info in store.backend.list(PREFIX):
+        if match := _NAME.fullmatch(info.name):
+            batch = Batch(match.group(1), frozenset(), info.modified_s, None)
+            packs = _read(store, batch.packs_name, 16)
+            if packs is None:
+                continue  # its last pack is gone
+            there = _read(store, batch.writers_name, 16)
+            writer_ids = None if there is None else frozenset(writer_id.hex() for writer_id in there)
+            found.append(Batch(batch.id, packs, info.modified_s, writer_ids))
+    return found
+
+
+def leftovers(store: Store) -> Sequence[str]:
+    """Objects of batches that were removed only in part. Raises OSError."""
+    names = [info.name for info in store.backend.list(PREFIX)]
+    return [name for name in names if name.endswith(".writers") and f"{name[: -len('.writers')]}.packs" not in names]
+
+
+def remove(store: Store, batch: Batch) -> None:
+    """Forget a batch whose packs are all gone. Raises OSError."""
+    # In this order: without the first one the second means nothing, the other way round writers would be listed anew.
+    store.backend.delete(batch.packs_name)
+    store.backend.delete(batch.writers_name)
+
+
+@dataclass(frozen=True)
+class Pack:
+    """A pack that is there. ``created_s`` by the clock of the store; ``contents`` None: not known, or not readable."""
+
+    id: bytes
+    size_bytes: int
+    created_s: float
+    contents: PackContents | None
+
+
+@dataclass(frozen=True)
+class Inventory:
+    """All packs of a store, the batches of those that were retired, and of which packs each index object tells."""
+
+    packs: Mapping[bytes, Pack]
+    batches: Sequence[Batch]
+    index_objects: Mapping[str, Sequence[bytes]]
+
+    @classmethod
+    def load(cls, store: Store, found: Sequence[Batch] | None = None, *, footers: bool = True) -> Inventory:
+        """What is there now; ``found`` are the batches where they were listed already.
+
+        With ``footers`` also what packs hold of which no index tells. Raises StoreDamaged, StoreError, OSError.
+
+        The order matters: a pack that is listed and in no batch that was listed before was in use at that moment; a
+        pack that an index tells of and that is not listed afterwards has been deleted.
+        """
+        if found is None:
+            found = batches(store)
+        told: dict[bytes, PackContents] = {}
+        index_objects: dict[str, list[bytes]] = {}
+        for name, packs in indexes.load_objects(store):
+            index_objects[name] = [contents.pack_id for contents in packs]
+            told.update((contents.pack_id, contents) for contents in packs)
+        existing = existing_packs(store)
+        if footers:
+            told.update(_footers(store, existing.keys() - told.keys()))
+        packs_there = {
+            pack_id: Pack(pack_id, size_bytes, created_s, told.get(pack_id))
+            for pack_id, (size_bytes, created_s) in existing.items()
+        }
+        return cls(packs_there, found, index_objects)
+
+    @property
+    def retired(self) -> frozenset[bytes]:
+        """All packs of all batches."""
+        return frozenset[bytes]().union(*(batch.packs for batch in self.batches))
+
+    def in_use(self) -> Iterator[Pack]:
+        """The packs that are not retired."""
+        retired = self.retired
+        return (pack for pack in self.packs.values() if pack.id not in retired)
+
+    def index(self) -> Index:
+        """Where every piece can be read; packs in use first, since the others may go away."""
+        index, retired = Index(), self.retired
+        for pack in sorted(self.packs.values(), key=lambda each: (each.id in retired, each.id)):
+            if pack.contents is not None:
+                index.add(pack.contents)
+        return index
+
+
+def whole_index(store: Store, *, footers: bool = False) -> Index:
+    """Where every piece can be read; ``footers`` as in `Inventory.load`. Raises StoreDamaged, StoreError."""
+    try:
+        return Inventory.load(store, footers=footers).index()
+    except OSError as e:
+        raise store.not_usable(e) from e
+
+
+def known_index(store: Store) -> Index:
+    """What a writer that has made itself known may rely on: pieces in packs that are there and in use.
+
+    Raises StoreDamaged, StoreError.
+    """
+    try:
+        # Batches first: one that is gone by now has taken its packs with it, and they are not listed either.
+        retired = frozenset[bytes]().union(*(batch.packs for batch in batches(store)))
+        usable = existing_packs(store).keys() - retired
+    except OSError as e:
+        raise store.not_usable(e) from e
+    index = Index()
+    for _, packs in indexes.load_objects(store):
+        for contents in packs:
+            if contents.pack_id in usable:
+                index.add(contents)
+    return index
+
+
+def existing_packs(store: Store) -> Mapping[bytes, tuple[int, float]]:
+    """Size in bytes and time of creation of every pack that is there. Raises OSError."""
+    listed = ((pack_id_of(info.name), info) for info in store.backend.list(PACKS_PREFIX))
+    return {pack_id: (info.size_bytes, info.modified_s) for pack_id, info in listed if pack_id is not None}
+
+
+def _footers(store: Store, pack_ids: Iterable[bytes]) -> Mapping[bytes, PackContents]:
+    def read(pack_id: bytes) -> PackContents | None:
+        try:
+            return indexes.read_footer(store, pack_id)
+        except StoreDamaged:
+            return None  # what only this pack has will be missed by who needs it
+
+    with ThreadPoolExecutor(_READERS, "footers") as pool:
+        return {contents.pack_id: contents for contents in pool.map(read, pack_ids) if contents is not None}
+
+
+def _read(store: Store, name: str, id_bytes: int) -> frozenset[bytes] | None:
+    try:
+        sealed = store.backend.read(name, 0, _MAX_BYTES + 1)
+    except Missing:
+        return None
+    if len(sealed) > _MAX_BYTES:
+        raise store.damaged(name, f"is larger than {_MAX_BYTES} bytes")
+    try:
+        ids = frozenset(bytes.fromhex(text) for text in json.loads(store.unseal(name, sealed)))
+    except (ValueError, TypeError, RecursionError) as e:
+        raise store.damaged(name, f"is no list of names: {e}") from e
+    if any(len(each) != id_bytes for each in ids):
+        raise store.damaged(name, "has a name of the wrong length")
+    return ids

@@ -1,0 +1,94 @@
+"""Writing one snapshot into a store, in the order on which its safety rests.
+
+Make oneself known, look at what is there, store pieces, make them durable, commit, and be gone: see writers.py and
+retired.py for why.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Mapping, Sequence
+from types import TracebackType
+
+from gpucr.store import retired, snapshots
+from gpucr.store.codec import Compress
+from gpucr.store.index import Index
+from gpucr.store.opened import Store
+from gpucr.store.pieces import PieceRef
+from gpucr.store.snapshots import Area, StoredSnapshot
+from gpucr.store.writer import StoreWriter
+from gpucr.store.writers import REFRESH_S, Registration
+
+
+class WriteSession:
+    """A snapshot that is being written; a context manager. `commit` makes it exist, leaving without it discards it.
+
+    ``writer`` takes the pieces (its `StoreWriter.add`, by many threads), ``known`` is what the store had before.
+    """
+
+    def __init__(self, registration: Registration, writer: StoreWriter, known: Index) -> None:
+        self.writer = writer
+        self.known = known
+        self._registration = registration
+        self._has_ended = False
+
+    @classmethod
+    def begin(cls, store: Store, *, compress: Compress = "auto", refresh_s: float = REFRESH_S) -> WriteSession:
+        """Make a new writer known to the store, and see what is there already.
+
+        Raises StoreDamaged, StoreError, and Unsupported where the place cannot keep two writers apart.
+        """
+        registration = Registration.register(store, refresh_s=refresh_s)
+        try:
+            known = retired.known_index(store)
+            return cls(registration, StoreWriter(store, known, compress=compress), known)
+        except BaseException:
+            registration.end()
+            raise
+
+    def area(self, name: str, refs: Sequence[PieceRef]) -> Area:
+        """A file, or the device memory of one process, made of these pieces. Raises StoreError."""
+        return snapshots.make_area(name, refs, self.writer)
+
+    def commit(
+        self,
+        *,
+        name: str | None,
+        manifest: bytes,
+        areas: Iterable[Area],
+        created: str | None = None,
+        host: str | None = None,
+        counters: Mapping[str, int] | None = None,
+    ) -> StoredSnapshot:
+        """Make everything durable, then make the snapshot exist. Raises InvalidRequest, StoreError.
+
+        ``created``, ``host`` and ``counters`` are those of the source where this is a copy.
+        """
+        if name is not None:
+            snapshots.check_name(name)
+        self.writer.flush()
+        self._has_ended = True
+        return snapshots.commit(
+            self.writer.store,
+            self._registration,
+            name=name,
+            manifest=manifest,
+            areas=areas,
+            created=created,
+            host=host,
+            counters=counters if counters is not None else vars(self.writer.counts),
+        )
+
+    def discard(self) -> None:
+        """There will be no snapshot; what was stored for it is left to a prune. Idempotent; nothing after `commit`."""
+        if not self._has_ended:
+            self._has_ended = True
+            self.writer.discard()
+            self._registration.end()
+
+    def __enter__(self) -> WriteSession:
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        self.discard()

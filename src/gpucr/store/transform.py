@@ -1,0 +1,53 @@
+"""Byte planes: what makes floating-point numbers compressible.
+
+The exponents of weights and optimizer states take few values, their mantissas are noise. Between mantissas, no codec
+sees it; with all first bytes together, then all second bytes and so on, the entropy coder alone finds it.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+from gpucr.store import extra
+from gpucr.store.backend import Buffer
+
+WIDTHS = (2, 4)
+_PURPOSE = "compression in a store"
+
+
+def split(data: Buffer, width: int) -> Any:
+    """The bytes of numbers of this width, regrouped: all lowest bytes, then the next ones. Length: whole numbers."""
+    np = extra.load("numpy", _PURPOSE)
+    numbers = np.frombuffer(data, dtype=f"<u{width}")
+    planes = np.empty((width, len(numbers)), dtype=np.uint8)
+    # Shifts and narrowing casts run on vectors; copying every second or fourth byte does not (16 against 3.6 GB/s).
+    for plane in range(width):
+        planes[plane] = numbers >> (8 * plane) if plane else numbers
+    return planes.reshape(-1)
+
+
+def join(planes: Buffer, width: int) -> memoryview:
+    """The inverse of `split`."""
+    np = extra.load("numpy", _PURPOSE)
+    rows = np.frombuffer(planes, dtype=np.uint8).reshape(width, -1)
+    numbers = rows[-1].astype(f"<u{width}")
+    for plane in range(width - 2, -1, -1):
+        numbers <<= 8
+        numbers |= rows[plane]
+    return memoryview(numbers).cast("B")
+
+
+def histograms(sample: Buffer) -> Any:
+    """How often each byte value occurs, for each of the four places of a byte modulo 4: an array of 4 by 256."""
+    np = extra.load("numpy", _PURPOSE)
+    columns = np.frombuffer(sample, dtype=np.uint8).reshape(-1, 4).T
+    return np.stack([np.bincount(column, minlength=256) for column in columns])
+
+
+def entropy_bytes(counts: Any) -> float:
+    """What an ideal entropy coder makes of bytes with these counts (one row for each alphabet), in bytes (Shannon)."""
+    np = extra.load("numpy", _PURPOSE)
+    totals = counts.sum(axis=1)
+    present = counts[counts > 0]
+    bits = float((totals * np.log2(np.maximum(totals, 1))).sum() - (present * np.log2(present)).sum())
+    return bits / 8

@@ -1,0 +1,136 @@
+"""A new object of an object store that is too large for one request: it goes up in parts while it is being filled.
+
+No service that obstore speaks to takes the condition "only if there is none" at the end of such an upload. So the name
+is looked for right before; a pack's name is random, and nobody else ever puts it. An error or `ObjectsSink.discard`
+aborts the upload. A death leaves parts that nobody sees, and that a lifecycle rule of the bucket must remove.
+"""
+
+from __future__ import annotations
+
+import errno
+import threading
+from collections import deque
+from collections.abc import Callable, Iterator, Sequence
+from concurrent.futures import Future
+
+from gpucr.store.backend import Buffer, Exists
+
+SINGLE_BYTES = 16 << 20
+"""Up to here one conditional request: its answer is all or nothing, and lost work on a cut connection is bearable."""
+PART_BYTES = 8 << 20
+"""S3 wants at least 5 MiB, and takes 10000 parts: 78 GiB, where a pack has at most 4."""
+PARTS_AT_ONCE = 3
+_WAITING_BYTES = PART_BYTES
+"""With the parts that are on their way 40 MiB an object: a dump fills eight at once."""
+
+Upload = Callable[[Iterator[bytes], int, int], None]
+
+
+class _Discarded(Exception):
+    """Thrown into the upload, so that it is aborted."""
+
+
+class ObjectsSink:
+    """See `Sink`. Up to `SINGLE_BYTES` are kept in memory; beyond that, what is on its way."""
+
+    def __init__(
+        self,
+        *,
+        create: Callable[[Sequence[Buffer]], None],
+        exists: Callable[[], bool],
+        upload: Upload,
+        name: str,
+    ) -> None:
+        self._create = create
+        self._exists = exists
+        self._upload = upload
+        self._name = name
+        self._parts: deque[bytes] = deque()
+        self._waiting_bytes = 0
+        self._size_bytes = 0
+        self._changed = threading.Condition()
+        self._is_complete = False
+        self._has_ended = False
+        self._outcome: Future[None] | None = None
+
+    @property
+    def size_bytes(self) -> int:
+        """See `Sink.size_bytes`."""
+        return self._size_bytes
+
+    def write(self, data: Buffer) -> None:
+        """See `Sink.write`."""
+        part = bytes(data)
+        with self._changed:
+            self._parts.append(part)
+            self._waiting_bytes += len(part)
+            self._size_bytes += len(part)
+            self._changed.notify_all()
+            if self._outcome is None and self._size_bytes > SINGLE_BYTES:
+                self._outcome = self._start()
+            if (outcome := self._outcome) is None:
+                return
+            self._changed.wait_for(lambda: outcome.done() or self._waiting_bytes <= _WAITING_BYTES)
+        if outcome.done():
+            outcome.result()
+
+    def publish(self) -> None:
+        """See `Sink.publish`."""
+        if self._outcome is None:
+            self._has_ended = True
+            self._create(list(self._parts))
+            self._parts.clear()
+            return
+        try:
+            if self._exists():
+                raise Exists(self._name)
+        except BaseException:
+            self.discard()
+            raise
+        with self._changed:
+            self._is_complete = True
+            self._changed.notify_all()
+        self._outcome.result()
+
+    def discard(self) -> None:
+        """See `Sink.discard`. Returns when the upload has been aborted."""
+        with self._changed:
+            if self._is_complete or self._has_ended:
+                return
+            self._has_ended = True
+            self._parts.clear()
+            self._changed.notify_all()
+        if self._outcome is not None:
+            self._outcome.exception()
+
+    def _start(self) -> Future[None]:
+        outcome: Future[None] = Future()
+
+        def run() -> None:
+            try:
+                self._upload(self._taken(), PART_BYTES, PARTS_AT_ONCE)
+                error: BaseException | None = None
+            except BaseException as e:  # noqa: BLE001 - whatever it is, the one who fills the sink must know
+                error = e
+            with self._changed:
+                if error is None:
+                    outcome.set_result(None)
+                else:
+                    outcome.set_exception(error)
+                self._changed.notify_all()
+
+        threading.Thread(target=run, name="store-upload", daemon=True).start()
+        return outcome
+
+    def _taken(self) -> Iterator[bytes]:
+        while True:
+            with self._changed:
+                self._changed.wait_for(lambda: self._parts or self._is_complete or self._has_ended)
+                if self._has_ended:
+                    raise _Discarded(errno.ECANCELED)
+                if not self._parts:
+                    return
+                part = self._parts.popleft()
+                self._waiting_bytes -= len(part)
+                self._changed.notify_all()
+            yield part

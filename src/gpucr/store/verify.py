@@ -1,0 +1,141 @@
+"""Proves that snapshots of a store can be read, without restoring them.
+
+The shallow check looks that every piece is where the index says: its pack is there, has its full size, and lists it in
+its own footer. The deep one reads every piece and compares it with its name.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from concurrent.futures import ThreadPoolExecutor
+from dataclasses import dataclass
+
+from gpucr.errors import StoreDamaged
+from gpucr.store import index as indexes
+from gpucr.store import retired, snapshots
+from gpucr.store.backend import Buffer
+from gpucr.store.index import Index
+from gpucr.store.opened import Store
+from gpucr.store.pack import Place, iter_entries, pack_name
+from gpucr.store.pieces import PieceRef
+from gpucr.store.reader import StoreReader
+from gpucr.store.snapshots import StoredSnapshot
+
+_READERS = 8
+
+
+@dataclass(frozen=True)
+class VerifyReport:
+    """What was looked at, and what is wrong: by snapshot id, one sentence each. Empty: all is well."""
+
+    snapshots: tuple[StoredSnapshot, ...]
+    pieces: int
+    packs: int
+    read_bytes: int
+    problems: Mapping[str, tuple[str, ...]]
+
+
+def verify(
+    store: Store,
+    wanted: Sequence[StoredSnapshot] | None = None,
+    *,
+    deep: bool = False,
+    on_bytes: Callable[[int], None] | None = None,
+) -> VerifyReport:
+    """Check these snapshots, or all. Raises StoreError where the store itself does not work.
+
+    ``on_bytes`` is told the size of every piece that was read, by several threads.
+    """
+    problems: dict[str, list[str]] = {}
+    if wanted is None:
+        listing = snapshots.list_all(store)
+        wanted = listing.snapshots
+        problems = {snapshot_id: [error.message] for snapshot_id, error in listing.damaged.items()}
+    index = retired.whole_index(store, footers=True)
+    check = _Check(store, index)
+    needed = {snapshot.id: check.needed(snapshot, problems.setdefault(snapshot.id, [])) for snapshot in wanted}
+    refs = list(dict.fromkeys(ref for each in needed.values() for ref in each))
+    bad = check.places(refs)
+    read_bytes = 0
+    if deep:
+        sound = [ref for ref in refs if ref.id not in bad]
+        read_bytes = sum(ref.length for ref in sound)
+        bad |= check.contents(sound, on_bytes or _ignore)
+    for snapshot_id, each in needed.items():
+        problems[snapshot_id] += dict.fromkeys(bad[ref.id] for ref in each if ref.id in bad)
+    found = {snapshot_id: tuple(texts) for snapshot_id, texts in problems.items() if texts}
+    return VerifyReport(tuple(wanted), len(refs), len(check.by_pack(refs)), read_bytes, found)
+
+
+class _Check:
+    def __init__(self, store: Store, index: Index) -> None:
+        self._store = store
+        self._index = index
+        self._reader = StoreReader(store, index)
+
+    def needed(self, snapshot: StoredSnapshot, problems: list[str]) -> Sequence[PieceRef]:
+        """The pieces of a snapshot, each once; those of a list that cannot be read are a problem."""
+        refs: dict[PieceRef, None] = {}
+        for area in snapshot.areas:
+            refs.update(dict.fromkeys(area.listed))
+            try:
+                refs.update(dict.fromkeys(area.pieces(self._reader)))
+            except StoreDamaged as e:
+                problems.append(f"the list of the pieces of {area.name} cannot be read: {e.message}")
+        return [ref for ref in refs if not ref.is_zero]
+
+    def by_pack(self, refs: Iterable[PieceRef]) -> Mapping[bytes, Sequence[tuple[PieceRef, Place]]]:
+        """The pieces that are in the index, by pack."""
+        found: dict[bytes, list[tuple[PieceRef, Place]]] = {}
+        for ref in refs:
+            place = self._index.find(ref.id)
+            if place is not None:
+                found.setdefault(place.pack_id, []).append((ref, place))
+        return found
+
+    def places(self, refs: Sequence[PieceRef]) -> dict[bytes, str]:
+        """What is wrong with the places of these pieces, by piece."""
+        bad = {ref.id: "a piece is in no pack" for ref in refs if self._index.find(ref.id) is None}
+
+        def look(item: tuple[bytes, Sequence[tuple[PieceRef, Place]]]) -> dict[bytes, str]:
+            pack_id, wanted = item
+            try:
+                footer = {entry.id: entry for entry in iter_entries(indexes.read_footer(self._store, pack_id).entries)}
+            except StoreDamaged as e:
+                return {ref.id: e.message for ref, _ in wanted}
+            text = f"{self._store.path(pack_name(pack_id))} lists a piece elsewhere than the index does"
+            return {ref.id: text for ref, place in wanted if footer.get(ref.id, ())[1:] != tuple(place)[1:]}
+
+        with ThreadPoolExecutor(_READERS, "verify") as pool:
+            for found in pool.map(look, self.by_pack(refs).items()):
+                bad |= found
+        return bad
+
+    def contents(self, refs: Sequence[PieceRef], on_bytes: Callable[[int], None]) -> dict[bytes, str]:
+        """What is wrong with the contents of these pieces, by piece."""
+        bad: dict[bytes, str] = {}
+        for wanted in self.by_pack(refs).values():
+            in_order = sorted(wanted, key=lambda each: each[1].block)
+            pack_refs = [ref for ref, _ in in_order]
+
+            def count(number: int, data: Buffer | None, pack_refs: Sequence[PieceRef] = pack_refs) -> None:
+                on_bytes(pack_refs[number].length)
+
+            try:
+                self._reader.stream(pack_refs, count)
+            except StoreDamaged:
+                bad |= self._one_by_one(pack_refs)  # the stream ends at the first; which others?
+        return bad
+
+    def _one_by_one(self, refs: Sequence[PieceRef]) -> dict[bytes, str]:
+        bad: dict[bytes, str] = {}
+        for ref in refs:
+            try:
+                self._reader.fetch(ref)
+            except StoreDamaged as e:
+                bad[ref.id] = e.message
+        return bad
+
+
+def _ignore(size_bytes: int) -> None:
+    pass

@@ -1,0 +1,235 @@
+"""Writers that are at work: how they make themselves known, and how one that died is kept from committing later.
+
+A snapshot's name is chosen when the writing begins, and there is an object ``writers/NAME`` until the writer has
+ended. Every minute it makes another one, ``writers/NAME-NUMBER``, in place of the last of these: it lives. ``prune``
+takes a writer for dead whose records have not changed for long, and then puts an empty object, a tombstone, where that
+writer's snapshot would go. Both are creates of one name, so exactly one of them happens: a writer that was only slow,
+or a machine that slept, finds that it cannot commit any more. No clock has a part in that; clocks only say when it is
+worth doing.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import json
+import os
+import platform
+import re
+import threading
+import time
+from collections.abc import Mapping
+from dataclasses import dataclass
+
+from gpucr.errors import StoreError, Unsupported
+from gpucr.store.backend import Backend, Exists
+from gpucr.store.opened import Store
+
+WRITERS_PREFIX = "writers/"
+SNAPSHOTS_PREFIX = "snapshots/"
+REFRESH_S = 60.0
+_CLOCK_TOLERANCE_S = 5.0
+"""Object stores give whole seconds, and a request takes a while: a clock this near is better than what they say."""
+_ID_BYTES = 16
+_RECORD = re.compile(r"writers/([0-9a-f]{32})(-\d{8})?")
+
+
+@dataclass(frozen=True)
+class WriterSeen:
+    """A writer as the store shows it: since when, and its latest sign of life, both by the clock of the store."""
+
+    snapshot_id: str
+    records: tuple[str, ...]
+    since_s: float
+    seen_s: float
+
+
+class Registration:
+    """A writer's presence in the store, from before it looks at what is there until after its commit.
+
+    `register` makes one; `end` takes it away. `clock_s` tells the store's time.
+    """
+
+    def __init__(self, store: Store, snapshot_id: str, *, refresh_s: float) -> None:
+        self._store = store
+        self._snapshot_id = snapshot_id
+        self._refresh_s = refresh_s
+        self._number = 0
+        self._ahead_s = 0.0
+        self._stop = threading.Event()
+        self._thread = threading.Thread(target=self._keep_fresh, name="store-writer", daemon=True)
+
+    @classmethod
+    def register(cls, store: Store, *, refresh_s: float = REFRESH_S) -> Registration:
+        """Make a new writer known. Raises StoreError, and Unsupported where the place lets a name be given twice."""
+        made = cls(store, _new_id(), refresh_s=refresh_s)
+        try:
+            made._first_record()
+        except OSError as e:
+            raise store.not_usable(e) from e
+        made._thread.start()
+        return made
+
+    @property
+    def snapshot_id(self) -> str:
+        """The name of the snapshot that this writer may commit."""
+        return self._snapshot_id
+
+    @property
+    def snapshot_name(self) -> str:
+        """The object that commits it."""
+        return snapshot_object(self._snapshot_id)
+
+    @property
+    def clock_s(self) -> float:
+        """Seconds since 1970 by the clock of the store, which all its writers share; some seconds may be missing."""
+        return time.time() + self._ahead_s
+
+    def refresh(self) -> None:
+        """Show a sign of life. Raises OSError."""
+        before = self._record_name
+        self._number += 1
+        self._store.backend.create(self._record_name, self._record())
+        if self._number > 1:  # the first record stays: it tells since when
+            self._store.backend.delete(before)
+
+    def end(self) -> None:
+        """This writer relies on nothing any more: it has committed, or given up before it tried. Idempotent.
+
+        Where it cannot say so, its record grows old, which does the same later.
+        """
+        self._stop.set()
+        if self._thread.is_alive():
+            self._thread.join()
+        try:
+            for record in list(self._store.backend.list(f"{WRITERS_PREFIX}{self._snapshot_id}")):
+                self._store.backend.delete(record.name)
+        except OSError:
+            return
+
+    def abandon(self) -> None:
+        """Stop without a word, after a commit that may still come to pass: only a tombstone will tell."""
+        self._stop.set()
+        if self._thread.is_alive():
+            self._thread.join()
+
+    @property
+    def _record_name(self) -> str:
+        return f"{WRITERS_PREFIX}{self._snapshot_id}" + (f"-{self._number:08d}" if self._number else "")
+
+    def _record(self) -> bytes:
+        about = {"host": platform.node(), "pid": os.getpid()}
+        return self._store.seal(self._record_name, json.dumps(about).encode())
+
+    def _first_record(self) -> None:
+        backend, record = self._store.backend, self._record()
+        backend.create(self._record_name, record)
+        try:
+            backend.create(self._record_name, b"")
+        except Exists:
+            pass
+        else:
+            backend.delete(self._record_name)
+            raise Unsupported(
+                f"{backend.url} lets an object be overwritten although it was told not to: two dumps could destroy "
+                "each other's snapshots there",
+                hint="use a service that has conditional writes (If-None-Match), or a folder",
+            )
+        here_s = time.time()
+        found = next(backend.list(self._record_name), None)
+        if found is None:
+            raise self.was_ended()
+        ahead_s = found.modified_s - here_s
+        if abs(ahead_s) > _CLOCK_TOLERANCE_S:
+            self._ahead_s = ahead_s
+
+    def was_ended(self) -> StoreError:
+        """The error for a writer that was taken for dead."""
+        url = self._store.backend.url
+        return StoreError(
+            f"the snapshot cannot be completed: a prune of {url} took this dump for dead",
+            path=self._store.path(self.snapshot_name),
+            hint="dump again; prune with a longer --dead-after if dumps stand still for so long",
+        )
+
+    def _keep_fresh(self) -> None:
+        while not self._stop.wait(self._refresh_s):
+            try:
+                self.refresh()
+            except OSError:
+                continue  # the commit will tell, if it is for good
+
+
+def _new_id() -> str:
+    return os.urandom(_ID_BYTES).hex()
+
+
+def snapshot_id_of(text: str) -> str | None:
+    """The snapshot id in the name of a snapshot's object; None: it is none."""
+    found = re.fullmatch(r"snapshots/([0-9a-f]{32})", text)
+    return found.group(1) if found else None
+
+
+def snapshot_object(snapshot_id: str) -> str:
+    """The name of the object that commits this snapshot."""
+    return f"{SNAPSHOTS_PREFIX}{snapshot_id}"
+
+
+def seen(backend: Backend) -> Mapping[str, WriterSeen]:
+    """All writers that have not said that they ended, by snapshot id. Raises OSError."""
+    found: dict[str, WriterSeen] = {}
+    for info in backend.list(WRITERS_PREFIX):
+        if match := _RECORD.fullmatch(info.name):
+            at_s = info.modified_s
+            before = found.get(match.group(1), WriterSeen(match.group(1), (), at_s, at_s))
+            found[match.group(1)] = WriterSeen(
+                before.snapshot_id,
+                (*before.records, info.name),
+                min(before.since_s, at_s),
+                max(before.seen_s, at_s),
+            )
+    return found
+
+
+def end_dead(backend: Backend, writer: WriterSeen) -> None:
+    """Keep a writer from ever committing, or learn that it has; then remove its records. Raises OSError."""
+    with contextlib.suppress(Exists):  # it has committed, or there is a tombstone already
+        backend.create(snapshot_object(writer.snapshot_id), b"")
+    for name in writer.records:
+        backend.delete(name)
+
+
+def commit(store: Store, registration: Registration, data: bytes) -> None:
+    """Make the snapshot exist, and end the registration. Everything that it refers to is durable.
+
+    Raises StoreError. Where it cannot be known whether the snapshot exists now, the error says so.
+    """
+    name = registration.snapshot_name
+    try:
+        store.backend.create(name, store.seal(name, data))
+    except Exists as e:
+        registration.end()
+        raise registration.was_ended() from e
+    except OSError as e:
+        if not _is_committed(store, registration):
+            registration.end()
+            raise store.not_usable(e) from e
+    registration.end()
+
+
+def _is_committed(store: Store, registration: Registration) -> bool:
+    """After a commit whose answer was lost: the request may be under way still, so a tombstone has to decide."""
+    name = registration.snapshot_name
+    try:
+        try:
+            store.backend.create(name, b"")
+        except Exists:
+            return store.backend.size(name) > 0
+    except OSError as e:
+        registration.abandon()
+        raise StoreError(
+            f"it is not known whether the snapshot {registration.snapshot_id} was completed: the connection to "
+            f"{store.backend.url} was lost at that moment",
+            path=store.path(name),
+            hint="list the store when it can be reached again",
+        ) from e
+    return False

@@ -1,0 +1,169 @@
+"""An S3-compatible server in a process of its own, and a TCP proxy in front of it that cuts connections.
+
+Run as a program it is the server: localbucket, which keeps objects in files and creates them with link(2), and so keeps
+the promise of a conditional write. What it lacks is added here: it would store what arrived of a request that was cut.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import http.client
+import http.server
+import importlib
+import select
+import socket
+import subprocess
+import sys
+import threading
+import time
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, BinaryIO
+
+BUCKET = "snapshots"
+_DEADLINE_S = 30.0
+
+
+@dataclass(frozen=True)
+class Server:
+    """Where the server listens, and the folder in which it keeps its buckets."""
+
+    port: int
+    folder: Path
+
+    def unfinished_uploads(self) -> list[Path]:
+        """What is left of uploads in parts that were neither completed nor aborted."""
+        return list((self.folder / ".localbucket-uploads").glob("*"))
+
+
+@contextlib.contextmanager
+def serving(folder: Path) -> Iterator[Server]:
+    """A server with one empty bucket, stopped at the end."""
+    port = _free_port()
+    command = [sys.executable, __file__, str(port), str(folder)]
+    with subprocess.Popen(command, stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL) as process:
+        try:
+            _wait_until(lambda: _answers(port), process)
+            connection = http.client.HTTPConnection("127.0.0.1", port)
+            connection.request("PUT", f"/{BUCKET}")
+            assert connection.getresponse().status == 200
+            connection.close()
+            yield Server(port, folder)
+        finally:
+            process.terminate()
+
+
+def _answers(port: int) -> bool:
+    with contextlib.suppress(OSError), socket.create_connection(("127.0.0.1", port), 1):
+        return True
+    return False
+
+
+def _wait_until(reached: Callable[[], bool], process: subprocess.Popen[bytes]) -> None:
+    give_up_s = time.monotonic() + _DEADLINE_S
+    while not reached():
+        assert process.poll() is None, "the server ended"
+        assert time.monotonic() < give_up_s, "the server does not answer"
+        with contextlib.suppress(subprocess.TimeoutExpired):
+            process.wait(0.02)
+
+
+def _free_port() -> int:
+    with socket.socket() as listener:
+        listener.bind(("127.0.0.1", 0))
+        return int(listener.getsockname()[1])
+
+
+class _WholeRequests:
+    """What a client sends, where an end that comes too early is an error."""
+
+    def __init__(self, stream: BinaryIO) -> None:
+        self._stream = stream
+
+    def read(self, length: int) -> bytes:
+        data = self._stream.read(length)
+        if len(data) < length:
+            raise ConnectionAbortedError("the request was cut")
+        return data
+
+    def readline(self, limit: int = -1) -> bytes:
+        return self._stream.readline(limit)
+
+    def close(self) -> None:
+        self._stream.close()
+
+
+def _serve(port: int, folder: str) -> None:
+    localbucket = importlib.import_module("localbucket")
+
+    class Handler(localbucket.S3Handler):  # type: ignore[name-defined,misc]
+        data_root = Path(folder)
+
+        rfile: Any
+
+        def setup(self) -> None:
+            super().setup()
+            self.rfile = _WholeRequests(self.rfile)
+
+    http.server.ThreadingHTTPServer(("127.0.0.1", port), Handler).serve_forever()
+
+
+class CuttingProxy:
+    """Passes connections on, and cuts those of which ``cut_after`` says so.
+
+    ``cut_after(number, request)`` is asked once for each connection, with its first bytes: after how many bytes to the
+    client, or, as a negative number, from the client, it is cut; None: never. ``cuts`` counts what was cut.
+    """
+
+    def __init__(self, target_port: int, cut_after: Callable[[int, bytes], int | None]) -> None:
+        self._target_port = target_port
+        self._cut_after = cut_after
+        self._listener = socket.create_server(("127.0.0.1", 0))
+        self.port = int(self._listener.getsockname()[1])
+        self.connections = 0
+        self.cuts = 0
+        self._threads: list[threading.Thread] = []
+        self._accepting = threading.Thread(target=self._accept, daemon=True)
+
+    def __enter__(self) -> CuttingProxy:
+        self._accepting.start()
+        return self
+
+    def __exit__(self, *error: object) -> None:
+        self._listener.shutdown(socket.SHUT_RDWR)
+        self._listener.close()
+        self._accepting.join(_DEADLINE_S)
+
+    def _accept(self) -> None:
+        while True:
+            try:
+                client, _ = self._listener.accept()
+            except OSError:
+                return
+            self.connections += 1
+            thread = threading.Thread(target=self._serve, args=(client, self.connections), daemon=True)
+            thread.start()
+
+    def _serve(self, client: socket.socket, number: int) -> None:
+        with contextlib.suppress(OSError), client, socket.create_connection(("127.0.0.1", self._target_port)) as server:
+            moved = {client: 0, server: 0}
+            limit: int | None = None
+            while True:
+                for source in select.select([client, server], [], [], _DEADLINE_S)[0]:
+                    data = source.recv(16384)
+                    if source is client and moved[client] == 0:
+                        limit = self._cut_after(number, data)
+                    if not data:
+                        return
+                    moved[source] += len(data)
+                    from_client = limit is not None and limit < 0 and moved[client] >= -limit
+                    to_client = limit is not None and limit >= 0 and source is server and moved[server] > limit
+                    if from_client or to_client:
+                        self.cuts += 1
+                        return
+                    (server if source is client else client).sendall(data)
+
+
+if __name__ == "__main__":
+    _serve(int(sys.argv[1]), sys.argv[2])

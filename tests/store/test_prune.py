@@ -1,0 +1,303 @@
+from __future__ import annotations
+
+import pytest
+
+from gpucr.errors import StoreDamaged
+from gpucr.store import index as indexes
+from gpucr.store import retired, snapshots, writers
+from gpucr.store.keys import Secret
+from gpucr.store.opened import Store
+from gpucr.store.prune import PruneReport, PruneRules, prune
+from gpucr.store.session import WriteSession
+from gpucr.store.snapshots import StoredSnapshot
+from tests.store.dumps import NEVER_S, PIECE_BYTES, content, dump, new_store, restore
+from tests.store.memory import FaultyBackend, Killed, MemoryBackend
+
+AT_ONCE = PruneRules(grace_s=0.0)
+
+
+def _prune_all(store: Store, **rules: float) -> PruneReport:
+    """Prune until nothing changes any more; the last report that deleted something."""
+    last = PruneReport()
+    for _ in range(3):
+        report = prune(store, PruneRules(grace_s=0.0, **rules))  # type: ignore[arg-type]
+        last = report if report.deleted_packs or report.removed else last
+    return last
+
+
+def test_what_nothing_needs_goes_and_what_is_needed_stays(secret: Secret | None) -> None:
+    backend = MemoryBackend()
+    store = new_store(backend, secret, pack_bytes=PIECE_BYTES)
+    old = dump(store, {"a": content(1, 2, 3)}, "old")
+    new = dump(store, {"a": content(2, 3, 4)}, "new")
+    report = prune(store, PruneRules(keep_last=1, grace_s=0.0))
+    assert (report.removed, report.kept) == ((old,), (new,))
+    assert (report.retired_packs, report.deleted_packs) == (1, 0)
+    before = len(backend.names("packs/"))
+    report = prune(store, AT_ONCE)
+    assert (report.retired_packs, report.deleted_packs) == (0, 1)
+    assert report.deleted_bytes > PIECE_BYTES
+    assert len(backend.names("packs/")) == before - 1
+    assert backend.names("retired/") == backend.names("writers/") == []
+    assert restore(Store.open(backend, secret), new) == {"a": content(2, 3, 4)}
+
+
+def test_long_lists_are_needed_too() -> None:
+    backend = MemoryBackend()
+    store = new_store(backend)
+    areas = {"device/7": content(*range(1, 300))}
+    kept = dump(store, areas)
+    dump(store, {"device/7": content(*range(500, 600))})
+    snapshots.remove(store, snapshots.find(store, "latest").id)
+    assert _prune_all(store).deleted_packs > 0
+    assert restore(store, kept) == areas
+
+
+def test_an_empty_store_keeps_nothing_but_itself(secret: Secret | None) -> None:
+    backend = MemoryBackend()
+    store = new_store(backend, secret)
+    dump(store, {"a": content(*range(1, 200))})
+    _prune_all(store, keep_last=0)
+    assert [name for name in backend.names() if not name.startswith("keys/")] == ["gpucr-store.json"]
+
+
+def test_keep_within_is_by_the_clock_of_the_store() -> None:
+    backend = MemoryBackend()
+    store = new_store(backend)
+    dump(store, {}, "old")
+    backend.clock_s += 1000
+    young = dump(store, {}, "young")
+    assert prune(store, PruneRules(keep_within_s=500)).kept == (young,)
+    assert prune(store, PruneRules(keep_last=0, keep_within_s=500)).kept == (young,)
+    backend.clock_s += 1000
+    assert prune(store, PruneRules(keep_last=1, keep_within_s=500)).kept == (young,)
+    assert prune(store, PruneRules(keep_within_s=500)).removed == (young,)
+
+
+def test_without_rules_all_snapshots_are_kept() -> None:
+    store = new_store(MemoryBackend())
+    both = (dump(store, {}, "a"), dump(store, {}, "b"))
+    assert prune(store, PruneRules()).kept == both
+
+
+def test_dry_run_says_the_same_and_changes_nothing() -> None:
+    backend = MemoryBackend()
+    store = new_store(backend, pack_bytes=PIECE_BYTES)
+    dump(store, {"a": content(1, 2)})
+    dump(store, {"a": content(2, 3)})
+    rules = PruneRules(keep_last=1, grace_s=0.0)
+    before = dict(backend.objects)
+    planned = prune(store, rules, dry_run=True)
+    assert backend.objects == before
+    assert prune(store, rules) == planned
+    before = dict(backend.objects)
+    planned = prune(store, rules, dry_run=True)
+    assert backend.objects == before
+    assert planned.deleted_packs == 1
+    done = prune(store, rules)
+    assert (done.deleted_packs, done.deleted_bytes) == (planned.deleted_packs, planned.deleted_bytes)
+
+
+def test_a_retired_pack_stays_for_the_time_of_grace() -> None:
+    backend = MemoryBackend()
+    store = new_store(backend)
+    dump(store, {"a": content(1)})
+    rules = PruneRules(keep_last=0, grace_s=1000.0)
+    prune(store, rules)
+    report = prune(store, rules)
+    assert (report.waiting_packs, report.deleted_packs) == (1, 0)
+    assert report.waiting_bytes > 0
+    backend.clock_s += 1000
+    report = prune(store, rules)
+    assert (report.waiting_packs, report.deleted_packs) == (0, 1)
+
+
+def test_a_pack_on_which_a_living_writer_relies_stays() -> None:
+    backend = MemoryBackend()
+    store = new_store(backend)
+    dump(store, {"a": content(1)})
+    with WriteSession.begin(store, compress="none", refresh_s=NEVER_S) as session:
+        refs = session.writer.add_all(content(1))
+        assert session.writer.counts.known_bytes == PIECE_BYTES
+        for _ in range(3):
+            assert prune(store, PruneRules(keep_last=0, grace_s=0.0)).deleted_packs == 0
+        made = session.commit(name=None, manifest=b"", areas=[session.area("a", refs)])
+    _prune_all(store)
+    assert restore(store, made) == {"a": content(1)}
+
+
+def test_what_a_living_writer_has_stored_is_not_retired() -> None:
+    backend = MemoryBackend()
+    store = new_store(backend)
+    with WriteSession.begin(store, compress="none", refresh_s=NEVER_S) as session:
+        refs = session.writer.add_all(content(1))
+        session.writer.flush()
+        assert prune(store, AT_ONCE).retired_packs == 0
+        session.commit(name=None, manifest=b"", areas=[session.area("a", refs)])
+    assert prune(store, AT_ONCE).retired_packs == 0
+
+
+def test_a_writer_that_died_is_ended_and_what_it_left_goes() -> None:
+    backend = MemoryBackend()
+    store = new_store(backend)
+    faulty = FaultyBackend(
+        backend, lambda operation, name: "kill" if (operation, name[:9]) == ("create", "snapshots") else None
+    )
+    with pytest.raises(Killed):
+        dump(Store.open(faulty), {"a": content(1)})
+    assert len(backend.names("packs/")) == 1
+    assert prune(store, AT_ONCE).dead_writers == ()
+    assert len(backend.names("writers/")) == 1, "it may be alive for all that is known"
+    backend.clock_s += 3601
+    (dead,) = prune(store, AT_ONCE).dead_writers
+    assert backend.objects[f"snapshots/{dead}"][0] == b"", "a tombstone"
+    _prune_all(store)
+    assert backend.names("packs/") == backend.names("index/") == backend.names("writers/") == []
+    backend.clock_s += 31 * 24 * 3600
+    prune(store, AT_ONCE)
+    assert backend.names("snapshots/") == []
+
+
+def test_a_sign_of_life_keeps_a_writer_alive() -> None:
+    backend = MemoryBackend()
+    store = new_store(backend)
+    registration = writers.Registration.register(store, refresh_s=NEVER_S)
+    for _ in range(3):
+        backend.clock_s += 3000
+        registration.refresh()
+        assert prune(store, AT_ONCE).dead_writers == ()
+    (seen,) = writers.seen(backend).values()
+    assert seen.seen_s - seen.since_s > 9000
+    assert len(seen.records) == 2, "the first and the latest"
+    registration.end()
+    assert backend.names("writers/") == []
+
+
+def test_a_pack_that_no_index_tells_of_is_not_lost() -> None:
+    backend = MemoryBackend()
+    store = new_store(backend)
+    kept = dump(store, {"a": content(1)})
+    for name in backend.names("index/"):
+        backend.delete(name)
+    assert _prune_all(store) == PruneReport()
+    assert restore(store, kept) == {"a": content(1)}
+
+
+def test_an_index_that_tells_of_packs_that_are_gone_is_not_relied_on() -> None:
+    backend = MemoryBackend()
+    store = new_store(backend, pack_bytes=PIECE_BYTES)
+    dump(store, {"a": content(1, 2, 3)})
+    dump(store, {"a": content(3)})
+    for _ in range(2):
+        report = prune(store, PruneRules(keep_last=1, grace_s=0.0))
+    assert report.deleted_packs == 2
+    assert indexes.load(store).pieces == 3, "one object tells of all three"
+    assert restore(store, dump(store, {"a": content(1, 2, 3)})) == {"a": content(1, 2, 3)}
+
+
+def test_a_damaged_store_is_not_thinned_out(secret: Secret | None) -> None:
+    backend = MemoryBackend()
+    store = new_store(backend, secret, pack_bytes=PIECE_BYTES)
+    old, kept = dump(store, {"a": content(1)}, "old"), dump(store, {"a": content(2)}, "kept")
+    place = retired.whole_index(store).find(kept.areas[0].listed[0].id)
+    assert place is not None
+    backend.delete(next(name for name in backend.names("packs/") if place.pack_id.hex() in name))
+    packs = backend.names("packs/")
+    with pytest.raises(StoreDamaged, match=r"kept \(.*\) lacks the piece .*; no pack was removed"):
+        prune(store, PruneRules(keep_last=1, grace_s=0.0))
+    assert backend.names("packs/") == packs
+    assert old.id not in str(backend.names("snapshots/"))
+    snapshots.remove(store, kept.id)
+    _prune_all(store)
+    assert backend.names("packs/") == []
+
+
+def test_a_snapshot_that_cannot_be_read_stops_a_prune() -> None:
+    backend = MemoryBackend()
+    store = new_store(backend)
+    kept = dump(store, {"a": content(1)})
+    backend.objects[f"snapshots/{kept.id}"] = (b"damaged", 0.0)
+    with pytest.raises(StoreDamaged, match=kept.id):
+        prune(store, AT_ONCE)
+    assert len(backend.names("packs/")) == 1
+
+
+def test_a_pack_with_an_unreadable_footer_that_nothing_needs_goes() -> None:
+    backend = MemoryBackend()
+    store = new_store(backend)
+    backend.create("packs/ab/ab" + 15 * "00", b"no pack at all")
+    kept = dump(store, {"a": content(1)})
+    assert _prune_all(store).deleted_packs == 1
+    assert restore(store, kept) == {"a": content(1)}
+
+
+def test_repack_empties_packs_of_which_little_is_needed(secret: Secret | None) -> None:
+    backend = MemoryBackend()
+    store = new_store(backend, secret, pack_bytes=256 * PIECE_BYTES)
+    dump(store, {"a": content(*range(1, 40))})
+    kept = dump(store, {"a": content(5, 6)})
+    assert prune(store, PruneRules(keep_last=1, grace_s=0.0)).retired_packs == 0
+    planned = prune(store, PruneRules(repack_below=0.5, grace_s=0.0), dry_run=True)
+    report = prune(store, PruneRules(repack_below=0.5, grace_s=0.0))
+    assert report.retired_packs == planned.retired_packs == 1
+    assert 0 < report.repacked_bytes < report.retired_bytes / 5
+    assert prune(store, AT_ONCE).deleted_packs == 1
+    assert sum(len(backend.objects[name][0]) for name in backend.names("packs/")) < 10 * PIECE_BYTES
+    assert restore(Store.open(backend, secret), kept) == {"a": content(5, 6)}
+    assert _prune_all(store, repack_below=0.5) == PruneReport()
+
+
+def test_what_a_prune_that_died_left_is_taken_up(secret: Secret | None) -> None:
+    """Killed before each of its steps, with other packs to retire, to delete and to repack at once."""
+    step = 0
+    while True:
+        backend = MemoryBackend()
+        store = new_store(backend, secret, pack_bytes=4 * PIECE_BYTES)
+        dump(store, {"a": content(1, 2, 3, 4, 5)}, "first")
+        prune(store, PruneRules(keep_last=0, grace_s=0.0))
+        dump(store, {"a": content(11, 12, 13, 14)}, "second")
+        dump(store, {"a": content(6, 7, 8)}, "third")
+        kept = dump(store, {"a": content(11, 1, 21)}, "kept")
+        count = 0
+
+        def fault(operation: str, name: str, step: int = step) -> str | None:
+            nonlocal count
+            count += 1
+            return "kill" if count > step else None
+
+        rules = PruneRules(keep_last=1, repack_below=0.5, grace_s=0.0)
+        died = False
+        try:
+            prune(Store.open(FaultyBackend(backend, fault), secret), rules)
+        except Killed:
+            died = True
+        assert restore(store, kept) == {"a": content(11, 1, 21)}
+        backend.clock_s += 7200
+        for _ in range(3):
+            prune(store, rules)
+        assert restore(store, kept) == {"a": content(11, 1, 21)}
+        used = sum(len(backend.objects[name][0]) for name in backend.names("packs/"))
+        assert used <= 12 * PIECE_BYTES, "all that is not needed is gone"
+        assert backend.names("retired/") == backend.names("writers/") == []
+        if not died:
+            break
+        step += 1
+    assert step > 30
+
+
+@pytest.mark.parametrize("moment", ["packs/", "index/"])
+def test_an_index_of_packs_that_are_being_published_is_not_taken_for_an_old_one(moment: str) -> None:
+    """A writer publishes a pack and its index right before the prune lists one of them."""
+    backend = MemoryBackend()
+    store = new_store(backend)
+    made: list[StoredSnapshot] = []
+
+    def fault(operation: str, name: str) -> str | None:
+        if (operation, name) == ("list", moment) and not made:
+            made.append(dump(store, {"a": content(1)}))
+        return None
+
+    prune(Store.open(FaultyBackend(backend, fault)), AT_ONCE)
+    assert len(made) == 1
+    assert len(backend.names("index/")) == 1
+    assert indexes.load(store).pieces == 1
