@@ -39,11 +39,20 @@ def start(*arguments: object, env: dict[str, str] | None = None) -> subprocess.P
 
 def run_json(*arguments: object, env: dict[str, str] | None = None) -> dict[str, Any]:
     """Run `gpucr ARGUMENTS --json`, which must succeed, and return what it printed."""
-    done = run(*arguments, "--json", env=env)
+    return run_json_of(run(*arguments, "--json", env=env))
+
+
+def run_json_of(done: subprocess.CompletedProcess[str]) -> dict[str, Any]:
+    """What a command that succeeded printed."""
     assert done.returncode == 0, done.stderr
     printed = json.loads(done.stdout)
     assert isinstance(printed, dict)
     return printed
+
+
+def run_json_before(name: str, *arguments: object, env: dict[str, str] | None = None) -> dict[str, Any]:
+    """As `run_json`, for a command that takes options only before its first argument."""
+    return run_json_of(run(name, "--json", *arguments, env=env))
 
 
 def command(*arguments: object) -> list[str]:

@@ -24,6 +24,7 @@ from gpucr.driver.cuda import CudaDriver, load_driver
 from gpucr.errors import CriuUnavailable, DriverUnavailable
 from gpucr.sim import build as simulator
 from tests.counter import Counter, CounterFactory
+from tests.ranks import Ranks, RanksFactory
 
 FIXED_COST_MS = 5
 _PLATFORM = pytest.StashKey[str]()
@@ -166,3 +167,19 @@ def counter(tmp_path_factory: pytest.TempPathFactory) -> Iterator[CounterFactory
     yield start
     for program in started:
         program.close()
+
+
+@pytest.fixture
+def ranks(sim_only: None, tmp_path_factory: pytest.TempPathFactory) -> Iterator[RanksFactory]:
+    """Start jobs of ranks that wait for each other: ``ranks(8, "--queue", "1")``. They are killed at the end."""
+    started: list[Ranks] = []
+
+    def start(count: int, *arguments: str, env: dict[str, str] | None = None) -> Ranks:
+        job = Ranks(tmp_path_factory.mktemp("ranks"), count, arguments, env)
+        started.append(job)
+        job.wait_ready()
+        return job
+
+    yield start
+    for job in started:
+        job.close()

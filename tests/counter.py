@@ -30,6 +30,19 @@ def wait_until(condition: Callable[[], bool], what: str, timeout_s: float = DEAD
         time.sleep(0.002)
 
 
+def processes_in(folder: Path) -> list[int]:
+    """The pids of all processes whose working folder this is; zombies left out."""
+    pids = []
+    for entry in Path("/proc").iterdir():
+        if entry.name.isdigit():
+            try:
+                if (entry / "cwd").readlink() == folder:
+                    pids.append(int(entry.name))
+            except OSError:  # gone meanwhile, a kernel thread, or another user's
+                continue
+    return sorted(pids)
+
+
 class Counter:
     """A running counter program. It is the leader of its own session and process group.
 
@@ -72,15 +85,7 @@ class Counter:
 
     def processes(self) -> list[int]:
         """The pids of the program's tree, also after a restore; zombies left out."""
-        pids = []
-        for entry in Path("/proc").iterdir():
-            if entry.name.isdigit():
-                try:
-                    if (entry / "cwd").readlink() == self.folder:
-                        pids.append(int(entry.name))
-                except OSError:  # gone meanwhile, a kernel thread, or another user's
-                    continue
-        return sorted(pids)
+        return processes_in(self.folder)
 
     def ask(self) -> int:
         """The incremented counter; the first answer is 101."""

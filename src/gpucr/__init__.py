@@ -12,6 +12,7 @@ TYPE_CHECKING = False  # type checkers take this name for typing's; importing ty
 if TYPE_CHECKING:
     from typing import Any
 
+    from gpucr.canaries.results import CanaryOutcome, CanaryResult, ProbeReport
     from gpucr.driver.process import Process
     from gpucr.errors import (
         BrokenInstall,
@@ -42,15 +43,21 @@ if TYPE_CHECKING:
         Unsupported,
         WrongKey,
     )
+    from gpucr.launch.environment import EnvironmentChange
+    from gpucr.launch.record import JobRecord, JobState
+    from gpucr.launch.registry import ListedJob
     from gpucr.model import CudaState, Gpu, GpuMap
     from gpucr.operations.dump import DumpPlan, DumpReport, dump, plan_dump
+    from gpucr.operations.launch import LaunchPlan, StartedJob, forget_job, list_jobs, plan_job, run_job
     from gpucr.operations.listing import ProcessState, job_states, list_cuda_processes
+    from gpucr.operations.probe import last_probe, probe
     from gpucr.operations.restore import RestoreReport, restore
     from gpucr.operations.steps import Phase, Progress
     from gpucr.operations.suspend import ChangeReport, resume, suspend
     from gpucr.snapshot.folder import Snapshot
 
 _HOMES = {
+    "gpucr.canaries.results": ("CanaryOutcome", "CanaryResult", "ProbeReport"),
     "gpucr.driver.process": ("Process",),
     "gpucr.errors": (
         "BrokenInstall", "CriuError", "CriuUnavailable", "CudaStarted", "DeadlineExceeded", "DriverError",
@@ -59,9 +66,14 @@ _HOMES = {
         "SimulatorUnavailable", "SnapshotDamaged", "SnapshotError", "SnapshotExists", "SnapshotUnfinished",
         "StoreDamaged", "StoreError", "Unsupported", "WrongKey",
     ),
+    "gpucr.launch.environment": ("EnvironmentChange",),
+    "gpucr.launch.record": ("JobRecord", "JobState"),
+    "gpucr.launch.registry": ("ListedJob",),
     "gpucr.model": ("CudaState", "Gpu", "GpuMap"),
     "gpucr.operations.dump": ("DumpPlan", "DumpReport", "dump", "plan_dump"),
+    "gpucr.operations.launch": ("LaunchPlan", "StartedJob", "forget_job", "list_jobs", "plan_job", "run_job"),
     "gpucr.operations.listing": ("ProcessState", "job_states", "list_cuda_processes"),
+    "gpucr.operations.probe": ("last_probe", "probe"),
     "gpucr.operations.restore": ("RestoreReport", "restore"),
     "gpucr.operations.steps": ("Phase", "Progress"),
     "gpucr.operations.suspend": ("ChangeReport", "resume", "suspend"),
@@ -71,6 +83,8 @@ _HOME_OF = {name: home for home, names in _HOMES.items() for name in names}
 
 __all__ = [
     "BrokenInstall",
+    "CanaryOutcome",
+    "CanaryResult",
     "ChangeReport",
     "CriuError",
     "CriuUnavailable",
@@ -81,6 +95,7 @@ __all__ = [
     "DriverUnavailable",
     "DumpPlan",
     "DumpReport",
+    "EnvironmentChange",
     "Gpu",
     "GpuMap",
     "GpucrError",
@@ -89,11 +104,16 @@ __all__ = [
     "InvalidRequest",
     "JobChanged",
     "JobDamaged",
+    "JobRecord",
+    "JobState",
+    "LaunchPlan",
+    "ListedJob",
     "LockTimeout",
     "NotACudaProcess",
     "NotPermitted",
     "NotSupportedByDriver",
     "Phase",
+    "ProbeReport",
     "Process",
     "ProcessNotFound",
     "ProcessState",
@@ -105,17 +125,24 @@ __all__ = [
     "SnapshotError",
     "SnapshotExists",
     "SnapshotUnfinished",
+    "StartedJob",
     "StoreDamaged",
     "StoreError",
     "Unsupported",
     "WrongKey",
     "__version__",
     "dump",
+    "forget_job",
     "job_states",
+    "last_probe",
     "list_cuda_processes",
+    "list_jobs",
     "plan_dump",
+    "plan_job",
+    "probe",
     "restore",
     "resume",
+    "run_job",
     "suspend",
 ]
 

@@ -16,12 +16,13 @@ import math
 import queue
 import threading
 import time
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 
 from gpucr.driver.api import Driver
 from gpucr.errors import DeadlineExceeded, GpucrError, IllegalState, JobChanged, LockTimeout, Unsupported
+from gpucr.hold_leader import MAX_LOCK_TIMEOUT_MS, LeaderHold, LocksFailed
 from gpucr.linux import memory, processes
-from gpucr.model import CudaState, GangMember, GpuMap, ProcessInfo
+from gpucr.model import CudaState, GangLock, GangMember, GpuMap, ProcessInfo
 
 DEFAULT_LOCK_TIMEOUT_S = 30.0
 """How long a lock waits for pending GPU work where the user gave no deadline."""
@@ -31,8 +32,6 @@ STUCK_AFTER_S = 120.0
 
 A call that begins after the deadline, as those of an undo do, is given this time from its own beginning.
 """
-
-_MAX_LOCK_TIMEOUT_MS = (1 << 32) - 1  # CUcheckpointLockArgs.timeoutMs has 32 bits
 
 _LADDER = (CudaState.RUNNING, CudaState.LOCKED, CudaState.CHECKPOINTED)
 
@@ -74,13 +73,17 @@ def _state_if_alive(driver: Driver, process: ProcessInfo) -> CudaState | None:
 
 
 class Gang:
-    """The CUDA processes of one job. ``deadline`` is a time.monotonic() value, or None for no limit."""
+    """The CUDA processes of one job. ``deadline`` is a time.monotonic() value, or None for no limit.
+
+    ``first_lock`` tells how they were locked; processes that are added later are locked on their own.
+    """
 
     def __init__(self, driver: Driver, members: Sequence[GangMember], *, deadline: float | None = None) -> None:
         self.driver = driver
         self.deadline = deadline
         self._members = {member.pid: member for member in members}
         self._stuck: dict[int, str] = {}
+        self.first_lock: GangLock | None = None
 
     @property
     def members(self) -> tuple[GangMember, ...]:
@@ -104,6 +107,10 @@ class Gang:
                 raise
             return None  # it ended between the two questions
 
+    def is_stuck(self, pid: int) -> bool:
+        """Whether a driver call on this process never came back: asking its state could hang as well."""
+        return pid in self._stuck
+
     def restore_threads(self) -> dict[int, int]:
         """The thread that does the driver's work, per pid. Raises JobChanged where a process has ended."""
         try:
@@ -112,34 +119,85 @@ class Gang:
             self._require_all_alive("checkpoint")
             raise
 
-    def lock(self) -> None:
+    def lock(self, check: Callable[[], None] = lambda: None) -> GangLock:
         """RUNNING → LOCKED for every member that runs; members found LOCKED or CHECKPOINTED are left alone.
+
+        Several are locked by holding the leader (`gpucr.hold_leader`), because they may wait for each other. ``check``
+        is called often meanwhile, and may raise to end it. Where that fails, all that ran run again.
 
         Raises LockTimeout where GPU work is pending for longer than the deadline (30 s where there is none).
         """
-        left_s = DEFAULT_LOCK_TIMEOUT_S if self.deadline is None else self.deadline - time.monotonic()
+        begin = time.monotonic()
+        left_s = DEFAULT_LOCK_TIMEOUT_S if self.deadline is None else self.deadline - begin
         if left_s <= 0:
             raise DeadlineExceeded("the time is over before the job was locked", hint="give a longer --timeout")
+        states, errors = self._states(self._members)
+        if errors:
+            raise self._explain("lock", CudaState.RUNNING, errors)
+        running = [pid for pid, state in states.items() if state is CudaState.RUNNING]
+        lock = self._lock(running, (), begin + left_s, check)
+        self.first_lock = self.first_lock or lock
+        return lock
+
+    def _lock(
+        self, running: Sequence[int], locked: Sequence[int], end: float, check: Callable[[], None] = lambda: None
+    ) -> GangLock:
+        """Lock those that run; those of ``locked`` are locked, and may be released for a moment."""
+        begin = time.monotonic()
+        if len(running) + len(locked) > 1:
+            return self._hold_leader(running, locked, end, check)
         # Rounded up: a lock that gives up before the deadline would be reported as one that nobody had limited.
-        timeout_ms = math.ceil(min(left_s * 1000, _MAX_LOCK_TIMEOUT_MS))
-        self._everywhere("lock", CudaState.RUNNING, lambda pid: self.driver.lock(pid, timeout_ms))
+        timeout_ms = max(1, math.ceil(min((end - begin) * 1000, MAX_LOCK_TIMEOUT_MS)))
+        self._everywhere("lock", CudaState.RUNNING, lambda pid: self.driver.lock(pid, timeout_ms), running)
+        return GangLock(len(running), 1, time.monotonic() - begin)
+
+    def _states(self, pids: Iterable[int]) -> tuple[dict[int, CudaState | None], dict[int, Exception]]:
+        """The states now, each asked in a thread of its own, and the errors of those that cannot be asked."""
+        states: dict[int, CudaState | None] = {}
+
+        def ask(pid: int) -> None:
+            states[pid] = self.state(pid)
+
+        chosen = [pid for pid in pids if pid not in self._stuck]
+        errors = self._call_in_parallel("lock", ask, chosen)
+        return {pid: states[pid] for pid in chosen if pid not in errors}, errors
+
+    def _hold_leader(
+        self, running: Sequence[int], locked: Sequence[int], end: float, check: Callable[[], None]
+    ) -> GangLock:
+        hold = LeaderHold(
+            self.driver, [*running, *locked], end=end, stuck_after_s=STUCK_AFTER_S, locked=locked, check=check
+        )
+        try:
+            return hold.lock()
+        except LocksFailed as failed:
+            errors = failed.errors | {pid: _unfinished(pid, "lock") for pid in hold.stuck}
+        finally:
+            self._stuck.update(dict.fromkeys(hold.stuck, "lock"))
+        raise self._explain("lock", CudaState.RUNNING, errors)
 
     def checkpoint(self) -> None:
         """LOCKED → CHECKPOINTED for every member that is locked."""
         self._everywhere("checkpoint", CudaState.LOCKED, self.driver.checkpoint)
         self._require_all_alive("checkpoint")
 
-    def restore(self, gpu_map: GpuMap | None = None, *, down_to: Callable[[GangMember], CudaState]) -> None:
-        """CHECKPOINTED → LOCKED for every member whose ``down_to`` state is below CHECKPOINTED."""
+    def restore(
+        self, gpu_maps: Mapping[int, GpuMap] | None = None, *, down_to: Callable[[GangMember], CudaState]
+    ) -> None:
+        """CHECKPOINTED → LOCKED for every member whose ``down_to`` state is below CHECKPOINTED.
+
+        ``gpu_maps``: by pid, of those that go to other GPUs.
+        """
+        maps = gpu_maps or {}
         wanted = [m.pid for m in self.members if _below(down_to(m), CudaState.CHECKPOINTED)]
-        self._everywhere("restore", CudaState.CHECKPOINTED, lambda pid: self.driver.restore(pid, gpu_map), wanted)
+        self._everywhere("restore", CudaState.CHECKPOINTED, lambda pid: self.driver.restore(pid, maps.get(pid)), wanted)
 
     def unlock(self, *, down_to: Callable[[GangMember], CudaState]) -> None:
         """LOCKED → RUNNING for every member whose ``down_to`` state is RUNNING."""
         wanted = [m.pid for m in self.members if down_to(m) is CudaState.RUNNING]
         self._everywhere("unlock", CudaState.LOCKED, self.driver.unlock, wanted)
 
-    def return_to_found(self, gpu_map: GpuMap | None = None) -> None:
+    def return_to_found(self) -> None:
         """Bring every member that still lives back to the state in which it was found, from wherever it is now.
 
         Each member is tried even when another one fails. Raises the first error afterwards; a process that has ended
@@ -147,7 +205,7 @@ class Gang:
         """
         errors: list[GpucrError] = []
         ways: tuple[Callable[[], None], ...] = (
-            lambda: self.restore(gpu_map, down_to=lambda member: member.found),
+            lambda: self.restore(down_to=lambda member: member.found),
             lambda: self.unlock(down_to=lambda member: member.found),
             self._climb_back,
         )
@@ -191,13 +249,15 @@ class Gang:
     def _climb_back(self) -> None:
         """Lock and checkpoint again what was found higher on the ladder than it is (the undo of a resume)."""
         found_above = [m.pid for m in self.members if m.found in (CudaState.LOCKED, CudaState.CHECKPOINTED)]
-        self._everywhere(
-            "lock",
-            CudaState.RUNNING,
-            lambda pid: self.driver.lock(pid, int(DEFAULT_LOCK_TIMEOUT_S * 1000)),
-            found_above,
-        )
         checkpointed = [m.pid for m in self.members if m.found is CudaState.CHECKPOINTED]
+        states, errors = self._states(found_above)
+        running = [pid for pid, state in states.items() if state is CudaState.RUNNING]
+        # Those that run may wait for one that does not yet, and which was to run as well.
+        locked = [pid for pid in checkpointed if states.get(pid) is CudaState.LOCKED]
+        if running:
+            self._lock(running, locked, time.monotonic() + DEFAULT_LOCK_TIMEOUT_S)
+        if errors:
+            raise self._explain("lock", CudaState.RUNNING, errors)
         self._everywhere("checkpoint", CudaState.LOCKED, self.driver.checkpoint, checkpointed)
 
     def _require_all_alive(self, action: str) -> None:
@@ -267,10 +327,7 @@ class Gang:
                 errors[pid] = error
         for pid in pending:
             self._stuck[pid] = action
-            errors[pid] = DeadlineExceeded(
-                f"the driver has not finished the {action} of process {pid}",
-                hint=f"it cannot be cancelled; look at `gpucr state {pid}` later and bring it back with `gpucr resume`",
-            )
+            errors[pid] = _unfinished(pid, action)
         return errors
 
     def _explain(self, action: str, before: CudaState, errors: dict[int, Exception]) -> Exception:
@@ -291,7 +348,7 @@ class Gang:
             return explained
         if isinstance(first, LockTimeout) and self.deadline is not None and time.monotonic() >= self.deadline:
             explained = DeadlineExceeded(
-                f"process {pid} still had GPU work pending when the time was over",
+                f"the time was over before all GPU work was done: {first.message}",
                 hint="give a longer --timeout, or try again when the work is done",
             )
             explained.__cause__ = first
@@ -301,6 +358,13 @@ class Gang:
 
 def _below(state: CudaState, other: CudaState) -> bool:
     return state in _LADDER and _LADDER.index(state) < _LADDER.index(other)
+
+
+def _unfinished(pid: int, action: str) -> DeadlineExceeded:
+    return DeadlineExceeded(
+        f"the driver has not finished the {action} of process {pid}",
+        hint=f"it cannot be cancelled; look at `gpucr state {pid}` later and bring it back with `gpucr resume`",
+    )
 
 
 def _ended(pids: Sequence[int], action: str) -> JobChanged:

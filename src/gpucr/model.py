@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import enum
 import re
+from collections.abc import Iterable
 from dataclasses import dataclass
 
 from gpucr.errors import InvalidRequest
@@ -84,6 +85,17 @@ def uuid_text(raw: bytes) -> str:
     return f"GPU-{h[:8]}-{h[8:12]}-{h[12:16]}-{h[16:20]}-{h[20:]}"
 
 
+def gpu_pairs(text: str) -> tuple[tuple[str, str], ...]:
+    """The two sides of every ``OLD=NEW`` of a list, as they were typed. Raises InvalidRequest for another form."""
+    pairs: list[tuple[str, str]] = []
+    for part in text.split(","):
+        old, equals, new = (piece.strip() for piece in part.partition("="))
+        if not (old and equals and new):
+            raise InvalidRequest(f"{part!r} is not of the form OLD=NEW", hint="write --gpu-map OLD=NEW,OLD=NEW")
+        pairs.append((old, new))
+    return tuple(pairs)
+
+
 @dataclass(frozen=True)
 class GpuMap:
     """Where device memory goes on restore: (old UUID, new UUID) pairs.
@@ -96,12 +108,7 @@ class GpuMap:
     @classmethod
     def parse(cls, text: str) -> GpuMap:
         """Read ``OLD=NEW,OLD=NEW``. Raises InvalidRequest where a UUID is malformed or named twice on one side."""
-        pairs: list[tuple[str, str]] = []
-        for part in text.split(","):
-            old, equals, new = (piece.strip() for piece in part.partition("="))
-            if not equals:
-                raise InvalidRequest(f"{part!r} is not of the form OLD=NEW", hint="write --gpu-map OLD=NEW,OLD=NEW")
-            pairs.append((uuid_text(uuid_bytes(old)), uuid_text(uuid_bytes(new))))
+        pairs = [(uuid_text(uuid_bytes(old)), uuid_text(uuid_bytes(new))) for old, new in gpu_pairs(text)]
         for side, name in ((0, "left"), (1, "right")):
             uuids = [pair[side] for pair in pairs]
             if len(set(uuids)) != len(uuids):
@@ -114,6 +121,11 @@ class GpuMap:
     def new_for(self, old_uuid: str) -> str:
         """The UUID that ``old_uuid`` maps to; itself where the map does not name it."""
         return dict(self.pairs).get(old_uuid, old_uuid)
+
+    def only(self, old_uuids: Iterable[str]) -> GpuMap:
+        """The part of the map that is for these GPUs: the driver takes no pair of a GPU that a process cannot see."""
+        chosen = set(old_uuids)
+        return GpuMap(tuple(pair for pair in self.pairs if pair[0] in chosen))
 
 
 @dataclass(frozen=True)
@@ -139,6 +151,41 @@ class StagedExtent:
     def end(self) -> int:
         """The first address behind it."""
         return self.address + self.size_bytes
+
+
+@dataclass(frozen=True)
+class JobFile:
+    """A regular file that a job has open or mapped, by its path in the job's mount namespace.
+
+    ``is_written``: a process can write to it. ``is_mapped``: memory of a process is pages of it.
+    """
+
+    path: str
+    size_bytes: int
+    is_written: bool
+    is_mapped: bool
+
+
+@dataclass(frozen=True, order=True)
+class Endpoint:
+    """One end of a TCP connection, or where a socket listens: an IPv4 or IPv6 address in its shortest form, a port."""
+
+    address: str
+    port: int
+
+    def __str__(self) -> str:
+        return f"[{self.address}]:{self.port}" if ":" in self.address else f"{self.address}:{self.port}"
+
+
+@dataclass(frozen=True, order=True)
+class Connection:
+    """A TCP connection as one of its ends sees it."""
+
+    local: Endpoint
+    remote: Endpoint
+
+    def __str__(self) -> str:
+        return f"{self.local} to {self.remote}"
 
 
 @dataclass(frozen=True)
@@ -175,6 +222,18 @@ class GangMember:
     def pid(self) -> int:
         """The pid in the caller's pid namespace."""
         return self.id.pid
+
+
+@dataclass(frozen=True)
+class GangLock:
+    """How the CUDA processes of a job were locked: how many, in how many attempts, and the wall seconds that it took.
+
+    More than one attempt: some waited for others on the GPU, and those were let go on for a moment, and locked again.
+    """
+
+    processes: int
+    attempts: int
+    seconds: float
 
 
 @dataclass(frozen=True)

@@ -128,6 +128,28 @@ def test_partial_gpu_map_is_refused_and_a_correct_retry_works(
     assert program.send("verify") == "ok"
 
 
+def test_two_gpus_cannot_go_to_one(driver: CudaDriver, counter: CounterFactory, two_gpus: tuple[Gpu, Gpu]) -> None:
+    program = counter("--mib", "4")
+    suspend(driver, program.pid)
+    refused(driver, program.pid, complete_map({two_gpus[1].uuid: two_gpus[0].uuid}))
+    resume(driver, program.pid)
+    assert program.ask() == 101
+
+
+def test_a_process_that_sees_one_gpu_goes_to_another(
+    driver: CudaDriver, counter: CounterFactory, two_gpus: tuple[Gpu, Gpu]
+) -> None:
+    """And from there back: the driver knows it by its new UUID then."""
+    first, second = two_gpus
+    program = counter("--mib", "4", env={"CUDA_VISIBLE_DEVICES": first.uuid})
+    for old, new in ((first, second), (second, first)):
+        suspend(driver, program.pid)
+        resume(driver, program.pid, GpuMap(((old.uuid, new.uuid),)))
+        assert [use.gpu_uuid for use in gpus.gpu_processes() if use.pid == program.pid] == [new.uuid]
+    assert program.ask() == 101
+    assert program.send("verify") == "ok"
+
+
 def test_unknown_gpu_in_the_map(driver: CudaDriver, counter: CounterFactory) -> None:
     program = counter("--mib", "4")
     suspend(driver, program.pid)

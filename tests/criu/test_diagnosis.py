@@ -49,6 +49,7 @@ def error(text: str, place: str = "criu/some.c:1") -> str:
         ("Can't dump nested pid namespace for 77", "nested-pid-namespace"),
         ("Can't dump file 5 of that type [140777] (socket)", "unsupported-file"),
         ("prctl: Can't set exe link: Permission denied", "not-permitted"),
+        ("Unable to set a monotonic clock offset: Operation not permitted", "clocks"),
     ],
 )
 def test_known_failures(line: str, name: str) -> None:

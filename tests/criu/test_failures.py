@@ -201,7 +201,7 @@ def test_port_in_use(workspace: Workspace, start: StartProgram) -> None:
     with socket.create_server(("127.0.0.1", int((program.folder / "port").read_text()))):
         error = failing_restore(workspace)
     assert "port" in error.message
-    assert "TIME_WAIT" in str(error.hint)
+    assert "ss -tanp" in str(error.hint)
     wait_for(lambda: not Path(f"/proc/{program.pid}").exists(), "the pid to be free")
     assert workspace.restore() == program.pid
     program.assert_undisturbed()

@@ -13,7 +13,7 @@ import pytest
 
 from gpucr.cli import main
 from gpucr.snapshot import manifest
-from tests.command import run_json
+from tests.command import run_json, run_json_before
 from tests.counter import CounterFactory, wait_until
 from tests.docs.command_tree import COMMANDS
 from tests.docs.pages import CODE, ROOT, SOURCES, error_classes, first_cells, page, rows, section, without_fences
@@ -43,6 +43,23 @@ def test_the_fields_of_a_job_in_json(name: str, counter: CounterFactory) -> None
 
 def test_the_fields_of_sim_env_in_json() -> None:
     _assert_fields_are_described("gpucr sim env", run_json("sim", "env"))
+
+
+def test_the_fields_of_run_and_jobs_in_json(tmp_path: Path) -> None:
+    state = {"XDG_STATE_HOME": str(tmp_path)}
+    _assert_fields_are_described(
+        "gpucr run", run_json_before("run", "--no-isolate", "--name", "short", "true", env=state)
+    )
+    plan = run_json_before("run", "--explain", "true", env=state)
+    described = section(page("reference/commands.md"), "gpucr run")
+    named = set(re.findall(r"`(\w+)`", described))
+    assert {*plan, *plan["environment"][0]} <= named
+    _assert_fields_are_described("gpucr jobs", run_json("jobs", "--all", env=state))
+
+
+def test_the_fields_of_doctor_in_json(tmp_path: Path) -> None:
+    printed = run_json("doctor", "--probe", "--only", "plain", env={"XDG_STATE_HOME": str(tmp_path)})
+    _assert_fields_are_described("gpucr doctor", printed)
 
 
 @pytest.mark.criu

@@ -59,7 +59,7 @@ def test_the_commands_and_options_of_a_page_exist(path: Path) -> None:
         command = COMMANDS[f"gpucr {name}"]
         if not isinstance(command, click.Group):
             known = {option for parameter in command.params for option in parameter.opts} | {"--help"}
-            options = set(re.findall(r"(?<!\S)--?[a-z][\w-]*", rest.partition("#")[0]))
+            options = set(re.findall(r"(?<!\S)--?[a-z][\w-]*", rest.partition("#")[0].partition(" -- ")[0]))
             assert options <= known, f"gpucr {name}"
 
 

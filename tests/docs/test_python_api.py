@@ -20,7 +20,21 @@ def test_every_exported_name_is_described(name: str) -> None:
     assert re.search(rf"(?:`(?:gpucr\.)?{name}[`(]|^### {name}$)", page("reference/python-api.md"), re.MULTILINE)
 
 
-OPERATIONS = ["suspend", "resume", "dump", "plan_dump", "restore", "list_cuda_processes", "job_states"]
+OPERATIONS = [
+    "suspend",
+    "resume",
+    "dump",
+    "plan_dump",
+    "restore",
+    "list_cuda_processes",
+    "job_states",
+    "run_job",
+    "plan_job",
+    "list_jobs",
+    "forget_job",
+    "probe",
+    "last_probe",
+]
 
 
 @pytest.mark.parametrize("name", OPERATIONS)
@@ -39,7 +53,24 @@ def test_the_errors_named_for_an_operation_are_errors(name: str) -> None:
     assert types <= {error.__name__ for error in error_classes()}
 
 
-RECORDS = ["ChangeReport", "DumpReport", "DumpPlan", "RestoreReport", "Phase", "Progress", "ProcessState", "Gpu"]
+RECORDS = [
+    "LaunchPlan",
+    "EnvironmentChange",
+    "StartedJob",
+    "JobRecord",
+    "ListedJob",
+    "JobState",
+    "ChangeReport",
+    "DumpReport",
+    "DumpPlan",
+    "RestoreReport",
+    "Phase",
+    "Progress",
+    "ProcessState",
+    "Gpu",
+    "ProbeReport",
+    "CanaryResult",
+]
 
 
 @pytest.mark.parametrize("name", RECORDS)

@@ -13,8 +13,9 @@ from typing import Any
 import pytest
 
 from gpucr.criu.options import DumpOptions
-from gpucr.model import Extent, Gpu, StagedExtent
+from gpucr.model import Extent, Gpu, JobFile, StagedExtent
 from gpucr.snapshot import device, files, manifest
+from gpucr.snapshot.outside import SharedFileRecord
 from tests.docs.pages import CODE, ROW, first_cells, page, section
 from tests.unit import samples
 
@@ -28,6 +29,10 @@ from tests.unit import samples
         ("gpus[]", Gpu, set[str]()),
         ("criu_options", DumpOptions, set[str]()),
         ("folders[]", manifest.FolderRecord, set[str]()),
+        ("launch", manifest.LaunchRecord, set[str]()),
+        ("sandbox", manifest.SandboxRecord, set[str]()),
+        ("open_files[]", JobFile, set[str]()),
+        ("shared_files[]", SharedFileRecord, set[str]()),
         ("files[]", manifest.FileRecord, set[str]()),
     ],
 )

@@ -14,7 +14,7 @@ import pytest
 
 from gpucr.driver import gpus
 from gpucr.errors import DriverUnavailable
-from gpucr.model import uuid_bytes
+from gpucr.model import Gpu, uuid_bytes
 from tests.counter import CounterFactory
 
 ASK = (
@@ -109,3 +109,82 @@ def test_init_and_shutdown_are_paired(monkeypatch: pytest.MonkeyPatch) -> None:
 def test_mig_mode_is_shown(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(pynvml, "nvmlDeviceGetMigMode", lambda _: [pynvml.NVML_DEVICE_MIG_ENABLE, 0])
     assert {gpu.mig_enabled for gpu in gpus.list_gpus()} == {True}
+
+
+A, B, C = "GPU-aaaa1111-0000-4000-8000-000000000000", "GPU-aaaa2222-0000-4000-8000-000000000000", "GPU-cccc-0"
+
+
+@pytest.mark.parametrize(
+    ("value", "expected"),
+    [
+        pytest.param(None, [A, B, C], id="not set"),
+        pytest.param("1", [B]),
+        pytest.param("2,0", [C, A]),
+        pytest.param(" 2 , 1", [C, B]),
+        pytest.param(A, [A], id="a UUID"),
+        pytest.param("GPU-cc,GPU-aaaa2", [C, B]),
+        pytest.param("", [], id="empty"),
+        pytest.param("-1", []),
+        pytest.param("0,9,1", [A], id="the list ends at the first that is none"),
+        pytest.param("0,GPU-aaaa,1", [A], id="a beginning that two have"),
+        pytest.param("1,GPU-aaaa2,0", [B, A], id="one twice"),
+        pytest.param("MIG-aaaa1111", []),
+    ],
+)
+def test_what_cuda_visible_devices_shows(value: str | None, expected: list[str]) -> None:
+    machine = [Gpu(index, uuid, "NVIDIA H200", 2, 1) for index, uuid in enumerate((A, B, C))]
+    environment = {"PATH": "/bin"} if value is None else {"CUDA_VISIBLE_DEVICES": value}
+    assert [gpu.uuid for gpu in gpus.visible_gpus(machine, environment)] == expected
+
+
+def test_what_an_older_nvml_does_not_know(monkeypatch: pytest.MonkeyPatch) -> None:
+    def mismatch(*_: object) -> None:
+        raise pynvml.NVMLLibraryMismatchError("Unversioned function called")
+
+    monkeypatch.setattr(pynvml, "nvmlDeviceGetMigMode", mismatch)
+    assert {gpu.mig_enabled for gpu in gpus.list_gpus()} <= {False}
+
+
+def test_pairs_of_gpus_that_cannot_reach_each_other(sim_only: None, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("GPUCR_SIM_GPUS", "3x1GiB")
+    uuids = [gpu.uuid for gpu in gpus.list_gpus()]
+    pairs = {frozenset((uuids[0], uuids[1])), frozenset((uuids[0], uuids[2])), frozenset((uuids[1], uuids[2]))}
+    assert gpus.unreachable_pairs() == pairs
+    monkeypatch.setenv("GPUCR_SIM_PEERS", "1")
+    assert gpus.unreachable_pairs() == frozenset()
+
+
+def test_nobody_uses_mps() -> None:
+    assert gpus.mps_clients() == frozenset()
+
+
+def noting(name: str, events: list[str]) -> Callable[[], None]:
+    function: Callable[[], None] = getattr(pynvml, name)
+
+    def call() -> None:
+        events.append(name)
+        function()
+
+    return call
+
+
+def test_nvml_that_is_kept_open_is_started_once(monkeypatch: pytest.MonkeyPatch) -> None:
+    events: list[str] = []
+    for name in ("nvmlInit", "nvmlShutdown"):
+        monkeypatch.setattr(pynvml, name, noting(name, events))
+    with gpus.nvml_kept_open():
+        known = gpus.list_gpus()
+        assert events[-1] == "nvmlShutdown"
+        assert events.count("nvmlInit") == events.count("nvmlShutdown") + 1, "one more than was shut down"
+    assert events.count("nvmlInit") == events.count("nvmlShutdown")
+    assert known == gpus.list_gpus()
+
+
+def test_without_nvml_nothing_is_kept_open(monkeypatch: pytest.MonkeyPatch) -> None:
+    def missing() -> None:
+        raise pynvml.NVMLError(pynvml.NVML_ERROR_LIBRARY_NOT_FOUND)
+
+    monkeypatch.setattr(pynvml, "nvmlInit", missing)
+    with gpus.nvml_kept_open():
+        assert gpus.unreachable_pairs() == frozenset()
+        assert gpus.mps_clients() == frozenset()

@@ -10,6 +10,7 @@ from pathlib import Path
 
 import pytest
 
+from tests.hardware import whole_jobs
 from tests.hardware.main_job import ROOT, Failed, Job, continuation_difference, first_difference
 
 REFERENCE = [f"{step} {value}" for step, value in enumerate([7, 3, 9, 1, 4, 8])]
@@ -110,3 +111,65 @@ def test_the_main_job_on_the_simulated_driver(tmp_path: Path) -> None:
         "leave-running: run to the end",
         "leave-running: run to the end",
     ]
+
+
+# --- whole_jobs.py ---------------------------------------------------------------------------------------------
+
+
+def losses(*values: float) -> list[str]:
+    return [f"{step} {value.hex()}" for step, value in enumerate(values)]
+
+
+def test_how_far_two_loss_curves_are_apart() -> None:
+    reference = losses(0.5, 0.25, 0.125)
+    assert whole_jobs.difference(list(reference), reference) == ("", 0.0)
+    words, largest = whole_jobs.difference(losses(0.5, 0.25 + 2**-40, 0.125 - 2**-30), reference)
+    assert "line 1" in words
+    assert largest == 2**-30
+    assert whole_jobs.difference(reference[:2], reference) == ("there are 2 lines, the reference has 3", None)
+
+
+def test_parts_that_need_more_gpus_are_left_out() -> None:
+    assert whole_jobs.chosen_parts(None, 2) == [part for part in whole_jobs.PARTS if part != "four"]
+    assert whole_jobs.chosen_parts(None, 4) == list(whole_jobs.PARTS)
+    assert whole_jobs.chosen_parts(None, 0) == ["isolated", "shared"]
+    assert whole_jobs.chosen_parts(("four", "auto"), 2) == ["four", "auto"]
+    assert all(callable(getattr(whole_jobs.Parts, part)) for part in whole_jobs.PARTS)
+
+
+@pytest.fixture
+def parts(sim_only: None, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> whole_jobs.Parts:
+    """The parts on a simulated machine, with one process in the place of torchrun."""
+
+    def program(settings: whole_jobs.Settings, ranks: int, lines: Path) -> list[str]:
+        options = ["--steps", str(settings.steps), "--pace", str(settings.pace_s), "--out", str(lines)]
+        return [sys.executable, "-m", "tests.hardware.programs.driver_recurrence", *options]
+
+    monkeypatch.setattr(whole_jobs, "training", program)
+    monkeypatch.setenv("XDG_STATE_HOME", str(tmp_path / "state"))
+    monkeypatch.setenv("GPUCR_SIM_STATE", str(tmp_path / "gpus"))
+    return whole_jobs.Parts(whole_jobs.Settings(tmp_path / "out", 80, 0.02, 8, 60.0))
+
+
+@pytest.mark.criu
+@pytest.mark.parametrize("part", ["isolated", "swapped", "shared"])
+def test_a_part_of_whole_jobs_on_the_simulated_driver(part: str, parts: whole_jobs.Parts) -> None:
+    parts.run(part)
+    (row,) = parts.rows
+    assert row.ok, row.detail
+    assert row.max_difference == 0.0
+    assert [said["schema"] for said in row.said] == ["gpucr.run", "gpucr.dump", "gpucr.restore"]
+
+
+@pytest.mark.criu
+def test_a_part_that_goes_wrong_is_told_and_leaves_nothing(
+    parts: whole_jobs.Parts, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(whole_jobs, "difference", lambda lines, reference: ("line 7 is another one", 0.5))
+    parts.run("isolated")
+    (row,) = parts.rows
+    assert (row.ok, row.max_difference) == (False, 0.5)
+    assert "line 7" in row.detail
+    assert whole_jobs.call_json(parts.settings, "jobs", "--all")["jobs"] == []
+    parts.run("four")
+    assert "4 ranks need as many GPUs, and here are 2" in parts.rows[1].detail

@@ -194,8 +194,8 @@ def test_a_gpu_map_to_a_gpu_that_is_not_here(counter: CounterFactory, driver: Cu
     job = counter()
     gpucr.suspend(job.pid)
     nowhere = "GPU-00000000-0000-0000-0000-000000000001"
-    message = refused(3, "resume", job.pid, "--gpu-map", f"{nowhere}={nowhere}")
-    assert f"the GPU map leads to {nowhere}" in message
+    message = refused(2, "resume", job.pid, "--gpu-map", f"0={nowhere}")
+    assert f"there is no GPU {nowhere} on this machine" in message
     assert driver.state(job.pid) is CudaState.CHECKPOINTED
     gpucr.resume(job.pid)
     assert job.ask() == 101
@@ -277,7 +277,8 @@ class TestSnapshots:
         gpucr.dump(job.pid, tmp_path / "s")
         job.reap()
         (job.folder / "stdout").rename(job.folder / "moved")
-        message = refused(1, "restore", tmp_path / "s")
+        assert str(job.folder / "stdout") in refused(3, "restore", tmp_path / "s")
+        message = refused(1, "restore", tmp_path / "s", "--force")
         assert "log:   " in message
         log = next(line.split(maxsplit=1)[1] for line in message.splitlines() if line.startswith("log:"))
         assert Path(log).exists()

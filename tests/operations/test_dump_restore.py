@@ -53,7 +53,7 @@ def test_a_job_goes_to_disk_and_comes_back(counter: CounterFactory, driver: Cuda
     restored = gpucr.restore(tmp_path / "s")
     assert restored.pid == job.pid
     assert [phase.name for phase in restored.phases] == [
-        "load", "verify", "criu", "hold", "restore", "unlock", "release",
+        "load", "verify", "keeper", "criu", "hold", "restore", "unlock", "release", "keep",
     ]  # fmt: skip
     assert job.ask() == 102
     assert job.send("verify") == "ok"
@@ -148,7 +148,7 @@ def test_a_tree_without_cuda_needs_no_gpu_no_driver_and_no_libcuda(counter: Coun
     assert inspected["has_gpu_state"] is False
     assert inspected["gpus"] == []
     restored = command.run_json("restore", tmp_path / "s", env=nowhere)
-    assert [phase["name"] for phase in restored["phases"]] == ["verify", "criu"]
+    assert [phase["name"] for phase in restored["phases"]] == ["verify", "keeper", "criu", "keep"]
     assert job.ask() == 101
 
 

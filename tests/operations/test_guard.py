@@ -21,7 +21,7 @@ import pytest
 
 from gpucr.driver.cuda import CudaDriver
 from gpucr.errors import BrokenInstall, Unsupported
-from gpucr.linux import processes
+from gpucr.linux import own_python, processes
 from gpucr.model import CudaState, GangMember, ProcessId, StagedExtent
 from gpucr.operations import guard as guards
 from gpucr.operations.guard import Guard
@@ -590,7 +590,7 @@ def test_a_guard_that_cannot_start_is_noticed(monkeypatch: pytest.MonkeyPatch) -
     with pytest.raises(BrokenInstall, match="cannot be started with /nowhere/python"):
         Guard()
     monkeypatch.undo()
-    monkeypatch.setattr(guards, "_BOOTSTRAP", "raise RuntimeError('broken in two')")
+    monkeypatch.setattr(own_python, "_BOOTSTRAP", "raise RuntimeError('broken in two')")
     with Guard() as broken, pytest.raises(BrokenInstall, match="ended with 1: RuntimeError: broken in two"):
         broken.wait_ready()
 

@@ -131,7 +131,7 @@ def test_in_a_dump_that_leaves_the_job_running(
 
 
 @pytest.mark.criu
-@pytest.mark.parametrize("phase", ["load", "verify", "criu", "hold", "restore", "unlock", "release"])
+@pytest.mark.parametrize("phase", ["load", "verify", "keeper", "criu", "hold", "restore", "unlock", "release", "keep"])
 def test_in_a_restore(counter: CounterFactory, driver: CudaDriver, tmp_path: Path, phase: str) -> None:
     job = counter("--mib", "16", "--fork", "1")
     pids = job.processes()

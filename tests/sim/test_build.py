@@ -13,7 +13,7 @@ import pytest
 from gpucr.errors import SimulatorUnavailable
 from gpucr.sim import build as simulator
 
-FILES = {"libcuda.so.1", "libnvidia-ml.so.1", "counter", "old/libcuda.so.1", "old/libnvidia-ml.so.1"}
+FILES = {"libcuda.so.1", "libnvidia-ml.so.1", "counter", "ranks", "old/libcuda.so.1", "old/libnvidia-ml.so.1"}
 
 
 def _files(folder: Path) -> set[str]:
@@ -88,5 +88,5 @@ def test_environment(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     assert simulator.environment(driver="old") == {
         "LD_LIBRARY_PATH": str(folder / "old"),
         "GPUCR_SIM_GPUS": "2x16GiB",
-        "GPUCR_SIM_STATE": f"/dev/shm/gpucr-sim-{os.geteuid()}",
+        "GPUCR_SIM_STATE": f"/tmp/gpucr-sim-{os.geteuid()}",
     }

@@ -46,7 +46,7 @@ def test_target_dies_in_the_middle(libcuda: Libcuda, counter: CounterFactory, ac
         assert libcuda.act(before, program.pid) == expected
         if before == action:
             break
-    assert not program.alive
+    wait_until(lambda: not program.alive, "the target to die")  # the driver notices a moment earlier
 
 
 def test_hang_lasts_until_the_target_is_killed(libcuda: Libcuda, counter: CounterFactory) -> None:

@@ -10,7 +10,10 @@ import pytest
 
 from gpucr.sim.build import build
 from tests.counter import wait_until
-from tests.sim.libcuda import CHECKPOINTED, RUNNING, Libcuda
+from tests.sandboxed import end_all_in, start_counter
+from tests.sim.libcuda import CHECKPOINTED, RUNNING, Libcuda, used_bytes
+
+FIRST_PID_NAMESPACE = Path("pid:[4026531836]")
 
 
 @pytest.mark.skipif(os.geteuid() != 0, reason="a pid namespace needs root")
@@ -28,4 +31,24 @@ def test_target_in_a_pid_namespace(libcuda: Libcuda, tmp_path: Path) -> None:
         libcuda.suspend(pid)
         assert libcuda.state(pid) == (0, CHECKPOINTED)
         libcuda.resume(pid)
+        assert used_bytes(pid)[0] > 0, "NVML tells the pid of the caller's namespace"
         unshare.kill()
+    if Path("/proc/self/ns/pid").readlink() == FIRST_PID_NAMESPACE:  # elsewhere nobody can tell that it has ended
+        wait_until(lambda: not used_bytes(pid)[0], "the memory of the ended counter to be free")
+
+
+@pytest.mark.skipif(os.geteuid() != 0, reason="namespaces need root")
+def test_a_job_in_a_sandbox_is_counted_with_the_others(
+    libcuda: Libcuda, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """In the folder that is taken where none is named, and that is no other one inside."""
+    monkeypatch.delenv("GPUCR_SIM_STATE")
+    monkeypatch.setenv("XDG_STATE_HOME", str(tmp_path / "state"))
+    try:
+        with start_counter(tmp_path, "--mib", "3") as job:
+            assert used_bytes(job.pid)[0] >= 3 << 20
+            folder = Path(f"/tmp/gpucr-sim-{os.geteuid()}")
+            assert any(folder.iterdir())
+            assert folder.stat().st_mode & 0o777 == 0o700
+    finally:
+        end_all_in(tmp_path)

@@ -4,11 +4,21 @@ from __future__ import annotations
 
 import os
 from pathlib import Path
+from typing import Any
 
-from gpucr.model import CudaState, Extent, Gpu, StagedExtent
+from gpucr.model import Connection, CudaState, Endpoint, Extent, Gpu, JobFile, StagedExtent
 from gpucr.snapshot.device import DeviceWriter, Source
 from gpucr.snapshot.folder import Snapshot, UnfinishedSnapshot
-from gpucr.snapshot.manifest import DeviceData, FileRecord, Manifest, ProcessRecord
+from gpucr.snapshot.manifest import (
+    DeviceData,
+    FileRecord,
+    LaunchRecord,
+    Manifest,
+    OverruledFinding,
+    ProcessRecord,
+    SandboxRecord,
+)
+from gpucr.snapshot.outside import SharedFileRecord
 
 GPU_A = "GPU-6b1e4d2c-0f3a-4c52-9c53-0a6f5a1d7e88"
 GPU_B = "GPU-91c0aa11-2233-4455-6677-8899aabbccdd"
@@ -25,7 +35,10 @@ DEVICE_DATA = DeviceData(
 """Three pieces, of which one is zero and the last is short."""
 
 
-def manifest(*, files: tuple[FileRecord, ...] = (), device_data: DeviceData | None = None) -> Manifest:
+SHARED_FILE = SharedFileRecord(("sem.lock", "sub/other"), 70, 0o1600, 1000, 100, 1_700_000_000_123_456_789, "shared/0")
+
+
+def manifest(*, files: tuple[FileRecord, ...] = (), device_data: DeviceData | None = None, **more: Any) -> Manifest:
     """A manifest in which every field has a value that is not its default."""
     return Manifest(
         created="2025-01-02T03:04:05+00:00",
@@ -44,6 +57,7 @@ def manifest(*, files: tuple[FileRecord, ...] = (), device_data: DeviceData | No
                 device_bytes={GPU_A: 4 << 30, GPU_B: 1 << 20},
                 staging=(Extent(0x7F0000000000, 4 << 30), Extent(2**64 - 4096, 4096)),
                 device_data=device_data,
+                visible_gpus=(GPU_A, GPU_B),
             ),
             ProcessRecord(102, (102,), 100, (102,), "loader", ("loader",), None),
         ),
@@ -59,7 +73,25 @@ def manifest(*, files: tuple[FileRecord, ...] = (), device_data: DeviceData | No
         architecture="x86_64",
         gpucr_version="0.1.0",
         left_running=True,
+        launch=LaunchRecord(
+            name="trainer-1",
+            command=("python", "töst.py", "\udcff"),
+            cwd="/srv",
+            environment={"NCCL_P2P_DISABLE": "1"},
+            io_uring_is_refused=True,
+            log_path="/var/log/trainer-1.log",
+        ),
+        sandbox=SandboxRecord("own", "0123456789abcdef", "/var/log/trainer-1.log"),
+        open_files=(
+            JobFile("/srv/töst.log", 10 << 30, is_written=True, is_mapped=False),
+            JobFile("/usr/lib/libc.so.6", 2 << 20, is_written=False, is_mapped=True),
+        ),
+        open_folders=("/srv/run",),
+        endpoints=(Endpoint("10.0.0.1", 29500), Endpoint("::1", 65535)),
+        connections=(Connection(Endpoint("10.0.0.1", 40000), Endpoint("2001:db8::1", 443)),),
+        overruled=(OverruledFinding("process 100 shares GPU memory (P2P)", "it would be lost"),),
         files=files,
+        **more,
     )
 
 

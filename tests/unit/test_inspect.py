@@ -59,6 +59,8 @@ def test_stored_and_zero_bytes_of_device_memory(with_device_data: Snapshot) -> N
     )
     assert lines[place + 2].startswith("process     102 (no CUDA"), "it has no line about device memory"
     assert len(lines) == place + 3
+    assert "overruled   process 100 shares GPU memory (P2P): it would be lost" in lines
+    assert found["overruled"] == [{"finding": "process 100 shares GPU memory (P2P)", "consequence": "it would be lost"}]
 
 
 def test_device_memory_in_the_images(tmp_path: Path) -> None:

@@ -14,11 +14,20 @@ import pytest
 from gpucr.model import CudaState
 from gpucr.snapshot import manifest as manifests
 from gpucr.snapshot.device import PIECE_BYTES
-from gpucr.snapshot.manifest import DeviceData, FileRecord, Manifest, ManifestError, decode, encode
+from gpucr.snapshot.json_reader import ManifestError
+from gpucr.snapshot.manifest import DeviceData, FileRecord, Manifest, decode, encode
 from tests.unit import samples
 
 FILE = FileRecord("images/pages-1.img", 70, ("ab" * 32,))
-WHOLE = samples.manifest(files=(FILE,), device_data=samples.DEVICE_DATA)
+STORED = FileRecord("shared/0", 70, ("ab" * 32,))
+WHOLE = samples.manifest(files=(FILE, STORED), device_data=samples.DEVICE_DATA, shared_files=(samples.SHARED_FILE,))
+VERSION_3 = {
+    field.name: field.default
+    for field in dataclasses.fields(Manifest)
+    if field.name not in ("folders", "files") and field.default is not dataclasses.MISSING
+}
+"""The members that version 3 added, as older manifests are read."""
+_NULLABLE = tuple(name for name, default in VERSION_3.items() if default is None)
 Body = dict[str, Any]
 
 
@@ -63,7 +72,7 @@ def test_round_trip_of_every_found_state(state: CudaState | None) -> None:
 
 
 def test_sums() -> None:
-    assert WHOLE.size_bytes == 70 + 8192 + 4096, "the zero piece is not stored, and the last piece is short"
+    assert WHOLE.size_bytes == 70 + 70 + 8192 + 4096, "the zero piece is not stored, and the last piece is short"
     assert samples.DEVICE_DATA.stored_bytes == 8192 + 4096
     assert WHOLE.device_data == {100: samples.DEVICE_DATA}
     assert WHOLE.device_bytes == {samples.GPU_A: 4 << 30, samples.GPU_B: 1 << 20}
@@ -72,7 +81,7 @@ def test_sums() -> None:
 def test_what_is_written_is_ascii_json_with_its_format() -> None:
     data = encode(WHOLE)
     data.decode("ascii")
-    assert (body()["format"], body()["format_version"], body()["has_gpu_state"]) == ("gpucr-snapshot", 2, True)
+    assert (body()["format"], body()["format_version"], body()["has_gpu_state"]) == ("gpucr-snapshot", 3, True)
 
 
 def test_a_forged_seal_is_what_decode_accepts() -> None:
@@ -144,20 +153,36 @@ def test_a_changed_value_does_not_match_the_digest() -> None:
 
 def test_a_newer_format_is_named_although_its_digest_may_be_made_otherwise() -> None:
     outer = json.loads(encode(WHOLE))
-    outer["manifest"]["format_version"] = 3
-    with pytest.raises(ManifestError, match="format version 3; this gpucr reads versions 1 and 2"):
+    outer["manifest"]["format_version"] = 4
+    with pytest.raises(ManifestError, match="format version 4; this gpucr reads versions 1 to 3"):
         decode(json.dumps(outer).encode())
 
 
+def _version_2(inner: Body) -> None:
+    inner["format_version"] = 2
+    for name in VERSION_3:
+        del inner[name]
+    for process in inner["processes"]:
+        del process["visible_gpus"]
+
+
 def _version_1(inner: Body) -> None:
+    _version_2(inner)
     inner["format_version"] = 1
     for process in inner["processes"]:
         del process["device_data"]
 
 
+def test_version_2_is_read_and_tells_nothing_of_what_is_outside() -> None:
+    processes = tuple(dataclasses.replace(process, visible_gpus=None) for process in WHOLE.processes)
+    assert decode(changed(_version_2)) == dataclasses.replace(WHOLE, **VERSION_3, processes=processes)
+    assert decode(changed(_version_2)).open_files is None
+
+
 def test_version_1_is_read_and_has_no_device_data_of_its_own() -> None:
-    process = dataclasses.replace(WHOLE.processes[0], device_data=None)
-    assert decode(changed(_version_1)) == dataclasses.replace(WHOLE, processes=(process, *WHOLE.processes[1:]))
+    process = dataclasses.replace(WHOLE.processes[0], device_data=None, visible_gpus=None)
+    read = dataclasses.replace(WHOLE, **VERSION_3, processes=(process, *WHOLE.processes[1:]))
+    assert decode(changed(_version_1)) == read
 
 
 def test_version_2_must_say_whether_there_is_device_data() -> None:
@@ -185,6 +210,11 @@ _PLACES: dict[str, Callable[[Body], Body]] = {
     "extent": lambda inner: inner["processes"][0]["staging"][0],
     "held": lambda inner: inner["processes"][0]["device_bytes"],
     "device data": lambda inner: inner["processes"][0]["device_data"],
+    "open file": lambda inner: inner["open_files"][0],
+    "shared file": lambda inner: inner["shared_files"][0],
+    "endpoint": lambda inner: inner["endpoints"][0],
+    "connection": lambda inner: inner["connections"][0],
+    "sandbox": lambda inner: inner["sandbox"],
     "stored extent": lambda inner: inner["processes"][0]["device_data"]["extents"][0],
 }
 _KEYS = [(place, key) for place, find in _PLACES.items() for key in find(body()) if key not in _UNREAD]
@@ -202,7 +232,20 @@ def test_a_value_of_another_type(place: str, key: str) -> None:
     wrong: list[Any] = [1.5, float("nan"), [[]], [None], [True], {"x": []}, -1, 2**64]
     others: tuple[Any, ...] = (True, 3, "text", [], {})
     wrong += [other for other in others if type(other) is not type(value)]
-    if not (value is None or key in ("cuda_version", "driver_version", "found_state", "restore_thread", "device_data")):
+    if not (
+        value is None
+        or (place, key) == ("sandbox", "log_path")
+        or key
+        in (
+            "cuda_version",
+            "driver_version",
+            "found_state",
+            "restore_thread",
+            "device_data",
+            "visible_gpus",
+            *VERSION_3,
+        )
+    ):
         wrong.append(None)
     if key == "criu_options":
         wrong.remove({"x": []})  # checked by whom it concerns, CRIU's options
@@ -231,6 +274,11 @@ def test_a_value_of_another_type(place: str, key: str) -> None:
         lambda inner: inner["files"][0].update(size_bytes=10**300),
         lambda inner: inner["files"][0].update(size_bytes=-1),
         lambda inner: inner["processes"][1].update(pid=100),
+        lambda inner: inner["sandbox"].update(network="none"),
+        lambda inner: inner["sandbox"].update(lineage=""),
+        lambda inner: inner["sandbox"].update(lineage="../x"),
+        lambda inner: inner["sandbox"].update(log_path="relative"),
+        lambda inner: inner["sandbox"].update(log_path="/log\0"),
     ],
 )
 def test_a_value_out_of_range(change: Callable[[Body], object]) -> None:
@@ -309,6 +357,38 @@ def test_extents_that_cannot_be(extents: list[tuple[int, int, int]], says: str) 
     stored = [dict(zip(("address", "size_bytes", "offset"), each, strict=True)) for each in extents]
     with pytest.raises(ManifestError, match=says):
         decode(changed(lambda inner: inner["processes"][0]["device_data"].update(extents=stored)))
+
+
+@pytest.mark.parametrize(
+    ("place", "change", "says"),
+    [
+        ("open_files", {"path": "srv/log"}, "not an absolute path"),
+        ("open_files", {"path": "/srv\0log"}, "not an absolute path"),
+        ("shared_files", {"names": []}, "'names' is empty"),
+        ("shared_files", {"names": ["a", "a"]}, "has one twice"),
+        ("shared_files", {"names": ["a", "../b"]}, "leads outside"),
+        ("shared_files", {"names": ["/a"]}, "leads outside"),
+        ("shared_files", {"names": ["."]}, "leads outside"),
+        ("shared_files", {"names": ["a/"]}, "leads outside"),
+        ("shared_files", {"names": ["a\0"]}, "leads outside"),
+        ("shared_files", {"stored": "../../etc/shadow"}, "leads outside"),
+        ("shared_files", {"stored": "shared/1"}, "no file of its size"),
+        ("shared_files", {"size_bytes": 71}, "no file of its size"),
+        ("shared_files", {"size_bytes": 1 << 63}, "out of range"),
+        ("shared_files", {"modified_ns": 1 << 63}, "out of range"),
+        ("shared_files", {"mode": 0o10000}, "out of range"),
+        ("shared_files", {"uid": 2**32 - 1}, "out of range"),
+        ("shared_files", {"gid": 2**32 - 1}, "out of range"),
+        ("endpoints", {"port": 0}, "'port' is out of range"),
+        ("endpoints", {"port": 65536}, "no address and port"),
+        ("endpoints", {"address": "localhost"}, "no address and port"),
+        ("endpoints", {"address": "0:0::1"}, "no address and port"),
+        ("connections", {"remote": {"address": "", "port": 1}}, "no address and port"),
+    ],
+)
+def test_what_is_outside_and_cannot_be(place: str, change: Body, says: str) -> None:
+    with pytest.raises(ManifestError, match=says):
+        decode(changed(lambda inner: inner[place][0].update(change)))
 
 
 def _with_device_data(pieces: int) -> Manifest:

@@ -16,7 +16,7 @@ from gpucr import preflight
 from gpucr.errors import NotPermitted, Unsupported
 from gpucr.linux import cgroups, memory, processes
 from gpucr.model import CudaState, GangMember, Gpu, GpuMap, GpuUse, Job, ProcessId, ProcessInfo
-from gpucr.preflight import Finding, MemoryNeed
+from gpucr.preflight import Finding, MemoryNeed, room, tree
 from tests.conftest import skip_or_fail
 from tests.unit.children import NOBODY_UID, python, sleeper, tracer_of, unused_pid
 from tests.unit.memory_cgroup import ENTER, limited
@@ -177,7 +177,7 @@ def test_a_real_userfaultfd() -> None:
     ],
 )
 def test_descriptors_that_a_test_cannot_make(target: str, in_gang: bool, says: str | None) -> None:
-    finding = preflight._judge(process(), target, 5, in_gang=in_gang)
+    finding = tree._judge(process(), target, 5, in_gang=in_gang)
     assert (finding is None) == (says is None)
     if finding is not None:
         assert finding.what == f"process 7 (trainer) {says}"
@@ -188,7 +188,7 @@ def test_descriptors_that_a_test_cannot_make(target: str, in_gang: bool, says: s
 
 
 def test_disk(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    margin = preflight._DISK_MARGIN_BYTES
+    margin = room._DISK_MARGIN_BYTES
     with python(WAITING) as child:
         job, resident = job_of(child.pid), memory.resident_bytes(child.pid)
 
@@ -321,13 +321,6 @@ def test_too_little_room_where_the_map_leads() -> None:
 
 def test_room_is_not_judged_on_gpus_that_are_not_here() -> None:
     assert preflight.check_room({A: GIB}, [gpu(B)], None) == []
-
-
-def test_map_targets() -> None:
-    assert preflight.check_map_targets(GpuMap(((A, B), (B, A))), [gpu(A), gpu(B)]) == []
-    finding = only(preflight.check_map_targets(GpuMap(((A, C),)), [gpu(B), gpu(A)]))
-    assert (finding.severity, finding.what) == ("blocking", f"the GPU map leads to {C}")
-    assert finding.evidence == f"this machine has {A}, {B}"
 
 
 def test_a_map_may_be_typed_in_capitals() -> None:

@@ -334,6 +334,21 @@ def test_kill_and_wait_names_what_does_not_end() -> None:
         assert processes.kill_and_wait([process], timeout_s=60) == ()
 
 
+def test_who_was_killed_is_about_to_end() -> None:
+    with sleeper() as child, sleeper() as other:
+        process = child.id
+        with tracer_of(child.pid, PTRACE_O_TRACEEXIT):
+            assert not processes.is_about_to_end(process)
+            os.kill(child.pid, signal.SIGKILL)
+            wait_until(lambda: processes.is_about_to_end(process), "it to be seen")
+            assert processes.is_alive(process)
+            processes.wait_for_the_killed([process], timeout_s=0)
+        processes.wait_for_the_killed([process, other.id], timeout_s=60)
+        assert not processes.is_alive(process)
+        assert not processes.is_about_to_end(process)
+        assert not processes.is_about_to_end(other.id)
+
+
 def test_kill_and_wait_closes_its_descriptors() -> None:
     before = len(os.listdir("/proc/self/fd"))
     with sleeper() as child:

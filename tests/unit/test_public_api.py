@@ -15,11 +15,13 @@ import gpucr
 from gpucr.version import __version__
 
 _NAMES = """
-BrokenInstall ChangeReport CriuError CriuUnavailable CudaStarted CudaState DeadlineExceeded DriverError
-DriverUnavailable DumpPlan DumpReport Gpu GpuMap GpucrError IllegalState Interrupted InvalidRequest JobChanged
-JobDamaged LockTimeout NotACudaProcess NotPermitted NotSupportedByDriver Phase Process ProcessNotFound ProcessState
-Progress RestoreReport SimulatorUnavailable Snapshot SnapshotDamaged SnapshotError SnapshotExists SnapshotUnfinished
-StoreDamaged StoreError Unsupported WrongKey __version__ dump job_states list_cuda_processes plan_dump restore resume suspend
+BrokenInstall CanaryOutcome CanaryResult ChangeReport CriuError CriuUnavailable CudaStarted CudaState DeadlineExceeded
+DriverError DriverUnavailable DumpPlan DumpReport EnvironmentChange Gpu GpuMap GpucrError IllegalState Interrupted
+InvalidRequest JobChanged JobDamaged JobRecord JobState LaunchPlan ListedJob LockTimeout NotACudaProcess NotPermitted
+NotSupportedByDriver Phase ProbeReport Process ProcessNotFound ProcessState Progress RestoreReport
+SimulatorUnavailable Snapshot SnapshotDamaged SnapshotError SnapshotExists SnapshotUnfinished StartedJob StoreDamaged
+StoreError Unsupported WrongKey __version__ dump forget_job job_states last_probe list_cuda_processes list_jobs
+plan_dump plan_job probe restore resume run_job suspend
 """
 NAMES = _NAMES.split()
 

@@ -21,7 +21,7 @@ RUNNING, LOCKED, CHECKPOINTED = CudaState.RUNNING, CudaState.LOCKED, CudaState.C
 @pytest.fixture(autouse=True)
 def folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     """The folder of the records, which is not there yet."""
-    monkeypatch.setattr(suspended, "_folder", lambda: tmp_path / "gpucr" / "suspended")
+    monkeypatch.setattr(suspended.RECORDS, "folder", lambda: tmp_path / "gpucr" / "suspended")
     return tmp_path / "gpucr" / "suspended"
 
 
@@ -125,7 +125,7 @@ def test_a_user_without_a_home_can_suspend_and_resume(monkeypatch: pytest.Monkey
     def no_home() -> Path:
         raise FileNotFoundError("uid 1234 has no home folder")
 
-    monkeypatch.setattr(suspended, "_folder", no_home)
+    monkeypatch.setattr(suspended.RECORDS, "folder", no_home)
     remember(GangMember(PROCESS, LOCKED), {})
     assert recall(PROCESS) is None
     forget(PROCESS)
@@ -134,17 +134,17 @@ def test_a_user_without_a_home_can_suspend_and_resume(monkeypatch: pytest.Monkey
 def test_where_the_records_are(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     monkeypatch.undo()
     monkeypatch.setattr(os, "geteuid", lambda: 0)
-    assert suspended._folder() == Path("/run/gpucr/suspended")
+    assert suspended.RECORDS.folder() == Path("/run/gpucr/suspended")
     monkeypatch.setattr(os, "geteuid", lambda: 1000)
     monkeypatch.setenv("XDG_RUNTIME_DIR", str(tmp_path))
-    assert suspended._folder() == tmp_path / "gpucr" / "suspended"
+    assert suspended.RECORDS.folder() == tmp_path / "gpucr" / "suspended"
     monkeypatch.delenv("XDG_RUNTIME_DIR")
     monkeypatch.setenv("XDG_STATE_HOME", str(tmp_path / "state"))
-    assert suspended._folder() == tmp_path / "state" / "gpucr" / "suspended"
+    assert suspended.RECORDS.folder() == tmp_path / "state" / "gpucr" / "suspended"
 
 
 def _write(folder: Path, text: str) -> None:
     folder.mkdir(parents=True)
-    path = suspended._path(PROCESS)
+    path = suspended.RECORDS.path(PROCESS)
     assert path.parent == folder
     path.write_text(text)

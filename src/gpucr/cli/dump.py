@@ -19,7 +19,7 @@ from gpucr.cli.options import (
 )
 from gpucr.cli.output import print_json, say
 from gpucr.cli.progress import progress_printer
-from gpucr.cli.reports import print_phases, report_fields
+from gpucr.cli.reports import lock_fields, print_phases, report_fields
 from gpucr.operations.dump import Persist, dump, plan_dump
 
 
@@ -45,7 +45,7 @@ from gpucr.operations.dump import Persist, dump, plan_dump
 @verbose_option
 def command(
     *,
-    pid: int,
+    pid: int | str,
     to: Path,
     leave_running: bool,
     persist: Persist,
@@ -82,6 +82,7 @@ def command(
             {
                 **report_fields(report),
                 "left_running": report.left_running,
+                "lock": lock_fields(report.lock),
                 "processes": len(report.snapshot.manifest.processes),
             },
         )
@@ -90,7 +91,7 @@ def command(
     print_phases(f"{report.snapshot.path}: job {report.pid} dumped; it {after}", report.phases, report.downtime_s)
 
 
-def _print_plan(pid: int, to: Path, *, leave_running: bool, persist: Persist, only: bool, as_json: bool) -> None:
+def _print_plan(pid: int | str, to: Path, *, leave_running: bool, persist: Persist, only: bool, as_json: bool) -> None:
     plan = plan_dump(pid, to, leave_running=leave_running, persist=persist, only=only)
     if as_json:
         findings = [asdict(finding) for finding in plan.findings]

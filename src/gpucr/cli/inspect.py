@@ -60,7 +60,10 @@ def _summary(path: Path, manifest: Manifest, *, verified: bool) -> list[tuple[st
     ]
     if manifest.driver_version:
         rows.append(("driver", manifest.driver_version))
-    rows += [("GPU", f"{gpu.uuid} {gpu.name}, {format_bytes(gpu.memory_total_bytes)}") for gpu in manifest.gpus]
+    rows += [("overruled", printable(f"{each.finding}: {each.consequence}")) for each in manifest.overruled]
+    rows += [
+        (f"GPU {gpu.index}", f"{gpu.uuid} {gpu.name}, {format_bytes(gpu.memory_total_bytes)}") for gpu in manifest.gpus
+    ]
     return rows
 
 

@@ -7,9 +7,30 @@ from typing import Any, TypeVar
 
 import click
 
+from gpucr.launch.names import is_name
+
 F = TypeVar("F", bound=Callable[..., Any])
 
-pid_argument = click.argument("pid", type=int)
+
+class JobTarget(click.ParamType):  # type: ignore[type-arg]  # click 8.1 knows no arguments
+    """A pid, or the name of a job that gpucr started: an int or a str."""
+
+    name = "pid or name"
+
+    def convert(self, value: Any, param: click.Parameter | None, ctx: click.Context | None) -> int | str:
+        """Raises click's usage error where it can be neither."""
+        if isinstance(value, int):
+            return value
+        text = str(value)
+        if is_name(text):
+            return text
+        try:
+            return int(text)
+        except ValueError:
+            self.fail(f"{text!r} is neither a pid nor the name of a job", param, ctx)
+
+
+pid_argument = click.argument("pid", type=JobTarget(), metavar="PID|NAME")
 json_option = click.option("--json", "as_json", is_flag=True, help="Print the result as JSON on stdout.")
 only_option = click.option("--only", is_flag=True, help="Act on this one process, not on its whole tree.")
 force_option = click.option("--force", is_flag=True, help="Go on although preflight found something blocking.")
@@ -27,5 +48,11 @@ timeout_option = click.option(
 gpu_map_option = click.option(
     "--gpu-map",
     metavar="OLD=NEW,...",
-    help="Put device memory on other GPUs: UUIDs, every GPU that the job can see named once.",
+    help="Put device memory on other GPUs: the job's on the left, this machine's on the right, each by its index or "
+    "UUID. GPUs that are not named stay, or go where there is room.",
+)
+gpu_option = click.option(
+    "--gpu",
+    metavar="auto|GPU,...",
+    help="Put the GPUs that the job uses on free ones with enough memory (auto), or on these, by index or UUID.",
 )

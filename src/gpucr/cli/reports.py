@@ -8,10 +8,11 @@ from typing import TYPE_CHECKING, Any
 
 import click
 
-from gpucr.cli.output import format_bytes, print_json
+from gpucr.cli.output import format_bytes, print_json, say
 from gpucr.operations.steps import Phase
 
 if TYPE_CHECKING:  # each command loads its own operation only
+    from gpucr.model import GangLock
     from gpucr.operations.dump import DumpReport
     from gpucr.operations.restore import RestoreReport
     from gpucr.operations.suspend import ChangeReport
@@ -40,8 +41,28 @@ def report_fields(report: DumpReport | RestoreReport) -> dict[str, Any]:
     }
 
 
+def lock_fields(lock: GangLock | None) -> dict[str, Any] | None:
+    """How the CUDA processes were locked; None where none were."""
+    return asdict(lock) if lock is not None else None
+
+
+def gpu_fields(report: ChangeReport | RestoreReport) -> dict[str, Any]:
+    """Which GPUs the job went to, old to new UUIDs (None: it stayed where it was), and what gpucr chose and why."""
+    gpu_map = dict(report.gpu_map.pairs) if report.gpu_map is not None else None
+    return {"gpu_map": gpu_map, "gpu_reasons": list(report.gpu_reasons)}
+
+
+def say_gpu_reasons(report: ChangeReport | RestoreReport) -> None:
+    """Tell what gpucr chose."""
+    for reason in report.gpu_reasons:
+        say(reason)
+
+
 def print_change(command: str, report: ChangeReport, *, as_json: bool) -> None:
     """Print what a suspend or resume did."""
+    for warning in report.warnings:
+        say(f"warning: {warning}")
+    say_gpu_reasons(report)
     if as_json:
         processes = [
             {"pid": change.pid, "found": change.found.word, "now": change.now.word if change.now is not None else None}
@@ -49,7 +70,8 @@ def print_change(command: str, report: ChangeReport, *, as_json: bool) -> None:
         ]
         phases = [asdict(phase) for phase in report.phases]
         data = {"pid": report.pid, "processes": processes, "phases": phases, "bytes": report.size_bytes}
-        print_json(command, {**data, "seconds": report.seconds})
+        data |= {"seconds": report.seconds, "lock": lock_fields(report.lock), "warnings": list(report.warnings)}
+        print_json(command, {**data, **gpu_fields(report)})
         return
     for change in report.processes:
         now = change.now.word if change.now is not None else "ended"

@@ -3,12 +3,14 @@
 from __future__ import annotations
 
 from pathlib import Path
+from typing import get_args
 
 import click
 
 from gpucr.cli.options import (
     force_option,
     gpu_map_option,
+    gpu_option,
     json_option,
     quiet_option,
     timeout_option,
@@ -16,13 +18,36 @@ from gpucr.cli.options import (
 )
 from gpucr.cli.output import print_json, say
 from gpucr.cli.progress import progress_printer
-from gpucr.cli.reports import print_phases, report_fields
+from gpucr.cli.reports import gpu_fields, print_phases, report_fields, say_gpu_reasons
 from gpucr.operations.restore import restore
+from gpucr.preflight import FilesMode, TcpMode
 
 
 @click.command("restore")
 @click.argument("snapshot", type=click.Path(path_type=Path), metavar="DIR")
 @gpu_map_option
+@gpu_option
+@click.option(
+    "--files",
+    type=click.Choice(get_args(FilesMode)),
+    default="keep",
+    show_default=True,
+    help="Files that the job was writing and that have changed in size: go on at their end, or cut them back first.",
+)
+@click.option(
+    "--tcp",
+    type=click.Choice(get_args(TcpMode)),
+    default="close",
+    show_default=True,
+    help="Connections to programs outside the job: closed in the job, or taken up again.",
+)
+@click.option(
+    "--clone", is_flag=True, help="Make a copy, with a name and a log of its own, of a job that may still run."
+)
+@click.option(
+    "--isolate", is_flag=True, help="Put the job into a sandbox, where its pids and ports are free, if it was in none."
+)
+@click.option("--name", metavar="NAME", help="The name that the job gets; without it the one that it had, or NAME-2.")
 @timeout_option
 @force_option
 @json_option
@@ -32,13 +57,19 @@ def command(
     *,
     snapshot: Path,
     gpu_map: str | None,
+    gpu: str | None,
+    files: FilesMode,
+    tcp: TcpMode,
+    clone: bool,
+    isolate: bool,
+    name: str | None,
     timeout_s: float | None,
     force: bool,
     as_json: bool,
     quiet: bool,
     verbose: bool,
 ) -> None:
-    """Bring the job of the snapshot DIR back: same pids, same memory, same GPUs or those of --gpu-map. Needs root.
+    """Bring the job of the snapshot DIR back: same pids, same memory, same GPUs or others. Needs root.
 
     The snapshot is verified before anything starts, and stays as it is. If anything fails later, the processes that
     were restored so far are ended.
@@ -46,17 +77,30 @@ def command(
     \b
     Example:
       gpucr restore /var/snapshots/training-0042
+      gpucr restore /var/snapshots/training-0042 --gpu auto
+      gpucr restore /var/snapshots/warm-model --clone --name server-2 --gpu 1
     """
     report = restore(
         snapshot,
         gpu_map=gpu_map,
+        gpu=gpu,
+        files=files,
+        tcp=tcp,
+        clone=clone,
+        isolate=isolate,
+        name=name,
         timeout_s=timeout_s,
         force=force,
         on_progress=progress_printer(quiet=quiet or as_json, verbose=verbose),
     )
     for warning in report.warnings:
         say(f"warning: {warning}")
+    say_gpu_reasons(report)
     if as_json:
-        print_json("restore", {**report_fields(report), "processes": report.processes})
+        print_json(
+            "restore",
+            {**report_fields(report), **gpu_fields(report), "name": report.name, "processes": report.processes},
+        )
         return
-    print_phases(f"job {report.pid} runs again ({report.processes} processes)", report.phases, report.downtime_s)
+    known_as = f"{report.name} ({report.pid})" if report.name is not None else str(report.pid)
+    print_phases(f"job {known_as} runs again ({report.processes} processes)", report.phases, report.downtime_s)

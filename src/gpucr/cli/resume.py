@@ -7,6 +7,7 @@ import click
 from gpucr.cli.options import (
     force_option,
     gpu_map_option,
+    gpu_option,
     json_option,
     only_option,
     pid_argument,
@@ -22,6 +23,7 @@ from gpucr.operations.suspend import resume
 @click.command("resume")
 @pid_argument
 @gpu_map_option
+@gpu_option
 @only_option
 @timeout_option
 @force_option
@@ -30,8 +32,9 @@ from gpucr.operations.suspend import resume
 @verbose_option
 def command(
     *,
-    pid: int,
+    pid: int | str,
     gpu_map: str | None,
+    gpu: str | None,
     only: bool,
     timeout_s: float | None,
     force: bool,
@@ -46,8 +49,9 @@ def command(
     \b
     Example:
       gpucr resume 4711
-      gpucr resume 4711 --gpu-map GPU-6b1e...=GPU-91c0...,GPU-91c0...=GPU-6b1e...
+      gpucr resume 4711 --gpu auto
+      gpucr resume 4711 --gpu-map 0=1
     """
     on_progress = progress_printer(quiet=quiet or as_json, verbose=verbose)
-    report = resume(pid, gpu_map=gpu_map, only=only, timeout_s=timeout_s, force=force, on_progress=on_progress)
+    report = resume(pid, gpu_map=gpu_map, gpu=gpu, only=only, timeout_s=timeout_s, force=force, on_progress=on_progress)
     print_change("resume", report, as_json=as_json)

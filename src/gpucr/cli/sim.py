@@ -1,4 +1,4 @@
-"""`gpucr sim`: the simulated driver's environment, and the counter program."""
+"""`gpucr sim`: the simulated driver's environment, and the programs that come with it."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ from gpucr.sim.build import build, environment
 
 @click.group("sim")
 def command() -> None:
-    """Work without a GPU: a simulated driver, and a small CUDA program to try things on.
+    """Work without a GPU: a simulated driver, and small CUDA programs to try things on.
 
     \b
     Example:
@@ -80,6 +80,40 @@ def counter(**options: int | str | bool | None) -> None:
         _require_libcuda()
     program = build() / "counter"
     os.execv(program, [str(program), *_counter_arguments(options)])  # noqa: S606 (an argument list, no shell)
+
+
+@command.command("ranks")
+@click.argument("count", type=click.IntRange(1, 256), metavar="N")
+@click.option("--status-dir", required=True, type=click.Path(path_type=Path), metavar="DIR", help="One file a rank.")
+@click.option("--mib", type=click.IntRange(min=0), default=0, help="MiB of reproducible random bytes in each rank.")
+@click.option("--step-ms", type=click.FloatRange(min=0), default=5, show_default=True, help="CPU time of a step.")
+@click.option("--skew", type=click.IntRange(0, 100), default=50, show_default=True, help="Per cent more or less.")
+@click.option("--gpu-ms", type=click.FloatRange(min=0), default=0, show_default=True, help="GPU time of a step.")
+@click.option("--queue", type=click.IntRange(1, 16), default=4, show_default=True, help="Collectives under way.")
+def ranks(*, count: int, status_dir: Path, mib: int, step_ms: float, skew: int, gpu_ms: float, queue: int) -> None:
+    """Run N ranks that all-reduce for ever, as a job with NCCL does. Simulated driver only.
+
+    A rank works for its own time, submits a collective, and may have --queue of them under way before it waits for
+    the others; with 1 it waits for every one. It prints one line that begins with "ready" when all have done a step.
+    DIR/rank-NNN has one line of each: pid, steps done, their sum in device memory, and whether its memory is intact.
+
+    \b
+    Example:
+      gpucr sim ranks 8 --status-dir status &
+      gpucr suspend $!
+    """
+    _require_libcuda()
+    program = build() / "ranks"
+    options = {
+        "--status-dir": status_dir.absolute(),
+        "--mib": mib,
+        "--step-us": round(step_ms * 1000),
+        "--skew-percent": skew,
+        "--gpu-us": round(gpu_ms * 1000),
+        "--queue": queue,
+    }
+    words = [str(word) for option in options.items() for word in option]
+    os.execv(program, [str(program), str(count), *words])  # noqa: S606 (an argument list, no shell)
 
 
 def _counter_arguments(options: Mapping[str, int | str | bool | None]) -> Iterator[str]:

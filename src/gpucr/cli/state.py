@@ -14,7 +14,7 @@ from gpucr.operations.listing import job_states
 @pid_argument
 @only_option
 @json_option
-def command(*, pid: int, only: bool, as_json: bool) -> None:
+def command(*, pid: int | str, only: bool, as_json: bool) -> None:
     """Show the CUDA state of PID and its whole tree: running, locked, checkpointed, failed, or - for no CUDA.
 
     \b

@@ -27,7 +27,7 @@ from gpucr.operations.suspend import suspend
 @quiet_option
 @verbose_option
 def command(
-    *, pid: int, only: bool, timeout_s: float | None, force: bool, as_json: bool, quiet: bool, verbose: bool
+    *, pid: int | str, only: bool, timeout_s: float | None, force: bool, as_json: bool, quiet: bool, verbose: bool
 ) -> None:
     """Move the GPU memory of PID and its whole tree to host memory and release its GPUs.
 

@@ -72,7 +72,7 @@ KNOWN_FAILURES: tuple[FailurePattern, ...] = (
         "address-in-use",
         r"Can't bind inet socket.*Address already in use|Can't bind inet6? socket.*Address already in use",
         "a port on which the job listens is in use on this machine",
-        "end the program that has it; connections in TIME_WAIT release it within a minute (see `ss -tan`)",
+        "end the program that has it (`ss -tanp` shows it)",
     ),
     _known(
         "address-missing",
@@ -84,13 +84,13 @@ KNOWN_FAILURES: tuple[FailurePattern, ...] = (
         "file-changed",
         r"File (?P<file>.*) has bad (?P<what>size|mode|build-ID)\b.*",
         "the file {file} has changed since the dump ({what})",
-        "put the file back as it was at the dump (a log that has grown: truncate it to its old size)",
+        "put the file back as it was at the dump",
     ),
     _known(
         "link-remap",
         r"link_remap|/dev/shm/sem\.",
         "a deleted file that the job still uses (a semaphore, as a rule) cannot be linked into its folder",
-        "the folder must be on this machine as at the dump and be writable; /dev/shm/sem.* are made by multiprocessing",
+        "the folder must be there and be writable; a name link_remap.* in it that another dump left can be removed",
     ),
     _known(
         "image-damaged",
@@ -191,6 +191,12 @@ KNOWN_FAILURES: tuple[FailurePattern, ...] = (
         r"Can't dump file (?P<fd>\d+) of that type",
         "a process has a file of a kind that CRIU cannot dump (fd {fd})",
         "close it before the dump",
+    ),
+    _known(
+        "clocks",
+        r"Unable to set a \S+ clock offset: (?:Operation not permitted|Permission denied)",
+        "CRIU may not set the clocks of the job",
+        "run where there is CAP_SYS_TIME, in containers too: the machine's own clock stays as it is",
     ),
     _known(
         "not-permitted",

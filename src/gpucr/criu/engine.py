@@ -8,10 +8,11 @@ namespaces of its own also setup-namespaces, post-setup-namespaces and network-u
 
 from __future__ import annotations
 
+import contextlib
 import os
 import signal
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterator, Mapping
 from pathlib import Path
 
 from gpucr.criu import rpc_pb2
@@ -19,9 +20,10 @@ from gpucr.criu.diagnosis import Diagnosis, diagnose
 from gpucr.criu.install import CriuInstall, run_check
 from gpucr.criu.options import DumpOptions, NetworkLock, RestoreOptions
 from gpucr.criu.remains import kill_orphans
-from gpucr.criu.service import CriuService
-from gpucr.errors import CriuError, DeadlineExceeded
+from gpucr.criu.service import CriuService, Parent
+from gpucr.errors import CriuError, DeadlineExceeded, ProcessNotFound
 from gpucr.linux import processes
+from gpucr.linux.namespaces import PidNamespace
 from gpucr.linux.terminal import foreground_kept
 from gpucr.model import ProcessId
 
@@ -47,10 +49,18 @@ class Criu:
     """CRIU, driven by RPC. Every call starts a CRIU process of its own and has reaped it when it returns or raises.
 
     Root is needed (CAP_SYS_ADMIN at least). Several calls may run at once in several threads.
+
+    With ``sandbox`` CRIU runs in the pid, mount and network namespaces of that pid namespace's first process: the tree
+    that it dumps lives there, or the one that it restores will. Pids are those of the caller here as well. With
+    ``parent`` CRIU runs below that process, which becomes the parent of a tree that it restores; else init does.
     """
 
-    def __init__(self, install: CriuInstall) -> None:
+    def __init__(
+        self, install: CriuInstall, sandbox: PidNamespace | None = None, *, parent: Parent | None = None
+    ) -> None:
         self.install = install
+        self._sandbox = sandbox
+        self._parent = parent
 
     def dump(
         self,
@@ -75,15 +85,15 @@ class Criu:
         failed are left for the caller to remove. Raises CriuError, DeadlineExceeded.
         """
         request_options = {
-            "pid": pid,
+            "pid": self._inner_pid(pid),
             "leave_running": options.leave_running,
             "ghost_limit": options.ghost_limit_bytes,
             **_common_options(options),
         }
-        with CriuService(self.install) as service:
+        with self._service("dump", images_dir, log_path) as service:
             _announce(service, on_start)
             run = _Run(service, "dump", log_path, on_notify, deadline, hook_pid=pid, point_of_no_return="post-dump")
-            run.serve(rpc_pb2.DUMP, images_dir, request_options)
+            run.serve(rpc_pb2.DUMP, request_options)
 
     def restore(
         self,
@@ -92,13 +102,15 @@ class Criu:
         *,
         log_path: Path,
         leave_stopped: bool = False,
+        outputs: Mapping[Path, Path] | None = None,
         on_start: OnStart | None = None,
         on_notify: OnNotify | None = None,
         deadline: float | None = None,
     ) -> int:
         """Bring the tree in ``images_dir`` back, detached from the caller. Returns the root's pid; the tree runs.
 
-        With ``leave_stopped`` it is stopped, as by SIGSTOP, before its first instruction.
+        With ``leave_stopped`` it is stopped, as by SIGSTOP, before its first instruction. ``outputs``, in a sandbox
+        only: what had a path of the left side open has the file on the right side open instead, at its end.
 
         ``on_start(criu)`` and ``on_notify(hook, pid)``: as in `dump`; ``pid`` is the root's where CRIU tells it
         (post-restore and later), else 0. A restore that fails, is refused by ``on_notify``, or is ended by ``deadline``
@@ -107,18 +119,84 @@ class Criu:
         the terminal that is the caller's stdin.
         Raises CriuError, DeadlineExceeded.
         """
-        with CriuService(self.install, own_session=not options.shell_job) as service:
+        new = outputs or {}
+        with self._service("restore", images_dir, log_path, not options.shell_job, tuple(new.values())) as service:
             started_ticks = _announce(service, on_start).start_time_ticks
-            run = _Run(service, "restore", log_path, on_notify, deadline, hook_pid=0, point_of_no_return=None)
+            run = _Run(
+                service,
+                "restore",
+                log_path,
+                on_notify,
+                deadline,
+                hook_pid=0,
+                point_of_no_return=None,
+                sandbox=self._sandbox,
+            )
             try:
-                request_options = {"leave_stopped": leave_stopped, **_common_options(options)}
+                inherited = [
+                    rpc_pb2.InheritFd(key=str(old).lstrip("/"), fd=fd)
+                    for old, fd in zip(new, service.files.outputs, strict=True)
+                ]
+                request_options = {
+                    "leave_stopped": leave_stopped,
+                    "inherit_fd": inherited,
+                    **_common_options(options),
+                }
                 with foreground_kept():  # CRIU gives the terminal of a shell job to the tree
-                    response = run.serve(rpc_pb2.RESTORE, images_dir, request_options)
+                    response = run.serve(rpc_pb2.RESTORE, request_options)
+                return self._outer_pid(response.restore.pid, log_path)
             except BaseException:
                 if service.end() < 0:  # CRIU cleans up after itself, unless it was killed
-                    kill_orphans(images_dir, since_ticks=started_ticks)
+                    kill_orphans(images_dir, since_ticks=started_ticks, sandbox=self._sandbox)
                 raise
-        return response.restore.pid
+
+    @contextlib.contextmanager
+    def _service(
+        self,
+        phase: str,
+        images_dir: Path,
+        log_path: Path,
+        own_session: bool = True,
+        outputs: tuple[Path, ...] = (),
+    ) -> Iterator[CriuService]:
+        log_path.parent.mkdir(parents=True, exist_ok=True)
+        with _open_folder(images_dir) as images_fd, _open_folder(log_path.parent) as work_fd:
+            try:
+                service = CriuService(
+                    self.install,
+                    images_fd,
+                    work_fd,
+                    own_session=own_session,
+                    sandbox=self._sandbox,
+                    outputs=outputs,
+                    parent=self._parent,
+                )
+            except OSError as e:
+                raise CriuError(
+                    f"CRIU could not be started to {phase} the job: {e}",
+                    phase=phase,
+                    reason=str(e),
+                    hint="in a sandbox it must be found under the same path as outside",
+                ) from e
+            with service:
+                yield service
+
+    def _inner_pid(self, pid: int) -> int:
+        inner = self._sandbox.inner_pid(pid) if self._sandbox is not None else pid
+        if inner is None:
+            raise ProcessNotFound(f"there is no process {pid} in the sandbox", pid=pid)
+        return inner
+
+    def _outer_pid(self, pid: int, log_path: Path) -> int:
+        outer = self._sandbox.outer_pid(pid) if self._sandbox is not None else pid
+        if outer is None:
+            raise CriuError(
+                "the job's first process ended right after it was restored",
+                phase="restore",
+                log_path=str(log_path),
+                hint="its own log may say why; the snapshot is intact",
+            )
+        return outer
 
     def check(self) -> None:
         """Ask CRIU whether this kernel, with these privileges, has what it needs. Raises CriuError."""
@@ -139,6 +217,15 @@ def _announce(service: CriuService, on_start: OnStart | None) -> ProcessId:
     if on_start is not None:
         on_start(criu)
     return criu
+
+
+@contextlib.contextmanager
+def _open_folder(path: Path) -> Iterator[int]:
+    fd = os.open(path, os.O_DIRECTORY | os.O_RDONLY | os.O_CLOEXEC)
+    try:
+        yield fd
+    finally:
+        os.close(fd)
 
 
 def _common_options(options: DumpOptions | RestoreOptions) -> dict[str, bool | int | rpc_pb2.NetworkLock]:
@@ -165,6 +252,7 @@ class _Run:
         *,
         hook_pid: int,
         point_of_no_return: str | None,
+        sandbox: PidNamespace | None = None,
     ) -> None:
         self._service = service
         self._phase = phase
@@ -173,38 +261,26 @@ class _Run:
         self._deadline = deadline
         self._hook_pid = hook_pid
         self._point_of_no_return = point_of_no_return
+        self._sandbox = sandbox
         self._last_hook = ""
         self._committed = False
         self._stop_reason: BaseException | None = None
         self._undo_deadline = 0.0
 
-    def serve(
-        self, kind: rpc_pb2.RequestType, images_dir: Path, options: dict[str, bool | int | rpc_pb2.NetworkLock]
-    ) -> rpc_pb2.Response:
+    def serve(self, kind: rpc_pb2.RequestType, options: Mapping[str, object]) -> rpc_pb2.Response:
         """Send the request, serve the hooks, and return CRIU's answer to a request that it has carried out."""
-        self._log_path.parent.mkdir(parents=True, exist_ok=True)
-        # CRIU opens the folders through /proc/OUR-PID/fd, so that no path is resolved twice.
-        images_fd = os.open(images_dir, os.O_DIRECTORY | os.O_RDONLY | os.O_CLOEXEC)
-        try:
-            work_fd = os.open(self._log_path.parent, os.O_DIRECTORY | os.O_RDONLY | os.O_CLOEXEC)
-            try:
-                request_options = rpc_pb2.Options(
-                    images_dir_fd=images_fd,
-                    work_dir_fd=work_fd,
-                    log_file=self._log_path.name,
-                    log_level=_LOG_LEVEL,
-                    notify_scripts=True,
-                    timeout=0,
-                    **options,  # type: ignore[arg-type]
-                )
-                self._service.send(rpc_pb2.Request(type=kind, opts=request_options))
-                response = self._converse()
-                status = self._wait()
-            finally:
-                os.close(work_fd)
-        finally:
-            os.close(images_fd)
-        return self._conclude(response, status)
+        request_options = rpc_pb2.Options(
+            images_dir_fd=self._service.files.images,
+            work_dir_fd=self._service.files.work,
+            log_file=self._log_path.name,
+            log_level=_LOG_LEVEL,
+            notify_scripts=True,
+            timeout=0,
+            **options,  # type: ignore[arg-type]
+        )
+        self._service.send(rpc_pb2.Request(type=kind, opts=request_options))
+        response = self._converse()
+        return self._conclude(response, self._wait())
 
     def _converse(self) -> rpc_pb2.Response | None:
         """Answer hooks until CRIU's final answer; None where it ended without one."""
@@ -248,7 +324,7 @@ class _Run:
         hook = notification.script
         self._last_hook = hook
         if notification.HasField("pid"):
-            self._hook_pid = notification.pid
+            self._hook_pid = self._outer(notification.pid)
         if self._stop_reason is not None:
             # Part of CRIU's undo; everything else is refused, so that a dump which must end does not complete.
             return hook == "network-unlock"
@@ -295,11 +371,15 @@ class _Run:
         done = response if response is not None and response.success else None
         if self._stop_reason is not None:
             if done is not None and self._phase == "restore":
-                processes.kill_tree(done.restore.pid, including_root=True)
+                processes.kill_tree(self._outer(done.restore.pid), including_root=True)
             raise self._stop_reason
         if done is None:
             raise self._failure(response, status)
         return done
+
+    def _outer(self, pid: int) -> int:
+        """CRIU's pid for a process → the caller's; 0 where it has ended."""
+        return pid if self._sandbox is None else self._sandbox.outer_pid(pid) or 0
 
     def _failure(self, response: rpc_pb2.Response | None, status: int) -> CriuError:
         diagnosis = self._diagnosis(response, status)

@@ -8,26 +8,31 @@ from pathlib import Path
 
 from gpucr.errors import ProcessNotFound
 from gpucr.linux import processes
+from gpucr.linux.namespaces import PidNamespace
 from gpucr.model import ProcessId
 
 
-def kill_orphans(images_dir: Path, *, since_ticks: int) -> None:
+def kill_orphans(images_dir: Path, *, since_ticks: int, sandbox: PidNamespace | None = None) -> None:
     """SIGKILL half-made tasks of the tree in ``images_dir``, which wait for their CRIU for ever.
 
     They are known by their pids (the images' names tell them, and CRIU gives the tasks no others) and by their start,
-    not before ``since_ticks`` (that CRIU's own start): the pids were free then, or CRIU would have failed.
+    not before ``since_ticks`` (that CRIU's own start): the pids were free then, or CRIU would have failed. In a
+    ``sandbox`` they are that pid namespace's pids.
     """
-    processes.kill_and_wait(_orphans(images_dir, since_ticks))
+    processes.kill_and_wait(_orphans(images_dir, since_ticks, sandbox))
 
 
-def _orphans(images_dir: Path, since_ticks: int) -> Iterator[ProcessId]:
+def _orphans(images_dir: Path, since_ticks: int, sandbox: PidNamespace | None) -> Iterator[ProcessId]:
     for path in images_dir.iterdir():
         match = re.fullmatch(r"core-(\d+)\.img", path.name)
-        if match is None or not _is_process(int(match[1])):
+        if match is None:
             continue
-        stat = processes.read_stat(int(match[1]))
+        pid = int(match[1]) if sandbox is None else sandbox.outer_pid(int(match[1]))
+        if pid is None or not _is_process(pid):
+            continue
+        stat = processes.read_stat(pid)
         if stat is not None and stat.start_time_ticks >= since_ticks:
-            yield ProcessId(int(match[1]), stat.start_time_ticks)
+            yield ProcessId(pid, stat.start_time_ticks)
 
 
 def _is_process(pid_or_tid: int) -> bool:

@@ -1,7 +1,8 @@
+from google.protobuf.internal import containers as _containers
 from google.protobuf.internal import enum_type_wrapper as _enum_type_wrapper
 from google.protobuf import descriptor as _descriptor
 from google.protobuf import message as _message
-from typing import ClassVar as _ClassVar, Mapping as _Mapping, Optional as _Optional, Union as _Union
+from typing import ClassVar as _ClassVar, Iterable as _Iterable, Mapping as _Mapping, Optional as _Optional, Union as _Union
 
 DESCRIPTOR: _descriptor.FileDescriptor
 
@@ -25,8 +26,16 @@ IPTABLES: NetworkLock
 NFTABLES: NetworkLock
 SKIP: NetworkLock
 
+class InheritFd(_message.Message):
+    __slots__ = ("key", "fd")
+    KEY_FIELD_NUMBER: _ClassVar[int]
+    FD_FIELD_NUMBER: _ClassVar[int]
+    key: str
+    fd: int
+    def __init__(self, key: _Optional[str] = ..., fd: _Optional[int] = ...) -> None: ...
+
 class Options(_message.Message):
-    __slots__ = ("images_dir_fd", "pid", "leave_running", "ext_unix_sk", "tcp_established", "shell_job", "file_locks", "log_level", "log_file", "notify_scripts", "work_dir_fd", "link_remap", "ghost_limit", "timeout", "network_lock", "leave_stopped")
+    __slots__ = ("images_dir_fd", "pid", "leave_running", "ext_unix_sk", "tcp_established", "shell_job", "file_locks", "log_level", "log_file", "notify_scripts", "work_dir_fd", "link_remap", "inherit_fd", "ghost_limit", "timeout", "network_lock", "leave_stopped")
     IMAGES_DIR_FD_FIELD_NUMBER: _ClassVar[int]
     PID_FIELD_NUMBER: _ClassVar[int]
     LEAVE_RUNNING_FIELD_NUMBER: _ClassVar[int]
@@ -39,6 +48,7 @@ class Options(_message.Message):
     NOTIFY_SCRIPTS_FIELD_NUMBER: _ClassVar[int]
     WORK_DIR_FD_FIELD_NUMBER: _ClassVar[int]
     LINK_REMAP_FIELD_NUMBER: _ClassVar[int]
+    INHERIT_FD_FIELD_NUMBER: _ClassVar[int]
     GHOST_LIMIT_FIELD_NUMBER: _ClassVar[int]
     TIMEOUT_FIELD_NUMBER: _ClassVar[int]
     NETWORK_LOCK_FIELD_NUMBER: _ClassVar[int]
@@ -55,11 +65,12 @@ class Options(_message.Message):
     notify_scripts: bool
     work_dir_fd: int
     link_remap: bool
+    inherit_fd: _containers.RepeatedCompositeFieldContainer[InheritFd]
     ghost_limit: int
     timeout: int
     network_lock: NetworkLock
     leave_stopped: bool
-    def __init__(self, images_dir_fd: _Optional[int] = ..., pid: _Optional[int] = ..., leave_running: bool = ..., ext_unix_sk: bool = ..., tcp_established: bool = ..., shell_job: bool = ..., file_locks: bool = ..., log_level: _Optional[int] = ..., log_file: _Optional[str] = ..., notify_scripts: bool = ..., work_dir_fd: _Optional[int] = ..., link_remap: bool = ..., ghost_limit: _Optional[int] = ..., timeout: _Optional[int] = ..., network_lock: _Optional[_Union[NetworkLock, str]] = ..., leave_stopped: bool = ...) -> None: ...
+    def __init__(self, images_dir_fd: _Optional[int] = ..., pid: _Optional[int] = ..., leave_running: bool = ..., ext_unix_sk: bool = ..., tcp_established: bool = ..., shell_job: bool = ..., file_locks: bool = ..., log_level: _Optional[int] = ..., log_file: _Optional[str] = ..., notify_scripts: bool = ..., work_dir_fd: _Optional[int] = ..., link_remap: bool = ..., inherit_fd: _Optional[_Iterable[_Union[InheritFd, _Mapping]]] = ..., ghost_limit: _Optional[int] = ..., timeout: _Optional[int] = ..., network_lock: _Optional[_Union[NetworkLock, str]] = ..., leave_stopped: bool = ...) -> None: ...
 
 class Restored(_message.Message):
     __slots__ = ("pid",)

@@ -1,6 +1,10 @@
 """One CRIU process that serves one request: ``criu swrk FD`` on a SOCK_SEQPACKET socket, one message a packet.
 
 Protocol: https://criu.org/RPC. The messages are in rpc.proto.
+
+CRIU for a sandboxed job runs in the job's own pid, mount and network namespaces, and sees a plain tree there. It is
+born in the pid namespace as a child of gpucr's, enters the others before it becomes CRIU (inside.py), and is signalled
+and waited for by its pid here.
 """
 
 from __future__ import annotations
@@ -12,11 +16,17 @@ import select
 import signal
 import socket
 import time
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
 from pathlib import Path
 from types import TracebackType
+from typing import Protocol
 
-from gpucr.criu import rpc_pb2
+from gpucr.criu import inside, rpc_pb2
 from gpucr.criu.install import CriuInstall
+from gpucr.errors import BrokenInstall
+from gpucr.linux import namespaces, own_python
+from gpucr.linux.namespaces import PidNamespace
 
 # CRIU's end of the socket, and the lowest number that our ends may have meanwhile, so that no dup2 overwrites another.
 _CHILD_SOCKET_FD = 3
@@ -39,26 +49,87 @@ _BLOCKED_SIGNALS = (
 )
 
 
+class Parent(Protocol):
+    """A process that CRIU is started below: it becomes the parent of what CRIU restores."""
+
+    def spawn(
+        self,
+        command: Sequence[str],
+        environment: Mapping[str, str],
+        blocked_signals: Sequence[int],
+        fds: tuple[int, int],
+    ) -> tuple[int, int]:
+        """Start it in a session of its own. Returns its pid and a pidfd. Raises OSError.
+
+        ``fds``: its socket, which becomes its descriptor 3, and the file for its output.
+        """
+
+    def exit_code(self, pid: int) -> int:
+        """How the process ended that was started by `spawn`, and has ended: its exit code, negative for a signal."""
+
+
+@dataclass(frozen=True)
+class Files:
+    """What CRIU opens through the descriptors of its client, by their numbers there.
+
+    ``outputs``: files that the restored job gets instead of some that it had.
+    """
+
+    images: int
+    work: int
+    outputs: tuple[int, ...] = ()
+
+
 class CriuService:
     """A running ``criu swrk``. Use as a context manager: it has ended and was reaped when the block is left.
 
+    ``images_fd`` and ``work_fd`` are its folders; `files` says how the request names them. With ``sandbox`` it runs in
+    the namespaces of that pid namespace's first process, and ``outputs`` are paths there, which it has open to append.
+
     ``own_session`` starts CRIU in a session of its own. A restore of a terminal job must stay in the caller's session,
     where CRIU puts the job; it gets a process group of its own instead, and the caller's stdin, which CRIU hands to the
-    job as its terminal.
+    job as its terminal. In a sandbox, and below a ``parent`` other than gpucr, it always has a session of its own.
+
+    Raises OSError where CRIU cannot be started.
     """
 
-    def __init__(self, install: CriuInstall, *, own_session: bool = True) -> None:
-        self._socket, theirs = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
+    def __init__(
+        self,
+        install: CriuInstall,
+        images_fd: int,
+        work_fd: int,
+        *,
+        own_session: bool = True,
+        sandbox: PidNamespace | None = None,
+        outputs: Sequence[Path] = (),
+        parent: Parent | None = None,
+    ) -> None:
+        self._parent = parent
         self._output_fd = os.memfd_create("criu-output", os.MFD_CLOEXEC)
         self._exit_status: int | None = None
         # The kernel makes a socket readable when the peer is closed, but a process that CRIU forked may still hold
         # CRIU's end (a tree being restored does): only the pidfd tells for sure that CRIU has ended.
         try:
-            with theirs:
-                self.pid = _spawn(install.command, theirs.fileno(), self._output_fd, own_session=own_session)
-            self._pidfd = os.pidfd_open(self.pid)
+            if sandbox is None:
+                # CRIU opens the folders through /proc/OUR-PID/fd, so that no path is resolved twice.
+                self.files = Files(images_fd, work_fd)
+                self._socket, theirs = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
+                with theirs:
+                    if parent is None:
+                        self.pid = _spawn(install.command, theirs.fileno(), self._output_fd, own_session=own_session)
+                    else:
+                        argv = [*_arguments(install.command), str(_CHILD_SOCKET_FD)]
+                        fds = (theirs.fileno(), self._output_fd)
+                        self.pid, self._pidfd = parent.spawn(argv, _environment(), _BLOCKED_SIGNALS, fds)
+            else:
+                self.files, self.pid, self._socket = _spawn_inside(
+                    install.command, sandbox, (images_fd, work_fd), outputs, self._output_fd
+                )
+            if parent is None:
+                self._pidfd = os.pidfd_open(self.pid)
         except BaseException:
-            self._socket.close()
+            if hasattr(self, "_socket"):
+                self._socket.close()
             os.close(self._output_fd)
             raise
 
@@ -115,6 +186,12 @@ class CriuService:
 
     def wait(self) -> int:
         """Wait until CRIU has ended and reap it. Returns its exit code, negative for a signal."""
+        if self._exit_status is None and self._parent is not None:
+            _wait_for(self._pidfd)
+            try:
+                self._exit_status = self._parent.exit_code(self.pid)
+            except BrokenInstall:  # the parent was killed: nobody knows, and what CRIU may have left is looked for
+                self._exit_status = -signal.SIGKILL
         if self._exit_status is None:
             try:
                 _, status = os.waitpid(self.pid, 0)
@@ -133,6 +210,25 @@ class CriuService:
         return os.pread(self._output_fd, _OUTPUT_LIMIT_BYTES, 0).decode(errors="replace")
 
 
+def _wait_for(pidfd: int) -> None:
+    poller = select.poll()
+    poller.register(pidfd, select.POLLIN)
+    poller.poll()
+
+
+def _arguments(command: Sequence[str]) -> list[str]:
+    """Behind these comes the number of its socket."""
+    return [*command, "--no-default-config", "swrk"]
+
+
+def _environment() -> dict[str, str]:
+    """gpucr owns the GPU side: a CUDA plugin of this CRIU must not act on the same processes.
+
+    CRIU has no request field for its plugin folder, but this variable; our package's folder holds no shared object.
+    """
+    return {**os.environ, "CRIU_LIBS_DIR": str(Path(__file__).parent)}
+
+
 def _spawn(command: tuple[str, ...], socket_fd: int, output_fd: int, *, own_session: bool) -> int:
     """Start CRIU. posix_spawn, because it sets the signal mask without running Python between fork and exec."""
     high_socket_fd = fcntl.fcntl(socket_fd, fcntl.F_DUPFD_CLOEXEC, _FIRST_FREE_FD)
@@ -144,10 +240,7 @@ def _spawn(command: tuple[str, ...], socket_fd: int, output_fd: int, *, own_sess
     ]
     if own_session:
         file_actions.append((os.POSIX_SPAWN_OPEN, 0, os.devnull, os.O_RDONLY, 0))
-    # gpucr owns the GPU side: a CUDA plugin of this CRIU must not act on the same processes. CRIU has no request field
-    # for its plugin folder, but this variable; our package's folder holds no shared object.
-    environment = {**os.environ, "CRIU_LIBS_DIR": str(Path(__file__).parent)}
-    argv = [*command, "--no-default-config", "swrk", str(_CHILD_SOCKET_FD)]
+    environment, argv = _environment(), [*_arguments(command), str(_CHILD_SOCKET_FD)]
     try:
         if own_session:
             return os.posix_spawn(
@@ -159,3 +252,43 @@ def _spawn(command: tuple[str, ...], socket_fd: int, output_fd: int, *, own_sess
     finally:
         os.close(high_socket_fd)
         os.close(high_output_fd)
+
+
+def _spawn_inside(
+    command: tuple[str, ...],
+    sandbox: PidNamespace,
+    folder_fds: tuple[int, int],
+    outputs: Sequence[Path],
+    output_fd: int,
+) -> tuple[Files, int, socket.socket]:
+    """Start CRIU in a sandbox. Returns how it calls its files, its pid here, and our end of its socket."""
+    ours, theirs = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
+    with ours, theirs, namespaces.opened(sandbox.init_pid, "pid", "mnt", "net") as fds:
+        given = [*folder_fds, fds["mnt"], fds["net"], theirs.fileno()]
+        images, work, *numbers = range(_CHILD_SOCKET_FD, _CHILD_SOCKET_FD + len(given))
+        high = [fcntl.fcntl(fd, fcntl.F_DUPFD_CLOEXEC, _FIRST_FREE_FD) for fd in (*given, output_fd)]
+        file_actions: list[tuple[int, ...] | tuple[int, int, str, int, int]] = [
+            (os.POSIX_SPAWN_OPEN, 0, os.devnull, os.O_RDONLY, 0),
+            (os.POSIX_SPAWN_DUP2, high[-1], 1),
+            (os.POSIX_SPAWN_DUP2, high[-1], 2),
+            *((os.POSIX_SPAWN_DUP2, fd, images + place) for place, fd in enumerate(high[:-1])),
+        ]
+        argv = own_python.command(inside.__name__, *numbers, len(outputs), *outputs, *_arguments(command))
+
+        def spawn() -> int:
+            return os.posix_spawn(
+                argv[0], argv, _environment(), file_actions=file_actions, setsid=True, setsigmask=_BLOCKED_SIGNALS
+            )
+
+        try:
+            pid = namespaces.in_pid_namespace(fds["pid"], spawn)
+        finally:
+            for fd in high:
+                os.close(fd)
+        theirs.close()
+        message, received, _, _ = socket.recv_fds(ours, _MESSAGE_LIMIT_BYTES, 1)
+    if not received:
+        os.waitpid(pid, 0)
+        said = os.pread(output_fd, _OUTPUT_LIMIT_BYTES, 0).decode(errors="replace").strip().rpartition("\n")[2]
+        raise OSError(said or "it was killed")
+    return Files(images, work, tuple(map(int, message.split()[1:]))), pid, socket.socket(fileno=received[0])

@@ -7,13 +7,15 @@ module, is DriverUnavailable with NVML's error as its cause.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import ExitStack, contextmanager, suppress
 from types import ModuleType
 from typing import Any
 
 from gpucr.errors import DriverUnavailable
 from gpucr.model import Gpu, GpuUse
+
+_P2P_READ = 0  # NVML_P2P_CAPS_INDEX_READ, which nvidia-ml-py 13 has as the tuple (0,)
 
 
 class _NoNvml(Exception):
@@ -46,6 +48,18 @@ def _nvml() -> Iterator[ModuleType]:
         ) from e
 
 
+@contextmanager
+def nvml_kept_open() -> Iterator[None]:
+    """NVML stays initialised throughout the block: each of the functions here would start it anew.
+
+    Raises DriverUnavailable where NVML is there and broken; nothing where there is none.
+    """
+    with ExitStack() as opened:
+        with suppress(_NoNvml):
+            opened.enter_context(_nvml())
+        yield
+
+
 def _devices(nvml: ModuleType) -> Iterator[tuple[int, Any]]:
     for index in range(nvml.nvmlDeviceGetCount()):
         yield index, nvml.nvmlDeviceGetHandleByIndex(index)
@@ -55,7 +69,7 @@ def _if_supported(nvml: ModuleType, query: Callable[..., Any], *args: Any) -> An
     """The answer to a query; None where this GPU or driver does not know it."""
     try:
         return query(*args)
-    except (nvml.NVMLError_NotSupported, nvml.NVMLError_FunctionNotFound):
+    except (nvml.NVMLError_NotSupported, nvml.NVMLError_FunctionNotFound, nvml.NVMLLibraryMismatchError):
         return None
 
 
@@ -99,6 +113,71 @@ def gpu_processes() -> tuple[GpuUse, ...]:
             )
     except _NoNvml:
         return ()
+
+
+def unreachable_pairs() -> frozenset[frozenset[str]]:
+    """The pairs of GPUs (by UUID) of which NVML knows that neither can read the other's memory.
+
+    A pair that is not in it can, or NVML cannot tell. Empty where there are no GPUs. Raises DriverUnavailable where
+    NVML is there and broken.
+    """
+    try:
+        with _nvml() as nvml:
+            handles = [(nvml.nvmlDeviceGetUUID(handle), handle) for _, handle in _devices(nvml)]
+            found = set()
+            for number, (uuid, handle) in enumerate(handles):
+                for other_uuid, other in handles[number + 1 :]:
+                    ways = [
+                        _if_supported(nvml, nvml.nvmlDeviceGetP2PStatus, *pair, _P2P_READ)
+                        for pair in ((handle, other), (other, handle))
+                    ]
+                    if all(way is not None and way != nvml.NVML_P2P_STATUS_OK for way in ways):
+                        found.add(frozenset((uuid, other_uuid)))
+            return frozenset(found)
+    except _NoNvml:
+        return frozenset()
+
+
+def mps_clients() -> frozenset[int]:
+    """The pids (as NVML sees them) of processes that use a GPU through MPS; empty where NVML cannot tell.
+
+    Raises DriverUnavailable where NVML is there and broken.
+    """
+    try:
+        with _nvml() as nvml:
+            return frozenset(
+                process.pid
+                for _, handle in _devices(nvml)
+                for process in _if_supported(nvml, nvml.nvmlDeviceGetMPSComputeRunningProcesses, handle) or ()
+            )
+    except _NoNvml:
+        return frozenset()
+
+
+def visible_gpus(gpus: Sequence[Gpu], environment: Mapping[str, str]) -> tuple[Gpu, ...]:
+    """Those of a machine's GPUs that CUDA shows a process with this environment: CUDA_VISIBLE_DEVICES names them.
+
+    Read as the driver does: indices, or UUIDs by as much as is unique, and the list ends at the first name that fits no
+    GPU. (CUDA C++ Programming Guide, "CUDA Environment Variables". Indices are taken in NVML's order, which is CUDA's
+    with CUDA_DEVICE_ORDER=PCI_BUS_ID, and where all GPUs are of one model.)
+    """
+    names = environment.get("CUDA_VISIBLE_DEVICES")
+    if names is None:
+        return tuple(gpus)
+    found: list[Gpu] = []
+    for name in names.split(","):
+        fitting = _named(name.strip(), gpus)
+        if len(fitting) != 1:
+            break
+        if fitting[0] not in found:
+            found.append(fitting[0])
+    return tuple(found)
+
+
+def _named(name: str, gpus: Sequence[Gpu]) -> list[Gpu]:
+    if name.isascii() and name.isdecimal():
+        return [gpu for gpu in gpus if gpu.index == int(name)]
+    return [gpu for gpu in gpus if name.startswith("GPU-") and gpu.uuid.startswith(name)]
 
 
 def driver_version() -> str | None:

@@ -22,7 +22,7 @@ from gpucr.model import ProcessId, ProcessInfo
 
 PROC = Path("/proc")
 _PF_EXITING, _PF_KTHREAD = 0x00000004, 0x00200000  # include/linux/sched.h
-_CAP_SYS_PTRACE, _CAP_SYS_ADMIN = 19, 21  # include/uapi/linux/capability.h
+_CAP_SYS_PTRACE, _CAP_SYS_ADMIN, _CAP_SYS_TIME = 19, 21, 25  # include/uapi/linux/capability.h
 
 
 @dataclass(frozen=True)
@@ -107,6 +107,24 @@ def is_alive(process: ProcessId) -> bool:
     """Whether this very process still runs: same pid, same start time, and not a zombie."""
     stat = read_stat(process.pid)
     return stat is not None and stat.start_time_ticks == process.start_time_ticks and stat.status not in "ZX"
+
+
+def wait_for_the_killed(found: Iterable[ProcessId], timeout_s: float) -> None:
+    """Wait until none of these very processes is about to end, at most ``timeout_s``."""
+    end = time.monotonic() + timeout_s
+    while any(map(is_about_to_end, found)) and time.monotonic() < end:
+        time.sleep(0.01)
+
+
+def is_about_to_end(process: ProcessId) -> bool:
+    """Whether this very process was killed (SIGKILL is pending) or is exiting, but is there for a moment yet."""
+    try:
+        stat = read_stat(process.pid) if is_alive(process) else None
+        pending = [int(_status_fields(process.pid)[name], 16) for name in ("SigPnd", "ShdPnd")] if stat else []
+    except (FileNotFoundError, ProcessLookupError):
+        return False
+    is_killed = any(signals >> (signal.SIGKILL - 1) & 1 for signals in pending)
+    return stat is not None and (is_killed or bool(stat.flags & _PF_EXITING))
 
 
 def describe(pid: int) -> ProcessInfo:
@@ -267,6 +285,19 @@ def open_files(pid: int) -> tuple[OpenFile, ...]:
     return tuple(found)
 
 
+def environment(pid: int) -> dict[str, str] | None:
+    """The environment that a process was started with; None where it has ended or the caller may not look.
+
+    What the program has set since (setenv(3), ``os.environ``) lies elsewhere in its memory and does not show.
+    """
+    try:
+        block = (PROC / str(pid) / "environ").read_bytes()
+    except (FileNotFoundError, ProcessLookupError, PermissionError):
+        return None
+    pairs = (os.fsdecode(entry).partition("=") for entry in block.split(b"\0") if entry)
+    return {name: value for name, _, value in pairs}
+
+
 def threads(pid: int) -> tuple[int, ...]:
     """The thread ids of a process; empty where it has ended."""
     try:
@@ -297,8 +328,16 @@ def thread_with_innermost_id(pid: int, innermost_id: int) -> int | None:
 
 def can_checkpoint_processes() -> bool:
     """Whether the caller has the capabilities that CRIU needs to dump and restore any process."""
+    return _has_capabilities(_CAP_SYS_PTRACE, _CAP_SYS_ADMIN)
+
+
+def can_set_clocks() -> bool:
+    """Whether the caller may say what the clocks of a new time namespace show (CAP_SYS_TIME)."""
+    return _has_capabilities(_CAP_SYS_TIME)
+
+
+def _has_capabilities(*wanted: int) -> bool:
     effective = int(_status_fields(os.getpid())["CapEff"], 16)
-    wanted = (_CAP_SYS_PTRACE, _CAP_SYS_ADMIN)
     return all(effective >> capability & 1 for capability in wanted)
 
 

@@ -13,23 +13,25 @@ from gpucr.linux.processes import PROC, open_files
 _SOCKET = re.compile(r"^socket:\[(\d+)\]$")
 
 
-def bound_socket_paths(pids: Iterable[int]) -> tuple[Path, ...]:
+def bound_socket_paths(pids: Iterable[int], *, is_sandboxed: bool = False) -> tuple[Path, ...]:
     """The absolute paths to which local sockets of these processes are bound, as this process sees them.
 
-    Processes with another root or mount namespace are left out: their paths mean something else here. Reads
+    Processes with another root or mount namespace are left out: their paths mean something else here. Not so where
+    ``is_sandboxed``: in the mount namespace of a sandbox of gpucr's files have the names that they have here. Reads
     ``/proc/PID/net/unix`` (proc_pid_net(5)); a process that has ended is passed over.
     """
     found: set[Path] = set()
     for pid in pids:
         with contextlib.suppress(FileNotFoundError, ProcessLookupError):
-            if not _sees_what_we_see(pid):
+            if not is_sandboxed and not sees_our_files(pid):
                 continue
             inodes = {match[1] for file in open_files(pid) if (match := _SOCKET.match(file.target))}
             found.update(_bound(pid, inodes))
     return tuple(sorted(found))
 
 
-def _sees_what_we_see(pid: int) -> bool:
+def sees_our_files(pid: int) -> bool:
+    """Whether paths mean the same to the process as to this one: it has the same mounts and root folder."""
     same_mounts = os.readlink(PROC / str(pid) / "ns" / "mnt") == os.readlink(PROC / "self" / "ns" / "mnt")
     return same_mounts and os.readlink(PROC / str(pid) / "root") == os.readlink(PROC / "self" / "root")
 

@@ -16,7 +16,8 @@ from gpucr.criu.options import choose_dump_options
 from gpucr.driver.gpus import gpu_processes, list_gpus
 from gpucr.errors import CudaStarted, InvalidRequest
 from gpucr.gang import Gang
-from gpucr.operations import jobs
+from gpucr.model import GangLock
+from gpucr.operations import jobs, registered
 from gpucr.operations.dump_steps import AllocateStaging, CommitSnapshot, CreateFolder, CriuDump, DumpContext
 from gpucr.operations.freeze import (
     AttachStaging,
@@ -33,11 +34,16 @@ from gpucr.operations.protection import Protection
 from gpucr.operations.staged import GangStaging
 from gpucr.operations.steps import OnProgress, Phase, Step, run_steps
 from gpucr.operations.threads import GangThreads
+from gpucr.operations.traps import findings_of_traps
 from gpucr.snapshot.device.writer import DeviceWriter
 from gpucr.snapshot.folder import Snapshot, UnfinishedSnapshot, check_target
+from gpucr.snapshot.manifest import OverruledFinding
 
 Persist = Literal["background", "sync"]
 """When a dump that leaves its job running writes device memory: while the job runs again, or before."""
+
+KEEPER_LIMIT_S = 10.0
+"""How long the end of a sandbox is waited for when its job was ended by the dump."""
 
 ATTEMPTS = 3
 """How often a dump is begun anew because a process started to use CUDA between the checkpoint and CRIU's freeze."""
@@ -49,6 +55,7 @@ class DumpReport:
 
     ``downtime_s`` is the time from the first lock (without CUDA: from the start of CRIU's dump) until the job ran
     again or, where it was not left running, until it was gone. ``size_bytes`` is the size of the snapshot's files.
+    ``lock`` tells how its CUDA processes were locked, if it has such.
     """
 
     snapshot: Snapshot
@@ -58,6 +65,7 @@ class DumpReport:
     size_bytes: int
     downtime_s: float
     warnings: tuple[str, ...]
+    lock: GangLock | None = None
 
 
 @dataclass(frozen=True)
@@ -70,7 +78,7 @@ class DumpPlan:
 
 
 def dump(
-    pid: int,
+    pid: int | str,
     to: str | os.PathLike[str],
     *,
     leave_running: bool = False,
@@ -86,9 +94,9 @@ def dump(
     (``persist="background"``), or only after the snapshot is on disk (``"sync"``: nothing that it does later is lost
     by a restore of an older state). Either way there is no snapshot, and no return, before everything is durable.
 
-    The tree of ``pid`` is locked, checkpointed, dumped by CRIU, and the snapshot committed; only then are the
-    processes killed. Whatever fails before that, every process is as it was found and ``to`` is as it was. The folder
-    must not exist, or be empty. Needs root (CAP_SYS_ADMIN and CAP_SYS_PTRACE).
+    The tree of ``pid``, or of the registered job of this name, is locked, checkpointed, dumped by CRIU, and the
+    snapshot committed; only then are the processes killed. Whatever fails before that, every process is as it was found
+    and ``to`` is as it was. The folder must not exist, or be empty. Needs root (CAP_SYS_ADMIN and CAP_SYS_PTRACE).
 
     Raises ProcessNotFound, InvalidRequest, NotPermitted, SnapshotExists, Unsupported (before anything was changed);
     LockTimeout, DeadlineExceeded, Interrupted, DriverError, CriuError, JobChanged, SnapshotError (all undone);
@@ -118,7 +126,7 @@ def dump(
 
 
 def plan_dump(
-    pid: int,
+    pid: int | str,
     to: str | os.PathLike[str],
     *,
     leave_running: bool = False,
@@ -165,8 +173,9 @@ def _prepare(
         raise InvalidRequest(f"persist is {persist!r}", hint="give one of " + ", ".join(get_args(Persist)))
     preflight.require_privileges(job.root.pid)
     check_target(to)
-    criu = Criu(find_criu())
-    held = preflight.device_bytes_in_use(job, gpu_processes()) if job.gang else {}
+    criu = Criu(find_criu(), found.sandbox.pids if found.sandbox is not None else None)
+    uses = gpu_processes() if job.gang else ()
+    held = preflight.device_bytes_in_use(job, uses)
     gang = Gang(found.driver, job.gang, deadline=deadline) if found.driver is not None and job.gang else None
     folder = UnfinishedSnapshot(to)
     writer = DeviceWriter(folder.device)
@@ -177,6 +186,17 @@ def _prepare(
         checkpoint = CheckpointGang(
             gang, job.root.pid, staged, protection, expected_bytes=_total(held), threads=threads
         )
+    disk = to if to.is_dir() else to.resolve().parent
+    findings = (
+        *jobs.findings_before_freeze(job, preflight.needs_of_dump(held, disk)),
+        *findings_of_traps(job, found.driver, uses),
+        *preflight.check_tracers(job),
+        *preflight.check_open_files(job),
+        *preflight.check_outside_connections(job),
+        *(preflight.check_terminal(job) if leave_running and job.gang else ()),
+        *preflight.check_disk(job, disk, _total(held)),
+    )
+    record = registered.record_of(job.root.id)
     context = DumpContext(
         job=job,
         gang=gang,
@@ -191,14 +211,10 @@ def _prepare(
         leave_running=leave_running,
         checkpoint=checkpoint,
         protection=protection,
-    )
-    disk = to if to.is_dir() else to.resolve().parent
-    findings = (
-        *jobs.findings_before_freeze(job, preflight.needs_of_dump(held, disk)),
-        *preflight.check_tracers(job),
-        *preflight.check_open_files(job),
-        *(preflight.check_terminal(job) if leave_running and job.gang else ()),
-        *preflight.check_disk(job, disk, _total(held)),
+        launch=registered.launch_record(record) if record is not None else None,
+        sandbox=found.sandbox,
+        note=registered.DumpNote(record) if record is not None else None,
+        overruled=tuple(OverruledFinding(f.sentence(), f.consequence) for f in findings if f.severity == "blocking"),
     )
     steps, commit = _steps(context, threads, persist)
     return _Prepared(context, tuple(steps), findings, commit)
@@ -242,6 +258,9 @@ def _run(prepared: _Prepared, on_progress: OnProgress | None) -> DumpReport:
     finally:
         context.writer.cancel()
         context.staging.close()
+    sandbox = context.sandbox
+    if sandbox is not None and not context.leave_running and sandbox.root == context.job.root.id:
+        sandbox.wait_ended(KEEPER_LIMIT_S)  # a restore that comes right after this would still see the job
     snapshot = prepared.commit.snapshot
     if snapshot is None:
         raise AssertionError("a dump without error has committed its snapshot")
@@ -252,8 +271,15 @@ def _run(prepared: _Prepared, on_progress: OnProgress | None) -> DumpReport:
         phases=phases,
         size_bytes=snapshot.manifest.size_bytes,
         downtime_s=_downtime_s(prepared.steps, phases),
-        warnings=tuple(finding.sentence() for finding in prepared.findings),
+        warnings=_warnings(prepared),
+        lock=context.gang.first_lock if context.gang is not None else None,
     )
+
+
+def _warnings(prepared: _Prepared) -> tuple[str, ...]:
+    note = prepared.context.note
+    noted = (note.warning,) if note is not None and note.warning is not None else ()
+    return (*(finding.sentence() for finding in prepared.findings), *noted)
 
 
 def _downtime_s(steps: Sequence[Step], phases: Sequence[Phase]) -> float:

@@ -22,18 +22,31 @@ from gpucr.linux.sockets import bound_socket_paths
 from gpucr.model import Gpu, Job, ProcessId, ProcessInfo
 from gpucr.operations import jobs
 from gpucr.operations.freeze import CheckpointGang
+from gpucr.operations.gpu_places import all_gpus, seen_by
 from gpucr.operations.interrupts import Interrupts
 from gpucr.operations.logs import log_kept_on_failure
+from gpucr.operations.outside import look_outside
 from gpucr.operations.protection import Protection
 from gpucr.operations.recovery import UnfinishedFolder
+from gpucr.operations.registered import DumpNote
 from gpucr.operations.staged import GangStaging
 from gpucr.operations.steps import Meter
+from gpucr.sandbox import Sandbox
+from gpucr.snapshot import shared_files
 from gpucr.snapshot.device.writer import DeviceWriter
 from gpucr.snapshot.folder import Snapshot, UnfinishedSnapshot
-from gpucr.snapshot.manifest import FolderRecord, Manifest, ProcessRecord
+from gpucr.snapshot.manifest import (
+    FolderRecord,
+    LaunchRecord,
+    Manifest,
+    OverruledFinding,
+    ProcessRecord,
+    SandboxRecord,
+)
 from gpucr.version import __version__
 
 _WAIT_S = 0.1
+_SANDBOX_END_LIMIT_S = _KILLED_LIMIT_S = 10.0
 
 
 @dataclass(frozen=True)
@@ -57,6 +70,10 @@ class DumpContext:
     leave_running: bool
     checkpoint: CheckpointGang | None
     protection: Protection | None
+    launch: LaunchRecord | None = None
+    sandbox: Sandbox | None = None
+    note: DumpNote | None = None
+    overruled: tuple[OverruledFinding, ...] = ()
 
 
 class CreateFolder:
@@ -86,6 +103,8 @@ class CreateFolder:
         is_needed = context.leave_running or not all(processes.is_alive(p.id) for p in context.job.processes)
         if not (context.folder.is_committed and is_needed):
             context.folder.discard()
+            if context.note is not None:
+                context.note.withdraw()
 
 
 class AllocateStaging:
@@ -130,6 +149,7 @@ class CriuDump:
         self._context = context
         self._interrupts: Interrupts | None = None
         self._meter: Meter | None = None
+        self._frozen: frozenset[ProcessId] = frozenset()
         self.draft: Manifest | None = None
         self.snapshot: Snapshot | None = None
 
@@ -155,7 +175,10 @@ class CriuDump:
                 )
         except CriuError as error:
             self._after_failure(error)
-        self._tell_guard(None)
+        if self.snapshot is None:  # else the dump is complete, and a guard that has ended must not make it fail
+            self._tell_guard(None)
+        if self.draft is not None and not context.leave_running and context.sandbox is None:
+            shared_files.remove_remaps(shared_files.ROOT, self.draft.shared_files)
         images_bytes = sum(file.stat().st_size for file in context.folder.images.iterdir())
         return images_bytes if context.leave_running else images_bytes + context.writer.bytes_seen
 
@@ -173,15 +196,21 @@ class CriuDump:
         """After CRIU's last image, with the tree still frozen: what is true now is what was dumped."""
         if hook != "post-dump":
             return
-        self.draft = _draft(self._context)
+        tree = processes.tree(self._context.job.root.pid)
+        self._frozen = frozenset(process.id for process in tree)
+        self.draft = _draft(self._context, tree)
         if not self._context.leave_running and self._interrupts is not None and self._meter is not None:
             self.snapshot = commit(self._context, self.draft, self._interrupts, self._meter)
 
     def _after_failure(self, error: CriuError) -> None:
         """Find the better explanation, and never let a job be lost whose snapshot is committed."""
         self._context.writer.wait(0)  # raises what ended the saving of device memory: the same disk, as a rule
-        alive = [p.pid for p in self._context.job.processes if processes.is_alive(p.id)]
-        gone = [p.pid for p in self._context.job.processes if p.pid not in alive]
+        # Also those that were born between the look at the job and the freeze.
+        known = sorted({p.id for p in self._context.job.processes} | self._frozen, key=lambda each: each.pid)
+        if self.snapshot is not None:
+            self._wait_for_the_killed(known)
+        alive = [each.pid for each in known if processes.is_alive(each) and not processes.is_about_to_end(each)]
+        gone = [each.pid for each in known if each.pid not in alive]
         if self.snapshot is not None and not alive:
             return  # CRIU failed after it had killed the tree (a last log line, its statistics): the dump is complete
         if self.snapshot is not None and gone:
@@ -202,6 +231,14 @@ class CriuDump:
                 hint="wait until the job has started all of its processes, then try again",
             ) from error
         raise error
+
+    def _wait_for_the_killed(self, known: Sequence[ProcessId]) -> None:
+        """CRIU has ended, and whom it has killed may not have: the snapshot is all that is left of them."""
+        processes.wait_for_the_killed(known, _KILLED_LIMIT_S)
+        sandbox = self._context.sandbox
+        if sandbox is not None and not processes.is_alive(self._context.job.root.id):
+            # When a job's first process is killed its sandbox ends: the kernel kills what is left in it, CRIU too.
+            sandbox.wait_ended(_SANDBOX_END_LIMIT_S)
 
 
 class CommitSnapshot:
@@ -257,6 +294,8 @@ def commit(context: DumpContext, draft: Manifest, interrupts: Interrupts, meter:
     records = tuple(replace(record, device_data=stored.get(record.pid)) for record in draft.processes)
     snapshot = folder.commit(replace(draft, processes=records))
     interrupts.commit()
+    if context.note is not None:
+        context.note.write(snapshot, left_running=context.leave_running)
     return snapshot
 
 
@@ -270,15 +309,18 @@ def _started_cuda(context: DumpContext) -> list[int]:
     return [member.pid for member in gangs.discover(driver, [p for p in tree if p.id not in known])]
 
 
-def _draft(context: DumpContext) -> Manifest:
-    """The manifest of what is frozen now, without its files."""
-    tree = processes.tree(context.job.root.pid)
+def _draft(context: DumpContext, tree: Sequence[ProcessInfo]) -> Manifest:
+    """The manifest of the tree, which is frozen now, without its files."""
+    members = context.gang.members if context.gang is not None else ()
+    seen = {m.pid: seen_by(m.id, context.gpus, used=context.device_bytes.get(m.pid, {})) for m in members}
     capabilities = context.gang.driver.capabilities() if context.gang and context.gang.members else None
+    sandbox = context.sandbox
+    outside = look_outside(tree, context.folder, is_sandboxed=sandbox is not None)
     return Manifest(
         created=datetime.datetime.now(datetime.timezone.utc).isoformat(timespec="seconds"),
         root_pid=context.job.root.pid,
-        processes=tuple(_record(context, p) for p in tree),
-        gpus=context.gpus,
+        processes=tuple(_record(context, p, seen.get(p.pid)) for p in tree),
+        gpus=tuple(all_gpus([context.gpus, *seen.values()])),
         cuda_version=capabilities.cuda_version if capabilities else None,
         driver_version=driver_version() if capabilities else None,
         criu_version=context.criu.install.version_text,
@@ -287,13 +329,22 @@ def _draft(context: DumpContext) -> Manifest:
         architecture=platform.machine(),
         gpucr_version=__version__,
         left_running=context.leave_running,
-        folders=_socket_folders(tree),
+        folders=_socket_folders(tree, is_sandboxed=sandbox is not None),
+        launch=context.launch,
+        sandbox=SandboxRecord(sandbox.network, sandbox.lineage, sandbox.log_path) if sandbox is not None else None,
+        open_files=outside.open_files,
+        open_folders=outside.open_folders,
+        shared_files=outside.shared_files,
+        endpoints=outside.endpoints,
+        connections=outside.connections,
+        overruled=context.overruled,
     )
 
 
-def _socket_folders(tree: Sequence[ProcessInfo]) -> tuple[FolderRecord, ...]:
+def _socket_folders(tree: Sequence[ProcessInfo], *, is_sandboxed: bool) -> tuple[FolderRecord, ...]:
     """The folders in which the tree's local sockets are bound, and those above them, outermost first."""
-    folders = {parent for path in bound_socket_paths(p.pid for p in tree) for parent in path.parents}
+    paths = bound_socket_paths((p.pid for p in tree), is_sandboxed=is_sandboxed)
+    folders = {parent for path in paths for parent in path.parents}
     records: list[FolderRecord] = []
     for folder in sorted(folders - {Path("/")}):
         with contextlib.suppress(OSError, UnicodeEncodeError):  # it is gone by now, as the socket's name in it is
@@ -303,7 +354,7 @@ def _socket_folders(tree: Sequence[ProcessInfo]) -> tuple[FolderRecord, ...]:
     return tuple(records)
 
 
-def _record(context: DumpContext, process: ProcessInfo) -> ProcessRecord:
+def _record(context: DumpContext, process: ProcessInfo, seen: Sequence[Gpu] | None) -> ProcessRecord:
     found = {m.pid: m.found for m in context.gang.members} if context.gang is not None else {}
     stopped = {p.id for p in context.job.processes if p.status == "T"}
     thread = context.checkpoint.restore_threads.get(process.pid) if context.checkpoint else None
@@ -319,4 +370,5 @@ def _record(context: DumpContext, process: ProcessInfo) -> ProcessRecord:
         restore_thread=processes.innermost_thread_id(process.pid, thread) if thread is not None else None,
         device_bytes=dict(context.device_bytes.get(process.pid, {})),
         staging=context.staging.private.get(process.pid, ()),
+        visible_gpus=None if seen is None else tuple(gpu.uuid for gpu in seen),
     )

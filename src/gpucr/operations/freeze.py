@@ -6,10 +6,12 @@ from collections.abc import Callable, Iterable, Mapping
 
 from gpucr import gang as gangs
 from gpucr import staging
-from gpucr.errors import CudaStarted
+from gpucr.driver.libcuda import INVALID_VALUE
+from gpucr.errors import CudaStarted, DriverError
 from gpucr.gang import Gang
 from gpucr.linux import processes
-from gpucr.model import CudaState, GangMember, GpuMap, StagedExtent
+from gpucr.model import CudaState, GangMember, StagedExtent
+from gpucr.operations.gpu_places import Placement
 from gpucr.operations.interrupts import Interrupts
 from gpucr.operations.protection import Protection
 from gpucr.operations.staged import GangStaging
@@ -36,7 +38,12 @@ class LockGang:
     def run(self, interrupts: Interrupts, meter: Meter) -> int:
         """Lock all members that run."""
         self._protection.change(members=self._gang.members)
-        self._gang.lock()
+        lock = self._gang.lock(interrupts.check)
+        if lock.attempts > 1:
+            meter.note(
+                f"the {lock.processes} processes wait for each other: locked in {lock.attempts} attempts, "
+                f"{lock.seconds:.3f} s"
+            )
         return 0
 
     def undo(self) -> None:
@@ -94,7 +101,7 @@ class CheckpointGang:
             interrupts.check()
             self._gang.add(late)
             self._protection.change(members=self._gang.members)
-            self._gang.lock()
+            self._gang.lock(interrupts.check)
         raise CudaStarted(
             f"new processes kept starting to use CUDA for {MAX_ROUNDS} rounds",
             pids=[member.pid for member in self._late_members()],
@@ -277,20 +284,39 @@ class RestoreGang:
 
     name = "restore"
 
-    def __init__(self, gang: Gang, gpu_map: GpuMap | None, *, down_to: Callable[[GangMember], CudaState]) -> None:
+    def __init__(self, gang: Gang, placement: Placement | None, *, down_to: Callable[[GangMember], CudaState]) -> None:
         self._gang = gang
-        self._gpu_map = gpu_map
+        self._placement = placement
         self._down_to = down_to
 
     def describe(self) -> str:
         """What will be restored, and where to."""
-        where = f" with the GPU map {self._gpu_map}" if self._gpu_map else ""
+        gpu_map = self._placement.choice.gpu_map if self._placement is not None else None
+        where = f" with the GPU map {gpu_map}" if gpu_map is not None else ""
         return f"restore {_names(self._gang)}: host memory to device memory{where}"
 
     def run(self, interrupts: Interrupts, meter: Meter) -> int:
         """Restore all members that are checkpointed."""
-        self._gang.restore(self._gpu_map, down_to=self._down_to)
+        if self._placement is None:
+            self._gang.restore(down_to=self._down_to)
+            return 0
+        try:
+            self._restore_to(self._placement)
+        finally:
+            self._placement.note(self._gang)
         return 0
+
+    def _restore_to(self, placement: Placement) -> None:
+        try:
+            self._gang.restore(placement.maps(self._gang), down_to=self._down_to)
+        except DriverError as error:
+            if error.result != INVALID_VALUE or not placement.narrow(self._gang):
+                raise
+            # A map that the driver does not like changes nothing (measured): the process is as it was.
+            try:
+                self._gang.restore(placement.maps(self._gang), down_to=self._down_to)
+            except DriverError:
+                raise error from None  # the GPUs were not the reason, and the first answer says what was
 
     def undo(self) -> None:
         """Every member back to where it was found (checkpointed again, if that is where it was)."""

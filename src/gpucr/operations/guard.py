@@ -18,23 +18,16 @@ import sys
 import threading
 import time
 from collections.abc import Sequence
-from pathlib import Path
 from types import TracebackType
 
 from gpucr.errors import BrokenInstall
+from gpucr.linux import own_python
+from gpucr.operations import guard_process
 from gpucr.operations.guard_process import DESCRIPTORS_A_MESSAGE, MESSAGE_LIMIT_BYTES, RECORD_LIMIT_BYTES
 from gpucr.operations.recovery import Recovery, encode
 
 ANSWER_LIMIT_S = 60.0
 """How long the guard may take to start, or to answer: long enough for a machine that swaps."""
-
-# Not `-m`: that would look for modules in the working folder first. The search path is ours instead, which also holds
-# where gpucr is called from a program that has set it up in its own way.
-_BOOTSTRAP = (
-    "import sys; sys.path[:] = sys.argv[4:]\n"
-    "from gpucr.operations.guard_process import main\n"
-    "main(*map(int, sys.argv[1:4]))"
-)
 
 
 class Guard:
@@ -175,11 +168,8 @@ def _start(socket_fd: int, output_fd: int) -> subprocess.Popen[bytes]:
 
 
 def _spawn(socket_fd: int, operation_fd: int, output_fd: int) -> subprocess.Popen[bytes]:
-    source = str(Path(__file__).parents[2])
-    path = [source, *(entry for entry in sys.path if os.path.isabs(entry) and entry != source)]
-    numbers = [str(number) for number in (socket_fd, operation_fd, os.getpid())]
     return subprocess.Popen(
-        [sys.executable, "-I", "-S", "-c", _BOOTSTRAP, *numbers, *path],
+        own_python.command(guard_process.__name__, socket_fd, operation_fd, os.getpid()),
         stdin=subprocess.DEVNULL,
         stdout=subprocess.DEVNULL,
         stderr=output_fd,

@@ -44,8 +44,9 @@ class Post:
         return f"{sequence} {len(fds)}"
 
 
-def main(socket_fd: int, operation_fd: int, operation_pid: int) -> None:
-    """Guard the operation at the other end of the socket, a process that ``operation_fd`` (a pidfd) stands for."""
+def main(*numbers: str) -> None:
+    """Guard the operation at the other end of a socket, with this number. The others: its pidfd, and its pid."""
+    socket_fd, operation_fd, operation_pid = map(int, numbers)
     for number in (signal.SIGINT, signal.SIGTERM, signal.SIGHUP, signal.SIGQUIT):
         signal.signal(number, signal.SIG_IGN)
     with contextlib.suppress(PermissionError), open("/proc/self/oom_score_adj", "w", encoding="ascii") as file:

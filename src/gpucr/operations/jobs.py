@@ -7,36 +7,40 @@ import time
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
 
-from gpucr import gang, preflight
+from gpucr import gang, preflight, sandbox
 from gpucr.driver.api import Driver
 from gpucr.driver.cuda import load_driver
 from gpucr.errors import DriverUnavailable, InvalidRequest
 from gpucr.linux import processes
 from gpucr.model import Job, ProcessInfo
+from gpucr.operations import registered
+from gpucr.sandbox import Sandbox
 
 
 @dataclass(frozen=True)
 class FoundJob:
     """A job as it was found. ``driver`` is None where the machine has none; then no process can use CUDA.
 
-    ``claims`` are the descriptors that keep other gpucr's off it.
+    ``sandbox`` is the one that it lives in. ``claims`` are the descriptors that keep other gpucr's off it.
     """
 
     job: Job
     driver: Driver | None
+    sandbox: Sandbox | None = None
     claims: tuple[int, ...] = ()
 
 
-def find_job(pid: int, *, only: bool = False) -> FoundJob:
-    """The tree of ``pid`` (a thread id stands for its process) and the CUDA state of each of its processes.
+def find_job(pid: int | str, *, only: bool = False) -> FoundJob:
+    """The tree of ``pid`` and the CUDA state of each of its processes.
 
-    ``only`` leaves the descendants out. Raises ProcessNotFound, InvalidRequest or NotPermitted; changes nothing.
+    A thread id stands for its process, a keeper and the name of a registered job for the job's first one. ``only``
+    leaves the descendants out. Raises ProcessNotFound, InvalidRequest or NotPermitted; changes nothing.
     """
     return _examine(_tree_of(pid, only=only))
 
 
 @contextlib.contextmanager
-def claimed_job(pid: int, *, only: bool = False) -> Iterator[FoundJob]:
+def claimed_job(pid: int | str, *, only: bool = False) -> Iterator[FoundJob]:
     """As `find_job`, for an operation that changes the job: no other gpucr works on its processes meanwhile.
 
     Raises Unsupported where another one does.
@@ -46,8 +50,10 @@ def claimed_job(pid: int, *, only: bool = False) -> Iterator[FoundJob]:
         yield replace(_examine(tree), claims=claims)
 
 
-def _tree_of(pid: int, *, only: bool) -> tuple[ProcessInfo, ...]:
-    tree = processes.tree(processes.resolve_target(pid))
+def _tree_of(pid: int | str, *, only: bool) -> tuple[ProcessInfo, ...]:
+    target = registered.resolve_pid(pid)
+    root = sandbox.keeper_root(target)
+    tree = processes.tree(processes.resolve_target(target if root is None else root.pid))
     if only:
         tree = tree[:1]
     for process in tree:
@@ -58,7 +64,7 @@ def _tree_of(pid: int, *, only: bool) -> tuple[ProcessInfo, ...]:
 def _examine(tree: tuple[ProcessInfo, ...]) -> FoundJob:
     driver = load_driver_for(tree)
     members = gang.discover(driver, tree) if driver is not None else ()
-    return FoundJob(Job(tree, members), driver)
+    return FoundJob(Job(tree, members), driver, sandbox.of(tree[0].pid))
 
 
 def load_driver_for(tree: Sequence[ProcessInfo]) -> Driver | None:

@@ -44,8 +44,9 @@ def list_cuda_processes() -> tuple[ProcessState, ...]:
     return tuple(found)
 
 
-def job_states(pid: int, *, only: bool = False) -> tuple[ProcessState, ...]:
-    """The CUDA state of every process in the tree of ``pid`` (``only``: of the one process). Changes nothing.
+def job_states(pid: int | str, *, only: bool = False) -> tuple[ProcessState, ...]:
+    """The CUDA state of every process in the tree of ``pid``, or of the registered job of this name
+    (``only``: of the one process). Changes nothing.
 
     Raises NotACudaProcess where none of them uses CUDA.
     """

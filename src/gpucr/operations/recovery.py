@@ -62,6 +62,7 @@ class Recovery:
     - ``kill``: half-restored processes, which are ended with their descendants.
     - ``criu``: the CRIU that is at work, which has to end first.
     - ``images``: what that CRIU restores from (absolute path): whatever it has made ends. None for a dump.
+    - ``sandbox``: the keeper of one that is being filled: it ends, and with it everything in there, CRIU too.
     """
 
     members: tuple[GangMember, ...] = ()
@@ -72,6 +73,7 @@ class Recovery:
     kill: tuple[ProcessId, ...] = ()
     criu: ProcessId | None = None
     images: str | None = None
+    sandbox: ProcessId | None = None
 
     def __post_init__(self) -> None:
         """Raise ValueError where staging could not be mapped back."""
@@ -93,7 +95,7 @@ def decode(data: bytes) -> Recovery:
 
 
 def _record(raw: dict[str, Any]) -> Recovery:
-    folder, criu, images = raw["folder"], raw["criu"], raw["images"]
+    folder, criu, images, sandbox = raw["folder"], raw["criu"], raw["images"], raw["sandbox"]
     return Recovery(
         members=tuple(GangMember(_process(m["id"]), CudaState(_number(m["found"]))) for m in raw["members"]),
         restore_threads={_number(int(pid), 1): _number(tid, 1) for pid, tid in raw["restore_threads"].items()},
@@ -103,6 +105,7 @@ def _record(raw: dict[str, Any]) -> Recovery:
         kill=tuple(map(_process, raw["kill"])),
         criu=_process(criu) if criu is not None else None,
         images=_path(images) if images is not None else None,
+        sandbox=_process(sandbox) if sandbox is not None else None,
     )
 
 
@@ -165,6 +168,11 @@ def recover(data: bytes, descriptors: Mapping[int, int], operation_pid: int) -> 
 
 
 def _end_criu(record: Recovery) -> None:
+    if record.sandbox is not None:  # pids in CRIU's images are those of the sandbox, and mean others here
+        left = processes.kill_and_wait([record.sandbox])
+        if left:
+            raise JobChanged("a half-filled sandbox does not end: " + _names(left), pids=[left[0].pid])
+        return
     if record.criu is None:
         return
     from gpucr.criu import abandoned  # late, as below: the operation, which imports this module, does not need it

@@ -6,21 +6,34 @@ import contextlib
 import os
 import platform
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
+from typing import get_args
 
 from gpucr import preflight
 from gpucr.criu.engine import Criu
+from gpucr.criu.images import have_clocks
 from gpucr.criu.install import find_criu
 from gpucr.criu.options import DumpOptions, RestoreOptions
 from gpucr.driver.api import Driver
 from gpucr.driver.cuda import load_driver
-from gpucr.driver.gpus import list_gpus
-from gpucr.errors import SnapshotDamaged
+from gpucr.driver.gpus import gpu_processes, list_gpus
+from gpucr.errors import (
+    CriuError,
+    DriverError,
+    GpucrError,
+    InvalidRequest,
+    JobChanged,
+    JobDamaged,
+    SnapshotDamaged,
+)
 from gpucr.gang import Gang
 from gpucr.linux import processes
-from gpucr.model import GpuMap
-from gpucr.operations import jobs
+from gpucr.model import Gpu, GpuMap
+from gpucr.operations import jobs, registered
 from gpucr.operations.freeze import HoldThreads, ReleaseThreads, RestoreGang, UnlockGang
+from gpucr.operations.gpu_choice import GpuChoice, GpuRequest
+from gpucr.operations.gpu_places import Placement, place_snapshot
+from gpucr.operations.outside_steps import endpoints_to_bind, outside_steps
 from gpucr.operations.protection import Protection
 from gpucr.operations.restore_steps import (
     CriuRestore,
@@ -30,9 +43,20 @@ from gpucr.operations.restore_steps import (
     RestoreDevice,
     VerifySnapshot,
 )
+from gpucr.operations.sandbox_steps import (
+    KeepJob,
+    SandboxPlan,
+    StartKeeper,
+    StartSandbox,
+    check_clone,
+    plan_sandbox,
+)
 from gpucr.operations.steps import OnProgress, Phase, Step, WithoutUndo, run_steps
 from gpucr.operations.threads import GangThreads
+from gpucr.operations.traps import findings_of_targets
 from gpucr.snapshot.folder import Snapshot
+from gpucr.snapshot.manifest import Manifest
+from gpucr.snapshot.shared_files import ROOT, names_in_use
 
 REAPING_TIMEOUT_S = 10.0
 """How long a restore waits for the parents of the dumped processes to collect their zombies."""
@@ -40,7 +64,11 @@ REAPING_TIMEOUT_S = 10.0
 
 @dataclass(frozen=True)
 class RestoreReport:
-    """What a restore did. ``pid`` is the root's; ``downtime_s`` the time until the job ran, verification included."""
+    """What a restore did. ``pid`` is the root's; ``downtime_s`` the time until the job ran, verification included.
+
+    ``name`` is the job's in the registry; None where no `gpucr run` had started it. ``gpu_map`` is None where every GPU
+    stayed; ``gpu_reasons`` say what of it gpucr chose itself, and why.
+    """
 
     snapshot: Snapshot
     pid: int
@@ -49,65 +77,116 @@ class RestoreReport:
     size_bytes: int
     downtime_s: float
     warnings: tuple[str, ...]
+    name: str | None = None
+    gpu_map: GpuMap | None = None
+    gpu_reasons: tuple[str, ...] = ()
 
 
 def restore(
     snapshot: Snapshot | str | os.PathLike[str],
     *,
     gpu_map: GpuMap | str | None = None,
+    gpu: str | None = None,
+    files: preflight.FilesMode = "keep",
+    tcp: preflight.TcpMode = "close",
+    isolate: bool = False,
+    clone: bool = False,
+    name: str | None = None,
     timeout_s: float | None = None,
     force: bool = False,
     on_progress: OnProgress | None = None,
 ) -> RestoreReport:
-    """Bring the job of a snapshot back, on the GPUs that it had or those of ``gpu_map``. The snapshot stays.
+    """Bring the job of a snapshot back, on the GPUs that it had or on others. The snapshot stays.
+
+    ``gpu_map`` (``OLD=NEW,...``: GPUs of the snapshot, GPUs of this machine) and ``gpu`` (``auto``, or the new places
+    of the GPUs that the job uses) name GPUs by index or UUID; what they leave open is filled in.
 
     The snapshot is verified and compared with this machine before anything starts: GPUs of the same kind with enough
     free memory, free pids, a driver, CRIU. Every CUDA process ends in the state in which the dump had found it. What
     fails later ends the half-restored processes. Needs root (CAP_SYS_ADMIN and CAP_SYS_PTRACE).
 
-    Raises SnapshotUnfinished, SnapshotDamaged, SnapshotError, NotPermitted, Unsupported, DriverUnavailable,
-    CriuUnavailable (nothing was started); CriuError, DriverError, DeadlineExceeded, Interrupted (all ended again);
-    JobDamaged (something of it still runs).
+    ``files``: what becomes of files that the job was writing and that have another size now. ``"keep"`` leaves them,
+    and the job writes on at their end; ``"rewind"`` cuts those that have grown back to their size at the dump, and
+    keeps what is cut off beside them. ``tcp``: connections to programs outside the job are closed in the restored job,
+    or with ``"keep"`` taken up again. Those inside the job are always kept.
+
+    A job that was in a sandbox gets a new one, where its pids, its ports and its names in /dev/shm are free;
+    ``isolate`` puts any other job into one. ``clone`` makes a copy of a job that runs, or of which a copy runs: with a
+    name and a log of its own, but the same files otherwise. ``name`` is its name in the registry.
+
+    Raises InvalidRequest, SnapshotUnfinished, SnapshotDamaged, SnapshotError, NotPermitted, Unsupported,
+    DriverUnavailable, CriuUnavailable (nothing was started); CriuError, DriverError, DeadlineExceeded, Interrupted (all
+    ended again); JobDamaged (something of it still runs).
     """  # fmt: skip
     deadline = jobs.deadline_after(timeout_s)
     if not isinstance(snapshot, Snapshot):
         snapshot = Snapshot.open(snapshot)
-    if isinstance(gpu_map, str):
-        gpu_map = GpuMap.parse(gpu_map)
+    request = GpuRequest.of(gpu_map, gpu)
     preflight.require_privileges(snapshot.manifest.root_pid)
+    _require_modes(files, tcp)
     options = _options(snapshot)
-    findings = _findings(snapshot, gpu_map)
-    preflight.require_no_blocking(findings, force=force)
-    driver = _driver_for(snapshot)
+    here = list_gpus() if snapshot.manifest.has_gpu_state else ()
+    uses = gpu_processes() if request.auto and here else ()
+    placement = place_snapshot(snapshot.manifest, request, here, uses)
     with contextlib.ExitStack() as opened:
+        registration, warnings = registered.restored_name_or_warning(snapshot, opened, name=name, clone=clone)
+        plan = plan_sandbox(snapshot, registration, isolate=isolate, clone=clone, shell_job=options.shell_job)
+        findings = _findings(snapshot, placement.choice, here, plan) + _findings_outside(snapshot, files, tcp, plan)
+        findings += check_clone(snapshot.manifest) if clone else []
+        preflight.require_no_blocking(findings, force=force)
+        driver = _driver_for(snapshot)
         protection = opened.enter_context(Protection()) if driver is not None else None
         context = RestoreContext(snapshot, Criu(find_criu()), options, deadline, protection)
-        return _run(context, driver, gpu_map, findings, on_progress)
+        start: StartSandbox | StartKeeper | None = None
+        if plan is not None:
+            start = StartSandbox(context, plan)
+        elif not options.shell_job:  # the parent of a job with a terminal would have to be in the terminal's session
+            start = StartKeeper(context, registration)
+        in_our_network = plan is None or plan.network == "host"
+        before_criu = [
+            *([start] if start is not None else []),
+            *outside_steps(context, files, tcp, in_our_network=in_our_network),
+        ]
+        keep = [KeepJob(context, start, registration)] if start is not None else []
+        try:
+            report = _run(context, driver, placement, findings, on_progress, before_criu, keep)
+        except (DriverError, CriuError, JobChanged, JobDamaged) as error:
+            _recall_overruled(error, snapshot.manifest, findings)
+            raise
+        if registration is not None and start is None:
+            warnings += registration.register_or_warn(context.restored[0], None, isolated=False, network="host")
+        registered_as = registration.name if registration is not None else None
+        return replace(report, warnings=(*report.warnings, *warnings), name=registered_as)
 
 
 def _run(
     context: RestoreContext,
     driver: Driver | None,
-    gpu_map: GpuMap | None,
+    placement: Placement,
     findings: Sequence[preflight.Finding],
     on_progress: OnProgress | None,
+    before_criu: Sequence[Step],
+    at_the_end: Sequence[Step],
 ) -> RestoreReport:
     snapshot, deadline, protection = context.snapshot, context.deadline, context.protection
     steps: list[Step] = [LoadDevice(context)] if snapshot.manifest.device_data else []
     steps.append(VerifySnapshot(context))
     if snapshot.manifest.folders:
         steps.append(MakeFolders(context))
+    steps += before_criu
     steps.append(CriuRestore(context))
     if driver is not None and protection is not None:
         gang = context.gang = Gang(driver, (), deadline=deadline)
         threads = GangThreads()
+        placement.restored_as(context.pids)
         # Restoring and unlocking are undone by CriuRestore, which ends the processes.
         steps += [
             HoldThreads(threads, context.restore_threads),
-            RestoreDevice(context, RestoreGang(gang, gpu_map, down_to=lambda member: member.found)),
+            RestoreDevice(context, RestoreGang(gang, placement, down_to=lambda member: member.found)),
             WithoutUndo(UnlockGang(gang, down_to=lambda member: member.found)),
             ReleaseThreads(threads, protection, context.to_continue),
         ]
+    steps += at_the_end
     try:
         phases = run_steps(steps, deadline=deadline, on_progress=on_progress)
     finally:
@@ -119,8 +198,43 @@ def _run(
         phases=phases,
         size_bytes=snapshot.manifest.size_bytes,
         downtime_s=sum(phase.seconds for phase in phases),
-        warnings=tuple(finding.sentence() for finding in findings),
+        warnings=(*(finding.sentence() for finding in findings), *context.warnings),
+        gpu_map=placement.choice.gpu_map,
+        gpu_reasons=placement.choice.reasons,
     )
+
+
+def _recall_overruled(error: GpucrError, manifest: Manifest, findings: Sequence[preflight.Finding]) -> None:
+    """Add to the hint what --force overruled, in the dump or now: it may well be the reason."""
+    overruled = [
+        *(f"{each.finding}: {each.consequence}" for each in manifest.overruled),
+        *(f"{each.sentence()}: {each.consequence}" for each in findings if each.severity == "blocking"),
+    ]
+    if overruled:
+        said = "--force had overruled: " + "; ".join(overruled)
+        error.hint = said if error.hint is None else f"{error.hint}; {said}"
+
+
+def _require_modes(files: str, tcp: str) -> None:
+    for name, value, kind in (("files", files, preflight.FilesMode), ("tcp", tcp, preflight.TcpMode)):
+        if value not in get_args(kind):
+            raise InvalidRequest(f"{name} is {value!r}", hint="give one of " + ", ".join(get_args(kind)))
+
+
+def _findings_outside(
+    snapshot: Snapshot, files: preflight.FilesMode, tcp: preflight.TcpMode, plan: SandboxPlan | None
+) -> list[preflight.Finding]:
+    manifest = snapshot.manifest
+    replaced = {str(path) for path in plan.outputs} if plan is not None else set()
+    in_our_network = plan is None or plan.network == "host"
+    return [
+        *preflight.check_files(
+            [file for file in manifest.open_files or () if file.path not in replaced], manifest.open_folders, files
+        ),
+        *(preflight.check_shared_files(names_in_use(ROOT, manifest.shared_files)) if plan is None else ()),
+        *(preflight.check_ports(endpoints_to_bind(manifest, tcp)) if in_our_network else ()),
+        *preflight.check_kept_connections(manifest.connections, tcp, left_running=manifest.left_running),
+    ]
 
 
 def _options(snapshot: Snapshot) -> RestoreOptions:
@@ -134,18 +248,21 @@ def _options(snapshot: Snapshot) -> RestoreOptions:
         ) from e
 
 
-def _findings(snapshot: Snapshot, gpu_map: GpuMap | None) -> list[preflight.Finding]:
+def _findings(
+    snapshot: Snapshot, choice: GpuChoice, here: Sequence[Gpu], plan: SandboxPlan | None
+) -> list[preflight.Finding]:
     manifest = snapshot.manifest
-    pids = [
-        tid for process in manifest.processes if len(process.ns_pids) == 1 for tid in (process.pid, *process.threads)
-    ]
-    pids = list(dict.fromkeys(pids))
+    ours = [process for process in manifest.processes if len(process.ns_pids) == 1 and plan is None]
+    pids = list(dict.fromkeys(tid for process in ours for tid in (process.pid, *process.threads)))
     processes.wait_for_reaping(pids, REAPING_TIMEOUT_S)
     findings = preflight.check_free_pids(pids)
+    findings += preflight.check_clocks(are_in_images=have_clocks(snapshot.images))
     if manifest.has_gpu_state:
         staged_bytes = sum(data.size_bytes for data in manifest.device_data.values())
         findings += preflight.check_host_memory(preflight.needs_of_restore(staged_bytes))
-        findings += preflight.check_gpus(manifest.gpus, manifest.device_bytes, list_gpus(), gpu_map)
+        findings += preflight.check_gpus(choice.had, choice.needed_bytes, here, choice.gpu_map)
+        targets = choice.needed_bytes or [gpu.uuid for gpu in choice.had]
+        findings += findings_of_targets(targets, here, choice.gpu_map)
     if manifest.architecture != platform.machine():
         findings.append(
             preflight.Finding(

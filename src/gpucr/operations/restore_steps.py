@@ -31,6 +31,7 @@ from gpucr.operations.logs import log_kept_on_failure
 from gpucr.operations.protection import Protection
 from gpucr.operations.steps import Meter
 from gpucr.operations.threads import explained
+from gpucr.snapshot import shared_files
 from gpucr.snapshot.device.reader import Destination, DeviceReader
 from gpucr.snapshot.folder import Snapshot
 from gpucr.snapshot.manifest import DeviceData, FolderRecord, ProcessRecord
@@ -44,7 +45,9 @@ class RestoreContext:
     """What the steps of one restore share.
 
     ``gang``, ``root_pid``, ``restored`` and ``pids`` (manifest pid → pid now) are filled as it goes on, and so are
-    ``files``, the staging files by manifest pid, and ``reader``, which fills them.
+    ``files``, the staging files by manifest pid, and ``reader``, which fills them. ``images_dir`` is where CRIU gets
+    its images from, ``shared_root`` the folder of shared memory that the job will see, ``outputs`` which files take the
+    place of others in a sandbox. ``warnings`` is what steps have to tell the user.
     """
 
     snapshot: Snapshot
@@ -58,9 +61,18 @@ class RestoreContext:
     pids: dict[int, int] = field(default_factory=dict)
     files: dict[int, StagingFile] = field(default_factory=dict)
     reader: DeviceReader | None = None
+    shared_root: Path = shared_files.ROOT
+    outputs: Mapping[Path, Path] = field(default_factory=dict)
+    images_dir: Path = field(init=False)
+    warnings: list[str] = field(default_factory=list)
+    on_close: contextlib.ExitStack = field(default_factory=contextlib.ExitStack)
+
+    def __post_init__(self) -> None:
+        self.images_dir = self.snapshot.images
 
     def close(self) -> None:
         """Stop reading, and give up the staging files; what a process has mapped stays its own."""
+        self.on_close.close()
         if self.reader is not None:
             self.reader.cancel()
         for file in self.files.values():
@@ -200,15 +212,23 @@ class CriuRestore:
         context = self._context
         with interrupts.allowed(), log_kept_on_failure("restore") as log_path:
             context.root_pid = context.criu.restore(
-                context.snapshot.images,
+                context.images_dir,
                 context.options,
                 log_path=log_path,
                 leave_stopped=context.gang is not None,
+                outputs=context.outputs,
                 on_start=self._on_start,
                 deadline=context.deadline,
             )
             interrupts.postpone()
-        tree = processes.tree(context.root_pid)
+        try:
+            tree = processes.tree(context.root_pid)
+        except ProcessNotFound as e:
+            raise JobChanged(
+                "the job's first process ended right after it was restored",
+                pids=[context.root_pid],
+                hint="its own log may say why; the snapshot is intact",
+            ) from e
         context.restored = tuple(process.id for process in tree)
         if context.protection is not None:
             context.protection.change(kill=context.restored, criu=None, images=None)

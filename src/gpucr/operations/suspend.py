@@ -6,19 +6,22 @@ import contextlib
 import os
 import threading
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 from gpucr import preflight, staging
 from gpucr.driver.gpus import gpu_processes, list_gpus
 from gpucr.errors import NotACudaProcess
 from gpucr.gang import Gang
 from gpucr.linux import memory, processes
-from gpucr.model import CudaState, GangMember, Gpu, GpuMap
-from gpucr.operations import jobs, suspended
+from gpucr.model import CudaState, GangLock, GangMember, Gpu, GpuMap
+from gpucr.operations import jobs, registered, suspended
 from gpucr.operations.freeze import CheckpointGang, LockGang, RestoreGang, UnlockGang
+from gpucr.operations.gpu_choice import GpuChoice, GpuRequest, GpuUser, choose_gpus
+from gpucr.operations.gpu_places import Placement, all_gpus, busy_gpus, seen_by
 from gpucr.operations.protection import Protection
 from gpucr.operations.staged import GangStaging
 from gpucr.operations.steps import OnProgress, Phase, Step, run_steps
+from gpucr.operations.traps import findings_of_traps
 
 
 @dataclass(frozen=True)
@@ -32,12 +35,20 @@ class StateChange:
 
 @dataclass(frozen=True)
 class ChangeReport:
-    """What a suspend or resume did. ``size_bytes`` is the host memory that holds device memory now (suspend)."""
+    """What a suspend or resume did. ``size_bytes`` is the host memory that holds device memory now (suspend).
+
+    ``lock`` tells how a suspend locked the job. ``warnings`` are what preflight found and what did not stop it.
+    ``gpu_map`` is the map of a resume to other GPUs, and ``gpu_reasons`` say what of it gpucr chose itself, and why.
+    """
 
     pid: int
     processes: tuple[StateChange, ...]
     phases: tuple[Phase, ...]
     size_bytes: int
+    warnings: tuple[str, ...] = ()
+    gpu_map: GpuMap | None = None
+    gpu_reasons: tuple[str, ...] = ()
+    lock: GangLock | None = None
 
     @property
     def seconds(self) -> float:
@@ -46,7 +57,7 @@ class ChangeReport:
 
 
 def suspend(
-    pid: int,
+    pid: int | str,
     *,
     only: bool = False,
     timeout_s: float | None = None,
@@ -55,21 +66,25 @@ def suspend(
 ) -> ChangeReport:
     """Move the device memory of a job into host memory and release its GPUs: RUNNING or LOCKED → CHECKPOINTED.
 
-    ``pid`` stands for its whole tree (``only``: for the one process). Processes found CHECKPOINTED stay so. CPU
-    threads go on until they call CUDA. Needs access to the processes (same user, or CAP_SYS_PTRACE).
+    ``pid``, or the name of a registered job, stands for its whole tree (``only``: for the one process). Processes found
+    CHECKPOINTED stay so. CPU threads go on until they call CUDA. Needs access to the processes (same user, or
+    CAP_SYS_PTRACE).
 
     Raises NotACudaProcess, Unsupported (nothing was changed), LockTimeout, DeadlineExceeded, Interrupted, DriverError
     or JobChanged (all undone), JobDamaged (not undone).
     """  # fmt: skip
     deadline = jobs.deadline_after(timeout_s)
+    pid = registered.resolve_pid(pid)
     with contextlib.ExitStack() as opened:
         found = opened.enter_context(jobs.claimed_job(pid, only=only))
         gang = _gang_of(found, deadline)
         protection = opened.enter_context(Protection(found.claims))
-        held = preflight.device_bytes_in_use(found.job, gpu_processes())
+        uses = gpu_processes()
+        held = preflight.device_bytes_in_use(found.job, uses)
         device_bytes = sum(sum(by_gpu.values()) for by_gpu in held.values())
         use_files = processes.can_checkpoint_processes()
         findings = jobs.findings_before_freeze(found.job, preflight.needs_of_suspend(held, in_files=use_files))
+        findings += findings_of_traps(found.job, found.driver, uses)
         preflight.require_no_blocking(findings, force=force)
         staged = GangStaging(use_files=use_files)
         steps: list[Step] = [
@@ -85,62 +100,73 @@ def suspend(
             staged.close()
         for member in gang.members:
             suspended.remember(member, held.get(member.pid, {}))
-        return _report(pid, gang, phases)
+        warnings = tuple(finding.sentence() for finding in findings)
+        return replace(_report(pid, gang, phases), warnings=warnings, lock=gang.first_lock)
 
 
 def resume(
-    pid: int,
+    pid: int | str,
     *,
     only: bool = False,
     gpu_map: GpuMap | str | None = None,
+    gpu: str | None = None,
     timeout_s: float | None = None,
     force: bool = False,
     on_progress: OnProgress | None = None,
 ) -> ChangeReport:
-    """Bring a suspended job back onto its GPUs (or those of ``gpu_map``): CHECKPOINTED or LOCKED → RUNNING.
+    """Bring a suspended job back onto its GPUs, or onto others: CHECKPOINTED or LOCKED → RUNNING.
 
-    Processes that run are left alone, and what `suspend` had found LOCKED or CHECKPOINTED is that again. Refuses
-    before it starts where a GPU has too little free memory: a restore that runs out of it loses the job. On failure
-    every process is CHECKPOINTED or LOCKED again, as it was found, so that another attempt (with other GPUs, or when
-    memory is free) is possible. Needs access to the processes.
+    ``gpu_map`` (``OLD=NEW,...``) and ``gpu`` (``auto``, or the new places of the GPUs that it uses) name GPUs of this
+    machine by index or UUID; what they leave open is filled in. Processes that run are left alone, and what `suspend`
+    had found LOCKED or CHECKPOINTED is that again. Refuses before it starts where a GPU has too little free memory: a
+    restore that runs out of it loses the job. On failure every process is CHECKPOINTED or LOCKED again, as it was
+    found, so that another attempt (with other GPUs, or when memory is free) is possible. Needs access to the processes.
 
-    Raises NotACudaProcess, Unsupported, DriverError (a wrong GPU map is CUDA_ERROR_INVALID_VALUE), Interrupted,
-    DeadlineExceeded, JobDamaged.
+    Raises InvalidRequest, NotACudaProcess, Unsupported (nothing was changed); DriverError, Interrupted,
+    DeadlineExceeded (all undone); JobDamaged.
     """  # fmt: skip
     deadline = jobs.deadline_after(timeout_s)
-    if isinstance(gpu_map, str):
-        gpu_map = GpuMap.parse(gpu_map)
+    pid = registered.resolve_pid(pid)
+    request = GpuRequest.of(gpu_map, gpu)
     with contextlib.ExitStack() as opened:
         found = opened.enter_context(jobs.claimed_job(pid, only=only))
         gang = _gang_of(found, deadline)
         protection = opened.enter_context(Protection(found.claims))
-        phases = _resume(found, gang, protection, gpu_map, deadline=deadline, force=force, on_progress=on_progress)
-        return _report(pid, gang, phases)
+        phases, choice = _resume(
+            found, gang, protection, request, deadline=deadline, force=force, on_progress=on_progress
+        )
+        return replace(_report(pid, gang, phases), gpu_map=choice.gpu_map, gpu_reasons=choice.reasons)
 
 
 def _resume(
     found: jobs.FoundJob,
     gang: Gang,
     protection: Protection,
-    gpu_map: GpuMap | None,
+    request: GpuRequest,
     *,
     deadline: float | None,
     force: bool,
     on_progress: OnProgress | None,
-) -> tuple[Phase, ...]:
+) -> tuple[tuple[Phase, ...], GpuChoice]:
     records = {member.pid: suspended.recall(member.id) for member in gang.members}
-    gpus = list_gpus()
-    findings = preflight.check_states(found.job)
-    findings += preflight.check_room(_needed_bytes(gang, records, gpus), gpus, gpu_map)
-    if gpu_map is not None:
-        findings += preflight.check_map_targets(gpu_map, gpus)
-    preflight.require_no_blocking(findings, force=force)
 
     def before_suspend(member: GangMember) -> CudaState:
         record = records[member.pid]
         return record.found if record is not None else CudaState.RUNNING
 
-    steps: list[Step] = [RestoreGang(gang, gpu_map, down_to=before_suspend), UnlockGang(gang, down_to=before_suspend)]
+    away = [m for m in gang.members if m.found is CudaState.CHECKPOINTED and before_suspend(m) is not m.found]
+    here = list_gpus()
+    placement = _place(away, records, request, here, gang)
+    choice = placement.choice
+    findings = preflight.check_states(found.job)
+    findings += preflight.check_room(choice.needed_bytes, here, choice.gpu_map)
+    if choice.gpu_map is not None:
+        findings += preflight.check_driver(gang.driver.capabilities(), choice.gpu_map)
+    preflight.require_no_blocking(findings, force=force)
+    steps: list[Step] = [
+        RestoreGang(gang, placement if choice.gpu_map is not None else None, down_to=before_suspend),
+        UnlockGang(gang, down_to=before_suspend),
+    ]
     with contextlib.ExitStack() as kept:
         for member in gang.members:
             _keep_staging_file(member, kept)
@@ -149,7 +175,7 @@ def _resume(
         threading.Thread(target=kept.pop_all().close, name="free-staging").start()
     for member in gang.members:
         suspended.forget(member.id)
-    return phases
+    return phases, choice
 
 
 def _keep_staging_file(member: GangMember, kept: contextlib.ExitStack) -> None:
@@ -160,22 +186,26 @@ def _keep_staging_file(member: GangMember, kept: contextlib.ExitStack) -> None:
             kept.callback(os.close, staging.open_file(member.pid, extents[0]))
 
 
-def _needed_bytes(
-    gang: Gang, records: Mapping[int, suspended.SuspendedRecord | None], gpus: Sequence[Gpu]
-) -> dict[str, int]:
-    """Device memory per GPU UUID that the checkpointed members will take."""
-    needed: dict[str, int] = {}
-    for member in gang.members:
+def _place(
+    away: Sequence[GangMember],
+    records: Mapping[int, suspended.SuspendedRecord | None],
+    request: GpuRequest,
+    here: Sequence[Gpu],
+    gang: Gang,
+) -> Placement:
+    """Where the members that come back go."""
+    seen: dict[int, tuple[Gpu, ...]] = {}
+    users: list[GpuUser] = []
+    for member in away:
         record = records[member.pid]
-        if member.found is not CudaState.CHECKPOINTED:
-            continue
         held = record.device_bytes if record is not None else {}
+        gpus = seen[member.pid] = seen_by(member.id, here, used=held)
         if not held and len(gpus) == 1:
             # Suspended by another tool: staging is the largest mapping of nearly every process.
             held = {gpus[0].uuid: memory.largest_anonymous_bytes(member.pid)}
-        for uuid, size_bytes in held.items():
-            needed[uuid] = needed.get(uuid, 0) + size_bytes
-    return needed
+        users.append(GpuUser(member.pid, tuple(gpu.uuid for gpu in gpus), held))
+    busy = busy_gpus(gpu_processes(), [member.pid for member in gang.members]) if request.auto else ()
+    return Placement(choose_gpus(request, all_gpus(seen.values()), users, here, busy), seen, here)
 
 
 def _gang_of(found: jobs.FoundJob, deadline: float | None) -> Gang:

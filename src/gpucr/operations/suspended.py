@@ -11,17 +11,13 @@ it a process is resumed to RUNNING, and the room is judged by the process's larg
 
 from __future__ import annotations
 
-import contextlib
-import json
-import os
 from collections.abc import Mapping
 from dataclasses import dataclass
-from pathlib import Path
 
-from gpucr.model import CudaState, GangMember, ProcessId
-from gpucr.operations.logs import state_folder
+from gpucr.model import CudaState, GangMember, GpuMap, ProcessId
+from gpucr.operations.process_records import ProcessRecords
 
-_MAX_BYTES = 1 << 20
+RECORDS = ProcessRecords("suspended")
 _FOUND_STATES = (CudaState.RUNNING, CudaState.LOCKED, CudaState.CHECKPOINTED)
 
 
@@ -39,46 +35,34 @@ def remember(member: GangMember, device_bytes: Mapping[str, int]) -> None:
     For a process found CHECKPOINTED, a record that is there already stays: it is from the suspend that counts. Found in
     any other state, another tool has brought the process back since, and what is there says nothing any more.
     """
-    record = {"found": int(member.found), "device_bytes": dict(device_bytes)}
     if member.found is not CudaState.CHECKPOINTED:
         forget(member.id)
-    with contextlib.suppress(OSError):  # a full disk must not stop a suspend
-        path = _path(member.id)
-        path.parent.mkdir(mode=0o700, parents=True, exist_ok=True)
-        fd = os.open(path, os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_CLOEXEC, 0o600)
-        with os.fdopen(fd, "w") as stream:
-            json.dump(record, stream)
+    RECORDS.write(member.id, {"found": int(member.found), "device_bytes": dict(device_bytes)})
 
 
 def recall(process: ProcessId) -> SuspendedRecord | None:
     """Read the record of one process; None where there is none that can be used."""
     try:
-        with _path(process).open("rb") as stream:
-            record = json.loads(stream.read(_MAX_BYTES))
+        record = RECORDS.read(process)
         found, held = record["found"], record["device_bytes"]
         if type(found) is not int or found not in _FOUND_STATES:
             return None
         if any(type(size_bytes) is not int or size_bytes < 0 for size_bytes in held.values()):
             return None
-    except (OSError, ValueError, KeyError, TypeError, AttributeError, RecursionError):
+    except (KeyError, TypeError, AttributeError):
         return None
     return SuspendedRecord(CudaState(found), held)
 
 
+def moved(process: ProcessId, gpu_map: GpuMap) -> None:
+    """The process went to other GPUs, in a resume that may be undone yet: its record names those from now on."""
+    record = recall(process)
+    if record is not None:
+        held = {gpu_map.new_for(uuid): size_bytes for uuid, size_bytes in record.device_bytes.items()}
+        forget(process)
+        RECORDS.write(process, {"found": int(record.found), "device_bytes": held})
+
+
 def forget(process: ProcessId) -> None:
     """Remove the record of one process."""
-    with contextlib.suppress(OSError):
-        _path(process).unlink()
-
-
-def _path(process: ProcessId) -> Path:
-    boot = Path("/proc/sys/kernel/random/boot_id").read_text().strip()  # start times begin anew with every boot
-    return _folder() / f"{boot}-{process.pid}-{process.start_time_ticks}.json"
-
-
-def _folder() -> Path:
-    """Root's records are in /run, a user's in XDG_RUNTIME_DIR: both are emptied by a reboot, as the processes are."""
-    if os.geteuid() == 0:
-        return Path("/run/gpucr/suspended")
-    runtime = os.environ.get("XDG_RUNTIME_DIR")
-    return (Path(runtime) / "gpucr" if runtime else state_folder()) / "suspended"
+    RECORDS.remove(process)

@@ -19,8 +19,12 @@ FLAGS = ("-std=c11", "-D_GNU_SOURCE", "-O2", "-Wall", "-Wextra")
 _LIBRARY_FLAGS = ("-fPIC", "-shared", "-fvisibility=hidden", "-pthread", "-Wl,-z,defs")
 _BUILD_TIMEOUT_S = 120
 
-_MACHINE = ("machine.c", "procfs.c", "ledger.c")
-_CUDA = ("results.c", "thread.c", "gate.c", "memory.c", "staging.c", "context.c", "execution.c", "device.c", "api.c")
+_MACHINE = ("machine.c", "abilities.c", "procfs.c", "ledger.c")
+_CUDA = (
+    "results.c", "thread.c", "gate.c", "memory.c", "staging.c", "context.c", "execution.c", "collective.c", "device.c",
+    "api.c",
+)  # fmt: skip
+_SHARING = ("view.c", "host_memory.c", "peer.c", "ipc.c", "vmm.c", "graph.c")
 _CHECKPOINT = ("faults.c", "watcher.c", "restore_thread.c", "control.c", "checkpoint_api.c")
 
 
@@ -38,11 +42,12 @@ def _library(path: str, sources: tuple[str, ...], *flags: str) -> Product:
 
 
 PRODUCTS = (
-    _library("libcuda.so.1", _MACHINE + _CUDA + _CHECKPOINT),
+    _library("libcuda.so.1", _MACHINE + _CUDA + _SHARING + _CHECKPOINT),
     _library("libnvidia-ml.so.1", (*_MACHINE, "nvml.c")),
-    _library("old/libcuda.so.1", _MACHINE + _CUDA, "-DGPUCR_SIM_OLD_DRIVER"),
+    _library("old/libcuda.so.1", _MACHINE + _CUDA + _SHARING, "-DGPUCR_SIM_OLD_DRIVER"),
     _library("old/libnvidia-ml.so.1", (*_MACHINE, "nvml.c"), "-DGPUCR_SIM_OLD_DRIVER"),
     Product("counter", ("counter.c", "counter_state.c", "cuda.c"), ("-ldl", "-pthread")),
+    Product("ranks", ("ranks.c", "rank.c", "cuda.c"), ("-ldl",)),
 )
 
 
@@ -111,7 +116,7 @@ def _default_cache_dir() -> Path:
 
 
 def _default_state_dir() -> Path:
-    return Path("/dev/shm") / f"gpucr-sim-{os.geteuid()}"  # noqa: S108 (the libraries make it 0700)
+    return Path("/tmp") / f"gpucr-sim-{os.geteuid()}"  # noqa: S108 (the libraries make it 0700)
 
 
 def _source_files() -> Iterator[Path]:

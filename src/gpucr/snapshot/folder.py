@@ -5,6 +5,7 @@
     DIR/                 0700
       images/            CRIU's image files, 0600
       device/            device memory of the CUDA processes, 0600 (see device/): only where CRIU's images lack it
+      shared/            files of shared memory, 0600 (see shared_files.py): only where the job has any
       manifest.json      0600, written last: without it there is no snapshot
 """
 
@@ -15,13 +16,15 @@ import errno
 import os
 import shutil
 import stat
-from collections.abc import Iterator
+from collections.abc import Collection, Iterator
 from dataclasses import dataclass, replace
 from pathlib import Path
 
 from gpucr.errors import InvalidRequest, SnapshotDamaged, SnapshotError, SnapshotExists, SnapshotUnfinished
-from gpucr.snapshot import device, files, manifest
+from gpucr.snapshot import device, files, manifest, shared_files
+from gpucr.snapshot.json_reader import ManifestError
 from gpucr.snapshot.manifest import FileRecord, Manifest
+from gpucr.snapshot.outside import SharedFileRecord
 
 MANIFEST_NAME = "manifest.json"
 IMAGES_NAME = "images"
@@ -64,6 +67,11 @@ class UnfinishedSnapshot:
         return self.path / DEVICE_NAME
 
     @property
+    def shared(self) -> Path:
+        """Where files of shared memory go. `save_shared_files` makes this folder."""
+        return self.path / shared_files.FOLDER_NAME
+
+    @property
     def is_committed(self) -> bool:
         """Whether the manifest has been written."""
         return (self.path / MANIFEST_NAME).exists()
@@ -87,15 +95,25 @@ class UnfinishedSnapshot:
                 hint="check the file system (free space, read-only, permissions)",
             ) from e
 
+    def save_shared_files(self, root: Path, inodes: Collection[int] | None) -> tuple[SharedFileRecord, ...]:
+        """Take over the shared files under ``root`` (``inodes``: only these), as they are now (see shared_files.py)."""
+        with self._explained():
+            return shared_files.save(root, self.path, inodes=inodes)
+
     def seal_images(self) -> None:
-        """Hash CRIU's images and make them durable: the part of `commit` that can be done while others still write."""
+        """Hash CRIU's images and the shared files, and make them durable: what can be done while others still write."""
         with self._explained():
             self._seal_images()
 
     def _seal_images(self) -> tuple[FileRecord, ...]:
         if self._sealed is None:
-            names = sorted(entry.name for entry in os.scandir(self.images) if entry.is_file(follow_symlinks=False))
-            paths = [f"{IMAGES_NAME}/{name}" for name in names]
+            paths = [
+                f"{folder.name}/{entry.name}"
+                for folder in (self.images, self.shared)
+                if folder.exists()
+                for entry in os.scandir(folder)
+                if entry.is_file(follow_symlinks=False)
+            ]
             for path in paths:
                 (self.path / path).chmod(0o600)
             self._sealed = files.record(self.path, paths)
@@ -119,7 +137,7 @@ class UnfinishedSnapshot:
         """What keeps the snapshot from being completed in this block, as an error that says what to do."""
         try:
             yield
-        except manifest.ManifestError as e:
+        except ManifestError as e:
             raise SnapshotError(
                 f"the snapshot {self.path} could not be completed: its manifest cannot be written, {e}",
                 path=str(self.path / MANIFEST_NAME),
@@ -141,7 +159,7 @@ class UnfinishedSnapshot:
             # First, so that a half-removed folder is never taken for a snapshot.
             for name in (MANIFEST_NAME, _UNFINISHED_NAME):
                 (self.path / name).unlink(missing_ok=True)
-            for folder in (self.images, self.device):
+            for folder in (self.images, self.device, self.shared):
                 if folder.exists():
                     shutil.rmtree(folder)
         if self._made_folder and self.path.exists():
@@ -195,9 +213,9 @@ class Snapshot:
             raise SnapshotDamaged(f"{file} cannot be read: {e.strerror}", path=str(file), hint=hint) from e
         try:
             if len(data) > manifest.MAX_MANIFEST_BYTES:
-                raise manifest.ManifestError(f"it is larger than {manifest.MAX_MANIFEST_BYTES} bytes")
+                raise ManifestError(f"it is larger than {manifest.MAX_MANIFEST_BYTES} bytes")
             return cls(folder, manifest.decode(data))
-        except manifest.ManifestError as e:
+        except ManifestError as e:
             raise SnapshotDamaged(
                 f"{file} is not a valid manifest: {e}",
                 path=str(file),
@@ -261,7 +279,7 @@ def _read_manifest(folder: Path) -> bytes:
 def _require_ours(folder: Path, manifest_stat: os.stat_result) -> None:
     """Restoring runs what the snapshot says with the caller's privileges: nobody else may be able to write it."""
     checked = [(str(folder), folder.stat()), (MANIFEST_NAME, manifest_stat)]
-    for inner in (folder / IMAGES_NAME, folder / DEVICE_NAME):
+    for inner in (folder / IMAGES_NAME, folder / DEVICE_NAME, folder / shared_files.FOLDER_NAME):
         if inner.is_dir() and not inner.is_symlink():  # `verify` tells where it is neither
             checked += [(str(path), path.lstat()) for path in (inner, *inner.iterdir())]
     for name, found in checked:

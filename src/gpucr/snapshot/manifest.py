@@ -10,34 +10,26 @@ from __future__ import annotations
 import hashlib
 import json
 import os
-import re
-from collections.abc import Callable, Mapping
+from collections.abc import Mapping
 from dataclasses import asdict, dataclass, field
 from pathlib import PurePosixPath
-from typing import Any, TypeVar
+from typing import Any
 
-from gpucr.model import CudaState, Extent, Gpu, StagedExtent
+from gpucr.model import Connection, CudaState, Endpoint, Extent, Gpu, JobFile, StagedExtent
+from gpucr.snapshot import outside
+from gpucr.snapshot.json_reader import PAGE_BYTES, ManifestError, Reader
+from gpucr.snapshot.outside import SharedFileRecord
 
 FORMAT = "gpucr-snapshot"
-FORMAT_VERSION = 2
-READABLE_VERSIONS = (1, 2)
-"""In version 1 no process has device data of its own: it is in CRIU's images."""
+FORMAT_VERSION = 3
+READABLE_VERSIONS = (1, 2, 3)
+"""In version 1 no process has device data of its own: it is in CRIU's images. Version 3 adds what a whole job needs."""
 MAX_MANIFEST_BYTES = 64 << 20
 """Digests of 1 TiB of device memory in pieces of 4 MiB take 20 MiB."""
 
-PAGE_BYTES = 4096
 _MIN_PIECE_BYTES, _MAX_PIECE_BYTES = 4096, 1 << 30
 _MAX_STRIPES = 256
 _MAX_DEVICE_BYTES = 1 << 48
-
-_SHA256 = re.compile(r"[0-9a-f]{64}")
-_NO_ID = (1 << 32) - 1  # chown(2) takes it for "do not change"
-
-T = TypeVar("T")
-
-
-class ManifestError(ValueError):
-    """The text is not a valid manifest. The message says where and why; the caller knows the path."""
 
 
 @dataclass(frozen=True)
@@ -87,7 +79,8 @@ class ProcessRecord:
     ``found_state`` is the CUDA state in which gpucr found it, to which a restore brings it back (None: no CUDA).
     ``device_bytes`` is the device memory that it held, per GPU UUID. ``staging`` is where the driver left it.
     ``restore_thread`` is the id of the driver's thread in the process's own pid namespace. ``stopped``: by SIGSTOP.
-    ``device_data`` is its device memory (None: it has none, or CRIU's images hold it).
+    ``device_data`` is its device memory (None: it has none, or CRIU's images hold it). ``visible_gpus`` are the UUIDs
+    of the GPUs that it can see (None: not known, or no CUDA).
     """
 
     pid: int
@@ -102,6 +95,42 @@ class ProcessRecord:
     device_bytes: Mapping[str, int] = field(default_factory=dict)
     staging: tuple[Extent, ...] = ()
     device_data: DeviceData | None = None
+    visible_gpus: tuple[str, ...] | None = None
+
+
+@dataclass(frozen=True)
+class LaunchRecord:
+    """How `gpucr run` had started the job: what a restore needs to register it under its name again.
+
+    ``environment`` is what gpucr set in it, ``log_path`` the file that its output goes to.
+    """
+
+    name: str
+    command: tuple[str, ...]
+    cwd: str
+    environment: Mapping[str, str]
+    io_uring_is_refused: bool
+    log_path: str
+
+
+@dataclass(frozen=True)
+class SandboxRecord:
+    """The sandbox that the job was in. ``network``: ``own`` or ``host``; ``log_path``: where its output went, if known.
+
+    ``lineage`` is the same for a job and for everything that was restored from its snapshots.
+    """
+
+    network: str
+    lineage: str
+    log_path: str | None
+
+
+@dataclass(frozen=True)
+class OverruledFinding:
+    """Something that stood in the way of the dump, which the user insisted on: ``finding`` and its ``consequence``."""
+
+    finding: str
+    consequence: str
 
 
 @dataclass(frozen=True)
@@ -109,7 +138,10 @@ class Manifest:
     """Everything that a restore must know before it starts.
 
     ``gpus`` are all GPUs that the job could see. ``folders``, outermost first, are those in which its local sockets are
-    bound: programs that end remove them, and CRIU does not make them.
+    bound: programs that end remove them, and CRIU does not make them. ``launch`` is None where no `gpucr run` had
+    started the job, ``sandbox`` where it was in none of gpucr's. ``open_files`` is None where the format did not record
+    them yet; ``open_folders`` has working folders too. ``endpoints`` is where its TCP sockets are bound, but for those
+    of ``connections``, whose other end is outside the job.
     """
 
     created: str
@@ -125,6 +157,14 @@ class Manifest:
     gpucr_version: str
     left_running: bool
     folders: tuple[FolderRecord, ...] = ()
+    launch: LaunchRecord | None = None
+    sandbox: SandboxRecord | None = None
+    open_files: tuple[JobFile, ...] | None = None
+    open_folders: tuple[str, ...] = ()
+    shared_files: tuple[SharedFileRecord, ...] = ()
+    endpoints: tuple[Endpoint, ...] = ()
+    connections: tuple[Connection, ...] = ()
+    overruled: tuple[OverruledFinding, ...] = ()
     files: tuple[FileRecord, ...] = ()
 
     @property
@@ -175,7 +215,7 @@ def decode(data: bytes) -> Manifest:
         outer = json.loads(data)
     except (ValueError, RecursionError) as e:
         raise ManifestError(f"it is not JSON: {e}") from e
-    top = _Reader(outer, "the file")
+    top = Reader(outer, "the file")
     body = top.object("manifest")
     # The format comes before the digest, so that a newer format is named as what it is.
     if body.text("format") != FORMAT:
@@ -183,7 +223,7 @@ def decode(data: bytes) -> Manifest:
     version = body.integer("format_version")
     if version not in READABLE_VERSIONS:
         raise ManifestError(
-            f"format version {version}; this gpucr reads versions {' and '.join(map(str, READABLE_VERSIONS))}"
+            f"format version {version}; this gpucr reads versions {READABLE_VERSIONS[0]} to {READABLE_VERSIONS[-1]}"
         )
     if hashlib.sha256(_canonical(body.value)).hexdigest() != top.text("sha256"):
         raise ManifestError("its content does not match its own digest")
@@ -201,21 +241,42 @@ def decode(data: bytes) -> Manifest:
         gpucr_version=body.text("gpucr_version"),
         left_running=body.boolean("left_running"),
         folders=tuple(_folder(item) for item in body.objects("folders")),
+        launch=None if version < 3 else body.optional("launch", lambda key: _launch(body.object(key))),
+        sandbox=None if version < 3 else body.optional("sandbox", lambda key: _sandbox(body.object(key))),
         files=tuple(_file(item) for item in body.objects("files")),
+        **(_of_whole_jobs(body) if version >= 3 else {}),
     )
     pids = {process.pid for process in manifest.processes}
     if manifest.root_pid not in pids:
         raise ManifestError(f"root_pid {manifest.root_pid} is not among its processes")
     if len(pids) != len(manifest.processes):
         raise ManifestError("two processes have the same pid")
+    sizes = {file.path: file.size_bytes for file in manifest.files}
+    for shared in manifest.shared_files:
+        if sizes.get(shared.stored) != shared.size_bytes:
+            raise ManifestError(f"the shared file {shared.names[0]!r} has no file of its size in the snapshot")
     return manifest
+
+
+def _of_whole_jobs(body: Reader) -> dict[str, Any]:
+    opened = body.optional("open_files", body.objects)
+    return {
+        "open_files": None if opened is None else tuple(map(outside.read_open_file, opened)),
+        "open_folders": tuple(outside.read_path(path, "open_folders") for path in body.texts("open_folders")),
+        "shared_files": tuple(map(outside.read_shared_file, body.objects("shared_files"))),
+        "endpoints": tuple(map(outside.read_endpoint, body.objects("endpoints"))),
+        "connections": tuple(map(outside.read_connection, body.objects("connections"))),
+        "overruled": tuple(
+            OverruledFinding(o.text("finding"), o.text("consequence")) for o in body.objects("overruled")
+        ),
+    }
 
 
 def _canonical(body: object) -> bytes:
     return json.dumps(body, sort_keys=True, separators=(",", ":")).encode()
 
 
-def _file(item: _Reader) -> FileRecord:
+def _file(item: Reader) -> FileRecord:
     path = item.text("path")
     pure = PurePosixPath(path)
     if pure.is_absolute() or ".." in pure.parts or not pure.parts or "\0" in path or str(pure) != path:
@@ -227,18 +288,42 @@ def _file(item: _Reader) -> FileRecord:
     return FileRecord(path, item.integer("size_bytes"), item.texts("sha256"))
 
 
-def _folder(item: _Reader) -> FolderRecord:
+def _folder(item: Reader) -> FolderRecord:
     path = item.text("path")
     pure = PurePosixPath(path)
     if not pure.is_absolute() or ".." in pure.parts or "\0" in path or str(pure) != path:
         raise ManifestError(f"{item.where}: {path!r} is not an absolute path")
     mode, uid, gid = item.integer("mode"), item.integer("uid"), item.integer("gid")
-    if mode >= 1 << 12 or uid >= _NO_ID or gid >= _NO_ID:
+    if mode >= outside.MODE_LIMIT or uid >= outside.ID_LIMIT or gid >= outside.ID_LIMIT:
         raise ManifestError(f"{item.where}: mode, uid or gid is out of range")
     return FolderRecord(path, mode, uid, gid)
 
 
-def _gpu(item: _Reader) -> Gpu:
+def _launch(item: Reader) -> LaunchRecord:
+    environment = item.object("environment")
+    paths = item.text("cwd"), item.text("log_path")
+    if not all(PurePosixPath(path).is_absolute() and "\0" not in path for path in paths):
+        raise ManifestError(f"{item.where}: 'cwd' or 'log_path' is not an absolute path")
+    return LaunchRecord(
+        name=item.text("name"),
+        command=item.texts("command"),
+        cwd=paths[0],
+        environment={name: environment.text(name) for name in environment.value},
+        io_uring_is_refused=item.boolean("io_uring_is_refused"),
+        log_path=paths[1],
+    )
+
+
+def _sandbox(item: Reader) -> SandboxRecord:
+    network, lineage, log_path = item.text("network"), item.text("lineage"), item.optional("log_path", item.text)
+    if network not in ("own", "host"):
+        raise ManifestError(f"{item.where}: the network {network!r} is neither 'own' nor 'host'")
+    if not lineage.isalnum() or not lineage.isascii():
+        raise ManifestError(f"{item.where}: {lineage!r} is not a lineage")
+    return SandboxRecord(network, lineage, None if log_path is None else outside.read_path(log_path, item.where))
+
+
+def _gpu(item: Reader) -> Gpu:
     return Gpu(
         index=item.integer("index"),
         uuid=item.text("uuid"),
@@ -249,7 +334,7 @@ def _gpu(item: _Reader) -> Gpu:
     )
 
 
-def _process(item: _Reader, version: int) -> ProcessRecord:
+def _process(item: Reader, version: int) -> ProcessRecord:
     state = item.optional("found_state", item.text)
     words = {s.word: s for s in (CudaState.RUNNING, CudaState.LOCKED, CudaState.CHECKPOINTED)}
     if state is not None and state not in words:
@@ -271,10 +356,11 @@ def _process(item: _Reader, version: int) -> ProcessRecord:
         device_bytes={uuid: held.integer(uuid) for uuid in held.value},
         staging=tuple(Extent(e.integer("address"), e.integer("size_bytes")) for e in item.objects("staging")),
         device_data=None if version == 1 else item.optional("device_data", lambda key: _device_data(item.object(key))),
+        visible_gpus=None if version < 3 else item.optional("visible_gpus", item.texts),
     )
 
 
-def _device_data(item: _Reader) -> DeviceData:
+def _device_data(item: Reader) -> DeviceData:
     piece_bytes = item.integer("piece_bytes", _MIN_PIECE_BYTES)
     if piece_bytes > _MAX_PIECE_BYTES or piece_bytes & (piece_bytes - 1):
         raise ManifestError(f"{item.where}: 'piece_bytes' is no power of two up to {_MAX_PIECE_BYTES}")
@@ -290,7 +376,7 @@ def _device_data(item: _Reader) -> DeviceData:
     return DeviceData(_extents(item, size_bytes), size_bytes, piece_bytes, stripes, digests)
 
 
-def _extents(item: _Reader, size_bytes: int) -> tuple[StagedExtent, ...]:
+def _extents(item: Reader, size_bytes: int) -> tuple[StagedExtent, ...]:
     extents = tuple(
         StagedExtent(e.whole_pages("address"), e.whole_pages("size_bytes", PAGE_BYTES), e.whole_pages("offset"))
         for e in item.objects("extents")
@@ -304,69 +390,3 @@ def _extents(item: _Reader, size_bytes: int) -> tuple[StagedExtent, ...]:
                 raise ManifestError(f"{item.where}: the extents overlap or lead outside")
             position = end
     return extents
-
-
-class _Reader:
-    """Typed access to one JSON object; every mismatch is a ManifestError that names the place."""
-
-    def __init__(self, value: object, where: str) -> None:
-        if not isinstance(value, dict):
-            raise ManifestError(f"{where} is not an object")
-        self.value: dict[str, Any] = value
-        self.where = where
-
-    def _get(self, key: str, kind: type[T]) -> T:
-        if key not in self.value:
-            raise ManifestError(f"{self.where} has no {key!r}")
-        value = self.value[key]
-        if not isinstance(value, kind) or (isinstance(value, bool) and kind is not bool):
-            raise ManifestError(f"{self.where}: {key!r} is not of type {kind.__name__}")
-        return value
-
-    def text(self, key: str) -> str:
-        return self._get(key, str)
-
-    def boolean(self, key: str) -> bool:
-        return self._get(key, bool)
-
-    def integer(self, key: str, smallest: int = 0) -> int:
-        return self._in_range(key, self._get(key, int), smallest)
-
-    def _in_range(self, key: str, value: int, smallest: int) -> int:
-        if not smallest <= value < 1 << 64:
-            raise ManifestError(f"{self.where}: {key!r} is out of range")
-        return value
-
-    def whole_pages(self, key: str, smallest: int = 0) -> int:
-        value = self.integer(key, smallest)
-        if value % PAGE_BYTES:
-            raise ManifestError(f"{self.where}: {key!r} is not a multiple of {PAGE_BYTES}")
-        return value
-
-    def digests(self, key: str) -> tuple[str | None, ...]:
-        items = self._get(key, list)
-        if any(not (item is None or (isinstance(item, str) and _SHA256.fullmatch(item))) for item in items):
-            raise ManifestError(f"{self.where}: {key!r} has an item that is neither a SHA-256 nor null")
-        return tuple(items)
-
-    def optional(self, key: str, read: Callable[[str], T]) -> T | None:
-        """None only where the manifest says null: a key that is missing is damage."""
-        return None if key in self.value and self.value[key] is None else read(key)
-
-    def object(self, key: str) -> _Reader:
-        return _Reader(self._get(key, dict), f"{self.where}.{key}")
-
-    def objects(self, key: str) -> list[_Reader]:
-        return [_Reader(item, f"{self.where}.{key}[{i}]") for i, item in enumerate(self._get(key, list))]
-
-    def texts(self, key: str) -> tuple[str, ...]:
-        return self._items(key, str)
-
-    def integers(self, key: str, smallest: int = 0) -> tuple[int, ...]:
-        return tuple(self._in_range(key, value, smallest) for value in self._items(key, int))
-
-    def _items(self, key: str, kind: type[T]) -> tuple[T, ...]:
-        items = self._get(key, list)
-        if any(not isinstance(item, kind) or isinstance(item, bool) for item in items):
-            raise ManifestError(f"{self.where}: {key!r} has an item that is not of type {kind.__name__}")
-        return tuple(items)

@@ -2,7 +2,8 @@
  * The driver API that programs call, as far as the simulator has it. Every call passes the gate, so that it waits
  * while the process is locked or checkpointed.
  */
-#include "device.h"
+#include "calls.h"
+#include "graph.h"
 
 #include <stdio.h>
 #include <string.h>
@@ -10,18 +11,9 @@
 #ifdef GPUCR_SIM_OLD_DRIVER
 #define DRIVER_VERSION 12040
 #else
-#define DRIVER_VERSION 13000
+#define DRIVER_VERSION CURRENT_VERSIONS[driver_generation()]
+static const int CURRENT_VERSIONS[] = {[DRIVER_580] = 13000, [DRIVER_610] = 13030, [DRIVER_FUTURE] = 14000};
 #endif
-
-#define GATED(call)                       \
-    do {                                  \
-        if (!library_usable())            \
-            return NOT_INITIALIZED;       \
-        gate_enter();                     \
-        enum result result_ = (call);     \
-        gate_leave();                     \
-        return (int)result_;              \
-    } while (0)
 
 EXPORT int cuInit(unsigned flags) {
     return flags != 0 ? INVALID_VALUE : (int)library_initialize();
@@ -187,8 +179,7 @@ EXPORT int cuCtxGetCurrent(struct context **context) {
     GATED(context == NULL ? INVALID_VALUE : get_current(context));
 }
 
-/* The device of the current context; NULL: there is none. */
-static struct device *current_device(void) {
+struct device *current_device(void) {
     return current_context == NULL ? NULL : context_device(current_context);
 }
 
@@ -252,7 +243,7 @@ EXPORT int cuMemcpyDtoH_v2(void *to, uint64_t from, size_t bytes) {
 }
 
 EXPORT int cuMemcpyDtoD_v2(uint64_t to, uint64_t from, size_t bytes) {
-    GATED(IN_ORDER(memory_copy(to, from, bytes)));
+    GATED(IN_ORDER((peer_note_copy(to, from), memory_copy(to, from, bytes))));
 }
 
 EXPORT int cuMemsetD8_v2(uint64_t pointer, unsigned char value, size_t bytes) {
@@ -284,7 +275,9 @@ EXPORT int cuLaunchKernel(void *function, unsigned grid_x, unsigned grid_y, unsi
     (void)shared_bytes;
     (void)extra;
     uint64_t threads = (uint64_t)grid_x * grid_y * grid_z * block_x * block_y * block_z;
-    GATED(current_device() == NULL ? INVALID_CONTEXT : launch(function, threads, stream, parameters));
+    GATED(current_device() == NULL      ? INVALID_CONTEXT
+          : graph_captures(stream) ? graph_take(function, threads, parameters)
+                                        : launch(function, threads, stream, parameters));
 }
 
 EXPORT int cuStreamCreate(struct stream **stream, unsigned flags) {

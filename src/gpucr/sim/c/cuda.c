@@ -2,13 +2,14 @@
 #include "cuda.h"
 
 #include <dlfcn.h>
+#include <errno.h>
 #include <stdio.h>
 #include <stdlib.h>
 
 static void bind(void *library, const char *name, void *slot) {
     void *function = dlsym(library, name);
     if (function == NULL) {
-        fprintf(stderr, "counter: this libcuda.so.1 has no %s\n", name);
+        fprintf(stderr, "%s: this libcuda.so.1 has no %s\n", program_invocation_short_name, name);
         exit(EXIT_FAILURE);
     }
     *(void **)slot = function; /* POSIX: a function pointer can be read from the object pointer of dlsym */
@@ -17,7 +18,7 @@ static void bind(void *library, const char *name, void *slot) {
 void cuda_bind(struct cuda *cuda) {
     void *library = dlopen("libcuda.so.1", RTLD_NOW | RTLD_LOCAL);
     if (library == NULL) {
-        fprintf(stderr, "counter: %s\n", dlerror());
+        fprintf(stderr, "%s: %s\n", program_invocation_short_name, dlerror());
         exit(EXIT_FAILURE);
     }
     bind(library, "cuInit", &cuda->init);

@@ -52,6 +52,7 @@ enum result stream_destroy(struct stream *stream) {
         /* the driver lets work that is under way finish: it stays pending on the default stream */
         if (stream->busy_until_ns > default_stream.busy_until_ns)
             default_stream.busy_until_ns = stream->busy_until_ns;
+        collectives_move(stream, &default_stream);
         before->next = stream->next;
         free(stream);
         return SUCCESS;
@@ -59,35 +60,55 @@ enum result stream_destroy(struct stream *stream) {
     return INVALID_HANDLE;
 }
 
+/* When the stream has nothing pending any more (by `now`: it has nothing), UINT64_MAX where peers are waited for. */
+static uint64_t busy_until_ns(const struct stream *stream, uint64_t now) {
+    collectives_take(now);
+    uint64_t done = collectives_done_ns(stream);
+    return done > stream->busy_until_ns ? done : stream->busy_until_ns;
+}
+
+static uint64_t all_busy_until_ns(bool blocking_only, uint64_t now) {
+    uint64_t latest = 0;
+    for (const struct stream *stream = streams; stream != NULL; stream = stream->next) {
+        bool counts = !(blocking_only && (stream->flags & STREAM_NON_BLOCKING));
+        uint64_t until = counts ? busy_until_ns(stream, now) : 0;
+        latest = until > latest ? until : latest;
+    }
+    return latest;
+}
+
+static void wait_for(uint64_t until_ns) {
+    if (until_ns == UINT64_MAX)
+        collectives_wait();
+    else
+        wait_until_ns(until_ns);
+}
+
 enum result stream_query(struct stream *stream) {
+    uint64_t now = now_ns();
     stream = stream_known(stream);
     if (stream == NULL)
         return INVALID_HANDLE;
-    return stream->busy_until_ns > now_ns() ? NOT_READY : SUCCESS;
+    return busy_until_ns(stream, now) > now ? NOT_READY : SUCCESS;
 }
 
 enum result stream_wait(struct stream *stream) {
     stream = stream_known(stream);
     if (stream == NULL)
         return INVALID_HANDLE;
-    wait_until_ns(stream->busy_until_ns);
+    for (uint64_t now = now_ns(), until; (until = busy_until_ns(stream, now)) > now; now = now_ns())
+        wait_for(until);
     return SUCCESS;
 }
 
-static uint64_t busy_until_ns(bool blocking_only) {
-    uint64_t latest = 0;
-    for (const struct stream *stream = streams; stream != NULL; stream = stream->next)
-        if (stream->busy_until_ns > latest && !(blocking_only && (stream->flags & STREAM_NON_BLOCKING)))
-            latest = stream->busy_until_ns;
-    return latest;
-}
-
 void streams_wait_all(bool blocking_only) {
-    wait_until_ns(busy_until_ns(blocking_only));
+    for (uint64_t now = now_ns(), until; (until = all_busy_until_ns(blocking_only, now)) > now; now = now_ns())
+        wait_for(until);
 }
 
-uint64_t streams_busy_until_ns(void) {
-    return busy_until_ns(false);
+bool streams_idle(void) {
+    uint64_t now = now_ns();
+    return all_busy_until_ns(false, now) <= now;
 }
 
 void streams_forget_time(void) {
@@ -113,7 +134,24 @@ static enum result run_spin(uint64_t threads, struct stream *stream, void **para
     return SUCCESS;
 }
 
-static const struct kernel KERNELS[] = {{"gpucr_increment", run_increment}, {"gpucr_spin", run_spin}};
+static enum result run_allreduce(uint64_t threads, struct stream *stream, void **parameters) {
+    struct collective_arguments arguments;
+    uint64_t now = now_ns();
+    (void)threads;
+    memcpy(&arguments.pointer, parameters[0], sizeof arguments.pointer);
+    memcpy(&arguments.value, parameters[1], sizeof arguments.value);
+    memcpy(&arguments.communicator, parameters[2], sizeof arguments.communicator);
+    memcpy(&arguments.rank, parameters[3], sizeof arguments.rank);
+    /* What is queued behind another collective is ready when that is done, which cannot be before it is itself. */
+    arguments.ready_ns = stream->busy_until_ns > now ? stream->busy_until_ns : now;
+    return collective_submit(&arguments, stream);
+}
+
+static const struct kernel KERNELS[] = {
+    {"gpucr_increment", run_increment},
+    {"gpucr_spin", run_spin},
+    {"gpucr_allreduce", run_allreduce},
+};
 
 enum result module_load(const void *image, void **module) {
     const char *ptx = image;
@@ -152,6 +190,12 @@ enum result module_function(void *module, const char *name, void **function) {
             return SUCCESS;
         }
     return NOT_SUPPORTED; /* the module has it, but the simulator does not run PTX */
+}
+
+int kernel_parameters(const void *function) {
+    const struct kernel *kernel = function;
+    bool known = kernel >= KERNELS && kernel < KERNELS + sizeof KERNELS / sizeof *KERNELS;
+    return known ? 1 : -1;
 }
 
 enum result launch(void *function, uint64_t threads, struct stream *stream, void **parameters) {

@@ -45,7 +45,7 @@ bool gate_close(uint64_t deadline_ns, const _Atomic uint32_t *give_up) {
     pthread_mutex_lock(&sim_mutex);
     atomic_store(&closed, 1);
     bool idle, over = false;
-    while (!(idle = inside == 0 && streams_busy_until_ns() <= now_ns()) && !over) {
+    while (!(idle = inside == 0 && streams_idle()) && !over) {
         uint64_t until_ns = now_ns() + look_every_ns;
         wait_changed(until_ns < deadline_ns ? until_ns : deadline_ns);
         over = now_ns() >= deadline_ns || atomic_load(give_up) != 0;

@@ -14,9 +14,10 @@
 #include <sys/stat.h>
 #include <unistd.h>
 
+#define FIRST_PID_NAMESPACE 0xEFFFFFFCu /* PROC_PID_INIT_INO of the kernel: all processes can be seen from it */
+
 static uint64_t own_pid_namespace(void) {
-    struct stat status;
-    return stat("/proc/self/ns/pid", &status) == 0 ? status.st_ino : 0;
+    return pid_namespace_of(getpid());
 }
 
 /* The folder, locked until it is closed. */
@@ -68,9 +69,13 @@ static bool read_entry(const struct machine *machine, int folder, const char *na
             holding->bytes[index] = bytes;
     }
     fclose(file);
-    /* A pid of another namespace means nothing here: such an entry counts until its own namespace removes it. */
-    if (pid_namespace != own_pid_namespace())
-        return good;
+    if (pid_namespace != own_pid_namespace()) {
+        /* As NVML does, which tells each caller the pids of its own namespace. */
+        pid = pid_from_inner(pid_namespace, pid);
+        if (pid < 0) /* not to be seen from here: it counts until someone can tell that it is gone */
+            return good && own_pid_namespace() != FIRST_PID_NAMESPACE;
+        holding->pid = pid;
+    }
     return good && process_start_ms(pid, &start_now) && same_start(start_now, start);
 }
 

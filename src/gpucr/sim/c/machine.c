@@ -82,7 +82,8 @@ bool machine_from_environment(struct machine *machine) {
     const char *gpus = getenv("GPUCR_SIM_GPUS");
     const char *state_dir = getenv("GPUCR_SIM_STATE");
     char default_dir[64];
-    snprintf(default_dir, sizeof default_dir, "/dev/shm/gpucr-sim-%u", (unsigned)geteuid());
+    /* Not in /dev/shm: a job in namespaces of its own has another one there. */
+    snprintf(default_dir, sizeof default_dir, "/tmp/gpucr-sim-%u", (unsigned)geteuid());
 
     if (!copy_text(machine->name, sizeof machine->name, name != NULL ? name : "local") ||
         !copy_text(machine->state_dir, sizeof machine->state_dir, state_dir != NULL ? state_dir : default_dir)) {

@@ -33,6 +33,12 @@ uint64_t environment_number(const char *name, uint64_t otherwise);
 /* The variable's place in the NULL-terminated list; unset: *chosen stays. False (and a line on stderr): none of them. */
 bool environment_word(const char *name, const char *const words[], int *chosen);
 
+/* abilities.c */
+enum generation { DRIVER_580, DRIVER_610, DRIVER_FUTURE };
+enum generation driver_generation(void);
+bool machine_has_peers(void); /* NVLink, or PCIe that lets GPUs read each other */
+bool machine_has_mig(void);
+
 /* procfs.c */
 struct process_status {
     char state;       /* R, S, Z, ... */
@@ -42,6 +48,8 @@ struct process_status {
 bool process_status(pid_t pid, struct process_status *status);
 bool process_start_ms(pid_t pid, uint64_t *start_ms); /* after boot. False: no such process, or a zombie */
 bool same_start(uint64_t one_ms, uint64_t other_ms);
+uint64_t pid_namespace_of(pid_t pid); /* 0: no such process, or not ours to look into */
+pid_t pid_from_inner(uint64_t pid_namespace, pid_t inner_pid); /* -1: no such process can be seen */
 pid_t thread_from_inner(pid_t leader, pid_t inner_tid); /* -1: no such thread */
 char thread_state(pid_t leader, pid_t tid); /* R, S, T, t, Z, ...; X: no such thread */
 

@@ -6,6 +6,7 @@
 
 #include <errno.h>
 #include <fcntl.h>
+#include <stdio.h>
 #include <stdlib.h>
 #include <string.h>
 #include <sys/mman.h>
@@ -38,7 +39,9 @@ int sim_device_count;
 static struct managed *managed_list;
 
 static bool open_file(struct memory *memory) {
-    memory->fd = memfd_create("gpucr-sim-device", MFD_CLOEXEC);
+    char name[64];
+    snprintf(name, sizeof name, DEVICE_FILE_NAME, memory->base);
+    memory->fd = memfd_create(name, MFD_CLOEXEC);
     if (memory->fd < 0)
         return false;
     if (ftruncate(memory->fd, (off_t)memory->span_bytes) == 0)
@@ -193,6 +196,43 @@ static struct block *block_at(uint64_t pointer, uint64_t size_bytes, struct memo
     return NULL;
 }
 
+bool memory_locate(uint64_t pointer, struct location *at, uint64_t *size_bytes) {
+    struct memory *memory;
+    const struct block *block = block_at(pointer, 1, &memory);
+    if (block == NULL)
+        return false;
+    *at = (struct location){memory->base, block->offset, getpid(), 0};
+    *size_bytes = block->size_bytes;
+    return true;
+}
+
+int memory_file(uint64_t base) {
+    for (int i = 0; i < sim_device_count; i++)
+        if (sim_devices[i].memory != NULL && sim_devices[i].memory->base == base)
+            return sim_devices[i].memory->fd;
+    return -1;
+}
+
+struct device *memory_device(uint64_t pointer) {
+    struct memory *memory;
+    if (block_at(pointer, 1, &memory) == NULL)
+        return NULL;
+    for (int i = 0; i < sim_device_count; i++)
+        if (sim_devices[i].memory == memory)
+            return &sim_devices[i];
+    return NULL;
+}
+
+/* The file and the offset in it of [pointer, pointer + size). False: not device memory. */
+static bool bytes_at(uint64_t pointer, uint64_t size_bytes, int *fd, uint64_t *offset) {
+    struct memory *memory;
+    if (block_at(pointer, size_bytes, &memory) == NULL)
+        return view_find(pointer, size_bytes, fd, offset);
+    *fd = memory->fd;
+    *offset = pointer - memory->base;
+    return true;
+}
+
 static bool is_managed(uint64_t pointer, uint64_t size_bytes) {
     for (struct managed *managed = managed_list; managed != NULL; managed = managed->next) {
         uint64_t start = (uint64_t)(uintptr_t)managed->start;
@@ -221,15 +261,16 @@ enum result memory_free(uint64_t pointer) {
 }
 
 enum result memory_read(void *to, uint64_t pointer, uint64_t size_bytes) {
-    struct memory *memory;
-    if (is_managed(pointer, size_bytes)) {
+    uint64_t offset;
+    int fd;
+    if (is_managed(pointer, size_bytes) || host_memory_holds(pointer, size_bytes)) {
         memcpy(to, (const void *)(uintptr_t)pointer, size_bytes);
         return SUCCESS;
     }
-    if (block_at(pointer, size_bytes, &memory) == NULL)
+    if (!bytes_at(pointer, size_bytes, &fd, &offset))
         return INVALID_VALUE;
     for (uint64_t done = 0; done < size_bytes;) {
-        ssize_t got = pread(memory->fd, (char *)to + done, size_bytes - done, (off_t)(pointer - memory->base + done));
+        ssize_t got = pread(fd, (char *)to + done, size_bytes - done, (off_t)(offset + done));
         if (got <= 0)
             return INVALID_VALUE; /* the host range is not writable */
         done += (uint64_t)got;
@@ -238,16 +279,16 @@ enum result memory_read(void *to, uint64_t pointer, uint64_t size_bytes) {
 }
 
 enum result memory_write(uint64_t pointer, const void *from, uint64_t size_bytes) {
-    struct memory *memory;
-    if (is_managed(pointer, size_bytes)) {
+    uint64_t offset;
+    int fd;
+    if (is_managed(pointer, size_bytes) || host_memory_holds(pointer, size_bytes)) {
         memcpy((void *)(uintptr_t)pointer, from, size_bytes);
         return SUCCESS;
     }
-    if (block_at(pointer, size_bytes, &memory) == NULL)
+    if (!bytes_at(pointer, size_bytes, &fd, &offset))
         return INVALID_VALUE;
     for (uint64_t done = 0; done < size_bytes;) {
-        ssize_t put = pwrite(memory->fd, (const char *)from + done, size_bytes - done,
-                             (off_t)(pointer - memory->base + done));
+        ssize_t put = pwrite(fd, (const char *)from + done, size_bytes - done, (off_t)(offset + done));
         if (put <= 0)
             return INVALID_VALUE;
         done += (uint64_t)put;

@@ -9,8 +9,11 @@
 #define DRIVER_TEXT "550.00.00"
 #define CUDA_VERSION 12040
 #else
-#define DRIVER_TEXT "580.00.00"
-#define CUDA_VERSION 13000
+#define DRIVER_TEXT DRIVER_TEXTS[driver_generation()]
+#define CUDA_VERSION CUDA_VERSIONS[driver_generation()]
+static const char *const DRIVER_TEXTS[] = {
+    [DRIVER_580] = "580.00.00", [DRIVER_610] = "610.00.00", [DRIVER_FUTURE] = "999.00.00"};
+static const int CUDA_VERSIONS[] = {[DRIVER_580] = 13000, [DRIVER_610] = 13030, [DRIVER_FUTURE] = 14000};
 #endif
 
 enum nvml_result {
@@ -131,7 +134,9 @@ EXPORT int nvmlSystemGetDriverVersion(char *text, unsigned room) {
 }
 
 EXPORT int nvmlSystemGetNVMLVersion(char *text, unsigned room) {
-    return users == 0 ? UNINITIALIZED : put_text(text, room, "13." DRIVER_TEXT);
+    char version[32];
+    snprintf(version, sizeof version, "13.%s", DRIVER_TEXT);
+    return users == 0 ? UNINITIALIZED : put_text(text, room, version);
 }
 
 EXPORT int nvmlSystemGetCudaDriverVersion_v2(int *version) {
@@ -244,7 +249,16 @@ EXPORT int nvmlDeviceGetPersistenceMode(const struct gpu *gpu, unsigned *enabled
 EXPORT int nvmlDeviceGetMigMode(const struct gpu *gpu, unsigned *current, unsigned *pending) {
     REQUIRE(gpu, current);
     REQUIRE(gpu, pending);
-    *current = *pending = 0;
+    *current = *pending = machine_has_mig();
+    return SUCCESS;
+}
+
+EXPORT int nvmlDeviceGetP2PStatus(const struct gpu *gpu, const struct gpu *other, int capability, int *status) {
+    const int ok = 0, not_supported = 5; /* nvmlGpuP2PStatus_t */
+    (void)capability;
+    REQUIRE(gpu, status);
+    REQUIRE(other, status);
+    *status = machine_has_peers() && gpu != other ? ok : not_supported;
     return SUCCESS;
 }
 
@@ -297,6 +311,14 @@ EXPORT int nvmlDeviceGetComputeRunningProcesses_v3(const struct gpu *gpu, unsign
 }
 
 EXPORT int nvmlDeviceGetGraphicsRunningProcesses_v3(const struct gpu *gpu, unsigned *count, struct process *processes) {
+    (void)processes;
+    REQUIRE(gpu, count);
+    *count = 0;
+    return SUCCESS;
+}
+
+EXPORT int nvmlDeviceGetMPSComputeRunningProcesses_v3(const struct gpu *gpu, unsigned *count,
+                                                      struct process *processes) {
     (void)processes;
     REQUIRE(gpu, count);
     *count = 0;

@@ -6,6 +6,7 @@
 #include <stdio.h>
 #include <stdlib.h>
 #include <string.h>
+#include <sys/stat.h>
 #include <unistd.h>
 
 static bool read_text(const char *path, char *text, size_t size) {
@@ -94,6 +95,29 @@ char thread_state(pid_t leader, pid_t tid) {
     snprintf(path, sizeof path, "/proc/%d/task/%d/status", leader, tid);
     const char *state = read_text(path, text, sizeof text) ? strstr(text, "\nState:\t") : NULL;
     return state == NULL ? 'X' : state[8];
+}
+
+uint64_t pid_namespace_of(pid_t pid) {
+    char path[64];
+    struct stat status;
+    snprintf(path, sizeof path, "/proc/%d/ns/pid", pid);
+    return stat(path, &status) == 0 ? status.st_ino : 0;
+}
+
+pid_t pid_from_inner(uint64_t pid_namespace, pid_t inner_pid) {
+    DIR *processes = opendir("/proc");
+    pid_t found = -1;
+    if (processes == NULL)
+        return -1;
+    for (struct dirent *entry; found < 0 && (entry = readdir(processes)) != NULL;) {
+        pid_t pid = (pid_t)atoi(entry->d_name);
+        struct process_status status;
+        if (pid > 0 && pid_namespace_of(pid) == pid_namespace && process_status(pid, &status) &&
+            status.inner_pid == inner_pid)
+            found = pid;
+    }
+    closedir(processes);
+    return found;
 }
 
 pid_t thread_from_inner(pid_t leader, pid_t inner_tid) {

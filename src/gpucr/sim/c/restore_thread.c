@@ -98,6 +98,18 @@ static void run_out_of_memory(void) {
         control->state = FAILED;
 }
 
+/* Measured on driver 580 (NCCL over P2P, peer copies): the checkpoint succeeds, and no restore brings it back. */
+static enum result refuse_shared(void) {
+    enum generation driver = driver_generation();
+    if (vmm_is_shared() && driver < DRIVER_FUTURE)
+        return NOT_SUPPORTED;
+    if ((ipc_is_used() && driver < DRIVER_610) || (peer_was_used() && driver < DRIVER_FUTURE)) {
+        stuck = true;
+        return INVALID_VALUE;
+    }
+    return SUCCESS;
+}
+
 static enum result do_restore(const struct fault *fault) {
     struct machine machine = control->machine;
     uint32_t machine_index[MAX_GPUS];
@@ -108,7 +120,10 @@ static enum result do_restore(const struct fault *fault) {
     if (!map_devices(&machine, machine_index))
         return INVALID_VALUE;
     sleep_ms(fixed_cost_ms);
-    enum result result = memory_claim(&machine, machine_index);
+    enum result result = refuse_shared();
+    if (result != SUCCESS)
+        return result;
+    result = memory_claim(&machine, machine_index);
     if (result == SUCCESS) {
         result = staging_drain(midway, fault);
         if (result != SUCCESS)

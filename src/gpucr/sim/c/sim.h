@@ -2,6 +2,7 @@
 #ifndef GPUCR_SIM_H
 #define GPUCR_SIM_H
 
+#include <inttypes.h>
 #include <pthread.h>
 #include <stdatomic.h>
 
@@ -17,13 +18,19 @@ enum result {
     INVALID_DEVICE = 101,
     INVALID_IMAGE = 200,
     INVALID_CONTEXT = 201,
+    PEER_ACCESS_UNSUPPORTED = 217,
     OPERATING_SYSTEM = 304,
     INVALID_HANDLE = 400,
     ILLEGAL_STATE = 401,
     NOT_FOUND = 500,
     NOT_READY = 600,
     ILLEGAL_ADDRESS = 700,
+    PEER_ACCESS_ALREADY_ENABLED = 704,
+    PEER_ACCESS_NOT_ENABLED = 705,
+    HOST_MEMORY_ALREADY_REGISTERED = 712,
+    HOST_MEMORY_NOT_REGISTERED = 713,
     NOT_SUPPORTED = 801,
+    STREAM_CAPTURE_UNSUPPORTED = 900,
     UNKNOWN = 999,
 };
 
@@ -90,6 +97,16 @@ enum result memory_copy(uint64_t to, uint64_t from, uint64_t size_bytes);
 enum result memory_set(uint64_t pointer, uint8_t value, uint64_t size_bytes);
 enum result memory_info(const struct device *device, uint64_t *free_bytes, uint64_t *total_bytes);
 bool memory_has_managed(void);
+#define DEVICE_FILE_NAME "gpucr-sim-device-%" PRIx64 /* the memfd of one GPU's bytes, by its reservation */
+struct location { /* of device memory, of this process or another one */
+    uint64_t base;   /* the address of its GPU's reservation in the owner */
+    uint64_t offset; /* in the reservation, and in the memfd */
+    int32_t owner;
+    uint32_t reserved;
+};
+bool memory_locate(uint64_t pointer, struct location *at, uint64_t *size_bytes); /* the whole allocation */
+int memory_file(uint64_t base); /* -1: no such reservation here, or checkpointed */
+struct device *memory_device(uint64_t pointer); /* NULL: not device memory of this process */
 uint64_t memory_device_bytes(const struct device *device);
 uint64_t memory_total_bytes(void);
 
@@ -111,6 +128,20 @@ bool memory_open_files(void);
 void memory_close_files(void);
 enum result memory_claim(const struct machine *machine, const uint32_t *machine_index);
 
+/* view.c: addresses of device memory that was mapped there */
+bool view_reachable(const struct location *at);
+enum result view_add(uint64_t address, uint64_t size_bytes, const struct location *at);
+bool view_remove(uint64_t address);
+bool view_find(uint64_t pointer, uint64_t size_bytes, int *fd, uint64_t *offset);
+void views_close_files(void);
+
+/* host_memory.c, peer.c, ipc.c, vmm.c */
+bool host_memory_holds(uint64_t pointer, uint64_t size_bytes);
+void peer_note_copy(uint64_t to, uint64_t from);
+bool peer_was_used(void);
+bool ipc_is_used(void);
+bool vmm_is_shared(void);
+
 /* context.c */
 struct context;
 extern _Thread_local struct context *current_context;
@@ -125,11 +156,27 @@ enum result stream_destroy(struct stream *stream);
 enum result stream_query(struct stream *stream);
 enum result stream_wait(struct stream *stream);
 void streams_wait_all(bool blocking_only);
-uint64_t streams_busy_until_ns(void);
+bool streams_idle(void);
 void streams_forget_time(void); /* the clock of another machine is another one */
 enum result module_load(const void *image, void **module);
 enum result module_function(void *module, const char *name, void **function);
+int kernel_parameters(const void *function); /* how many; -1: no such kernel */
 enum result launch(void *function, uint64_t threads, struct stream *stream, void **parameters);
+
+/* collective.c: work that is pending until all ranks of a job have submitted theirs. With sim_mutex held. */
+struct communicator;
+struct collective_arguments {
+    uint64_t pointer; /* {u64 sum, u64 count} in device memory: sum += the values of all ranks, count += 1 */
+    uint64_t value;
+    struct communicator *communicator; /* memory that the ranks share */
+    uint32_t rank;
+    uint64_t ready_ns; /* when the work before it on its stream is done */
+};
+enum result collective_submit(const struct collective_arguments *arguments, struct stream *stream);
+void collectives_take(uint64_t time_ns); /* the results of what was done by then go into device memory */
+uint64_t collectives_done_ns(const struct stream *stream); /* 0: none pending; UINT64_MAX: peers are waited for */
+void collectives_move(const struct stream *from, struct stream *to);
+void collectives_wait(void); /* for peers, a while */
 
 /* control.c and restore_thread.c: the channel over which callers reach the target. */
 #define CONTROL_NAME "gpucr-sim-control"

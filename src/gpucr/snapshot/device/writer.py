@@ -22,7 +22,8 @@ from gpucr.errors import SnapshotError
 from gpucr.model import StagedExtent
 from gpucr.snapshot.device.crew import THREADS, Crew, PieceBuffer
 from gpucr.snapshot.device.stripes import PIECE_BYTES, STRIPES, Layout, Stripes
-from gpucr.snapshot.manifest import PAGE_BYTES, DeviceData
+from gpucr.snapshot.json_reader import PAGE_BYTES
+from gpucr.snapshot.manifest import DeviceData
 
 
 @dataclass(frozen=True)

@@ -1,0 +1,27 @@
+"""`gpucr exec`: a command inside a job's namespaces."""
+
+from __future__ import annotations
+
+import sys
+
+import click
+
+from gpucr.cli.options import JobTarget
+from gpucr.operations.inside import run_inside
+
+
+@click.command("exec", context_settings={"allow_interspersed_args": False})
+@click.argument("job", type=JobTarget(), metavar="NAME|PID")
+@click.argument("command_line", nargs=-1, required=True, type=click.UNPROCESSED, metavar="[--] CMD...")
+def command(*, job: int | str, command_line: tuple[str, ...]) -> None:
+    """Run CMD inside a job's namespaces: with its pids, /dev/shm, clocks and network. CMD is no part of the job.
+
+    The exit code is that of CMD, 127 where it cannot be run.
+
+    \b
+    Example:
+      gpucr exec train -- curl http://127.0.0.1:8000/health
+    """
+    # click leaves a "--" in front of the command where the job's name ended the options before.
+    arguments = command_line[1:] if command_line[0] == "--" else command_line
+    sys.exit(run_inside(job, arguments))

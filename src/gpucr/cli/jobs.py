@@ -1,0 +1,122 @@
+"""`gpucr jobs`: the jobs that gpucr started."""
+
+from __future__ import annotations
+
+import datetime
+import os
+import signal
+import sys
+from collections.abc import Sequence
+from typing import Any
+
+import click
+
+from gpucr.cli.options import json_option
+from gpucr.cli.output import format_seconds, print_json, printable
+from gpucr.launch.registry import ListedJob
+from gpucr.operations.launch import forget_job, list_jobs
+
+_COLUMNS = "{:<20} {:>8}  {:<28} {:>12}  {:<8}  {}"
+
+
+@click.command("jobs")
+@click.option("--all", "show_all", is_flag=True, help="Also those that have ended.")
+@click.option("--forget", metavar="NAME", help="Remove the record and the logs of a job that does not run any more.")
+@json_option
+def command(*, show_all: bool, forget: str | None, as_json: bool) -> None:
+    """List the jobs that `gpucr run` started: name, pid, state, age, whether isolated, command.
+
+    The names stand for pids in all commands. Each user has a list of their own.
+
+    \b
+    Example:
+      gpucr jobs --all
+      gpucr jobs --forget train
+    """
+    if forget is not None:
+        found: Sequence[ListedJob] = (forget_job(forget),)
+        if not as_json:
+            click.echo(f"{forget} forgotten ({_state_text(found[0])})")
+            return
+    else:
+        found = [job for job in list_jobs() if show_all or job.state.word != "ended"]
+    if as_json:
+        print_json("jobs", {"jobs": [_as_json_record(job) for job in found]})
+    else:
+        _print_table(found)
+
+
+def _print_table(found: Sequence[ListedJob]) -> None:
+    if not found:
+        click.echo("no jobs; `gpucr jobs --all` also shows those that have ended")
+        return
+    width = os.get_terminal_size().columns if sys.stdout.isatty() else 200
+    click.echo(_COLUMNS.format("NAME", "PID", "STATE", "AGE", "ISOLATED", "COMMAND"))
+    for job in found:
+        record = job.record
+        line = _COLUMNS.format(
+            job.name,
+            record.pid if record is not None else "-",
+            _state_text(job),
+            _age(record.created) if record is not None else "-",
+            "-" if record is None else "yes" if record.isolated else "no",
+            printable(" ".join(record.command)) if record is not None else "-",
+        )
+        click.echo(line[:width])
+
+
+def _state_text(job: ListedJob) -> str:
+    """The state with what is known of it: ``ended (exit code 1)``, ``dumped (/var/snap/a)``."""
+    state = job.state
+    detail: str | None = None
+    if state.exit_code is not None:
+        detail = f"exit code {state.exit_code}"
+    elif state.signal is not None:
+        detail = _signal_name(state.signal)
+    elif state.word == "dumped" and job.record is not None:
+        detail = job.record.snapshot
+    elif state.word == "elsewhere" and job.record is not None:
+        detail = job.record.host
+    elif state.problem is not None:
+        detail = state.problem
+    return state.word if detail is None else f"{state.word} ({printable(detail)})"
+
+
+def _signal_name(number: int) -> str:
+    try:
+        return signal.Signals(number).name
+    except ValueError:
+        return f"signal {number}"
+
+
+def _age(created: str) -> str:
+    try:
+        then = datetime.datetime.fromisoformat(created)
+        seconds = (datetime.datetime.now(datetime.timezone.utc) - then).total_seconds()
+    except (ValueError, TypeError):  # not a time, or one without a zone
+        return "?"
+    days, rest = divmod(max(seconds, 0.0), 86400)
+    return f"{days:.0f} d {rest // 3600:.0f} h" if days else format_seconds(rest)
+
+
+def _as_json_record(job: ListedJob) -> dict[str, Any]:
+    record = job.record
+    return {
+        "name": job.name,
+        "state": job.state.word,
+        "exit_code": job.state.exit_code,
+        "signal": job.state.signal,
+        "problem": job.state.problem,
+        "pid": record and record.pid,
+        "keeper_pid": record and record.keeper and record.keeper.pid,
+        "command": list(record.command) if record else [],
+        "cwd": record and record.cwd,
+        "environment": dict(record.environment) if record else {},
+        "isolated": record and record.isolated,
+        "network": record and record.network,
+        "io_uring_is_refused": record and record.io_uring_is_refused,
+        "created": record and record.created,
+        "host": record and record.host,
+        "log": record and record.log_path,
+        "snapshot": record and record.snapshot,
+    }

@@ -1,0 +1,111 @@
+"""`gpucr run`: start a job that can be frozen and brought back."""
+
+from __future__ import annotations
+
+from dataclasses import asdict
+from pathlib import Path
+from typing import Any, get_args
+
+import click
+
+from gpucr.cli.options import json_option
+from gpucr.cli.output import print_json, printable, say
+from gpucr.launch.record import Network
+from gpucr.operations.launch import LaunchPlan, plan_job, run_job
+
+
+@click.command("run", context_settings={"allow_interspersed_args": False})
+@click.option("--name", metavar="NAME", help="What to call the job. Without it: the program's name and a number.")
+@click.option(
+    "--isolate/--no-isolate",
+    default=None,
+    help="Namespaces of the job's own, or the machine's. Without either: its own where the privileges suffice.",
+)
+@click.option(
+    "--network",
+    type=click.Choice(get_args(Network)),
+    help="An isolated job's network: a loopback of its own (the default), or the machine's network.",
+)
+@click.option("--log", type=click.Path(path_type=Path), metavar="FILE", help="Append the output to FILE.")
+@click.option("--cwd", type=click.Path(path_type=Path), metavar="DIR", help="Start the job in the folder DIR.")
+@click.option("--explain", is_flag=True, help="Show what would be set and why, and start nothing.")
+@json_option
+@click.argument("command_line", nargs=-1, required=True, type=click.UNPROCESSED, metavar="[--] CMD...")
+def command(
+    *,
+    name: str | None,
+    isolate: bool | None,
+    network: Network | None,
+    log: Path | None,
+    cwd: Path | None,
+    explain: bool,
+    as_json: bool,
+    command_line: tuple[str, ...],
+) -> None:
+    """Start CMD as a job that can be frozen and brought back anywhere, and return at once.
+
+    Its environment makes NCCL and PyTorch checkpointable, and io_uring is refused. As root it has namespaces of its
+    own, so that pids, ports and shared memory never collide when it comes back. Its output goes to a log file.
+
+    \b
+    Example:
+      gpucr run --name train -- torchrun --nproc-per-node 2 train.py
+      gpucr logs -f train
+      gpucr dump train --to /var/snapshots/train
+    """
+    if explain:
+        _print_plan(plan_job(command_line, isolate=isolate, network=network, cwd=cwd), as_json=as_json)
+        return
+    started = run_job(command_line, name=name, isolate=isolate, network=network, log=log, cwd=cwd)
+    record, plan = started.record, started.plan
+    for warning in plan.warnings:
+        say(f"warning: {warning}")
+    if as_json:
+        print_json(
+            "run",
+            {
+                "name": record.name,
+                "pid": record.pid,
+                "log": record.log_path,
+                "isolated": record.isolated,
+                "network": record.network,
+                "io_uring_is_refused": record.io_uring_is_refused,
+                "environment": dict(record.environment),
+                "warnings": list(plan.warnings),
+            },
+        )
+        return
+    if plan.why_not_isolated is not None and isolate is None:
+        say(f"not isolated: {plan.why_not_isolated}")
+    if plan.network == "own" and network is None:
+        say("its network is its own: `gpucr exec` reaches it, and --network host would share the machine's")
+    click.echo(f"name  {record.name}")
+    click.echo(f"pid   {record.pid}")
+    click.echo(f"log   {record.log_path}")
+
+
+def _print_plan(plan: LaunchPlan, *, as_json: bool) -> None:
+    if as_json:
+        print_json("run-plan", _plan_fields(plan))
+        return
+    click.echo(f"run         {printable(' '.join((plan.program, *plan.command[1:])))}")
+    click.echo(f"in          {plan.cwd}")
+    click.echo(f"isolated    {'yes: pids, mounts, IPC' if plan.isolated else f'no: {plan.why_not_isolated}'}")
+    click.echo(f"network     {'its own, loopback only' if plan.network == 'own' else 'the machine’s'}")
+    refused = "refused, so that libraries do without it: CRIU cannot dump it"
+    click.echo(f"io_uring    {refused if plan.io_uring_is_refused else 'allowed: a filter needs CAP_SYS_ADMIN'}")
+    for change in plan.environment:
+        what = f"{change.variable}={change.value}"
+        if change.is_set:
+            click.echo(f"set         {what}: {change.reason}")
+        else:
+            click.echo(
+                f"left alone  {change.variable}={printable(change.given or '')} (gpucr would set {change.value})"
+            )
+    for warning in plan.warnings:
+        say(f"warning: {warning}")
+
+
+def _plan_fields(plan: LaunchPlan) -> dict[str, Any]:
+    environment = [{**asdict(change), "is_set": change.is_set} for change in plan.environment]
+    return {**asdict(plan), "environment": environment, "warnings": list(plan.warnings)}

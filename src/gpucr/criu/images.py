@@ -1,0 +1,200 @@
+"""Read and change CRIU's image of open files, ``files.img``, so that a restore goes on with the world as it is now.
+
+CRIU refuses a file whose size is another one than at the dump, and knows one answer for all TCP connections. Both can
+be said better entry by entry. A snapshot's images are never touched: a changed image goes to a folder of its own, in
+which the other images are the same files (`changed_images`).
+
+An image is two 32-bit magic numbers and then entries, each a 32-bit length and a protobuf message
+(https://criu.org/Images).
+"""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import shutil
+import socket
+import struct
+import tempfile
+from collections.abc import Collection, Iterator, Mapping
+from pathlib import Path
+
+from google.protobuf.message import DecodeError
+
+from gpucr.criu import images_pb2
+from gpucr.linux.sock_diag import TcpSocket, TcpState, endpoint, outside_connections
+from gpucr.model import JobFile
+
+NAME = "files.img"
+MAX_IMAGE_BYTES = 256 << 20
+"""A file of the job takes about 100 bytes."""
+MAX_ENTRY_BYTES = 1 << 20
+
+_MAGIC = struct.pack("<II", 0x54564319, 0x56303138)  # IMG_COMMON_MAGIC, FILES_MAGIC
+_LENGTH = struct.Struct("<I")
+
+
+def have_clocks(images_dir: Path) -> bool:
+    """Whether CRIU has dumped what the job's clocks showed: it does wherever the kernel has time namespaces."""
+    return any(images_dir.glob("timens-*.img"))
+
+
+class ImageError(ValueError):
+    """The image is not what CRIU writes. The message says why; the caller knows the path."""
+
+
+class FilesImage:
+    """The entries of ``files.img``, in their order. Everything that gpucr does not know stays as it is."""
+
+    def __init__(self, entries: list[images_pb2.FileEntry]) -> None:
+        self._entries = entries
+        self.is_changed = False
+
+    @classmethod
+    def read(cls, images_dir: Path) -> FilesImage:
+        """Read it from a folder of images. Raises OSError, and ImageError where it is damaged."""
+        with (images_dir / NAME).open("rb") as stream:
+            data = stream.read(MAX_IMAGE_BYTES + 1)
+        return cls.parse(data)
+
+    @classmethod
+    def parse(cls, data: bytes) -> FilesImage:
+        """From the bytes of the image. Raises ImageError."""
+        if len(data) > MAX_IMAGE_BYTES:
+            raise ImageError(f"it is larger than {MAX_IMAGE_BYTES} bytes")
+        if data[: len(_MAGIC)] != _MAGIC:
+            raise ImageError("it does not begin as an image of open files")
+        return cls(list(_entries(data)))
+
+    def encode(self) -> bytes:
+        """The bytes of the image."""
+        parts = [_MAGIC]
+        for entry in self._entries:
+            body = entry.SerializeToString()
+            parts += [_LENGTH.pack(len(body)), body]
+        return b"".join(parts)
+
+    def tcp_sockets(self) -> tuple[TcpSocket, ...]:
+        """The job's TCP sockets as they were dumped."""
+        return tuple(_tcp_socket(each) for each in self._tcp())
+
+    def close_connections(self, chosen: Collection[TcpSocket]) -> None:
+        """Restore these connections as sockets that are not connected: who reads or writes learns that they are gone.
+
+        Their local port is not bound again, as it need not exist or be free where the job is restored.
+        """
+        inodes = {each.inode for each in chosen}
+        for each in self._tcp():
+            if each.ino in inodes:
+                each.state = TcpState.CLOSE
+                each.src_port = each.dst_port = 0
+                for address in (each.src_addr, each.dst_addr):
+                    address[:] = [0] * len(address)
+                self.is_changed = True
+
+    def close_outside_connections(self) -> None:
+        """`close_connections` with those that have their other end outside the job."""
+        self.close_connections(outside_connections(self.tcp_sockets()))
+
+    def adapt_to_sizes(self, sizes: Mapping[str, tuple[int, int]]) -> None:
+        """Let CRIU take files that have another size now. ``sizes``: per path, that of the dump and that of now.
+
+        Who was to write at the end of the file then writes at its end now. No position stays behind the end: what is
+        written there would leave a hole. Every other position stays.
+        """
+        for entry in self._entries:
+            file = entry.reg
+            size = sizes.get(os.fsdecode(file.name)) if entry.HasField("reg") else None
+            if size is None:
+                continue
+            dumped_bytes, present_bytes = size
+            if file.HasField("size"):
+                file.size = present_bytes
+            is_writer = file.flags & os.O_ACCMODE != os.O_RDONLY
+            if (is_writer and file.pos >= dumped_bytes) or file.pos > present_bytes:
+                file.pos = present_bytes
+            self.is_changed = True
+
+    def written_files(self) -> tuple[JobFile, ...]:
+        """The files that are open for writing and whose size CRIU knows."""
+        return tuple(
+            JobFile(os.fsdecode(entry.reg.name), entry.reg.size, is_written=True, is_mapped=False)
+            for entry in self._entries
+            if entry.HasField("reg") and entry.reg.HasField("size") and entry.reg.flags & os.O_ACCMODE != os.O_RDONLY
+        )
+
+    def _tcp(self) -> Iterator[images_pb2.InternetSocket]:
+        for entry in self._entries:
+            if entry.HasField("isk") and entry.isk.proto == socket.IPPROTO_TCP:
+                yield entry.isk
+
+
+@contextlib.contextmanager
+def changed_images(images_dir: Path, image: FilesImage) -> Iterator[Path]:
+    """A private folder for the block that holds ``image`` and otherwise the images of ``images_dir``.
+
+    They are hard links, beside the snapshot's folder: so they are found by a CRIU that has other mounts than gpucr.
+    Where that cannot be (a read-only disk) they are symbolic links in the system's folder for temporary files. Raises
+    OSError.
+    """
+    folder = _linked(images_dir)
+    try:
+        (folder / NAME).unlink()
+        fd = os.open(folder / NAME, os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_CLOEXEC, 0o600)
+        with os.fdopen(fd, "wb") as stream:
+            stream.write(image.encode())
+        yield folder
+    finally:
+        shutil.rmtree(folder, ignore_errors=True)
+
+
+def _linked(images_dir: Path) -> Path:
+    images_dir = images_dir.resolve()
+    names = [path.name for path in images_dir.iterdir()]
+    with contextlib.suppress(OSError):
+        beside = Path(tempfile.mkdtemp(prefix=".gpucr-images-", dir=images_dir.parent.parent))
+        try:
+            for name in names:
+                os.link(images_dir / name, beside / name, follow_symlinks=False)
+        except OSError:
+            shutil.rmtree(beside, ignore_errors=True)
+            raise
+        return beside
+    folder = Path(tempfile.mkdtemp(prefix="gpucr-images-"))
+    for name in names:
+        (folder / name).symlink_to(images_dir / name)
+    return folder
+
+
+def _entries(data: bytes) -> Iterator[images_pb2.FileEntry]:
+    position = len(_MAGIC)
+    while position < len(data):
+        start = position + _LENGTH.size
+        if start > len(data):
+            raise ImageError("it is cut off")
+        (length,) = _LENGTH.unpack_from(data, position)
+        if length > MAX_ENTRY_BYTES or start + length > len(data):
+            raise ImageError(f"the entry at byte {position} is longer than can be")
+        position = start + length
+        try:
+            entry = images_pb2.FileEntry.FromString(data[start:position])
+        except DecodeError as e:
+            raise ImageError(f"the entry at byte {start} is damaged") from e
+        if not entry.IsInitialized():
+            raise ImageError(f"the entry at byte {start} lacks a member")
+        yield entry
+
+
+def _tcp_socket(entry: images_pb2.InternetSocket) -> TcpSocket:
+    count = 1 if entry.family == socket.AF_INET else 4
+    if min(len(entry.src_addr), len(entry.dst_addr)) < count or max(entry.src_port, entry.dst_port) >= 1 << 16:
+        raise ImageError(f"socket {entry.id} has no address that can be")
+    # Each number is four bytes in network order, read on a little-endian machine (CRIU copies the kernel's array).
+    local, remote = (struct.pack(f"={count}I", *each[:count]) for each in (entry.src_addr, entry.dst_addr))
+    return TcpSocket(
+        entry.family,
+        entry.state,
+        endpoint(local, entry.src_port),
+        endpoint(remote, entry.dst_port),
+        entry.ino,
+    )

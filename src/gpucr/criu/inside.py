@@ -1,0 +1,42 @@
+"""The process that becomes CRIU in a sandbox (service.py): it enters the namespaces that it was not born in.
+
+A process of its own, because only one with a single thread can enter another mount namespace.
+"""
+
+from __future__ import annotations
+
+import os
+import socket
+import sys
+from typing import NoReturn
+
+from gpucr.linux import namespaces
+
+
+def main(mounts: str, network: str, gpucr: str, output_count: str, *rest: str) -> NoReturn:
+    """Become the command in ``rest``, which gets the number of its socket as one more argument.
+
+    ``mounts``, ``network`` and ``gpucr`` are the numbers of two namespaces and of a socket to gpucr. CRIU looks up who
+    made its socket, and opens descriptors in that process: so the socket is made here, and its other end goes to gpucr,
+    with the numbers of the ``output_count`` files that ``rest`` begins with. They are opened to append, in the mount
+    namespace: what CRIU gives to the job must be of the job's namespace.
+    """
+    count = int(output_count)
+    paths, command = rest[:count], rest[count:]
+    try:
+        namespaces.enter(int(network), "net")
+        namespaces.enter(int(mounts), "mnt")
+        os.stat(command[0])  # gpucr takes the socket for a sign that CRIU starts
+        outputs = [os.open(path, os.O_RDWR | os.O_APPEND | os.O_NOCTTY | os.O_CLOEXEC) for path in paths]
+        for number in (mounts, network, gpucr):
+            os.set_inheritable(int(number), False)
+        ours, theirs = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
+        for inherited in (theirs.fileno(), *outputs):
+            os.set_inheritable(inherited, True)
+        with socket.socket(fileno=int(gpucr)) as to_gpucr:
+            socket.send_fds(to_gpucr, [" ".join(["outputs", *map(str, outputs)]).encode()], [ours.fileno()])
+        os.execv(command[0], [*command, str(theirs.fileno())])  # noqa: S606 (an argument list, no shell)
+    except OSError as e:
+        sys.stderr.write(f"{e}\n")
+        sys.stderr.flush()
+    os._exit(127)

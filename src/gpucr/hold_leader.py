@@ -1,0 +1,344 @@
+"""Lock processes that wait for each other on the GPU (NCCL ranks), by holding the leader.
+
+A locked rank submits nothing, so what its peers have submitted together with it never completes, and their locks stay
+pending: locking ranks one after the other, or all at once, mostly fails. But the lock itself tells who is where. A rank
+that is locked has nothing pending: it is as far behind as any. One whose lock stays pending is *ahead*: it waits for
+the others. So all are locked at once; then, again and again, those that are locked are released for a moment, and
+locked anew, while those ahead are held where they are by their pending locks. The others catch up with the leader, and
+pass it by no more than they submit in that moment. docs/adr/0011 has the argument that this ends, with what it assumes,
+and the worst cases.
+
+Each rank has a thread here, because a driver call blocks and cannot be cancelled; one thread more decides.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import enum
+import math
+import queue
+import random
+import threading
+import time
+from collections.abc import Callable, Collection, Sequence
+from dataclasses import dataclass, field
+
+from gpucr.driver.api import Driver
+from gpucr.driver.libcuda import NOT_READY
+from gpucr.errors import LockTimeout
+from gpucr.model import GangLock
+
+MAX_LOCK_TIMEOUT_MS = (1 << 32) - 1
+"""CUcheckpointLockArgs.timeoutMs has 32 bits."""
+
+FIRST_PATIENCE_S = 0.005
+"""Quiet for so long, with one locked and one pending: the pending one is ahead. A lock alone takes 0.2 to 3 ms."""
+
+PATIENCE_PER_PROCESS_S = 0.0001
+
+PATIENCE_WEARS_OFF = 0.75
+"""A busy rank has taught patience; each time that it was in vain it gets shorter again."""
+
+FIRST_HOLD_S = 0.001
+"""How long released ranks go on at first, beyond what the two calls take."""
+
+LEAST_GROWING_HOLD_S = 0.00025
+
+PASSES_BEFORE_A_NEW_START = 4
+"""So often those released have passed all that were ahead: their steps are shorter than a driver call. Then all are let
+go, for NEW_START_LIMIT_S at most, and locked at once: that is likely to find ranks in lockstep in the same step."""
+
+NEW_START_LIMIT_S = 0.1
+
+FIRST_CALL_LIMIT_S = 2.0
+"""How long one lock call may stay pending. A call that ends so lets the leader go for a moment, so this doubles."""
+
+_LOOK_EVERY_S = 0.05
+
+
+class LocksFailed(Exception):
+    """Not all could be locked. ``errors`` by pid; every process is running again, or has an error of its own."""
+
+    def __init__(self, errors: dict[int, Exception]) -> None:
+        super().__init__(errors)
+        self.errors = errors
+
+
+class _Rung(enum.Enum):
+    """Where a rank is when none of our calls is at work on it."""
+
+    RUNNING = enum.auto()
+    LOCKED = enum.auto()
+    UNKNOWN = enum.auto()  # a call has failed; `errors` has it
+
+
+class _Event(enum.Enum):
+    ASKED = enum.auto()  # the lock call begins
+    ARRIVED = enum.auto()  # the order is carried out
+
+
+@dataclass(frozen=True)
+class _Order:
+    """What a rank's thread does in one go: unlock, leave the rank free until ``cut`` or for ``free_s``, lock."""
+
+    attempt: int
+    unlock: bool
+    lock: bool
+    free_s: float = 0.0
+    limit_s: float = 0.0
+    cut: threading.Event = field(default_factory=threading.Event)
+
+
+@dataclass(frozen=True)
+class _News:
+    rank: _Rank
+    event: _Event
+    rung: _Rung
+    time: float
+    error: Exception | None = None
+
+
+class _Rank:
+    """One process, as the deciding thread knows it."""
+
+    def __init__(self, pid: int, rung: _Rung) -> None:
+        self.pid = pid
+        self.orders: queue.SimpleQueue[_Order | None] = queue.SimpleQueue()
+        self.rung = rung
+        self.is_busy = False  # an order is being carried out
+        self.is_asked = False  # and its lock call has begun
+        self.limit_s = FIRST_CALL_LIMIT_S
+
+    @property
+    def is_locked(self) -> bool:
+        return not self.is_busy and self.rung is _Rung.LOCKED
+
+    @property
+    def is_pending(self) -> bool:
+        return self.is_busy and self.is_asked
+
+
+class LeaderHold:
+    """Locks all of these processes, once. ``end``: the time.monotonic() value by which to succeed.
+
+    They run; those of ``locked`` are locked already, and may be released for a moment as the others may.
+    ``check`` is called often while this waits, and may raise to end it. ``stuck_after_s``: how long after its own
+    timeout a call of the driver is waited for. ``stuck`` has the pids of those that did not return even then.
+    """
+
+    def __init__(
+        self,
+        driver: Driver,
+        pids: Sequence[int],
+        *,
+        end: float,
+        stuck_after_s: float,
+        locked: Collection[int] = (),
+        check: Callable[[], None] = lambda: None,
+        chance: random.Random | None = None,
+    ) -> None:
+        self.stuck: list[int] = []
+        self._driver = driver
+        self._ranks = [_Rank(pid, _Rung.LOCKED if pid in locked else _Rung.RUNNING) for pid in pids]
+        self._end = end
+        self._stuck_after_s = stuck_after_s
+        self._check = check
+        self._chance = chance or random.Random()  # noqa: S311 - it has no secret to keep
+        self._attempt = 0
+        self._news: queue.SimpleQueue[_News] = queue.SimpleQueue()
+        self._last_change = self._begin = time.monotonic()
+        self._errors: dict[int, Exception] = {}
+        self._giving_up = False
+        self._cut = threading.Event()
+        self._least_patience_s = self._patience_s = FIRST_PATIENCE_S + PATIENCE_PER_PROCESS_S * len(pids)
+        self._base_hold_s = self._hold_s = FIRST_HOLD_S
+        self._passes = 0
+        self._ahead: list[_Rank] = []  # whose locks were pending at the last release
+
+    def lock(self) -> GangLock:
+        """RUNNING → LOCKED for all of them, or all RUNNING and an error.
+
+        Raises LocksFailed, and what ``check`` raises. Before that everything that was locked is unlocked again and
+        every pending call has ended. (A call that does not end is in ``stuck``.)
+        """
+        for rank in self._ranks:
+            threading.Thread(target=self._serve, args=(rank,), name=f"lock-{rank.pid}", daemon=True).start()
+        try:
+            self._lock_all()
+        except BaseException:
+            self._bring_back()
+            raise
+        finally:
+            for rank in self._ranks:
+                rank.orders.put(None)
+        return GangLock(len(self._ranks), self._attempt, time.monotonic() - self._begin)
+
+    # --- the deciding thread ---------------------------------------------------------------------------------
+
+    def _lock_all(self) -> None:
+        released = [rank for rank in self._ranks if rank.rung is _Rung.RUNNING]
+        self._release_and_lock(released, 0.0)
+        while not self._wait():
+            self._adapt(released, self._ahead)
+            if self._passes == PASSES_BEFORE_A_NEW_START:
+                self._passes = 0
+                self._base_hold_s = self._hold_s = FIRST_HOLD_S
+                self._let_all_run(time.monotonic() + NEW_START_LIMIT_S, self._check)
+            released = [rank for rank in self._ranks if not rank.is_busy]
+            self._ahead = [rank for rank in self._ranks if rank.is_busy]
+            hold_s = min(self._hold_s, (self._end - time.monotonic()) / 4)
+            # By chance a bit longer or shorter: else ranks in lockstep could pass each other again and again.
+            self._release_and_lock(released, max(hold_s, 0.0) * self._chance.uniform(0.5, 1.5))
+
+    def _release_and_lock(self, ranks: Sequence[_Rank], free_s: float) -> None:
+        self._attempt += 1
+        self._cut = threading.Event()
+        for rank in ranks:
+            unlock = rank.rung is _Rung.LOCKED
+            self._give(rank, _Order(self._attempt, unlock, True, free_s, rank.limit_s, self._cut))
+
+    def _adapt(self, released: Sequence[_Rank], ahead: Sequence[_Rank]) -> None:
+        """The length of the next hold, from what this one has led to.
+
+        All that were ahead are locked, and one that was released is pending: it has passed them. Shorter. Nothing has
+        moved: longer, because what they have to submit may be far off. The first who was ahead to be locked ends a hold
+        early, so a long one does little harm.
+        """
+        are_locked = [rank.is_locked for rank in ahead]
+        some_came_up = any(rank.is_pending for rank in released)
+        if ahead and all(are_locked) and some_came_up:
+            self._base_hold_s /= 2
+            self._passes += 1
+        if any(are_locked) or some_came_up:
+            self._hold_s = self._base_hold_s
+        else:
+            self._hold_s = max(2 * self._hold_s, LEAST_GROWING_HOLD_S)
+        self._patience_s = max(self._patience_s * PATIENCE_WEARS_OFF, self._least_patience_s)
+
+    def _wait(self) -> bool:
+        """Wait until all are locked (True), or until it is time for the next release."""
+        while True:
+            self._check()
+            if self._errors:
+                raise LocksFailed(self._errors)
+            if all(rank.is_locked for rank in self._ranks):
+                return True
+            now = time.monotonic()
+            if now >= self._end:
+                raise self._out_of_time()
+            wait_s = self._quiet_left_s(now)
+            if wait_s <= 0:
+                return False
+            self._take_news(min(wait_s, self._end - now, _LOOK_EVERY_S))
+
+    def _quiet_left_s(self, now: float) -> float:
+        """How long nothing more may happen before those that are locked are released."""
+        if any(rank.is_busy and not rank.is_asked for rank in self._ranks):
+            return math.inf  # on its way
+        if any(not rank.is_busy and rank.rung is _Rung.RUNNING for rank in self._ranks):
+            return 0.0  # its call has timed out, and it runs on: ask again at once
+        if any(rank.is_locked for rank in self._ranks):
+            return self._last_change + self._patience_s - now
+        return math.inf  # all have work pending, and nobody could be released
+
+    def _take_news(self, timeout_s: float) -> None:
+        """Wait for one message, and take in all that are there."""
+        with contextlib.suppress(queue.Empty):
+            self._take(self._news.get(timeout=timeout_s))
+            while True:
+                self._take(self._news.get_nowait())
+
+    def _take(self, news: _News) -> None:
+        rank = news.rank
+        if news.event is _Event.ASKED:
+            rank.is_asked = True
+        else:
+            rank.is_busy, rank.rung = False, news.rung
+            if news.error is not None:
+                self._errors.setdefault(rank.pid, news.error)
+            if rank.is_locked:
+                self._learn_patience(news.time)
+            elif rank.is_asked:
+                rank.limit_s *= 2
+        self._last_change = max(self._last_change, news.time)
+
+    def _learn_patience(self, locked_at: float) -> None:
+        """A rank that was locked long after anything had changed was busy, not ahead: such work is to be waited for."""
+        quiet_s = locked_at - self._last_change
+        on_their_way = any(rank.is_busy and not rank.is_asked for rank in self._ranks)
+        if not on_their_way:
+            self._patience_s = max(self._patience_s, min(2 * quiet_s, (self._end - locked_at) / 4))
+
+    def _out_of_time(self) -> LocksFailed:
+        # Those that were released last could be locked, and may be on their way again just now.
+        not_locked = [rank for rank in self._ranks if not rank.is_locked]
+        pending = [rank.pid for rank in not_locked if rank in self._ahead] or [rank.pid for rank in not_locked]
+        locked = len(self._ranks) - len(pending)
+        names = ", ".join(map(str, pending))
+        error = LockTimeout(
+            f"only {locked} of {len(self._ranks)} CUDA processes could be locked in "
+            f"{self._end - self._begin:.3g} s and {self._attempt} attempts: process {names} still had GPU work pending",
+            pid=pending[0],
+            action="lock",
+            result=NOT_READY,
+            state="running",
+            hint="the job goes on as before; see that all of its processes make progress, or allow more time",
+        )
+        return LocksFailed({pending[0]: error})
+
+    def _bring_back(self) -> None:
+        """Everyone RUNNING again. Pending calls cannot be taken back: the others run, so that they come to an end."""
+        self._giving_up = True
+        self._cut.set()
+        now = time.monotonic()
+        pending_s = min(max(rank.limit_s for rank in self._ranks), max(self._end - now, 0.0))
+        self._let_all_run(now + pending_s + self._stuck_after_s, lambda: None)
+        self.stuck = [rank.pid for rank in self._ranks if rank.is_busy]
+
+    def _let_all_run(self, until: float, check: Callable[[], None]) -> None:
+        """Unlock what is locked and what gets locked, until nobody has a call pending, or at most ``until`` then."""
+        while time.monotonic() < until:
+            check()
+            for rank in self._ranks:
+                if rank.is_locked:
+                    self._give(rank, _Order(self._attempt, unlock=True, lock=False))
+            if not any(rank.is_busy for rank in self._ranks):
+                return
+            self._take_news(_LOOK_EVERY_S)
+
+    def _give(self, rank: _Rank, order: _Order) -> None:
+        rank.is_busy, rank.is_asked = True, False
+        rank.orders.put(order)
+
+    # --- a rank's own thread ---------------------------------------------------------------------------------
+
+    def _serve(self, rank: _Rank) -> None:
+        while (order := rank.orders.get()) is not None:
+            rung, failure = _Rung.UNKNOWN, None
+            try:
+                rung = self._carry_out(rank, order)
+            except Exception as error:  # noqa: BLE001 - carried to the deciding thread, which raises it
+                failure = error
+            self._news.put(_News(rank, _Event.ARRIVED, rung, time.monotonic(), failure))
+
+    def _carry_out(self, rank: _Rank, order: _Order) -> _Rung:
+        if order.unlock:
+            self._driver.unlock(rank.pid)
+        if not order.lock:
+            return _Rung.RUNNING
+        order.cut.wait(order.free_s)
+        left_s = self._end - time.monotonic()
+        if self._giving_up or left_s <= 0:
+            return _Rung.RUNNING
+        self._news.put(_News(rank, _Event.ASKED, _Rung.RUNNING, time.monotonic()))
+        try:
+            # Rounded up: a lock that gives up before the end would be asked for once more, for nothing.
+            timeout_ms = math.ceil(min(left_s, order.limit_s) * 1000)
+            self._driver.lock(rank.pid, min(timeout_ms, MAX_LOCK_TIMEOUT_MS))
+            rung = _Rung.LOCKED
+        except LockTimeout:
+            rung = _Rung.RUNNING
+        if order.attempt < self._attempt:
+            # One that was ahead: those that are free now have caught up with it, or it is held no more.
+            self._cut.set()
+        return rung

@@ -1,0 +1,41 @@
+"""The names of jobs."""
+
+from __future__ import annotations
+
+import difflib
+import itertools
+import re
+from collections.abc import Iterable, Iterator
+
+from gpucr.errors import InvalidRequest
+
+_NAME = re.compile(r"[a-z0-9][a-z0-9._-]{0,62}")
+_BASE_LENGTH = 48
+"""How much of a program's name goes into a job's: there is room for a number behind it."""
+
+
+def is_name(text: str) -> bool:
+    """Whether a job can have this name. One of digits only would be taken for a pid."""
+    return _NAME.fullmatch(text) is not None and not text.isdecimal()
+
+
+def check_name(text: str) -> str:
+    """The name itself. Raises InvalidRequest where a job cannot have it."""
+    if not is_name(text):
+        raise InvalidRequest(
+            f"{text!r} cannot be the name of a job",
+            hint="a name has up to 63 of a-z, 0-9, '.', '_' and '-', begins with a letter or digit, and is no number",
+        )
+    return text
+
+
+def numbered_names(base: str, first: int = 1) -> Iterator[str]:
+    """Names after a program or another name, without end: ``train.py-1``, ``train.py-2``, ..."""
+    allowed = re.sub(r"[^a-z0-9._-]+", "-", base.lower()).lstrip("._-")[:_BASE_LENGTH].rstrip("._-") or "job"
+    for number in itertools.count(first):
+        yield f"{allowed}-{number}"
+
+
+def near_names(text: str, names: Iterable[str]) -> list[str]:
+    """The names that may have been meant, likeliest first."""
+    return difflib.get_close_matches(text, list(names), n=3, cutoff=0.5)

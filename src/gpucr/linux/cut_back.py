@@ -1,0 +1,124 @@
+"""Cut a file back to a size that it had, and keep what is cut off in a file beside it."""
+
+from __future__ import annotations
+
+import contextlib
+import ctypes
+import errno
+import os
+import stat
+import struct
+from collections.abc import Iterator
+from dataclasses import dataclass
+from pathlib import Path
+
+_OPENAT2 = 437
+_AT_FDCWD = -100
+_RESOLVE_NO_SYMLINKS = 0x04  # include/uapi/linux/openat2.h
+_HOW = struct.Struct("<QQQ")  # struct open_how: flags, mode, resolve
+_COPY_BYTES = 1 << 20
+
+_libc = ctypes.CDLL(None, use_errno=True)
+_libc.syscall.argtypes = (ctypes.c_long, ctypes.c_int, ctypes.c_char_p, ctypes.c_char_p, ctypes.c_size_t)
+_libc.syscall.restype = ctypes.c_long
+
+
+@dataclass(frozen=True)
+class CutOff:
+    """What was cut off: the file, its size since, and the file in which the rest is kept."""
+
+    path: Path
+    size_bytes: int
+    kept_as: Path
+
+
+def cut_back(path: Path, size_bytes: int, *, stamp: str) -> CutOff:
+    """Save what is behind ``size_bytes`` as ``PATH.gpucr-STAMP``, with the file's owner and mode, and cut it off.
+
+    It is durable before anything is cut off. No symbolic link is followed on the way: with root's privileges another
+    file could be meant. Raises OSError; the file is as it was then.
+    """
+    with _folder_of(path) as folder:
+        file = os.open(path.name, os.O_RDWR | os.O_NOFOLLOW | os.O_NONBLOCK | os.O_CLOEXEC, dir_fd=folder)
+        try:
+            status = os.fstat(file)
+            if not stat.S_ISREG(status.st_mode) or status.st_size < size_bytes:
+                raise OSError(errno.EINVAL, "it is no plain file of that size", str(path))
+            name = _copy_rest(file, size_bytes, folder, f"{path.name}.gpucr-{stamp}", status)
+            os.fsync(folder)
+            os.ftruncate(file, size_bytes)
+        finally:
+            os.close(file)
+    return CutOff(path, size_bytes, path.with_name(name))
+
+
+def put_back(cut: CutOff) -> None:
+    """Undo `cut_back`: append what was cut off, and remove the file that kept it.
+
+    Raises OSError; where the file has got another size meanwhile (EBUSY), nothing is changed and both stay.
+    """
+    with _folder_of(cut.path) as folder:
+        file = os.open(cut.path.name, os.O_RDWR | os.O_NOFOLLOW | os.O_NONBLOCK | os.O_CLOEXEC, dir_fd=folder)
+        try:
+            if os.fstat(file).st_size != cut.size_bytes:
+                raise OSError(
+                    errno.EBUSY, f"it was written to meanwhile; its old end is in {cut.kept_as}", str(cut.path)
+                )
+            rest = os.open(cut.kept_as.name, os.O_RDONLY | os.O_NOFOLLOW | os.O_CLOEXEC, dir_fd=folder)
+            try:
+                _copy(rest, 0, file, cut.size_bytes)
+            finally:
+                os.close(rest)
+            os.fsync(file)
+        finally:
+            os.close(file)
+        os.unlink(cut.kept_as.name, dir_fd=folder)
+
+
+def _copy_rest(file: int, size_bytes: int, folder: int, name: str, status: os.stat_result) -> str:
+    """Returns the name of the new file: ``name``, or with a number where that is taken."""
+    flags = os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_NOFOLLOW | os.O_CLOEXEC
+    for number in range(1000):
+        chosen = f"{name}-{number}" if number else name
+        try:
+            rest = os.open(chosen, flags, 0o600, dir_fd=folder)
+            break
+        except FileExistsError:
+            continue
+    else:
+        raise FileExistsError(errno.EEXIST, "too many files keep what was cut off", name)
+    try:
+        _copy(file, size_bytes, rest, 0)
+        os.fchown(rest, status.st_uid, status.st_gid)
+        os.fchmod(rest, stat.S_IMODE(status.st_mode))
+        os.fsync(rest)
+    except BaseException:
+        os.unlink(chosen, dir_fd=folder)
+        raise
+    finally:
+        os.close(rest)
+    return chosen
+
+
+def _copy(source: int, source_offset: int, target: int, target_offset: int) -> None:
+    while block := os.pread(source, _COPY_BYTES, source_offset):
+        source_offset += len(block)
+        view = memoryview(block)
+        while view:
+            written = os.pwrite(target, view, target_offset)
+            view, target_offset = view[written:], target_offset + written
+
+
+@contextlib.contextmanager
+def _folder_of(path: Path) -> Iterator[int]:
+    """The folder of an absolute path, reached without a symbolic link (openat2(2))."""
+    flags = os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC
+    how = _HOW.pack(flags, 0, _RESOLVE_NO_SYMLINKS)
+    fd = int(_libc.syscall(_OPENAT2, _AT_FDCWD, os.fsencode(path.parent), how, len(how)))
+    if fd < 0:
+        error = ctypes.get_errno()
+        raise OSError(error, os.strerror(error), str(path.parent))
+    try:
+        yield fd
+    finally:
+        os.close(fd)

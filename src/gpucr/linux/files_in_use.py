@@ -1,0 +1,133 @@
+"""Regular files that processes have open or mapped, by name and by inode."""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import stat
+from collections.abc import Collection, Iterable, Iterator
+from dataclasses import dataclass
+from pathlib import Path
+
+from gpucr.linux.processes import PROC, all_pids
+
+Inode = tuple[int, int]
+"""Device and inode number, which name a file whatever its path is."""
+
+
+@dataclass(frozen=True)
+class FileInUse:
+    """A regular file that still has a name, as one descriptor or mapping of a process shows it.
+
+    ``path`` is the kernel's, in the process's own mount namespace; it ends in `` (deleted)`` where that very name is
+    gone. ``is_written``: opened for writing, or mapped shared and writable.
+    """
+
+    path: str
+    inode: Inode
+    size_bytes: int
+    is_written: bool
+    is_mapped: bool
+
+
+def files_in_use(pids: Iterable[int]) -> Iterator[FileInUse]:
+    """What these processes have open or mapped, in no order, a file perhaps more than once.
+
+    Processes of a job map the same libraries hundreds of times; each is looked at once. Mapped files need root
+    (CAP_SYS_ADMIN or CAP_CHECKPOINT_RESTORE): PermissionError. A process that ends meanwhile has no more.
+    """
+    seen: set[tuple[str, bool]] = set()
+    for pid in pids:
+        for path in _entries(PROC / str(pid) / "fd"):
+            found = _look(path)
+            if found is not None:
+                target, status = found
+                yield _in_use(target, status, is_written=_is_open_for_writing(pid, path.name), is_mapped=False)
+        for address_range, is_shared_and_writable, key in _mappings(pid):
+            if (key, is_shared_and_writable) in seen:
+                continue
+            seen.add((key, is_shared_and_writable))
+            found = _look(PROC / str(pid) / "map_files" / _map_file_name(address_range))
+            if found is not None:
+                target, status = found
+                yield _in_use(target, status, is_written=is_shared_and_writable, is_mapped=True)
+
+
+def holders(inodes: Collection[Inode], *, apart_from: Collection[int] = ()) -> dict[Inode, int]:
+    """A process that has the file open or mapped, for each of these files that has one.
+
+    Processes that the caller may not look into are passed over. Mapped files are known by their device number in
+    ``/proc/PID/maps``, which is that of stat(2) on a tmpfs, though not on every file system.
+    """
+    found: dict[Inode, int] = {}
+    wanted = {f"{os.major(device):02x}:{os.minor(device):02x} {inode}": (device, inode) for device, inode in inodes}
+    for pid in all_pids():
+        if pid in apart_from or pid == os.getpid():
+            continue
+        with contextlib.suppress(PermissionError):
+            for path in _entries(PROC / str(pid) / "fd"):
+                status = _stat(path)
+                if status is not None and (status.st_dev, status.st_ino) in inodes:
+                    found.setdefault((status.st_dev, status.st_ino), pid)
+            for _, _, key in _mappings(pid):
+                if key in wanted:
+                    found.setdefault(wanted[key], pid)
+    return found
+
+
+def _entries(folder: Path) -> list[Path]:
+    try:
+        return [folder / name for name in os.listdir(folder)]
+    except (FileNotFoundError, ProcessLookupError):
+        return []
+
+
+def _mappings(pid: int) -> Iterator[tuple[str, bool, str]]:
+    """Address range, whether it is shared and writable, and ``device inode``, of each mapping of a file."""
+    try:
+        text = (PROC / str(pid) / "maps").read_text(errors="surrogateescape")
+    except (FileNotFoundError, ProcessLookupError):
+        return
+    for line in text.splitlines():
+        fields = line.split(maxsplit=5)
+        if len(fields) >= 5 and fields[4] != "0":
+            yield fields[0], fields[1][1] == "w" and fields[1][3] == "s", f"{fields[3]} {fields[4]}"
+
+
+def _look(link: Path) -> tuple[str, os.stat_result] | None:
+    """Where the link of /proc leads, if that is a regular file with a name."""
+    status = _stat(link)
+    if status is None or not stat.S_ISREG(status.st_mode) or status.st_nlink == 0:
+        return None
+    try:
+        target = os.readlink(link)
+    except (FileNotFoundError, ProcessLookupError):
+        return None
+    return (target, status) if target.startswith("/") else None
+
+
+def _stat(link: Path) -> os.stat_result | None:
+    try:
+        return link.stat()
+    except PermissionError:
+        raise
+    except OSError:  # closed meanwhile, or on a file system that is gone
+        return None
+
+
+def _in_use(target: str, status: os.stat_result, *, is_written: bool, is_mapped: bool) -> FileInUse:
+    return FileInUse(target, (status.st_dev, status.st_ino), status.st_size, is_written, is_mapped)
+
+
+def _is_open_for_writing(pid: int, fd: str) -> bool:
+    try:
+        lines = (PROC / str(pid) / "fdinfo" / fd).read_text().splitlines()
+    except (FileNotFoundError, ProcessLookupError):
+        return False
+    flags = next((int(line.split()[1], 8) for line in lines if line.startswith("flags:")), os.O_RDONLY)
+    return flags & os.O_ACCMODE != os.O_RDONLY
+
+
+def _map_file_name(address_range: str) -> str:
+    """`maps` pads addresses with zeros, `map_files` does not."""
+    return "-".join(f"{int(address, 16):x}" for address in address_range.split("-"))

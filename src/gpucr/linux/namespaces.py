@@ -1,0 +1,237 @@
+"""Namespaces of Linux (namespaces(7)): look at them, enter them, make them, and what a new one needs to be usable.
+
+A namespace is entered or made by the calling thread. Only a process with one thread can enter another mount namespace,
+and a pid namespace is only ever given to children; so gpucr itself never changes its own. What has to be in another
+namespace is a process that `in_pid_namespace` gets started there and that enters the others itself.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import ctypes
+import fcntl
+import os
+import socket
+import struct
+import threading
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Literal, TypeVar, get_args
+
+PROC = Path("/proc")
+
+Kind = Literal["pid", "mnt", "net", "ipc", "time"]
+"""How ``/proc/PID/ns`` calls it. ``time`` is missing there where the kernel has none (CONFIG_TIME_NS, Linux 5.6)."""
+
+_FLAGS: Mapping[Kind, int] = {  # CLONE_NEW* of include/uapi/linux/sched.h
+    "pid": 0x20000000,
+    "mnt": 0x00020000,
+    "net": 0x40000000,
+    "ipc": 0x08000000,
+    "time": 0x00000080,
+}
+
+_MS_NOSUID, _MS_NODEV, _MS_NOEXEC, _MS_REC, _MS_SLAVE = 2, 4, 8, 1 << 14, 1 << 19  # include/uapi/linux/mount.h
+_SIOCGIFFLAGS, _SIOCSIFFLAGS, _IFF_UP = 0x8913, 0x8914, 1  # include/uapi/linux/sockios.h, if.h
+_INTERFACE_FLAGS = struct.Struct("16sh22x")  # struct ifreq
+
+_PID_MAX = Path("/proc/sys/kernel/pid_max")
+_LAST_PID = Path("/proc/sys/kernel/ns_last_pid")
+
+T = TypeVar("T")
+
+_libc = ctypes.CDLL(None, use_errno=True)
+_libc.unshare.argtypes = (ctypes.c_int,)
+_libc.setns.argtypes = (ctypes.c_int, ctypes.c_int)
+_libc.mount.argtypes = (ctypes.c_char_p, ctypes.c_char_p, ctypes.c_char_p, ctypes.c_ulong, ctypes.c_char_p)
+
+
+# --- looking -----------------------------------------------------------------------------------------------------
+
+
+def namespace_id(pid: int | Literal["self"], kind: Kind | Literal["user"]) -> int:
+    """The inode number of a process's namespace: the same one, the same number.
+
+    Raises FileNotFoundError or ProcessLookupError where it has ended, PermissionError where the caller may not look.
+    """
+    return os.stat(PROC / str(pid) / "ns" / kind).st_ino
+
+
+def kinds_here() -> tuple[Kind, ...]:
+    """The kinds of namespaces that this kernel has, of those that gpucr works with."""
+    return tuple(kind for kind in get_args(Kind) if (PROC / "self" / "ns" / kind).exists())
+
+
+@dataclass(frozen=True)
+class PidNamespace:
+    """A pid namespace below the caller's own, by the pid that its first process (pid 1 in it) has here.
+
+    Pids are *outer*, those of the caller's namespace, or *inner*, those that this namespace's processes know.
+    """
+
+    init_pid: int
+
+    def inner_pid(self, outer_pid: int) -> int | None:
+        """The pid that a process or thread has inside; None where it has ended or is not inside."""
+        level = len(pids_of(self.init_pid)) - 1
+        pids = pids_of(outer_pid)
+        return pids[level] if level >= 0 and len(pids) > level and self._holds(outer_pid) else None
+
+    def outer_pid(self, inner_pid: int) -> int | None:
+        """The pid that a process of the namespace has here; None where there is none."""
+        level = len(pids_of(self.init_pid)) - 1
+        for name in os.listdir(PROC) if level >= 0 else ():
+            if name.isdecimal():
+                pids = pids_of(int(name))
+                if len(pids) > level and pids[level] == inner_pid and self._holds(int(name)):
+                    return int(name)
+        return None
+
+    def _holds(self, outer_pid: int) -> bool:
+        """Whether the process is in the namespace, or in one below it: pids on its level say nothing alone."""
+        try:
+            wanted = namespace_id(self.init_pid, "pid")
+            if namespace_id(outer_pid, "pid") == wanted:
+                return True
+        except (FileNotFoundError, ProcessLookupError, PermissionError):
+            return False
+        return self.init_pid in _ancestors(outer_pid)
+
+
+def pids_of(pid: int) -> tuple[int, ...]:
+    """The pids of a process or thread from here inwards (NSpid of proc_pid_status(5)); empty where it has ended."""
+    try:
+        text = (PROC / str(pid) / "status").read_text(errors="replace")
+    except (FileNotFoundError, ProcessLookupError):
+        return ()
+    return next((tuple(map(int, line.split()[1:])) for line in text.splitlines() if line.startswith("NSpid:")), ())
+
+
+def _ancestors(pid: int) -> Iterator[int]:
+    while pid:
+        try:
+            text = (PROC / str(pid) / "stat").read_text(errors="replace")
+        except (FileNotFoundError, ProcessLookupError):
+            return
+        pid = int(text.rpartition(")")[2].split()[1])
+        yield pid
+
+
+@contextlib.contextmanager
+def opened(pid: int, *kinds: Kind) -> Iterator[dict[Kind, int]]:
+    """Descriptors of a process's namespaces, which stay what they are when the process ends.
+
+    Needs ptrace access to it. Raises FileNotFoundError or ProcessLookupError where it has ended, PermissionError.
+    """
+    with contextlib.ExitStack() as stack:
+        fds: dict[Kind, int] = {}
+        for kind in kinds:
+            fds[kind] = os.open(PROC / str(pid) / "ns" / kind, os.O_RDONLY | os.O_CLOEXEC)
+            stack.callback(os.close, fds[kind])
+        yield fds
+
+
+# --- entering and making -------------------------------------------------------------------------------------------
+
+
+def enter(fd: int, kind: Kind) -> None:
+    """The calling thread goes into the namespace; for ``pid`` its future children do. Needs CAP_SYS_ADMIN.
+
+    Into a mount or time namespace only a process with one thread; after the former, its root and working folder are
+    that namespace's root.
+    Raises OSError.
+    """
+    _check(_libc.setns(fd, _FLAGS[kind]), f"setns({kind})")
+
+
+def make_new(*kinds: Kind) -> None:
+    """The calling thread gets new namespaces of these kinds; new pid and time namespaces its children. CAP_SYS_ADMIN.
+
+    Raises OSError (EPERM; ENOSPC where the machine's limit on namespaces is reached).
+    """
+    flags = 0
+    for kind in kinds:
+        flags |= _FLAGS[kind]
+    _check(_libc.unshare(flags), f"unshare({', '.join(kinds)})")
+
+
+def in_pid_namespace(fd: int, action: Callable[[], T]) -> T:
+    """Call ``action`` in a thread whose children are born in the pid namespace ``fd``, and return what it returns.
+
+    Only that thread changes, and it ends. ``action`` must not start threads, which the kernel would refuse. Needs
+    CAP_SYS_ADMIN. Raises OSError, or what ``action`` raises.
+    """
+    done: list[T] = []
+    failed: list[BaseException] = []
+
+    def work() -> None:
+        try:
+            enter(fd, "pid")
+            done.append(action())
+        except BaseException as error:  # noqa: BLE001 - raised again in the caller's thread
+            failed.append(error)
+
+    thread = threading.Thread(target=work, name="gpucr spawn")
+    thread.start()
+    thread.join()
+    if failed:
+        raise failed[0]
+    return done[0]
+
+
+# --- what a new one needs ------------------------------------------------------------------------------------------
+
+
+def follow_host_mounts() -> None:
+    """In a new mount namespace: what the machine mounts later appears here, what is mounted here stays here."""
+    _mount(None, "/", None, _MS_REC | _MS_SLAVE)
+
+
+def mount_proc() -> None:
+    """Show the processes of this pid namespace in /proc. By a process inside, in a mount namespace of its own."""
+    _mount("proc", "/proc", "proc", _MS_NOSUID | _MS_NODEV | _MS_NOEXEC)
+
+
+def mount_shared_memory() -> None:
+    """An empty /dev/shm that is this mount namespace's own. Without a size of its own, half of the machine's memory."""
+    _mount("gpucr-shm", "/dev/shm", "tmpfs", _MS_NOSUID | _MS_NODEV, "mode=1777")  # noqa: S108 - where the C library puts it
+
+
+def bring_loopback_up() -> None:
+    """In a new network namespace, which has only a loopback interface, and that one down: 127.0.0.1 and ::1 work."""
+    with socket.socket(socket.AF_INET, socket.SOCK_DGRAM | socket.SOCK_CLOEXEC) as any_socket:
+        request = _INTERFACE_FLAGS.pack(b"lo", 0)
+        name, flags = _INTERFACE_FLAGS.unpack(fcntl.ioctl(any_socket, _SIOCGIFFLAGS, request))
+        fcntl.ioctl(any_socket, _SIOCSIFFLAGS, _INTERFACE_FLAGS.pack(name, flags | _IFF_UP))
+
+
+def set_last_pid(pid: int) -> None:
+    """The next process or thread of the caller's pid namespace gets the first free id above this. CAP_SYS_ADMIN."""
+    _LAST_PID.write_text(str(pid))
+
+
+def last_pid_clear_of(taken: Sequence[int], room: int = 1000) -> int:
+    """A value for `set_last_pid` above which ``room`` ids in a row are none of ``taken``. The machine's limit holds.
+
+    Raises ValueError where there is none.
+    """
+    end = int(_PID_MAX.read_text())
+    above = [0, *sorted(set(taken))]
+    below = [*above[1:], end]
+    gaps = [(low, high) for low, high in zip(above, below, strict=True) if high - low > room]
+    if not gaps:
+        raise ValueError(f"no {room} ids in a row are free below {end}")
+    low, high = gaps[-1]
+    return low + min(room, high - low - room)
+
+
+def _mount(source: str | None, target: str, kind: str | None, flags: int, data: str | None = None) -> None:
+    words = [None if word is None else os.fsencode(word) for word in (source, target, kind, data)]
+    _check(_libc.mount(words[0], words[1], words[2], flags, words[3]), f"mount({target})")
+
+
+def _check(result: int, call: str) -> None:
+    if result != 0:
+        number = ctypes.get_errno()
+        raise OSError(number, f"{call}: {os.strerror(number)}")

@@ -1,0 +1,71 @@
+"""A system call filter that hides io_uring, which CRIU cannot dump (seccomp(2)).
+
+A library that is answered ENOSYS takes the machine for one without io_uring and works with epoll or threads instead.
+"""
+
+from __future__ import annotations
+
+import ctypes
+import errno
+import os
+import struct
+from pathlib import Path
+
+_IO_URING_SETUP, _IO_URING_REGISTER = 425, 427  # with io_uring_enter between them: uapi/asm-generic/unistd.h
+_X32_BIT = 0x40000000  # set in the numbers of x32 calls, uapi/asm/unistd.h
+_AUDIT_ARCH_X86_64 = 0xC000003E  # uapi/linux/audit.h
+
+_PR_SET_SECCOMP, _SECCOMP_MODE_FILTER = 22, 2  # uapi/linux/prctl.h, uapi/linux/seccomp.h
+_RET_ALLOW, _RET_ERRNO = 0x7FFF0000, 0x00050000
+_LOAD_WORD, _JUMP_IF_EQUAL, _JUMP_IF_AT_LEAST, _RETURN = 0x20, 0x15, 0x35, 0x06  # uapi/linux/bpf_common.h
+_NUMBER_OFFSET, _ARCHITECTURE_OFFSET = 0, 4  # struct seccomp_data
+_CAP_SYS_ADMIN = 21  # uapi/linux/capability.h
+
+_libc = ctypes.CDLL(None, use_errno=True)
+_libc.prctl.argtypes = (ctypes.c_int, *[ctypes.c_ulong] * 4)
+
+
+class _Program(ctypes.Structure):
+    """struct sock_fprog."""
+
+    _fields_ = (("length", ctypes.c_ushort), ("instructions", ctypes.c_char_p))
+
+
+def can_refuse_io_uring() -> bool:
+    """Whether `refuse_io_uring` is open to this process: CAP_SYS_ADMIN, or no_new_privs is set already.
+
+    The kernel wants one of them, so that a filter cannot mislead a setuid program. Setting no_new_privs for it is not
+    an option: no setuid program (sudo, ping) would work in the job any more.
+    """
+    fields = dict(line.split(":", 1) for line in Path("/proc/self/status").read_text().splitlines() if ":" in line)
+    return bool(int(fields["CapEff"], 16) >> _CAP_SYS_ADMIN & 1) or fields["NoNewPrivs"].strip() == "1"
+
+
+def refuse_io_uring() -> None:
+    """Answer ENOSYS to io_uring_setup, -enter and -register, in this thread and in all that it starts from now on.
+
+    It cannot be taken back, and execve keeps it. To be called between fork and exec, or in a process with one thread.
+    Calls of 32-bit and x32 programs, which have no CUDA, are let through. Raises OSError (EACCES: see
+    `can_refuse_io_uring`; EINVAL: a kernel without CONFIG_SECCOMP_FILTER).
+    """
+    instructions = b"".join(
+        [
+            _instruction(_LOAD_WORD, _ARCHITECTURE_OFFSET),
+            _instruction(_JUMP_IF_EQUAL, _AUDIT_ARCH_X86_64, if_false=5),
+            _instruction(_LOAD_WORD, _NUMBER_OFFSET),
+            _instruction(_JUMP_IF_AT_LEAST, _X32_BIT, if_true=3),
+            _instruction(_JUMP_IF_AT_LEAST, _IO_URING_REGISTER + 1, if_true=2),
+            _instruction(_JUMP_IF_AT_LEAST, _IO_URING_SETUP, if_false=1),
+            _instruction(_RETURN, _RET_ERRNO | errno.ENOSYS),
+            _instruction(_RETURN, _RET_ALLOW),
+        ]
+    )
+    program = _Program(len(instructions) // 8, instructions)
+    if _libc.prctl(_PR_SET_SECCOMP, _SECCOMP_MODE_FILTER, ctypes.addressof(program), 0, 0) != 0:
+        number = ctypes.get_errno()
+        raise OSError(number, f"prctl(PR_SET_SECCOMP): {os.strerror(number)}")
+
+
+def _instruction(code: int, operand: int, *, if_true: int = 0, if_false: int = 0) -> bytes:
+    """struct sock_filter. The jumps skip so many instructions."""
+    return struct.pack("=HBBI", code, if_true, if_false, operand)

@@ -1,0 +1,217 @@
+"""TCP sockets of this network namespace, asked of and destroyed by the kernel (sock_diag(7)).
+
+What /proc/net/tcp shows as well, and one thing that it cannot do: end a connection that nobody holds any more, which
+keeps its port for a minute (TIME_WAIT).
+"""
+
+from __future__ import annotations
+
+import contextlib
+import enum
+import errno
+import ipaddress
+import os
+import socket
+import struct
+from collections.abc import Collection, Iterable, Iterator
+from dataclasses import dataclass
+
+from gpucr.linux.processes import open_files
+from gpucr.model import Connection, Endpoint
+
+_NETLINK_SOCK_DIAG = 4
+_SOCK_DIAG_BY_FAMILY, _SOCK_DESTROY = 20, 21  # include/uapi/linux/sock_diag.h
+_NLMSG_ERROR, _NLMSG_DONE = 2, 3
+_NLM_F_REQUEST, _NLM_F_ACK, _NLM_F_DUMP = 0x1, 0x4, 0x300
+
+_HEADER = struct.Struct("=IHHII")  # struct nlmsghdr: length, type, flags, sequence, port
+_REQUEST = struct.Struct("=BBBxI48s")  # struct inet_diag_req_v2: family, protocol, extensions, states, id
+_MESSAGE = struct.Struct("=BBxx48sIIIII")  # struct inet_diag_msg: family, state, id, expires, queues, uid, inode
+_ID = struct.Struct(">HH16s16s12s")  # struct inet_diag_sockid: ports, addresses, interface and cookie
+_ERROR = struct.Struct("=i")
+_RECEIVE_BYTES = 1 << 16
+
+_ALL_STATES = (1 << 32) - 1
+
+
+class TcpState(enum.IntEnum):
+    """The states of include/net/tcp_states.h that gpucr tells apart."""
+
+    ESTABLISHED = 1
+    SYN_SENT = 2
+    SYN_RECV = 3
+    FIN_WAIT1 = 4
+    FIN_WAIT2 = 5
+    TIME_WAIT = 6
+    CLOSE = 7
+    CLOSE_WAIT = 8
+    LAST_ACK = 9
+    LISTEN = 10
+    CLOSING = 11
+    NEW_SYN_RECV = 12
+    BOUND_INACTIVE = 13
+
+
+_NO_CONNECTION = (TcpState.TIME_WAIT, TcpState.CLOSE, TcpState.LISTEN, TcpState.BOUND_INACTIVE)
+_PEER_HAS_CLOSED = (TcpState.CLOSE_WAIT, TcpState.LAST_ACK, TcpState.CLOSING)
+
+
+@dataclass(frozen=True)
+class TcpSocket:
+    """One TCP socket. ``inode`` is 0 where no process has it open; ``key`` is how the kernel names it."""
+
+    family: int
+    state: int
+    local: Endpoint
+    remote: Endpoint
+    inode: int
+    key: bytes = b""
+
+    @property
+    def is_listening(self) -> bool:
+        """Whether it takes connections."""
+        return self.state == TcpState.LISTEN
+
+    @property
+    def is_connection(self) -> bool:
+        """Whether it has another end."""
+        return self.state not in _NO_CONNECTION and self.remote.port != 0
+
+    @property
+    def is_left_over(self) -> bool:
+        """Whether it is what the kernel keeps of a connection that its process has closed."""
+        return self.state == TcpState.TIME_WAIT or (self.inode == 0 and self.state not in _NO_CONNECTION)
+
+    @property
+    def connection(self) -> Connection:
+        """Its two ends."""
+        return Connection(self.local, self.remote)
+
+
+def tcp_sockets() -> tuple[TcpSocket, ...]:
+    """All TCP sockets of the caller's network namespace. Needs no privileges. Raises OSError."""
+    with _open() as diag:
+        found = [parsed for family in (socket.AF_INET, socket.AF_INET6) for parsed in _dump(diag, family)]
+    return tuple(found)
+
+
+def destroy(left_over: Iterable[TcpSocket]) -> None:
+    """End these sockets, which were listed by `tcp_sockets`. Those that have ended are passed over.
+
+    Needs CAP_NET_ADMIN and CONFIG_INET_DIAG_DESTROY; OSError (EPERM, EOPNOTSUPP) where one of the two is missing.
+    """
+    with _open() as diag:
+        for each in left_over:
+            request = _REQUEST.pack(each.family, socket.IPPROTO_TCP, 0, _ALL_STATES, each.key)
+            _send(diag, _SOCK_DESTROY, _NLM_F_ACK, request)
+            with contextlib.suppress(FileNotFoundError):
+                for _ in _answers(diag):
+                    pass
+
+
+def sockets_of(pids: Iterable[int]) -> tuple[TcpSocket, ...]:
+    """The TCP sockets that these processes have open, in this network namespace."""
+    inodes = set(inodes_of(pids))
+    return tuple(each for each in tcp_sockets() if each.inode in inodes) if inodes else ()
+
+
+def inodes_of(pids: Iterable[int]) -> Iterator[int]:
+    """The inodes of all sockets that these processes have open."""
+    for pid in pids:
+        for file in open_files(pid):
+            if file.target.startswith("socket:["):
+                yield int(file.target[len("socket:[") : -1])
+
+
+def outside_connections(sockets: Collection[TcpSocket]) -> tuple[TcpSocket, ...]:
+    """Those of a job's sockets that have their other end outside the job.
+
+    Where the other end was on this machine too and has been closed, nobody is there who could notice anything: such a
+    connection counts as the job's own.
+    """
+    ends = {each.connection for each in sockets}
+    return tuple(
+        each
+        for each in sockets
+        if each.is_connection
+        and Connection(each.remote, each.local) not in ends
+        and not (each.state in _PEER_HAS_CLOSED and ipaddress.ip_address(each.remote.address).is_loopback)
+    )
+
+
+def in_the_way(sockets: Iterable[TcpSocket], endpoints: Collection[Endpoint]) -> tuple[TcpSocket, ...]:
+    """Those of the sockets that have a port at which something is to be bound."""
+    wanted: dict[int, list[Endpoint]] = {}
+    for each in endpoints:
+        wanted.setdefault(each.port, []).append(each)
+    return tuple(s for s in sockets if any(overlap(s.local, each) for each in wanted.get(s.local.port, ())))
+
+
+def is_local_address(address: str) -> bool:
+    """Whether a socket can be bound to the address on this machine."""
+    family = socket.AF_INET6 if ":" in address else socket.AF_INET
+    with socket.socket(family, socket.SOCK_DGRAM) as probe:
+        try:
+            probe.bind((address, 0))
+        except OSError:
+            return False
+    return True
+
+
+def overlap(one: Endpoint, other: Endpoint) -> bool:
+    """Whether two sockets that are bound to these can be in each other's way."""
+    if one.port != other.port:
+        return False
+    addresses = ipaddress.ip_address(one.address), ipaddress.ip_address(other.address)
+    return addresses[0] == addresses[1] or any(address.is_unspecified for address in addresses)
+
+
+def endpoint(raw_address: bytes, port: int) -> Endpoint:
+    """From an address of 4 or 16 bytes in network order. An IPv4 address in IPv6 clothes is shown as what it is."""
+    address = ipaddress.ip_address(raw_address)
+    mapped = address.ipv4_mapped if isinstance(address, ipaddress.IPv6Address) else None
+    return Endpoint(str(mapped or address), port)
+
+
+def _open() -> socket.socket:
+    return socket.socket(socket.AF_NETLINK, socket.SOCK_RAW | socket.SOCK_CLOEXEC, _NETLINK_SOCK_DIAG)
+
+
+def _send(diag: socket.socket, kind: int, flags: int, body: bytes) -> None:
+    diag.send(_HEADER.pack(_HEADER.size + len(body), kind, _NLM_F_REQUEST | flags, 1, 0) + body)
+
+
+def _dump(diag: socket.socket, family: int) -> Iterator[TcpSocket]:
+    request = _REQUEST.pack(family, socket.IPPROTO_TCP, 0, _ALL_STATES, bytes(_ID.size))
+    _send(diag, _SOCK_DIAG_BY_FAMILY, _NLM_F_DUMP, request)
+    for body in _answers(diag):
+        yield _parse(body)
+
+
+def _answers(diag: socket.socket) -> Iterator[bytes]:
+    """The bodies of the messages that answer one request. Raises the OSError that an error message stands for."""
+    while True:
+        packet = diag.recv(_RECEIVE_BYTES)
+        while packet:
+            length, kind, _, _, _ = _HEADER.unpack_from(packet)
+            if not _HEADER.size <= length <= len(packet):
+                raise OSError(errno.EBADMSG, "a netlink message is cut off")
+            body = packet[_HEADER.size : length]
+            packet = packet[(length + 3) & ~3 :]
+            if kind == _NLMSG_DONE:
+                return
+            if kind == _NLMSG_ERROR:
+                (error,) = _ERROR.unpack_from(body)
+                if error:
+                    raise OSError(-error, f"sock_diag: {os.strerror(-error)}")
+                return
+            yield body
+
+
+def _parse(body: bytes) -> TcpSocket:
+    family, state, key, _expires, _receive_queue, _send_queue, _uid, inode = _MESSAGE.unpack_from(body)
+    local_port, remote_port, local, remote, _rest = _ID.unpack(key)
+    length = 4 if family == socket.AF_INET else 16
+    return TcpSocket(
+        family, state, endpoint(local[:length], local_port), endpoint(remote[:length], remote_port), inode, key
+    )

@@ -1,0 +1,258 @@
+"""Starting jobs that can be frozen and brought back, and the list of them."""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import shutil
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, replace
+from pathlib import Path
+from typing import get_args
+
+from gpucr import gang, sandbox
+from gpucr.driver.api import Driver
+from gpucr.driver.cuda import load_driver
+from gpucr.driver.gpus import driver_version
+from gpucr.errors import DriverUnavailable, GpucrError, InvalidRequest
+from gpucr.launch.environment import EnvironmentChange, changed, choose_environment
+from gpucr.launch.names import check_name
+from gpucr.launch.record import JobRecord, JobState, Network
+from gpucr.launch.registry import ListedJob, Reservation
+from gpucr.linux import processes, seccomp
+from gpucr.model import CudaState
+from gpucr.operations.probe import measurements
+from gpucr.operations.registered import now, registry, registry_in_use
+
+_NEEDS = "namespaces of a job's own need CAP_SYS_ADMIN and CAP_SYS_PTRACE"
+
+
+@dataclass(frozen=True)
+class LaunchPlan:
+    """How a job would be started, and why so.
+
+    ``program`` is the file that would be run. ``isolated``: in namespaces of its own; ``why_not_isolated`` is None
+    where it is. ``environment`` has what gpucr sets, and what it would set had the user not.
+    """
+
+    command: tuple[str, ...]
+    program: str
+    cwd: str
+    isolated: bool
+    why_not_isolated: str | None
+    network: Network
+    io_uring_is_refused: bool
+    environment: tuple[EnvironmentChange, ...]
+
+    @property
+    def warnings(self) -> tuple[str, ...]:
+        """What will keep this job from being frozen or brought back, because the user wants it so."""
+        return tuple(
+            f"{change.variable}={change.given} is left as it is: {change.consequence}"
+            for change in self.environment
+            if change.is_harmful
+        )
+
+
+@dataclass(frozen=True)
+class StartedJob:
+    """A job that has been started, and how."""
+
+    record: JobRecord
+    plan: LaunchPlan
+
+
+def plan_job(
+    command: Sequence[str],
+    *,
+    isolate: bool | None = None,
+    network: Network | None = None,
+    cwd: str | os.PathLike[str] | None = None,
+    environment: Mapping[str, str] | None = None,
+) -> LaunchPlan:
+    """What `run_job` would do with the same arguments. Starts nothing, needs no privileges.
+
+    Raises InvalidRequest where the program or the folder is not there, or the options contradict each other.
+    """
+    given = dict(os.environ) if environment is None else environment
+    folder = Path.cwd() if cwd is None else Path(cwd).absolute()
+    if not folder.is_dir():
+        raise InvalidRequest(f"the folder {folder} is not there", hint="give the folder to start the job in with --cwd")
+    if not command:
+        raise InvalidRequest("there is no command to run", hint="gpucr run [OPTIONS] [--] CMD...")
+    program = _program(command[0], folder, given)
+    why_not = _why_not_isolated(isolate)
+    io_uring_is_refused = seccomp.can_refuse_io_uring()
+    return LaunchPlan(
+        command=tuple(command),
+        program=program,
+        cwd=str(folder),
+        isolated=why_not is None,
+        why_not_isolated=why_not,
+        network=_network(network, isolated=why_not is None),
+        io_uring_is_refused=io_uring_is_refused,
+        environment=choose_environment(
+            given,
+            driver_version=driver_version(),
+            comes_back=_comes_back(),
+            io_uring_is_refused=io_uring_is_refused,
+        ),
+    )
+
+
+def run_job(
+    command: Sequence[str],
+    *,
+    name: str | None = None,
+    isolate: bool | None = None,
+    network: Network | None = None,
+    log: str | os.PathLike[str] | None = None,
+    cwd: str | os.PathLike[str] | None = None,
+    environment: Mapping[str, str] | None = None,
+) -> StartedJob:
+    """Start a job that can be frozen and brought back, and return at once. It goes on when gpucr ends.
+
+    It gets the caller's environment (or ``environment``) with what makes NCCL and PyTorch checkpointable, a session of
+    its own, nothing on stdin, and its output goes to a log file; io_uring is refused where that is possible.
+    ``isolate``: in pid, mount, IPC and network namespaces of its own; None: where the caller may (CAP_SYS_ADMIN and
+    CAP_SYS_PTRACE). ``network="host"`` shares the machine's network. Without a ``name`` it is called after its program.
+
+    Raises InvalidRequest (a name that is taken, a program that is not there, ...), Unsupported (the namespaces cannot
+    be made, the registry cannot be written), BrokenInstall. Then no job runs.
+    """
+    plan = plan_job(command, isolate=isolate, network=network, cwd=cwd, environment=environment)
+    log_path = None if log is None else _log_path(Path(log))
+    jobs = registry()
+    reserve = (
+        jobs.reserve_numbered(_base_name(plan), log_path=log_path)
+        if name is None
+        else jobs.reserve(check_name(name), log_path=log_path)
+    )
+    with registry_in_use(), reserve as reservation:
+        return StartedJob(_start(plan, reservation, dict(os.environ) if environment is None else environment), plan)
+
+
+def _start(plan: LaunchPlan, reservation: Reservation, given: Mapping[str, str]) -> JobRecord:
+    records: list[JobRecord] = []
+
+    def register(started: sandbox.Started) -> None:
+        record = JobRecord(
+            name=reservation.name,
+            command=plan.command,
+            cwd=plan.cwd,
+            environment={change.variable: change.value for change in plan.environment if change.is_set},
+            isolated=plan.isolated,
+            network=plan.network,
+            io_uring_is_refused=plan.io_uring_is_refused,
+            created=now(),
+            root=started.root,
+            keeper=started.keeper,
+            log_path=str(reservation.log_path),
+            status_path=str(reservation.status_path),
+        )
+        records.append(reservation.register(record))
+
+    # Registered before it runs: a gpucr that is killed in between leaves the record of a job that never ran ("lost"),
+    # and never a job without a record.
+    sandbox.start(
+        (plan.program, *plan.command[1:]),
+        cwd=plan.cwd,
+        environment=changed(given, plan.environment),
+        log_path=str(reservation.log_path),
+        status_path=str(reservation.status_path),
+        network=plan.network,
+        isolate=plan.isolated,
+        refuse_io_uring=plan.io_uring_is_refused,
+        before_run=register,
+    )
+    return records[0]
+
+
+def list_jobs() -> tuple[ListedJob, ...]:
+    """The jobs in this user's registry, by name, and what has become of each. Changes nothing.
+
+    Raises Unsupported where the registry cannot be read.
+    """
+    driver: Driver | None = None
+    with contextlib.suppress(DriverUnavailable):
+        driver = load_driver()
+    with registry_in_use():
+        return tuple(_with_cuda_state(job, driver) for job in registry().jobs())
+
+
+def forget_job(name: str) -> ListedJob:
+    """Remove the record and the logs of a job that does not run any more. Returns what was known of it.
+
+    Raises InvalidRequest where there is no such job, or it runs or may run on another machine; Unsupported where the
+    registry cannot be written.
+    """
+    with registry_in_use():
+        return registry().forget(name)
+
+
+def _with_cuda_state(job: ListedJob, driver: Driver | None) -> ListedJob:
+    if job.record is None or job.state.word != "running" or driver is None:
+        return job
+    with contextlib.suppress(GpucrError, PermissionError):  # it has just ended, or is not ours
+        members = gang.discover(driver, processes.tree(job.record.pid))
+        if any(member.found is CudaState.CHECKPOINTED for member in members):
+            return replace(job, state=JobState("suspended"))
+    return job
+
+
+def _comes_back() -> Mapping[str, bool]:
+    """What was measured on this machine (`gpucr doctor --probe`); empty where nothing was."""
+    try:
+        driver = load_driver()
+    except DriverUnavailable:
+        return {}
+    return {name: measured.comes_back for name, measured in measurements(driver).items()}
+
+
+def _why_not_isolated(wanted: bool | None) -> str | None:
+    if wanted is False:
+        return "--no-isolate was given"
+    if processes.can_checkpoint_processes():
+        return None
+    if wanted:
+        raise InvalidRequest(
+            "namespaces of a job's own need CAP_SYS_ADMIN and CAP_SYS_PTRACE",
+            hint="run gpucr as root, or leave out --isolate",
+        )
+    return "namespaces of a job's own need CAP_SYS_ADMIN and CAP_SYS_PTRACE"
+
+
+def _network(wanted: Network | None, *, isolated: bool) -> Network:
+    if wanted is None:
+        return "own" if isolated else "host"
+    if wanted not in get_args(Network):
+        raise InvalidRequest(f"network is {wanted!r}", hint="give one of " + ", ".join(get_args(Network)))
+    if wanted == "own" and not isolated:
+        raise InvalidRequest("only an isolated job has a network of its own", hint="leave out --network own")
+    return wanted
+
+
+def _program(name: str, cwd: Path, environment: Mapping[str, str]) -> str:
+    """The file to run, found as a shell in the job's folder would."""
+    if "/" in name:
+        path = cwd / name
+        if path.is_file() and os.access(path, os.X_OK):
+            return str(path)
+        raise InvalidRequest(f"{path} is not a program that can be run", hint="is it there, and is it executable?")
+    found = shutil.which(name, path=environment.get("PATH"))
+    if found is None:
+        raise InvalidRequest(f"there is no program {name!r} in PATH", hint="give its whole path")
+    return os.path.abspath(found)
+
+
+def _base_name(plan: LaunchPlan) -> str:
+    return Path(plan.command[0]).name
+
+
+def _log_path(path: Path) -> Path:
+    path = path.absolute()
+    if not path.parent.is_dir():
+        raise InvalidRequest(f"the folder of the log {path} is not there", hint="make it first")
+    if path.exists() and not path.is_file():
+        raise InvalidRequest(f"{path} is not a file, and cannot be the log", hint="give --log the name of a file")
+    return path

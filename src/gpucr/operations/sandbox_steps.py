@@ -1,0 +1,265 @@
+"""The steps of a restore into a sandbox, and what they need to know before anything is started."""
+
+from __future__ import annotations
+
+import hashlib
+import os
+import re
+from dataclasses import dataclass
+from pathlib import Path
+
+from gpucr import preflight, sandbox
+from gpucr.criu.engine import Criu
+from gpucr.errors import InvalidRequest, JobDamaged, ProcessNotFound, SnapshotDamaged, Unsupported
+from gpucr.linux import processes
+from gpucr.linux.namespaces import last_pid_clear_of
+from gpucr.operations.interrupts import Interrupts
+from gpucr.operations.registered import RestoredName
+from gpucr.operations.restore_steps import RestoreContext
+from gpucr.operations.steps import Meter
+from gpucr.sandbox import BareKeeper, EmptySandbox, Network
+from gpucr.snapshot.folder import Snapshot
+from gpucr.snapshot.manifest import Manifest
+
+_CORE_IMAGE = re.compile(r"core-(\d+)\.img")
+
+
+@dataclass(frozen=True)
+class SandboxPlan:
+    """The sandbox that a job will be restored into.
+
+    ``old_log`` is the file that its output went to (None: not known), ``log_path`` the one that it goes to from now on.
+    """
+
+    network: Network
+    lineage: str
+    old_log: str | None
+    log_path: str | None
+    status_path: str | None
+
+    @property
+    def outputs(self) -> dict[Path, Path]:
+        """What takes the place of which file in the restored job."""
+        if self.old_log is None or self.log_path is None or self.old_log == self.log_path:
+            return {}
+        return {Path(self.old_log): Path(self.log_path)}
+
+
+def plan_sandbox(
+    snapshot: Snapshot, name: RestoredName | None, *, isolate: bool, clone: bool, shell_job: bool
+) -> SandboxPlan | None:
+    """The sandbox that this restore needs; None where the job was in none and is not to be in one.
+
+    Raises InvalidRequest where it cannot be: the job runs already and this is no clone, and the like.
+    """
+    manifest = snapshot.manifest
+    if manifest.sandbox is None and not isolate:
+        if clone:
+            raise InvalidRequest(
+                "the job of this snapshot was in no sandbox, so a clone would need its pids and ports",
+                hint="--isolate puts the clone into one; `gpucr run` starts jobs in one",
+            )
+        return None
+    if shell_job:
+        raise InvalidRequest(
+            "the job of this snapshot has a terminal, which no sandbox can give it",
+            hint="restore it without --isolate; `gpucr run` starts jobs without a terminal",
+        )
+    if clone and name is None:
+        raise InvalidRequest(
+            "the job of this snapshot was not started with `gpucr run`: a clone of it has no log of its own",
+            hint="restore it without --clone when the job and all copies of it have ended",
+        )
+    lineage = manifest.sandbox.lineage if manifest.sandbox is not None else _lineage_of(snapshot)
+    if not clone:
+        _require_alone(manifest, lineage)
+    old_log = _old_log(manifest)
+    return SandboxPlan(
+        network="host" if manifest.sandbox is not None and manifest.sandbox.network == "host" else "own",
+        lineage=lineage,
+        old_log=old_log,
+        log_path=str(name.log_path) if name is not None else old_log,
+        status_path=str(name.status_path) if name is not None else None,
+    )
+
+
+def _old_log(manifest: Manifest) -> str | None:
+    if manifest.sandbox is not None:
+        return manifest.sandbox.log_path
+    return manifest.launch.log_path if manifest.launch is not None else None
+
+
+def _lineage_of(snapshot: Snapshot) -> str:
+    """For a job that was in no sandbox: the same for every restore of this snapshot into one."""
+    name = f"{snapshot.path.resolve()} {snapshot.manifest.created}"
+    return hashlib.sha256(os.fsencode(name)).hexdigest()[:32]
+
+
+def _require_alone(manifest: Manifest, lineage: str) -> None:
+    running = [copy.root.pid for copy in sandbox.copies(lineage) if copy.root is not None]
+    if manifest.sandbox is None and _is_original(manifest):
+        running.append(manifest.root_pid)
+    if running:
+        raise InvalidRequest(
+            f"the job of this snapshot, or a copy of it, runs: process {', '.join(map(str, running))}",
+            hint="--clone restores one more copy beside it; or end it first",
+        )
+
+
+def _is_original(manifest: Manifest) -> bool:
+    """Whether the process with the pid of a job that was in no sandbox looks like that very job."""
+    record = next(process for process in manifest.processes if process.pid == manifest.root_pid)
+    try:
+        now = processes.describe(record.pid)
+    except ProcessNotFound:
+        return False
+    return (now.name, now.command_line, now.ns_pids) == (record.name, record.command_line, record.ns_pids)
+
+
+def check_clone(manifest: Manifest) -> list[preflight.Finding]:
+    """What a copy shares with the job that it is of, though it should not."""
+    if not manifest.folders:
+        return []
+    return [
+        preflight.Finding(
+            "warning",
+            "the clone takes over the names of the job's local sockets",
+            f"in {manifest.folders[-1].path}",
+            "who connects to one from now on reaches the clone",
+            "let programs that are to be cloned use sockets of the network, or names of their own",
+        )
+    ]
+
+
+class StartSandbox:
+    """Make the sandbox that CRIU will fill."""
+
+    name = "sandbox"
+    isolated = True
+
+    def __init__(self, context: RestoreContext, plan: SandboxPlan) -> None:
+        self._context = context
+        self._plan = plan
+        self.network = plan.network
+        self.made: EmptySandbox | None = None
+
+    def describe(self) -> str:
+        """Which namespaces."""
+        network = "" if self._plan.network == "host" else " and network"
+        return f"make pid, mount, IPC{network} namespaces for the job"
+
+    def run(self, interrupts: Interrupts, meter: Meter) -> int:
+        """Make them, and tell the other steps what they change."""
+        context, plan = self._context, self._plan
+        for path in plan.outputs.values():
+            _make_log(path)
+        self.made = sandbox.empty(
+            log_path=plan.log_path,
+            status_path=plan.status_path,
+            lineage=plan.lineage,
+            last_pid=_last_pid(context.snapshot),
+            network=plan.network,
+        )
+        found = self.made.sandbox
+        if context.protection is not None:
+            context.protection.change(sandbox=found.keeper)
+        context.criu = Criu(context.criu.install, found.pids)
+        context.shared_root = found.shared_memory
+        context.outputs = plan.outputs
+        return 0
+
+    def undo(self) -> None:
+        """End everything in it."""
+        if self.made is not None and not self.made.end():
+            keeper = self.made.sandbox.keeper.pid
+            raise JobDamaged(
+                f"the sandbox of process {keeper} does not end", failures=[f"process {keeper} does not end"]
+            )
+
+
+class StartKeeper:
+    """Start the keeper of a job that is in no sandbox: CRIU makes the job below it."""
+
+    name = "keeper"
+    isolated = False
+    network: Network = "host"
+
+    def __init__(self, context: RestoreContext, name: RestoredName | None) -> None:
+        self._context = context
+        self._name = name
+        self.made: BareKeeper | None = None
+
+    def describe(self) -> str:
+        """What for."""
+        return "start the process that will be the job's parent"
+
+    def run(self, interrupts: Interrupts, meter: Meter) -> int:
+        """Start it, and have CRIU started below it."""
+        name = self._name
+        self.made = sandbox.bare_keeper(
+            log_path=str(name.log_path) if name is not None else None,
+            status_path=str(name.status_path) if name is not None else None,
+        )
+        self._context.criu = Criu(self._context.criu.install, parent=self.made)
+        return 0
+
+    def undo(self) -> None:
+        """End it, and what is left below it."""
+        if self.made is not None and not self.made.end():
+            raise JobDamaged(
+                f"what is below process {self.made.id.pid} does not end",
+                failures=[f"process {self.made.id.pid} or a process below it does not end"],
+            )
+
+
+class KeepJob:
+    """The job gets its name, and its keeper takes it over: it does not depend on gpucr any more.
+
+    In this order, so that no job goes on without a record.
+    """
+
+    name = "keep"
+
+    def __init__(self, context: RestoreContext, start: StartSandbox | StartKeeper, name: RestoredName | None) -> None:
+        self._context = context
+        self._start = start
+        self._name = name
+
+    def describe(self) -> str:
+        """Who takes it."""
+        return "hand the job over to its keeper"
+
+    def run(self, interrupts: Interrupts, meter: Meter) -> int:
+        """Hand it over."""
+        made = self._start.made
+        assert made is not None  # noqa: S101 - StartSandbox ran before
+        context = self._context
+        if self._name is not None:
+            context.warnings += self._name.register_or_warn(
+                context.restored[0], made.id, isolated=self._start.isolated, network=self._start.network
+            )
+        if context.protection is not None:
+            context.protection.change(sandbox=None)
+        made.adopt(context.root_pid)
+        return 0
+
+    def undo(self) -> None:
+        """Nothing: CriuRestore ends the processes, and with the first of them the sandbox ends."""
+
+
+def _last_pid(snapshot: Snapshot) -> int:
+    """A pid above which CRIU's own processes get in the way of none of the job's."""
+    ids = [int(match[1]) for path in snapshot.images.iterdir() if (match := _CORE_IMAGE.fullmatch(path.name))]
+    try:
+        return last_pid_clear_of(ids)
+    except ValueError as e:
+        raise SnapshotDamaged(f"the pids of the job leave no room: {e}", path=str(snapshot.path)) from e
+
+
+def _make_log(path: Path) -> None:
+    try:
+        os.close(os.open(path, os.O_WRONLY | os.O_CREAT | os.O_NOFOLLOW | os.O_CLOEXEC, 0o600))
+    except OSError as e:
+        raise Unsupported(
+            f"the job's new log {path} cannot be made: {e.strerror}", hint="see who may write to its folder"
+        ) from e

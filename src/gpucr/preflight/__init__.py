@@ -1,0 +1,78 @@
+"""Can this job be checkpointed, and will it come back? Asked while nothing has happened yet.
+
+Each check looks at one thing and returns findings: what, the evidence, the consequence, what to do. A *blocking*
+finding stops the operation with the job untouched; ``--force`` insists. What cannot be insisted on (no such process,
+no privileges, a target folder that is taken) is an error of its own where it is found, not a finding.
+"""
+
+from __future__ import annotations
+
+from gpucr.preflight.clocks import check_clocks
+from gpucr.preflight.findings import Finding, require_no_blocking
+from gpucr.preflight.gpus import check_gpus, check_room, device_bytes_in_use
+from gpucr.preflight.measured import Measurement, Measurements, check_basics
+from gpucr.preflight.modes import check_driver, check_mig_targets
+from gpucr.preflight.outside import (
+    FilesMode,
+    TcpMode,
+    check_files,
+    check_kept_connections,
+    check_outside_connections,
+    check_ports,
+    check_shared_files,
+)
+from gpucr.preflight.room import (
+    MemoryNeed,
+    check_disk,
+    check_host_memory,
+    needs_of_dump,
+    needs_of_restore,
+    needs_of_suspend,
+)
+from gpucr.preflight.traits import CudaTraits, JobTraits, look
+from gpucr.preflight.traps import check_traps
+from gpucr.preflight.tree import (
+    check_free_pids,
+    check_open_files,
+    check_states,
+    check_terminal,
+    check_tracers,
+    require_privileges,
+)
+
+__all__ = [
+    "CudaTraits",
+    "FilesMode",
+    "Finding",
+    "JobTraits",
+    "Measurement",
+    "Measurements",
+    "MemoryNeed",
+    "TcpMode",
+    "check_basics",
+    "check_clocks",
+    "check_disk",
+    "check_driver",
+    "check_files",
+    "check_free_pids",
+    "check_gpus",
+    "check_host_memory",
+    "check_kept_connections",
+    "check_mig_targets",
+    "check_open_files",
+    "check_outside_connections",
+    "check_ports",
+    "check_room",
+    "check_shared_files",
+    "check_states",
+    "check_terminal",
+    "check_tracers",
+    "check_traps",
+    "device_bytes_in_use",
+    "look",
+    "needs_of_dump",
+    "needs_of_restore",
+    "needs_of_suspend",
+    "require_no_blocking",
+    "require_privileges",
+]

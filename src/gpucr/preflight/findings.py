@@ -1,0 +1,45 @@
+"""What a check returns, and what a finding leads to."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from dataclasses import dataclass
+from typing import Literal
+
+from gpucr.errors import Unsupported
+
+
+@dataclass(frozen=True)
+class Finding:
+    """One thing that stands in the way. ``pid`` is None where it concerns the machine."""
+
+    severity: Literal["blocking", "warning"]
+    what: str
+    evidence: str
+    consequence: str
+    remedy: str
+    pid: int | None = None
+
+    def sentence(self) -> str:
+        """What and evidence in one line."""
+        return f"{self.what} ({self.evidence})"
+
+
+def require_no_blocking(findings: Iterable[Finding], *, force: bool = False) -> None:
+    """Raise Unsupported with every blocking finding, unless ``force`` insists."""
+    blocking = [finding for finding in findings if finding.severity == "blocking"]
+    if not blocking or force:
+        return
+    first = blocking[0]
+    others = "".join(f"; also: {finding.sentence()}" for finding in blocking[1:])
+    raise Unsupported(
+        f"{first.sentence()}: {first.consequence}{others}",
+        hint=f"{first.remedy} (--force tries all the same; nothing was changed)",
+    )
+
+
+def mib(size_bytes: int) -> str:
+    """A size as findings show it: MiB, from 10 GiB on GiB."""
+    if size_bytes >= 10 << 30:
+        return f"{size_bytes / (1 << 30):.1f} GiB"
+    return f"{size_bytes / (1 << 20):.0f} MiB"

@@ -1,0 +1,109 @@
+"""Room for what an operation moves: host memory, under the limits of cgroups as well, and disk space."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+
+from gpucr.linux import cgroups, memory
+from gpucr.model import Job
+from gpucr.preflight.findings import Finding, mib
+
+_DISK_MARGIN_BYTES = 64 << 20
+
+
+def check_disk(job: Job, folder: Path, device_bytes: int) -> list[Finding]:
+    """Free disk space against the memory that would be written: resident pages and device memory."""
+    resident = sum(memory.resident_bytes(pid) for pid in job.pids)
+    free = memory.free_disk_bytes(folder)
+    # Resident pages of files are not written, so the sum is no lower bound: only device memory is surely written.
+    surely, likely = device_bytes + _DISK_MARGIN_BYTES, device_bytes + resident + _DISK_MARGIN_BYTES
+    if free >= likely:
+        return []
+    return [
+        Finding(
+            "blocking" if free < surely else "warning",
+            f"{folder} has {mib(free)} free",
+            f"device memory {mib(device_bytes)}, resident memory {mib(resident)}",
+            f"the snapshot needs up to {mib(likely)}, {mib(likely - free)} more",
+            "free some space, or name a folder on another disk with --to",
+        )
+    ]
+
+
+@dataclass(frozen=True)
+class MemoryNeed:
+    """Host memory that an operation will take, and the process whose cgroup is charged for it."""
+
+    pid: int
+    size_bytes: int
+
+
+def needs_of_suspend(held: Mapping[int, Mapping[str, int]], *, in_files: bool) -> list[MemoryNeed]:
+    """Each process takes its own device memory in, or with ``in_files`` gpucr's files take in that of all.
+
+    ``held``: see `device_bytes_in_use`.
+    """
+    if in_files:
+        return [MemoryNeed(os.getpid(), sum(sum(by_gpu.values()) for by_gpu in held.values()))]
+    return [MemoryNeed(pid, sum(by_gpu.values())) for pid, by_gpu in held.items()]
+
+
+def needs_of_dump(held: Mapping[int, Mapping[str, int]], folder: Path) -> list[MemoryNeed]:
+    """gpucr's staging files take in the device memory of all, and the snapshot as much again where it lies in memory.
+
+    ``folder``: where the snapshot goes, or the folder that it will be made in.
+    """
+    total = sum(sum(by_gpu.values()) for by_gpu in held.values())
+    copies = 2 if memory.lies_in_memory(folder) else 1
+    return [MemoryNeed(os.getpid(), copies * total)]
+
+
+def needs_of_restore(device_bytes: int) -> list[MemoryNeed]:
+    """gpucr's staging files hold the device memory of all until the driver has taken it."""
+    return [MemoryNeed(os.getpid(), device_bytes)]
+
+
+def check_host_memory(needs: Sequence[MemoryNeed]) -> list[Finding]:
+    """What the machine, and each cgroup that is charged, can still give, against the host memory that is needed.
+
+    Where the memory runs out in the middle the kernel does not refuse, it kills: the job, or gpucr with the job's data.
+    """
+    total = sum(need.size_bytes for need in needs)
+    available = memory.machine_available_bytes()
+    found: list[Finding] = []
+    if total > available:
+        found.append(
+            Finding(
+                "blocking",
+                f"{mib(available)} of host memory are available",
+                f"MemAvailable in /proc/meminfo; the device memory in use needs {mib(total)}",
+                f"{mib(total - available)} are missing, and the kernel would kill processes",
+                "end other programs, or add memory",
+            )
+        )
+    # Processes often share a cgroup, and all of them one further up: a limit is charged for all below it.
+    charged: dict[Path, int] = {}
+    limits: dict[Path, cgroups.MemoryLimit] = {}
+    for need in needs:
+        for limit in cgroups.memory_limits(need.pid):
+            limits[limit.path] = limit
+            charged[limit.path] = charged.get(limit.path, 0) + need.size_bytes
+    return found + [
+        _limit_finding(limit, charged[path]) for path, limit in limits.items() if charged[path] > limit.available_bytes
+    ]
+
+
+def _limit_finding(limit: cgroups.MemoryLimit, needed_bytes: int) -> Finding:
+    missing = mib(needed_bytes - limit.available_bytes)
+    return Finding(
+        "blocking" if limit.is_hard else "warning",
+        f"a cgroup has {mib(limit.available_bytes)} of its host memory left",
+        f"{limit.path} is {mib(limit.limit_bytes)}; the device memory in use needs {mib(needed_bytes)}",
+        f"{missing} are missing, and the kernel would kill processes of the cgroup"
+        if limit.is_hard
+        else f"{missing} are missing, and the kernel slows the processes of the cgroup down, perhaps to a standstill",
+        f"raise {limit.path.name}, in a container its memory limit, or end other programs of that cgroup",
+    )

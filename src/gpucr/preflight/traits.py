@@ -1,0 +1,80 @@
+"""What can be seen from outside of how a job uses its GPUs: gathered once, judged by the checks."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+
+from gpucr.driver import gpus
+from gpucr.linux import memory, processes
+from gpucr.model import Gpu, GpuUse, Job, ProcessInfo
+
+
+@dataclass(frozen=True)
+class CudaTraits:
+    """One CUDA process.
+
+    ``environment`` is that of its start (None: not readable), ``mapped`` the paths of the files that it has mapped,
+    ``gpus`` the UUIDs of those on which it holds memory (None: NVML does not know the process, as in most containers).
+    """
+
+    process: ProcessInfo
+    environment: Mapping[str, str] | None
+    mapped: frozenset[str]
+    open_paths: frozenset[str]
+    gpus: frozenset[str] | None
+
+    @property
+    def pid(self) -> int:
+        """The pid in the caller's namespace."""
+        return self.process.pid
+
+    def setting(self, variable: str) -> str | None:
+        """A variable of its environment; None where it is not set or the environment cannot be read."""
+        return None if self.environment is None else self.environment.get(variable)
+
+    def mapped_with(self, part: str) -> str | None:
+        """A mapped file whose path has this part."""
+        return next((path for path in sorted(self.mapped) if part in path), None)
+
+
+@dataclass(frozen=True)
+class JobTraits:
+    """The CUDA processes of a job, and what NVML knows of the machine. ``mps_clients``: pids as NVML sees them."""
+
+    processes: tuple[CudaTraits, ...]
+    machine: tuple[Gpu, ...]
+    unreachable: frozenset[frozenset[str]] = frozenset()
+    mps_clients: frozenset[int] = frozenset()
+
+    def can_reach(self, uuids: frozenset[str]) -> bool:
+        """Whether any two of these GPUs may be able to read each other's memory: all that NVML does not deny."""
+        ordered = sorted(uuids)
+        pairs = (frozenset((one, other)) for n, one in enumerate(ordered) for other in ordered[n + 1 :])
+        return any(pair not in self.unreachable for pair in pairs)
+
+
+def look(job: Job, uses: Sequence[GpuUse]) -> JobTraits:
+    """Gather the traits of a job. ``uses``: who holds memory on which GPU. Changes nothing.
+
+    Raises DriverUnavailable where NVML is there and broken.
+    """
+    if not job.gang:
+        return JobTraits((), ())
+    members = {member.pid for member in job.gang}
+    seen = tuple(_look_at(process, uses) for process in job.processes if process.pid in members)
+    return JobTraits(seen, gpus.list_gpus(), gpus.unreachable_pairs(), gpus.mps_clients())
+
+
+def _look_at(process: ProcessInfo, uses: Sequence[GpuUse]) -> CudaTraits:
+    try:
+        mapped = frozenset(mapping.path for mapping in memory.read_maps(process.pid) if mapping.path)
+    except (FileNotFoundError, ProcessLookupError):
+        mapped = frozenset()
+    return CudaTraits(
+        process=process,
+        environment=processes.environment(process.pid),
+        mapped=mapped,
+        open_paths=frozenset(file.target for file in processes.open_files(process.pid)),
+        gpus=frozenset(use.gpu_uuid for use in uses if use.pid == process.pid) or None,
+    )

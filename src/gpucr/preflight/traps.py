@@ -1,0 +1,28 @@
+"""The traps: jobs of which a checkpoint may succeed and a restore not, and what no driver can checkpoint."""
+
+from __future__ import annotations
+
+from gpucr.preflight.findings import Finding
+from gpucr.preflight.measured import Measurements, check_basics
+from gpucr.preflight.modes import check_mig, check_mps, check_profilers
+from gpucr.preflight.sharing import check_imex, check_nccl, check_peer_access
+from gpucr.preflight.traits import JobTraits
+
+
+def check_traps(job: JobTraits, measured: Measurements) -> list[Finding]:
+    """Everything about a job with CUDA that decides whether it comes back, as far as it shows from outside.
+
+    Managed memory and CUDA IPC outside NCCL do not show. Of managed memory the driver refuses the checkpoint (801) and
+    nothing is lost.
+    """
+    if not job.processes:
+        return []
+    return [
+        *check_basics(measured),
+        *check_nccl(job, measured),
+        *check_peer_access(job, measured),
+        *check_imex(job),
+        *check_mig(job),
+        *check_mps(job),
+        *check_profilers(job),
+    ]

@@ -1,0 +1,54 @@
+"""How a keeper is recognised from outside: a file in memory that it has open, with what must be known of its job.
+
+It is trusted only where the keeper belongs to the same user as the reader, in the same user namespace (found.py): else
+somebody could lead a gpucr that runs as root into a mount namespace with a CRIU of their own.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+from dataclasses import asdict, dataclass
+from typing import Any
+
+FILE_NAME = "gpucr-keeper"
+LINK = f"/memfd:{FILE_NAME} (deleted)"
+"""What the descriptor's link in /proc says."""
+
+SIZE_BYTES = 32 << 10
+"""Always written as a whole and in one piece, so that a reader never sees half of it."""
+
+
+@dataclass(frozen=True)
+class Tag:
+    """What a keeper says of itself. Pids are those of its own namespace.
+
+    ``lineage`` is the same for a job and for everything that was restored from its snapshots. ``root`` is 0 until there
+    is a first process. ``network`` is ``own`` or ``host``. ``log_path`` is empty where it is not known.
+    """
+
+    keeper: int
+    root: int
+    lineage: str
+    isolated: bool
+    network: str
+    log_path: str
+
+
+def write(fd: int, tag: Tag) -> None:
+    """Put the tag into the file. Raises ValueError where it is too long."""
+    data = json.dumps(asdict(tag)).encode()
+    if len(data) > SIZE_BYTES:
+        raise ValueError("the path of the log is too long")
+    os.pwrite(fd, data.ljust(SIZE_BYTES), 0)
+
+
+def decode(data: bytes) -> Tag | None:
+    """The inverse; None for anything else."""
+    try:
+        raw: Any = json.loads(data)
+        tag = Tag(**raw)
+    except (ValueError, TypeError):
+        return None
+    kinds = {"keeper": int, "root": int, "lineage": str, "isolated": bool, "network": str, "log_path": str}
+    return tag if all(type(raw[name]) is kind for name, kind in kinds.items()) else None

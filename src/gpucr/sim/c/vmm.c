@@ -1,0 +1,189 @@
+/* The VMM calls: physical memory without an address, addresses without memory, and handles that travel as descriptors. */
+#include "calls.h"
+
+#include <stdlib.h>
+#include <string.h>
+#include <sys/mman.h>
+#include <unistd.h>
+
+#define GRANULARITY_BYTES (2u << 20)
+#define POSIX_DESCRIPTOR 1 /* CU_MEM_HANDLE_TYPE_POSIX_FILE_DESCRIPTOR */
+#define SHARED_MAGIC 0x6d6d762d6d697367u
+
+struct properties { /* CUmemAllocationProp */
+    int type, handle_types, location_type, location;
+    void *win32;
+    uint8_t flags[8];
+};
+_Static_assert(sizeof(struct properties) == 32, "CUmemAllocationProp");
+
+struct allocation {
+    struct location at;
+    uint64_t size_bytes;
+    uint64_t pointer; /* of our own memory; 0: imported */
+    bool may_leave;
+    struct allocation *next;
+};
+
+struct shared_memory { /* what the descriptor holds */
+    uint64_t magic, size_bytes;
+    struct location at;
+};
+
+static struct allocation *allocations;
+static bool shared; /* memory of this process was exported, or another one's imported */
+
+bool vmm_is_shared(void) {
+    return shared;
+}
+
+static struct allocation *known(uint64_t handle) {
+    for (struct allocation *each = allocations; each != NULL; each = each->next)
+        if ((uint64_t)(uintptr_t)each == handle)
+            return each;
+    return NULL;
+}
+
+static enum result remember(const struct allocation *allocation, uint64_t *handle) {
+    struct allocation *made = malloc(sizeof *made);
+    if (made == NULL)
+        return OUT_OF_MEMORY;
+    *made = *allocation;
+    made->next = allocations;
+    allocations = made;
+    *handle = (uint64_t)(uintptr_t)made;
+    return SUCCESS;
+}
+
+static bool valid_size(uint64_t size_bytes) {
+    return size_bytes > 0 && size_bytes % GRANULARITY_BYTES == 0;
+}
+
+EXPORT int cuMemGetAllocationGranularity(size_t *bytes, const struct properties *properties, int option) {
+    (void)option;
+    if (bytes == NULL || properties == NULL)
+        return INVALID_VALUE;
+    *bytes = GRANULARITY_BYTES;
+    return SUCCESS;
+}
+
+static enum result create(uint64_t *handle, uint64_t size_bytes, const struct properties *properties) {
+    struct device *device = device_at(properties->location);
+    struct allocation allocation = {.size_bytes = size_bytes};
+    uint64_t whole;
+    if (device == NULL || !valid_size(size_bytes))
+        return INVALID_VALUE;
+    enum result result = memory_allocate(device, size_bytes, &allocation.pointer);
+    if (result != SUCCESS)
+        return result;
+    memory_locate(allocation.pointer, &allocation.at, &whole);
+    allocation.may_leave = (properties->handle_types & POSIX_DESCRIPTOR) != 0;
+    return remember(&allocation, handle);
+}
+
+EXPORT int cuMemCreate(uint64_t *handle, size_t bytes, const struct properties *properties, unsigned long long flags) {
+    GATED(handle == NULL || properties == NULL || flags != 0 ? INVALID_VALUE : create(handle, bytes, properties));
+}
+
+static enum result release(uint64_t handle) {
+    for (struct allocation **link = &allocations; *link != NULL; link = &(*link)->next) {
+        struct allocation *each = *link;
+        if ((uint64_t)(uintptr_t)each != handle)
+            continue;
+        *link = each->next;
+        enum result result = each->pointer == 0 ? SUCCESS : memory_free(each->pointer);
+        free(each);
+        return result;
+    }
+    return INVALID_VALUE;
+}
+
+EXPORT int cuMemRelease(uint64_t handle) {
+    GATED(release(handle));
+}
+
+static enum result reserve(uint64_t *address, uint64_t size_bytes) {
+    if (!valid_size(size_bytes))
+        return INVALID_VALUE;
+    void *start = mmap(NULL, size_bytes, PROT_NONE, MAP_PRIVATE | MAP_ANONYMOUS | MAP_NORESERVE, -1, 0);
+    *address = (uint64_t)(uintptr_t)start;
+    return start == MAP_FAILED ? OUT_OF_MEMORY : SUCCESS;
+}
+
+EXPORT int cuMemAddressReserve(uint64_t *address, size_t bytes, size_t alignment, uint64_t wish,
+                               unsigned long long flags) {
+    (void)alignment;
+    (void)wish;
+    GATED(address == NULL || flags != 0 ? INVALID_VALUE : reserve(address, bytes));
+}
+
+static enum result free_address(uint64_t address, uint64_t size_bytes) {
+    return valid_size(size_bytes) && munmap((void *)(uintptr_t)address, size_bytes) == 0 ? SUCCESS : INVALID_VALUE;
+}
+
+EXPORT int cuMemAddressFree(uint64_t address, size_t bytes) {
+    GATED(free_address(address, bytes));
+}
+
+static enum result map(uint64_t address, uint64_t size_bytes, uint64_t offset, uint64_t handle) {
+    const struct allocation *allocation = known(handle);
+    if (allocation == NULL || offset != 0 || size_bytes != allocation->size_bytes)
+        return INVALID_VALUE;
+    return view_add(address, size_bytes, &allocation->at);
+}
+
+EXPORT int cuMemMap(uint64_t address, size_t bytes, size_t offset, uint64_t handle, unsigned long long flags) {
+    GATED(flags != 0 ? INVALID_VALUE : map(address, bytes, offset, handle));
+}
+
+EXPORT int cuMemUnmap(uint64_t address, size_t bytes) {
+    (void)bytes;
+    GATED(view_remove(address) ? SUCCESS : INVALID_VALUE);
+}
+
+static enum result set_access(uint64_t address, uint64_t size_bytes, const void *descriptors) {
+    int fd;
+    uint64_t offset;
+    return descriptors != NULL && view_find(address, size_bytes, &fd, &offset) ? SUCCESS : INVALID_VALUE;
+}
+
+EXPORT int cuMemSetAccess(uint64_t address, size_t bytes, const void *descriptors, size_t count) {
+    GATED(count == 0 ? INVALID_VALUE : set_access(address, bytes, descriptors));
+}
+
+static enum result export_memory(int *descriptor, uint64_t handle) {
+    const struct allocation *allocation = known(handle);
+    if (allocation == NULL || !allocation->may_leave)
+        return INVALID_VALUE;
+    struct shared_memory content = {SHARED_MAGIC, allocation->size_bytes, allocation->at};
+    int fd = memfd_create("gpucr-sim-shared", MFD_CLOEXEC);
+    if (fd < 0)
+        return OPERATING_SYSTEM;
+    if (pwrite(fd, &content, sizeof content, 0) != (ssize_t)sizeof content) {
+        close(fd);
+        return OPERATING_SYSTEM;
+    }
+    *descriptor = fd;
+    shared = true;
+    return SUCCESS;
+}
+
+EXPORT int cuMemExportToShareableHandle(void *shareable, uint64_t handle, int type, unsigned long long flags) {
+    GATED(shareable == NULL || type != POSIX_DESCRIPTOR || flags != 0 ? INVALID_VALUE
+                                                                      : export_memory(shareable, handle));
+}
+
+static enum result import_memory(uint64_t *handle, int descriptor) {
+    struct shared_memory content;
+    if (pread(descriptor, &content, sizeof content, 0) != (ssize_t)sizeof content || content.magic != SHARED_MAGIC ||
+        !view_reachable(&content.at))
+        return INVALID_VALUE;
+    struct allocation allocation = {.at = content.at, .size_bytes = content.size_bytes};
+    shared = true;
+    return remember(&allocation, handle);
+}
+
+EXPORT int cuMemImportFromShareableHandle(uint64_t *handle, void *shareable, int type) {
+    GATED(handle == NULL || type != POSIX_DESCRIPTOR ? INVALID_VALUE
+                                                     : import_memory(handle, (int)(intptr_t)shareable));
+}

@@ -1,0 +1,257 @@
+"""Files of shared memory: what lies under /dev/shm is memory of the job, and goes into the snapshot and back.
+
+POSIX shared memory (shm_open), named semaphores (``sem.*``) and Python's SharedMemory are files of a tmpfs. CRIU writes
+their names only. Their contents are saved while the job is frozen, in the folder ``shared`` of the snapshot, and put
+back before CRIU opens them.
+
+Every function takes the folder in which such files lie, ``root``: that of this machine is /dev/shm, that of another
+mount namespace is reached through ``/proc/PID/root``. Names are relative to it.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import errno
+import os
+import re
+import secrets
+import stat
+from collections.abc import Collection, Iterator, Sequence
+from pathlib import Path
+
+from gpucr.snapshot.outside import SharedFileRecord
+
+ROOT = Path("/dev/shm")  # noqa: S108 - this is where the C library puts them
+FOLDER_NAME = "shared"
+
+_REMAP = re.compile(r"(^|/)link_remap\.\d+$")
+
+_BLOCK_BYTES = 1 << 20
+_ZEROS = bytes(_BLOCK_BYTES)
+_READ = os.O_RDONLY | os.O_NOFOLLOW | os.O_NONBLOCK | os.O_CLOEXEC
+_FOLDER = os.O_RDONLY | os.O_DIRECTORY | os.O_NOFOLLOW | os.O_CLOEXEC
+_CREATE = os.O_RDWR | os.O_CREAT | os.O_EXCL | os.O_NOFOLLOW | os.O_CLOEXEC
+
+
+def save(root: Path, snapshot: Path, *, inodes: Collection[int] | None = None) -> tuple[SharedFileRecord, ...]:
+    """Copy the regular files of ``root`` into the folder ``shared`` of a snapshot, which is made where there are any.
+
+    ``inodes`` leaves out all others. The files must not change meanwhile. Zeros are not written, so holes stay holes.
+    Raises OSError.
+    """
+    found: dict[int, list[str]] = {}
+    for name, inode in _walk(root):
+        if inodes is None or inode in inodes:
+            found.setdefault(inode, []).append(name)
+    records: list[SharedFileRecord] = []
+    for number, names in enumerate(found.values()):
+        if number == 0:
+            (snapshot / FOLDER_NAME).mkdir(mode=0o700)
+        records.append(_save_one(root, snapshot, f"{FOLDER_NAME}/{number}", sorted(names)))
+    return tuple(records)
+
+
+class SharedFiles:
+    """The shared files of a snapshot on their way back. What they replace comes back with `undo`."""
+
+    def __init__(self, root: Path, snapshot: Path, records: Sequence[SharedFileRecord]) -> None:
+        self._root = root
+        self._snapshot = snapshot
+        self._records = records
+        self._made: list[str] = []
+        self._made_folders: list[str] = []
+        self._replaced: dict[str, int] = {}
+
+    def put_back(self) -> int:
+        """Make them as they were at the dump, instead of those that have their names now. Returns their bytes.
+
+        The content of the others is kept until `close`. Needs to be their owner, or root. Raises OSError.
+        """
+        for record in self._records:
+            self._put_back_one(record)
+        return sum(record.size_bytes for record in self._records)
+
+    def undo(self) -> None:
+        """Remove what was put back, and write again what had been there. Raises OSError."""
+        while self._made:
+            name = self._made.pop()
+            with self._folder_of(name) as folder:
+                with contextlib.suppress(FileNotFoundError):
+                    os.unlink(Path(name).name, dir_fd=folder)
+                if name in self._replaced:
+                    source = self._replaced.pop(name)
+                    try:
+                        self._write(folder, Path(name).name, source, os.fstat(source))
+                    finally:
+                        os.close(source)
+        while self._made_folders:
+            path = self._made_folders.pop()
+            with contextlib.suppress(OSError), self._folder_of(path) as folder:
+                os.rmdir(Path(path).name, dir_fd=folder)
+        self.close()
+
+    def close(self) -> None:
+        """Give up what was replaced."""
+        for fd in self._replaced.values():
+            os.close(fd)
+        self._replaced.clear()
+
+    def _put_back_one(self, record: SharedFileRecord) -> None:
+        source = os.open(self._snapshot / record.stored, _READ)
+        try:
+            first = record.names[0]
+            self._keep(first)
+            with self._folder_of(first, record) as folder:
+                self._write(folder, Path(first).name, source, record)
+                self._made.append(first)
+                for name in record.names[1:]:
+                    self._keep(name)
+                    with self._folder_of(name, record) as other:
+                        temporary = _temporary_name()
+                        os.link(Path(first).name, temporary, src_dir_fd=folder, dst_dir_fd=other, follow_symlinks=False)
+                        os.rename(temporary, Path(name).name, src_dir_fd=other, dst_dir_fd=other)
+                        self._made.append(name)
+        finally:
+            os.close(source)
+
+    def _keep(self, name: str) -> None:
+        """Hold on to what has this name now."""
+        with contextlib.suppress(FileNotFoundError), self._folder_of(name) as folder:
+            fd = os.open(Path(name).name, _READ, dir_fd=folder)
+            self._replaced[name] = fd
+            if not stat.S_ISREG(os.fstat(fd).st_mode):
+                raise FileExistsError(errno.EEXIST, "something else has the name of a shared file", name)
+
+    @staticmethod
+    def _write(folder: int, name: str, source: int, wanted: SharedFileRecord | os.stat_result) -> None:
+        """Make a file of this name with the content of ``source``, instead of any that there is, at one stroke."""
+        temporary = _temporary_name()
+        fd = os.open(temporary, _CREATE, 0o600, dir_fd=folder)
+        try:
+            if isinstance(wanted, SharedFileRecord):
+                size_bytes, mode, owner = wanted.size_bytes, wanted.mode, (wanted.uid, wanted.gid)
+                modified_ns = wanted.modified_ns
+            else:
+                size_bytes, mode, owner = wanted.st_size, stat.S_IMODE(wanted.st_mode), (wanted.st_uid, wanted.st_gid)
+                modified_ns = wanted.st_mtime_ns
+            _copy(source, fd, size_bytes)
+            os.fchown(fd, *owner)
+            os.fchmod(fd, mode)
+            os.utime(fd, ns=(modified_ns, modified_ns))
+            os.rename(temporary, name, src_dir_fd=folder, dst_dir_fd=folder)
+        except BaseException:
+            with contextlib.suppress(FileNotFoundError):
+                os.unlink(temporary, dir_fd=folder)
+            raise
+        finally:
+            os.close(fd)
+
+    @contextlib.contextmanager
+    def _folder_of(self, name: str, record: SharedFileRecord | None = None) -> Iterator[int]:
+        """The folder that holds ``name``. With a ``record`` it is made where it is missing, for the record's owner.
+
+        Every user may write to /dev/shm: no symbolic link is followed.
+        """
+        fd = os.open(self._root, _FOLDER & ~os.O_NOFOLLOW)
+        try:
+            parents = Path(name).parts[:-1]
+            for depth, part in enumerate(parents, 1):
+                if record is not None:
+                    with contextlib.suppress(FileExistsError):
+                        os.mkdir(part, 0o755, dir_fd=fd)
+                        self._made_folders.append("/".join(parents[:depth]))
+                        os.chown(part, record.uid, record.gid, dir_fd=fd, follow_symlinks=False)
+                inner = os.open(part, _FOLDER, dir_fd=fd)
+                os.close(fd)
+                fd = inner
+            yield fd
+        finally:
+            os.close(fd)
+
+
+def remove_remaps(root: Path, records: Sequence[SharedFileRecord]) -> None:
+    """Remove the names that CRIU gave to files of the job whose own name was gone (``link_remap.N``).
+
+    It leaves them for the restore, which gets them from the snapshot; the next dump that wants the same number would
+    fail because of them, and they keep memory.
+    """
+    for record in records:
+        for name in record.names:
+            if _REMAP.search(name):
+                with contextlib.suppress(OSError):
+                    (root / name).unlink()
+
+
+def names_in_use(root: Path, records: Sequence[SharedFileRecord]) -> dict[str, tuple[int, int]]:
+    """Those names of the records that something has in ``root`` now, and its device and inode."""
+    found: dict[str, tuple[int, int]] = {}
+    for name in (name for record in records for name in record.names):
+        with contextlib.suppress(FileNotFoundError, NotADirectoryError):
+            status = (root / name).lstat()
+            found[name] = (status.st_dev, status.st_ino)
+    return found
+
+
+def _walk(root: Path) -> Iterator[tuple[str, int]]:
+    """Names and inodes of the regular files of the root's own file system."""
+    device = root.stat().st_dev
+    for folder, folders, names in os.walk(root):
+        folders[:] = [name for name in folders if os.lstat(os.path.join(folder, name)).st_dev == device]
+        for name in names:
+            path = Path(folder, name)
+            with contextlib.suppress(FileNotFoundError):
+                status = path.lstat()
+                if stat.S_ISREG(status.st_mode):
+                    yield str(path.relative_to(root)), status.st_ino
+
+
+def _save_one(root: Path, snapshot: Path, stored: str, names: list[str]) -> SharedFileRecord:
+    source = os.open(root / names[0], _READ)
+    try:
+        status = os.fstat(source)
+        target = os.open(snapshot / stored, _CREATE, 0o600)
+        try:
+            _copy(source, target, status.st_size)
+        finally:
+            os.close(target)
+    finally:
+        os.close(source)
+    return SharedFileRecord(
+        names=tuple(names),
+        size_bytes=status.st_size,
+        mode=stat.S_IMODE(status.st_mode),
+        uid=status.st_uid,
+        gid=status.st_gid,
+        modified_ns=status.st_mtime_ns,
+        stored=stored,
+    )
+
+
+def _copy(source: int, target: int, size_bytes: int) -> None:
+    """Copy so many bytes, but no zeros."""
+    os.ftruncate(target, size_bytes)
+    position = 0
+    while position < size_bytes:
+        try:
+            position = os.lseek(source, position, os.SEEK_DATA)
+        except OSError as e:
+            if e.errno == errno.ENXIO:  # only a hole is left
+                return
+            raise
+        block = os.pread(source, min(_BLOCK_BYTES, size_bytes - position), position)
+        if not block:
+            return
+        if block != _ZEROS[: len(block)]:
+            _write_all(target, block, position)
+        position += len(block)
+
+
+def _write_all(target: int, block: bytes, position: int) -> None:
+    view = memoryview(block)
+    while view:
+        written = os.pwrite(target, view, position)
+        view, position = view[written:], position + written
+
+
+def _temporary_name() -> str:
+    return f".gpucr-{secrets.token_hex(8)}"

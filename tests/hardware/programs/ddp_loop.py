@@ -1,0 +1,65 @@
+"""Ranks that train (DistributedDataParallel) or only all-reduce, for ever; started by torchrun.
+
+Each rank appends a byte a step to FOLDER/rank-N, so the file's size is the number of its steps.
+"""
+
+from __future__ import annotations
+
+import argparse
+import os
+from collections.abc import Callable
+from pathlib import Path
+
+import torch
+import torch.distributed as dist
+from torch import nn
+from torch.nn.parallel import DistributedDataParallel
+
+
+def training_step(device: torch.device, width: int) -> Callable[[], None]:
+    """A step of a small network: its gradients are all-reduced in the backward pass."""
+    model = nn.Sequential(*(nn.Linear(width, width) for _ in range(8))).to(device)
+    parallel = DistributedDataParallel(model, device_ids=[device.index])
+    optimizer = torch.optim.SGD(parallel.parameters(), lr=1e-4)
+    data = torch.randn(256, width, device=device)
+
+    def step() -> None:
+        optimizer.zero_grad()
+        loss = parallel(data).square().mean()
+        loss.backward()
+        optimizer.step()
+        loss.item()
+
+    return step
+
+
+def allreduce_step(device: torch.device, width: int) -> Callable[[], None]:
+    """One all-reduce, which is waited for."""
+    data = torch.ones(width * width, device=device)
+
+    def step() -> None:
+        dist.all_reduce(data, op=dist.ReduceOp.AVG)
+        torch.cuda.synchronize(device)
+
+    return step
+
+
+def main() -> None:
+    """Join the group, then step for ever."""
+    parser = argparse.ArgumentParser()
+    parser.add_argument("folder", type=Path)
+    parser.add_argument("--work", choices=["train", "allreduce"], default="train")
+    parser.add_argument("--width", type=int, default=1024)
+    options = parser.parse_args()
+    device = torch.device("cuda", int(os.environ["LOCAL_RANK"]))
+    torch.cuda.set_device(device)
+    dist.init_process_group("nccl", device_id=device)
+    step = (training_step if options.work == "train" else allreduce_step)(device, options.width)
+    with (options.folder / f"rank-{dist.get_rank():03}").open("wb", buffering=0) as steps:
+        while True:
+            step()
+            steps.write(b".")
+
+
+if __name__ == "__main__":
+    main()

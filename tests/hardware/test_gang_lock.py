@@ -1,0 +1,45 @@
+"""The script that locks a running job again and again: on the simulated driver it runs as a whole."""
+
+from __future__ import annotations
+
+import json
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+from gpucr.driver.cuda import CudaDriver
+from tests.hardware import gang_lock
+from tests.ranks import RanksFactory
+
+
+def test_it_locks_a_simulated_job_and_tells_how(sim_only: None, tmp_path: Path) -> None:
+    words = ["--program", "sim", "--ranks", "3", "--times", "4", "--out", str(tmp_path / "out")]
+    done = subprocess.run(
+        [sys.executable, "tests/hardware/gang_lock.py", *words],
+        cwd=gang_lock.ROOT, env={**os.environ, "PYTHONPATH": "src"}, capture_output=True, text=True, check=False,
+        timeout=120,
+    )  # fmt: skip
+    assert done.returncode == 0, done.stdout + done.stderr
+    told = json.loads((tmp_path / "out" / "gang_lock.json").read_text())
+    assert (told["ok"], told["locks"], told["ranks"]) == (True, 4, 3)
+    assert told["seconds_max"] >= told["seconds_median"] > 0
+    assert [row["number"] for row in told["rows"]] == [1, 2, 3, 4]
+
+
+class _Running:
+    """What `lock_once` needs of a job."""
+
+    def __init__(self, pid: int) -> None:
+        self.pid = pid
+
+
+def test_a_lock_that_fails_is_told_and_the_job_goes_on(ranks: RanksFactory, driver: CudaDriver) -> None:
+    job = ranks(2)
+    job.pause(0)
+    job.wait_standstill()
+    row = gang_lock.lock_once(_Running(job.pid), 1, 2, 0.3)  # type: ignore[arg-type]
+    assert not row.ok
+    assert "still had GPU work pending" in row.detail
+    job.go_on(0)
+    job.assert_goes_on()

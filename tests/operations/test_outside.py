@@ -1,0 +1,791 @@
+"""Jobs with files, shared memory and connections around them: dumped, ended, and back at once. With real CRIU."""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import re
+import socket
+import subprocess
+import sys
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+import gpucr
+from gpucr import sandbox
+from gpucr.linux import sock_diag
+from gpucr.sim import build as simulator
+from tests import command
+from tests.counter import wait_until
+
+pytestmark = pytest.mark.criu
+
+STEP = """
+import os, sys, time
+def step():
+    "Wait for the next word from the test, and say where we are."
+    global turn
+    turn += 1
+    while not os.path.exists(f"go-{turn}"):
+        time.sleep(0.002)
+turn = 0
+def done(text="ok"):
+    with open("tmp", "w") as file:
+        file.write(str(text))
+    os.rename("tmp", f"done-{turn}")
+"""
+
+
+class Job:
+    """A Python program in a folder of its own, which does something each time that it is told to."""
+
+    def __init__(self, folder: Path, code: str) -> None:
+        self.folder = folder
+        folder.mkdir()
+        self._turn = 0
+        self.pid = self._start([sys.executable, "-c", STEP + code])
+        self.wait_done()
+
+    def _start(self, command: list[str]) -> int:
+        with (self.folder / "stderr").open("wb") as stderr:
+            self._child = subprocess.Popen(
+                command,
+                cwd=self.folder,
+                stdin=subprocess.DEVNULL,
+                stdout=subprocess.DEVNULL,
+                stderr=stderr,
+                start_new_session=True,
+            )
+        return self._child.pid
+
+    def go_on(self) -> str:
+        """Let the program take its next step, and return what it says then."""
+        self._turn += 1
+        (self.folder / f"go-{self._turn}").touch()
+        return self.wait_done()
+
+    def wait_done(self) -> str:
+        said = self.folder / f"done-{self._turn}"
+        wait_until(lambda: said.exists() or not self.pids(), f"turn {self._turn} of the program")
+        assert said.exists(), (self.folder / "stderr").read_text()
+        return said.read_text()
+
+    def forget(self, after: int = 0) -> None:
+        """What it was told and said after that turn, so that a restored program waits for it again."""
+        for turn in range(after + 1, self._turn + 1):
+            (self.folder / f"go-{turn}").unlink()
+            (self.folder / f"done-{turn}").unlink()
+        self._turn = after
+
+    def pids(self) -> list[int]:
+        found = []
+        for entry in Path("/proc").iterdir():
+            with contextlib.suppress(OSError):
+                if entry.name.isdigit() and (entry / "cwd").readlink() == self.folder:
+                    found.append(int(entry.name))
+        return found
+
+    def dump_and_end(self, to: Path, **options: Any) -> gpucr.DumpReport:
+        report = gpucr.dump(self.pid, to, **options)
+        if not report.left_running:
+            self.reap()
+        return report
+
+    def reap(self) -> None:
+        self._child.wait(60)
+
+    def kill(self) -> None:
+        for pid in self.pids():
+            with contextlib.suppress(ProcessLookupError):
+                os.kill(pid, 9)
+        self.reap()
+        wait_until(lambda: not self.pids(), "the program to end")
+
+
+class SandboxedJob(Job):
+    """The same in namespaces of its own."""
+
+    def _start(self, command: list[str]) -> int:
+        started = sandbox.start(
+            command,
+            cwd=str(self.folder),
+            environment=dict(os.environ),
+            log_path=str(self.folder / "stderr"),
+            status_path=str(self.folder / "status"),
+        )
+        return started.root.pid
+
+    def reap(self) -> None:
+        """Its keeper does."""
+
+
+StartJob = Callable[[str], Job]
+
+
+@pytest.fixture
+def start(tmp_path: Path) -> Iterator[StartJob]:
+    jobs: list[Job] = []
+
+    def start_job(code: str) -> Job:
+        jobs.append(Job(tmp_path / f"job-{len(jobs)}", code))
+        return jobs[-1]
+
+    yield start_job
+    for job in jobs:
+        job.kill()
+
+
+@pytest.fixture
+def start_sandboxed(tmp_path: Path) -> Iterator[StartJob]:
+    jobs: list[Job] = []
+
+    def start_job(code: str) -> Job:
+        jobs.append(SandboxedJob(tmp_path / f"sandboxed-{len(jobs)}", code))
+        return jobs[-1]
+
+    yield start_job
+    for job in jobs:
+        job.kill()
+
+
+# --- files -----------------------------------------------------------------------------------------------------
+
+LOGS = """
+append = open("append.log", "a", buffering=1)
+plain = open("plain.log", "w", buffering=1)
+with open("fixed.bin", "wb") as made:
+    made.write(bytes(100))
+fixed = open("fixed.bin", "r+b", buffering=0)
+fixed.seek(40)
+reader = open("plain.log")
+def log(text):
+    for file in (append, plain):
+        print(text, file=file)
+log("first")
+assert reader.readline() == "first\\n"
+done()
+while True:
+    step()
+    log(f"turn {turn}")
+    fixed.write(b"x")
+    done(reader.readline().strip())
+"""
+
+
+def test_files_that_have_grown_are_kept_and_written_on(start: StartJob, tmp_path: Path) -> None:
+    job = start(LOGS)
+    job.dump_and_end(tmp_path / "s", leave_running=True)
+    assert job.go_on() == "turn 1"
+    assert job.go_on() == "turn 2"
+    job.kill()
+    job.forget()
+    report = gpucr.restore(tmp_path / "s")
+    assert [phase.name for phase in report.phases] == ["verify", "keeper", "files", "criu", "keep"]
+    assert sum("longer than at the dump" in warning for warning in report.warnings) == 2
+    assert job.go_on() == "turn 1"
+    for name in ("append.log", "plain.log"):
+        assert (job.folder / name).read_text().split("\n") == ["first", "turn 1", "turn 2", "turn 1", ""], name
+    assert (job.folder / "fixed.bin").read_bytes() == bytes(40) + b"xx" + bytes(58), "its position stays"
+    assert not list(tmp_path.glob(".gpucr-images-*"))
+
+
+def test_files_that_have_grown_are_cut_back(start: StartJob, tmp_path: Path) -> None:
+    job = start(LOGS)
+    (job.folder / "plain.log").chmod(0o640)
+    job.dump_and_end(tmp_path / "s", leave_running=True)
+    assert job.go_on() == "turn 1"
+    job.kill()
+    job.forget()
+    report = gpucr.restore(tmp_path / "s", files="rewind")
+    assert job.go_on() == "turn 1"
+    for name in ("append.log", "plain.log"):
+        assert (job.folder / name).read_text() == "first\nturn 1\n", name
+        (kept,) = job.folder.glob(f"{name}.gpucr-*")
+        assert kept.read_text() == "turn 1\n"
+        assert any(str(kept) in warning for warning in report.warnings)
+    (kept,) = job.folder.glob("plain.log.gpucr-*")
+    assert kept.stat().st_mode & 0o777 == 0o640
+
+
+def test_what_was_cut_off_is_put_back_when_the_restore_fails(
+    start: StartJob, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    job = start(LOGS)
+    job.dump_and_end(tmp_path / "s", leave_running=True)
+    assert job.go_on() == "turn 1"
+    job.kill()
+
+    def fail(*arguments: Any, **options: Any) -> int:
+        assert (job.folder / "plain.log").read_text() == "first\n", "CRIU was to find it cut back"
+        raise gpucr.CriuError("injected", phase="restore")
+
+    monkeypatch.setattr("gpucr.criu.engine.Criu.restore", fail)
+    with pytest.raises(gpucr.CriuError, match="injected"):
+        gpucr.restore(tmp_path / "s", files="rewind")
+    for name in ("append.log", "plain.log"):
+        assert (job.folder / name).read_text() == "first\nturn 1\n", name
+        assert not list(job.folder.glob(f"{name}.gpucr-*"))
+
+
+def test_the_commands_options(start: StartJob, tmp_path: Path) -> None:
+    job = start(LOGS)
+    job.dump_and_end(tmp_path / "s")
+    with (job.folder / "append.log").open("a") as file:
+        file.write("more\n")
+    said = command.run_json("restore", tmp_path / "s", "--files", "rewind", "--tcp", "keep")
+    (kept,) = job.folder.glob("append.log.gpucr-*")
+    assert kept.read_text() == "more\n"
+    assert any(str(kept) in warning for warning in said["warnings"])
+
+
+def test_files_that_are_shorter(start: StartJob, tmp_path: Path) -> None:
+    job = start(LOGS)
+    job.dump_and_end(tmp_path / "s")
+    job.forget()
+    for name in ("append.log", "plain.log"):
+        (job.folder / name).write_text("new\n")
+    with pytest.raises(gpucr.Unsupported, match=r"2 bytes shorter than at the dump.*cannot be brought back"):
+        gpucr.restore(tmp_path / "s", files="rewind")
+    gpucr.restore(tmp_path / "s")
+    assert job.go_on() == "turn 1", "the reader goes on at the end as well"
+    for name in ("append.log", "plain.log"):
+        assert (job.folder / name).read_text() == "new\nturn 1\n", name
+
+
+READER = """
+import mmap
+is_mapped = False
+with open("data", "w") as made:
+    made.write("one\\n" + "x" * 9000 + "\\n")
+data = open("data")
+mapped = mmap.mmap(data.fileno(), 0, prot=mmap.PROT_READ) if is_mapped else None
+assert data.readline() == "one\\n"
+done()
+step()
+done(data.readline().strip())
+step()
+"""
+
+
+def test_a_file_that_was_only_read_must_not_change_unless_the_user_insists(start: StartJob, tmp_path: Path) -> None:
+    job = start(READER)
+    job.dump_and_end(tmp_path / "s")
+    with (job.folder / "data").open("a") as data:
+        data.write("more\n")
+    with pytest.raises(gpucr.Unsupported, match=r"data is 5 bytes longer than at the dump.*the job only read it"):
+        gpucr.restore(tmp_path / "s")
+    gpucr.restore(tmp_path / "s", force=True)
+    assert job.go_on() == "x" * 9000
+
+
+def test_a_mapped_file_that_has_changed_is_refused_whatever_the_user_says(start: StartJob, tmp_path: Path) -> None:
+    job = start(READER.replace("is_mapped = False", "is_mapped = True"))
+    job.dump_and_end(tmp_path / "s")
+    with (job.folder / "data").open("a") as data:
+        data.write("more\n")
+    with pytest.raises(gpucr.Unsupported, match="longer than at the dump"):
+        gpucr.restore(tmp_path / "s")
+    with pytest.raises(gpucr.CriuError, match=r"data has changed since the dump \(size\)"):
+        gpucr.restore(tmp_path / "s", force=True)
+    assert not job.pids()
+
+
+def test_what_is_missing_is_named_before_anything_starts(start: StartJob, tmp_path: Path) -> None:
+    job = start("os.mkdir('data'); folder = os.open('data', os.O_RDONLY)\n" + LOGS)
+    job.dump_and_end(tmp_path / "s")
+    (job.folder / "data").rmdir()
+    (job.folder / "plain.log").unlink()
+    with pytest.raises(gpucr.Unsupported, match="2 files or folders of the job are not there") as refused:
+        gpucr.restore(tmp_path / "s")
+    assert str(job.folder / "data") in str(refused.value)
+    assert str(job.folder / "plain.log") in str(refused.value)
+
+
+def test_a_file_that_somebody_writes_is_not_cut_back(start: StartJob, tmp_path: Path) -> None:
+    job = start(LOGS)
+    job.dump_and_end(tmp_path / "s")
+    with (job.folder / "plain.log").open("a") as other, subprocess.Popen(["sleep", "60"], stdout=other) as writer:
+        other.write("other\n")
+        other.flush()
+        with pytest.raises(gpucr.Unsupported, match=f"is in use.*by process {writer.pid}"):
+            gpucr.restore(tmp_path / "s", files="rewind")
+        writer.kill()
+
+
+def test_modes_that_there_are_not(tmp_path: Path, start: StartJob) -> None:
+    job = start("done(); step()")
+    job.dump_and_end(tmp_path / "s")
+    for wrong in ({"files": "truncate"}, {"tcp": "reset"}):
+        with pytest.raises(gpucr.InvalidRequest) as refused:
+            gpucr.restore(tmp_path / "s", **wrong)  # type: ignore[arg-type]
+        assert "keep" in str(refused.value.hint)
+
+
+# --- shared memory ---------------------------------------------------------------------------------------------
+
+SHARED = """
+import ctypes, multiprocessing, posixpath
+from multiprocessing import shared_memory, synchronize
+
+named = shared_memory.SharedMemory(create=True, size=3 << 20, name="NAME")
+named.buf[1 << 20 : (1 << 20) + 5] = b"first"
+
+libc = ctypes.CDLL(None, use_errno=True)
+libc.sem_open.restype = ctypes.c_void_p
+for call in (libc.sem_wait, libc.sem_trywait, libc.sem_post, libc.sem_getvalue):
+    call.argtypes = [ctypes.c_void_p, ctypes.c_void_p] if call is libc.sem_getvalue else [ctypes.c_void_p]
+kept = libc.sem_open(b"/NAME", os.O_CREAT | os.O_EXCL, 0o600, 3)
+assert kept and libc.sem_trywait(kept) == 0
+
+# NCCL's way: a file of 34 MB that is mapped and has lost its name.
+fd = os.open("/dev/shm/NAME-deleted", os.O_RDWR | os.O_CREAT | os.O_EXCL, 0o600)
+os.truncate(fd, 34 << 20)
+import mmap
+deleted = mmap.mmap(fd, 34 << 20)
+os.close(fd)
+os.unlink("/dev/shm/NAME-deleted")
+deleted[33 << 20 : (33 << 20) + 5] = b"ghost"
+
+# Semaphores of multiprocessing lose their names at once; a queue has three of them, and a pipe.
+queue = multiprocessing.Queue()
+lock = multiprocessing.Lock()
+lock.acquire()
+
+def work(queue, lock, buffer):
+    while True:
+        word = queue.get()
+        lock.acquire()
+        buffer[0:1] = bytes([buffer[0] + 1])
+        lock.release()
+        libc.sem_post(kept)
+
+child = multiprocessing.get_context("fork").Process(target=work, args=(queue, lock, named.buf), daemon=True)
+child.start()
+queue.put("wait")
+def value():
+    found = ctypes.c_int()
+    assert libc.sem_getvalue(kept, ctypes.byref(found)) == 0
+    return found.value
+time.sleep(0)
+done(value())
+while True:
+    step()
+    assert bytes(deleted[33 << 20 : (33 << 20) + 5]) == b"ghost"
+    assert named.buf[2 << 20] == 0
+    lock.release()
+    assert libc.sem_wait(kept) == 0
+    while value() == 1:
+        time.sleep(0.001)
+    lock.acquire()
+    queue.put("more")
+    again = shared_memory.SharedMemory(name="NAME")
+    same = bytes(again.buf[:1]) == bytes(named.buf[:1])
+    done(f"{value()} {named.buf[0]} {bytes(named.buf[1 << 20 : (1 << 20) + 5])} {same}")
+    named.buf[1 << 20 : (1 << 20) + 5] = b"later"
+    again.close()
+"""
+"""What jobs have in /dev/shm. At each turn the child takes the lock once and posts the semaphore."""
+
+
+@pytest.fixture
+def shared_name() -> Iterator[str]:
+    name = f"gpucr-test-{os.getpid()}"
+    yield name
+    for path in Path("/dev/shm").glob(f"*{name}*"):
+        path.unlink()
+
+
+def shared_paths(name: str) -> list[str]:
+    return sorted(path.name for path in Path("/dev/shm").iterdir() if name in path.name or "link_remap" in path.name)
+
+
+def test_shared_memory_comes_back_as_it_was(start: StartJob, tmp_path: Path, shared_name: str) -> None:
+    job = start(SHARED.replace("NAME", shared_name))
+    assert shared_paths(shared_name) == [shared_name, f"sem.{shared_name}"]
+    inode = Path(f"/dev/shm/{shared_name}").stat().st_ino
+    report = job.dump_and_end(tmp_path / "s", leave_running=True)
+    records = {record.names[0]: record for record in report.snapshot.manifest.shared_files}
+    assert records[shared_name].size_bytes == 3 << 20
+    stored = tmp_path / "s" / records[shared_name].stored
+    assert stored.stat().st_blocks * 512 <= 1 << 20, "zeros are not stored"
+    assert job.go_on() == "2 1 b'first' True"
+    assert job.go_on() == "2 2 b'later' True"
+    job.kill()
+    job.forget()
+    gpucr.restore(tmp_path / "s")
+    assert job.go_on() == "2 1 b'first' True"
+    assert Path(f"/dev/shm/{shared_name}").stat().st_ino != inode, "it was made again"
+    assert shared_paths(shared_name) == [shared_name, f"sem.{shared_name}"]
+
+
+def test_shared_memory_whose_names_are_gone_comes_back(start: StartJob, tmp_path: Path, shared_name: str) -> None:
+    """After a reboot, or on another machine, /dev/shm is empty."""
+    job = start(SHARED.replace("NAME", shared_name))
+    job.dump_and_end(tmp_path / "s")
+    assert shared_paths(shared_name) == [shared_name, f"sem.{shared_name}"], "CRIU's own names do not stay"
+    for name in shared_paths(shared_name):
+        Path("/dev/shm", name).unlink()
+    job.forget()
+    gpucr.restore(tmp_path / "s")
+    assert job.go_on() == "2 1 b'first' True"
+    assert shared_paths(shared_name) == [shared_name, f"sem.{shared_name}"]
+
+
+def test_shared_memory_that_others_use_is_not_replaced(start: StartJob, tmp_path: Path, shared_name: str) -> None:
+    job = start(SHARED.replace("NAME", shared_name))
+    job.dump_and_end(tmp_path / "s")
+    with (
+        Path("/dev/shm", shared_name).open("rb") as shared,
+        subprocess.Popen(["sleep", "60"], stdin=shared) as other,
+    ):
+        with pytest.raises(gpucr.Unsupported, match=f"{shared_name} is in use.*by process {other.pid} "):
+            gpucr.restore(tmp_path / "s")
+        other.kill()
+
+
+def test_shared_memory_is_put_back_when_the_restore_fails(
+    start: StartJob, tmp_path: Path, shared_name: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    job = start(SHARED.replace("NAME", shared_name))
+    job.dump_and_end(tmp_path / "s")
+    path = Path("/dev/shm", shared_name)
+    path.write_bytes(b"another one's")
+    path.chmod(0o644)
+    os.chown(path, 12, 34)
+
+    def fail(*arguments: Any, **options: Any) -> int:
+        assert path.stat().st_size == 3 << 20, "CRIU was to find it as it was"
+        raise gpucr.CriuError("injected", phase="restore")
+
+    monkeypatch.setattr("gpucr.criu.engine.Criu.restore", fail)
+    before = shared_paths(shared_name)
+    with pytest.raises(gpucr.CriuError, match="injected"):
+        gpucr.restore(tmp_path / "s")
+    status = path.stat()
+    assert path.read_bytes() == b"another one's"
+    assert (status.st_mode & 0o777, status.st_uid, status.st_gid) == (0o644, 12, 34)
+    assert shared_paths(shared_name) == before
+
+
+# --- TCP -------------------------------------------------------------------------------------------------------
+
+NETWORK = """
+import socket
+listener = socket.socket()  # without SO_REUSEADDR: what is left of closed connections has the port
+listener.bind(("127.0.0.1", 0))
+listener.listen()
+port = listener.getsockname()[1]
+def pair():
+    client = socket.create_connection(("127.0.0.1", port))
+    return client, listener.accept()[0]
+inside, inside_server = pair()
+for _ in range(3):  # the server closes first: TIME_WAIT is on its side
+    client, server = pair()
+    server.close()
+    assert client.recv(1) == b""
+    client.close()
+outside = socket.create_connection(("127.0.0.1", int(open("port").read()))) if os.path.exists("port") else None
+done(port)
+while True:
+    step()
+    inside.sendall(b"x")
+    assert inside_server.recv(1) == b"x"
+    client, server = pair()
+    server.close()
+    client.close()
+    said = "inside"
+    if outside is not None:
+        try:
+            outside.sendall(b"x")
+            said += " outside " + outside.recv(1).decode()
+        except OSError as e:
+            said += f" {type(e).__name__}"
+    done(said)
+"""
+
+
+def time_waits(port: int) -> int:
+    return sum(s.is_left_over and s.local.port == port for s in sock_diag.tcp_sockets())
+
+
+def test_a_restore_right_after_the_dump_does_not_wait_for_closed_connections(start: StartJob, tmp_path: Path) -> None:
+    job = start(NETWORK)
+    port = int((job.folder / "done-0").read_text())
+    job.dump_and_end(tmp_path / "s")
+    assert time_waits(port) == 3, "without them this test shows nothing"
+    report = gpucr.restore(tmp_path / "s")
+    assert [phase.name for phase in report.phases] == ["verify", "keeper", "ports", "criu", "keep"]
+    assert job.go_on() == "inside"
+
+
+def test_where_the_kernel_cannot_end_closed_connections_they_are_waited_for(
+    start: StartJob, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    job = start(NETWORK)
+    port = int((job.folder / "done-0").read_text())
+    job.dump_and_end(tmp_path / "s")
+    destroy, asked, notes = sock_diag.destroy, [], []
+
+    def refuse(left_over: Any) -> None:
+        asked.append(left_over)
+        raise OSError(95, os.strerror(95))
+
+    def listen(progress: gpucr.Progress) -> None:
+        if progress.event == "note":
+            notes.append(progress.description)
+            destroy(asked[0])  # the minute is over
+
+    monkeypatch.setattr(sock_diag, "destroy", refuse)
+    with pytest.raises(gpucr.DeadlineExceeded, match="closed connections still had the job's ports"):
+        gpucr.restore(tmp_path / "s", timeout_s=0.5)
+    assert time_waits(port) == 3
+    gpucr.restore(tmp_path / "s", on_progress=listen)
+    assert notes == ["3 closed connections have the job's ports; the kernel frees them in a minute"]
+    assert job.go_on() == "inside"
+
+
+def test_a_port_that_another_program_has_is_named_before_anything_starts(start: StartJob, tmp_path: Path) -> None:
+    job = start(NETWORK)
+    port = int((job.folder / "done-0").read_text())
+    job.dump_and_end(tmp_path / "s")
+    sock_diag.destroy([s for s in sock_diag.tcp_sockets() if s.is_left_over and s.local.port == port])
+    with (
+        socket.create_server(("127.0.0.1", port)),
+        pytest.raises(gpucr.Unsupported, match=rf"127\.0\.0\.1:{port} is in use \(by process {os.getpid()}\)"),
+    ):
+        gpucr.restore(tmp_path / "s")
+
+
+@pytest.fixture
+def peer(tmp_path: Path) -> Iterator[socket.socket]:
+    """A program outside the job that it connects to."""
+    with socket.create_server(("127.0.0.1", 0)) as listener:
+        yield listener
+
+
+def start_connected(tmp_path: Path, start: StartJob, peer: socket.socket) -> tuple[Job, socket.socket]:
+    port = peer.getsockname()[1]
+    job = start(f"open('port', 'w').write('{port}')\n" + NETWORK)
+    return job, peer.accept()[0]
+
+
+def test_connections_to_the_outside_are_closed_and_those_inside_are_kept(
+    start: StartJob, tmp_path: Path, peer: socket.socket
+) -> None:
+    job, accepted = start_connected(tmp_path, start, peer)
+    with accepted:
+        dumped = job.dump_and_end(tmp_path / "s")
+        assert any("1 connection to programs outside it" in warning for warning in dumped.warnings)
+        (connection,) = dumped.snapshot.manifest.connections
+        assert connection.remote.port == peer.getsockname()[1]
+        report = gpucr.restore(tmp_path / "s")
+        assert any("they are closed" in warning for warning in report.warnings)
+        assert job.go_on() == "inside BrokenPipeError"
+        accepted.settimeout(60)
+        accepted.sendall(b"y")
+        with pytest.raises(ConnectionResetError):
+            accepted.recv(1)
+
+
+def test_connections_to_the_outside_can_be_taken_up_again(start: StartJob, tmp_path: Path, peer: socket.socket) -> None:
+    job, accepted = start_connected(tmp_path, start, peer)
+    with accepted:
+        job.dump_and_end(tmp_path / "s")
+        accepted.sendall(b"y")
+        gpucr.restore(tmp_path / "s", tcp="keep")
+        assert job.go_on() == "inside outside y"
+        accepted.settimeout(60)
+        assert accepted.recv(1) == b"x"
+
+
+def test_connections_that_went_on_are_not_taken_up_again(start: StartJob, tmp_path: Path, peer: socket.socket) -> None:
+    job, accepted = start_connected(tmp_path, start, peer)
+    with accepted:
+        job.dump_and_end(tmp_path / "s", leave_running=True)
+        job.kill()
+    with pytest.raises(gpucr.Unsupported, match="which went on after the dump"):
+        gpucr.restore(tmp_path / "s", tcp="keep")
+    gpucr.restore(tmp_path / "s")
+    assert job.go_on() == "inside BrokenPipeError"
+
+
+# --- all of it at once -----------------------------------------------------------------------------------------
+
+TORCHRUN = """
+import json, mmap, multiprocessing, signal, socket, subprocess
+from multiprocessing import shared_memory
+
+# The agent's store, as torchrun has one: ranks meet there over TCP. No SO_REUSEADDR.
+store = socket.socket()
+store.bind(("127.0.0.1", 0))
+store.listen()
+port = store.getsockname()[1]
+buffer = shared_memory.SharedMemory(create=True, size=1 << 20, name="NAME")
+log = open("train.log", "w", buffering=1)
+
+def loader(queue, room):
+    for number in range(10**9):
+        room.acquire()
+        queue.put(number)
+
+def rank(number, pipe, side):
+    signal.signal(signal.SIGINT, signal.SIG_IGN)
+    link = socket.create_connection(("127.0.0.1", port))
+    fd = os.open(f"/dev/shm/nccl-NAME-{number}", os.O_RDWR | os.O_CREAT | os.O_EXCL, 0o600)
+    os.truncate(fd, 34 << 20)
+    segment = mmap.mmap(fd, 34 << 20)
+    os.close(fd)
+    os.unlink(f"/dev/shm/nccl-NAME-{number}")
+    context = multiprocessing.get_context("fork")
+    batches, room = context.Queue(), context.Semaphore(2)
+    worker = context.Process(target=loader, args=(batches, room), daemon=True)
+    worker.start()
+    mine = shared_memory.SharedMemory(name="NAME")
+    total = 0
+    while True:
+        command = pipe.recv()
+        batch = batches.get()
+        room.release()
+        total += batch
+        segment[20 << 20 : (20 << 20) + 8] = total.to_bytes(8, "big")
+        link.sendall(bytes([number]))
+        assert link.recv(1) == b"g"
+        side.send(b"u")
+        mine.buf[number] = (mine.buf[number] + 1) % 256
+        seen = int.from_bytes(segment[20 << 20 : (20 << 20) + 8], "big")
+        pipe.send((number, batch, seen, mine.buf[number]))
+
+context = multiprocessing.get_context("fork")
+ranks = []
+for number in range(2):
+    ours, theirs = context.Pipe()
+    left, right = socket.socketpair()
+    process = context.Process(target=rank, args=(number, theirs, right), daemon=False)
+    process.start()
+    ranks.append((ours, left, store.accept()[0]))
+for _ in range(2):  # short connections, closed by the store first
+    client = socket.create_connection(("127.0.0.1", port))
+    store.accept()[0].close()
+    client.close()
+if os.path.exists("counter"):
+    with open("counter.out", "w") as out:
+        counter = subprocess.Popen(json.load(open("counter")), stdin=subprocess.DEVNULL, stdout=out)
+done(port)
+while True:
+    step()
+    said = []
+    for pipe, _, _ in ranks:
+        pipe.send("step")
+    for _, side, link in ranks:
+        assert link.recv(1)
+        link.sendall(b"g")
+        assert side.recv(1) == b"u"
+    for pipe, _, _ in ranks:
+        said.append(pipe.recv())
+    print(said, file=log)
+    done(said)
+"""
+"""Like torchrun: an agent with a TCP store, two ranks with NCCL-like segments, and a data loader of each."""
+
+
+def expected_of_training(turn: int) -> str:
+    batch = turn - 1
+    return str([(rank, batch, batch * (batch + 1) // 2, turn) for rank in range(2)])
+
+
+def test_a_job_like_torchruns_goes_on_at_once(start: StartJob, tmp_path: Path, shared_name: str) -> None:
+    job = start(TORCHRUN.replace("NAME", shared_name))
+    port = int((job.folder / "done-0").read_text())
+    for turn in range(1, 4):
+        assert job.go_on() == expected_of_training(turn)
+    tree = job.pids()
+    assert len(tree) == 5 + 1, "the agent, two ranks, two loaders, and the agent's resource tracker"
+    job.dump_and_end(tmp_path / "s")
+    assert time_waits(port) >= 2
+    report = gpucr.restore(tmp_path / "s")
+    assert [phase.name for phase in report.phases] == ["verify", "keeper", "shared", "ports", "criu", "keep"]
+    assert sorted(job.pids()) == sorted(tree)
+    for turn in range(4, 7):
+        assert job.go_on() == expected_of_training(turn)
+    assert (job.folder / "train.log").read_text().splitlines() == [expected_of_training(turn) for turn in range(1, 7)]
+
+
+def test_an_older_state_of_such_a_job_restores_after_it_went_on(
+    start: StartJob, tmp_path: Path, shared_name: str
+) -> None:
+    job = start(TORCHRUN.replace("NAME", shared_name))
+    assert job.go_on() == expected_of_training(1)
+    job.dump_and_end(tmp_path / "s", leave_running=True)
+    for turn in range(2, 4):
+        assert job.go_on() == expected_of_training(turn)
+    job.kill()
+    job.forget(after=1)
+    gpucr.restore(tmp_path / "s", files="rewind")
+    for turn in range(2, 4):
+        assert job.go_on() == expected_of_training(turn)
+    assert (job.folder / "train.log").read_text().splitlines() == [expected_of_training(turn) for turn in range(1, 4)]
+    (kept,) = job.folder.glob("train.log.gpucr-*")
+    assert kept.read_text().splitlines() == [expected_of_training(turn) for turn in range(2, 4)]
+
+
+def test_such_a_job_in_a_sandbox(start_sandboxed: StartJob, tmp_path: Path, shared_name: str) -> None:
+    job = start_sandboxed(TORCHRUN.replace("NAME", shared_name))
+    assert shared_paths(shared_name) == [], "its /dev/shm is its own"
+    assert job.go_on() == expected_of_training(1)
+    dumped = job.dump_and_end(tmp_path / "s", leave_running=True)
+    assert [record.names for record in dumped.snapshot.manifest.shared_files] == [(shared_name,)]
+    for turn in range(2, 4):
+        assert job.go_on() == expected_of_training(turn)
+    job.kill()
+    job.forget(after=1)
+    report = gpucr.restore(tmp_path / "s", files="rewind")
+    assert [phase.name for phase in report.phases] == ["verify", "sandbox", "shared", "files", "criu", "keep"]
+    for turn in range(2, 4):
+        assert job.go_on() == expected_of_training(turn)
+    assert (job.folder / "train.log").read_text().splitlines() == [expected_of_training(turn) for turn in range(1, 4)]
+    assert shared_paths(shared_name) == []
+
+
+def test_shared_memory_in_a_sandbox_that_nobody_has_open(start_sandboxed: StartJob, tmp_path: Path) -> None:
+    """Torch's way to hand tensors on: a file lies in /dev/shm until the other process opens it."""
+    code = (
+        "with open('/dev/shm/handed-on', 'wb') as file:\n    file.write(b'tensor')\nos.mkdir('/dev/shm/folder')\n"
+        "os.rename('/dev/shm/handed-on', '/dev/shm/folder/handed-on')\ndone()\n"
+        "step()\ndone(open('/dev/shm/folder/handed-on').read())\nstep()\n"
+    )
+    job = start_sandboxed(code)
+    job.dump_and_end(tmp_path / "s")
+    gpucr.restore(tmp_path / "s")
+    assert job.go_on() == "tensor"
+
+
+def test_semaphores_in_a_sandbox(start_sandboxed: StartJob, tmp_path: Path, shared_name: str) -> None:
+    job = start_sandboxed(SHARED.replace("NAME", shared_name))
+    job.dump_and_end(tmp_path / "s")
+    gpucr.restore(tmp_path / "s")
+    assert job.go_on() == "2 1 b'first' True"
+
+
+def test_such_a_job_with_a_cuda_process(start: StartJob, sim_only: None, tmp_path: Path, shared_name: str) -> None:
+    """The agent's tree has a process with device memory, which goes the way of the driver."""
+    program = [str(simulator.build() / "counter"), "--port", "0", "--mib", "8"]
+    prepare = f"import json\njson.dump({program!r}, open('counter', 'w'))\n"
+    job = start(prepare + TORCHRUN.replace("NAME", shared_name))
+    said = job.folder / "counter.out"
+    wait_until(lambda: said.exists() and "ready" in said.read_text(), "the counter")
+    with socket.socket(socket.AF_INET, socket.SOCK_DGRAM) as asker:
+        asker.connect(("127.0.0.1", int(re.findall(r"port=(\d+)", said.read_text())[0])))
+        asker.settimeout(60)
+
+        def ask() -> int:
+            asker.send(b"hello")
+            return int(asker.recv(100))
+
+        assert (ask(), job.go_on()) == (101, expected_of_training(1))
+        job.dump_and_end(tmp_path / "s")
+        report = gpucr.restore(tmp_path / "s")
+        assert "restore" in {phase.name for phase in report.phases}
+        assert (ask(), job.go_on()) == (102, expected_of_training(2))

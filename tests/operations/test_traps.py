@@ -1,0 +1,237 @@
+"""Jobs that would not come back are refused, go on, and can be insisted on; what was measured here decides."""
+
+from __future__ import annotations
+
+import os
+import subprocess
+import sys
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+
+import gpucr
+from gpucr.canaries.canary import Canary
+from gpucr.driver.cuda import CudaDriver
+from gpucr.errors import DriverError, Unsupported
+from gpucr.model import CudaState
+from tests.command import run, run_json
+from tests.counter import Counter, CounterFactory
+
+FAR = 1e9
+"""A deadline (time.monotonic()) that no test reaches."""
+
+
+@pytest.fixture(autouse=True)
+def machine_with_peers(sim_only: None, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> pytest.MonkeyPatch:
+    """Two GPUs that reach each other, and nothing measured yet."""
+    monkeypatch.setenv("GPUCR_SIM_PEERS", "1")
+    monkeypatch.setenv("XDG_STATE_HOME", str(tmp_path / "state"))
+    return monkeypatch
+
+
+@pytest.fixture(scope="module")
+def nccl_library(tmp_path_factory: pytest.TempPathFactory) -> str:
+    """A library of NCCL's name that does nothing: what is looked at is that it is mapped."""
+    folder = tmp_path_factory.mktemp("nccl")
+    (folder / "nccl.c").write_text("int nccl;\n")
+    library = folder / "libnccl.so.2"
+    subprocess.run(["cc", "-shared", "-fPIC", "-o", library, folder / "nccl.c"], check=True)
+    return str(library)
+
+
+@pytest.fixture
+def nccl_job(counter: CounterFactory, nccl_library: str) -> Counter:
+    """Two processes with NCCL loaded, in its default setting, on two GPUs."""
+    return counter("--fork", "1", "--devices", "0,1", "--mib", "2", env={"LD_PRELOAD": nccl_library})
+
+
+def test_a_default_nccl_job_is_refused_with_the_reason_and_goes_on(nccl_job: Counter, driver: CudaDriver) -> None:
+    assert nccl_job.ask() == 101
+    with pytest.raises(
+        Unsupported, match=r"2 processes \(\d+, \d+\) may exchange data through NCCL over P2P"
+    ) as caught:
+        gpucr.suspend(nccl_job.pid)
+    assert "NCCL_P2P_DISABLE=1 NCCL_CUMEM_ENABLE=0 NCCL_CUMEM_HOST_ENABLE=0" in (caught.value.hint or "")
+    assert [driver.state(pid) for pid in nccl_job.processes()] == [CudaState.RUNNING] * 2
+    assert nccl_job.ask() == 102
+
+
+def test_the_command_says_so_with_exit_code_3(nccl_job: Counter) -> None:
+    done = run("suspend", nccl_job.pid)
+    assert done.returncode == 3
+    assert "through NCCL over P2P" in done.stderr
+    assert "--force" in done.stderr
+    assert nccl_job.ask() == 101
+
+
+@pytest.mark.criu
+def test_a_dump_is_refused_too_and_a_dry_run_shows_it(nccl_job: Counter, tmp_path: Path) -> None:
+    with pytest.raises(Unsupported, match="through NCCL over P2P"):
+        gpucr.dump(nccl_job.pid, tmp_path / "snapshot")
+    assert not (tmp_path / "snapshot").exists()
+    findings = run_json("dump", nccl_job.pid, "--to", tmp_path / "snapshot", "--dry-run")["findings"]
+    whats = [finding["what"] for finding in findings if finding["severity"] == "blocking"]
+    assert "through NCCL over P2P" in whats[0]
+    assert ["may use peer access" in what for what in whats[1:]] == [True, True]
+    assert nccl_job.ask() == 101
+
+
+def test_settings_that_come_back_are_not_refused(counter: CounterFactory, nccl_library: str) -> None:
+    settings = {"NCCL_P2P_DISABLE": "1", "NCCL_CUMEM_ENABLE": "0", "NCCL_CUMEM_HOST_ENABLE": "0"}
+    program = counter("--fork", "1", "--mib", "2", env={"LD_PRELOAD": nccl_library, **settings})
+    assert gpucr.suspend(program.pid).warnings == ()
+    gpucr.resume(program.pid)
+    assert program.ask() == 101
+
+
+def test_a_process_on_two_gpus_is_refused_until_peer_access_is_measured_to_come_back(
+    counter: CounterFactory, machine_with_peers: pytest.MonkeyPatch
+) -> None:
+    program = counter("--devices", "0,1", "--mib", "2")
+    with pytest.raises(Unsupported, match=r"may use peer access .*not measured on this machine"):
+        gpucr.suspend(program.pid)
+    gpucr.probe(["peer_access"])
+    with pytest.raises(Unsupported, match=r"peer_access measured on this machine on [\d-]{10}: lost"):
+        gpucr.suspend(program.pid)
+    machine_with_peers.setenv("GPUCR_SIM_DRIVER", "future")
+    with pytest.raises(Unsupported, match="not measured on this machine"):
+        gpucr.suspend(program.pid)
+    gpucr.probe(["peer_access"])
+    gpucr.suspend(program.pid)
+    gpucr.resume(program.pid)
+    assert program.send("verify") == "ok"
+
+
+def test_gpus_that_cannot_reach_each_other(counter: CounterFactory, machine_with_peers: pytest.MonkeyPatch) -> None:
+    machine_with_peers.setenv("GPUCR_SIM_PEERS", "0")
+    program = counter("--devices", "0,1", "--mib", "2")
+    assert gpucr.suspend(program.pid).warnings == ()
+    gpucr.resume(program.pid)
+    assert program.send("verify") == "ok"
+
+
+def test_insisting_on_it(counter: CounterFactory) -> None:
+    """Two GPUs, but nothing was copied between them: it comes back, and the report says what was overruled."""
+    program = counter("--devices", "0,1", "--mib", "2")
+    report = gpucr.suspend(program.pid, force=True)
+    assert len(report.warnings) == 1
+    assert "may use peer access" in report.warnings[0]
+    gpucr.resume(program.pid)
+    assert program.send("verify") == "ok"
+    done = run("suspend", program.pid, "--force")
+    assert (done.returncode, "warning: process" in done.stderr) == (0, True)
+    gpucr.resume(program.pid)
+
+
+@pytest.fixture
+def peers() -> Iterator[Canary]:
+    """A process that copies between its two GPUs with peer access."""
+    with Canary("peer_access", FAR) as canary:
+        canary.wait_ready()
+        yield canary
+
+
+def test_why_it_is_refused(peers: Canary, driver: CudaDriver) -> None:
+    with pytest.raises(Unsupported, match="may use peer access"):
+        gpucr.suspend(peers.pid)
+    assert peers.ask() is None
+    gpucr.suspend(peers.pid, force=True)
+    for code in (1, 304):
+        with pytest.raises(DriverError) as caught:
+            gpucr.resume(peers.pid)
+        assert caught.value.result == code
+    assert driver.state(peers.pid) is CudaState.CHECKPOINTED, "lost"
+
+
+@pytest.mark.criu
+def test_what_was_overruled_is_in_the_snapshot_and_in_the_error(counter: CounterFactory, tmp_path: Path) -> None:
+    program = counter("--devices", "0,1", "--mib", "2", env={"GPUCR_SIM_FAULTS": "restore#1=999"})
+    gpucr.dump(program.pid, tmp_path / "s", force=True)
+    program.reap()
+    (overruled,) = gpucr.Snapshot.open(tmp_path / "s").manifest.overruled
+    seen = f"process {program.pid} (counter) holds memory on 2 GPUs that may use peer access"
+    assert overruled.finding.startswith(seen)
+    assert f"overruled   {seen}" in run("inspect", tmp_path / "s").stdout
+    with pytest.raises(DriverError) as caught:
+        gpucr.restore(tmp_path / "s")
+    assert f"--force had overruled: {seen}" in str(caught.value.hint)
+    assert overruled.consequence in str(caught.value.hint)
+
+
+def test_a_mig_gpu(counter: CounterFactory, machine_with_peers: pytest.MonkeyPatch) -> None:
+    program = counter("--mib", "2")
+    machine_with_peers.setenv("GPUCR_SIM_MIG", "1")
+    with pytest.raises(Unsupported, match=r"is partitioned \(MIG\)"):
+        gpucr.suspend(program.pid)
+    assert program.ask() == 101
+
+
+@pytest.mark.criu
+def test_a_machine_that_was_measured_to_bring_nothing_back(
+    counter: CounterFactory, tmp_path: Path, machine_with_peers: pytest.MonkeyPatch
+) -> None:
+    program = counter("--mib", "2")
+    gpucr.dump(program.pid, tmp_path / "snapshot")
+    program.reap()
+    machine_with_peers.setenv("GPUCR_SIM_FAULTS", "restore=999")
+    gpucr.probe(["plain"])
+    with pytest.raises(Unsupported, match="does not bring back even a plain CUDA program"):
+        gpucr.restore(tmp_path / "snapshot")
+    assert not program.alive
+
+
+# --- gpucr doctor -----------------------------------------------------------------------------------------------
+
+
+def test_doctor_without_results() -> None:
+    done = run("doctor")
+    assert (done.returncode, done.stderr) == (0, "")
+    assert "nothing was measured on this machine yet: `gpucr doctor --probe` does" in done.stdout
+    assert run_json("doctor")["probe"] is None
+
+
+def test_doctor_measures_one_and_shows_it_later() -> None:
+    done = run("doctor", "--probe", "--only", "managed", "--only", "plain")
+    assert done.returncode == 0, done.stderr
+    assert [line.partition(" (")[0] for line in done.stderr.splitlines()] == ["plain: comes back", "managed: refused"]
+    shown = [line.split()[0] for line in done.stdout.splitlines()[1:]]
+    assert shown == ["CANARY", "plain", "managed"]
+    assert run("doctor").stdout == done.stdout
+    results = run_json("doctor")["probe"]["results"]
+    assert [(result["name"], result["result"]) for result in results] == [("plain", None), ("managed", 801)]
+
+
+def test_doctor_on_a_machine_that_brings_nothing_back(machine_with_peers: pytest.MonkeyPatch) -> None:
+    machine_with_peers.setenv("GPUCR_SIM_FAULTS", "restore=999")
+    done = run("doctor", "--probe", "--only", "plain", "-q")
+    assert done.returncode == 1
+    assert done.stderr.startswith("error: this machine does not bring back even a plain CUDA program (lost)")
+    assert "plain " in done.stdout
+
+
+def test_doctor_with_results_that_cannot_be_used(tmp_path: Path) -> None:
+    report = gpucr.probe(["plain"])
+    assert report.path is not None
+    Path(report.path).write_text("{}")
+    done = run("doctor")
+    assert done.returncode == 0
+    assert f"warning: {report.path} is left out: it is not gpucr.probe-results" in done.stderr
+    assert "nothing was measured" in done.stdout
+
+
+def test_doctor_only_without_probe() -> None:
+    assert run("doctor", "--only", "plain").returncode == 2
+    assert run("doctor", "--probe", "--only", "parrot").returncode == 2
+
+
+def test_doctor_without_a_driver(tmp_path: Path) -> None:
+    done = subprocess.run(
+        [sys.executable, "-m", "gpucr", "doctor"],
+        env={**os.environ, "LD_LIBRARY_PATH": ""},
+        capture_output=True,
+        text=True,
+        check=False,
+        timeout=60,
+    )
+    assert done.returncode == 4

@@ -1,0 +1,138 @@
+"""A keeper without a sandbox: what is started below it, what it adopts, and what it ends."""
+
+from __future__ import annotations
+
+import contextlib
+import json
+import os
+import select
+import signal
+import socket
+import subprocess
+import sys
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+
+import gpucr
+from gpucr import sandbox
+from gpucr.errors import BrokenInstall
+from gpucr.linux import processes
+from gpucr.sandbox import BareKeeper
+from tests.counter import DEADLINE_S, processes_in, wait_until
+from tests.sandboxed import end_all_in
+from tests.unit.children import identity
+
+
+@pytest.fixture
+def keeper(tmp_path: Path) -> Iterator[BareKeeper]:
+    with sandbox.bare_keeper(log_path=None, status_path=str(tmp_path / "status")) as made:
+        yield made
+    end_all_in(tmp_path)
+
+
+class Spawned:
+    """A shell below a keeper, in a folder of the test's own: what it says on its socket, and what it prints."""
+
+    def __init__(self, keeper: BareKeeper, folder: Path, script: str, *instead: str) -> None:
+        self._keeper = keeper
+        self._output = (folder / "output").open("w+b")
+        self.socket, theirs = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
+        words = instead or ["/bin/sh", "-c", f"cd {folder}; {script}"]
+        with theirs:
+            fds = (theirs.fileno(), self._output.fileno())
+            self.pid, self._pidfd = keeper.spawn(words, {"GREETING": "hällo"}, [signal.SIGTERM], fds)
+
+    def exit_code(self) -> int:
+        """Waits for its end, and asks the keeper."""
+        assert select.select([self._pidfd], [], [], DEADLINE_S)[0]
+        return self._keeper.exit_code(self.pid)
+
+    def output(self) -> str:
+        return os.pread(self._output.fileno(), 4096, 0).decode()
+
+    def __enter__(self) -> Spawned:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self.socket.close()
+        self._output.close()
+        os.close(self._pidfd)
+
+
+def test_what_is_started_below_it(keeper: BareKeeper, tmp_path: Path) -> None:
+    script = "echo $GREETING $PPID; ls -l /proc/self/fd/0; echo hi >&3; exit 7"
+    with Spawned(keeper, tmp_path, script) as shell:
+        assert shell.socket.recv(100) == b"hi\n"
+        assert shell.exit_code() == 7
+        greeting, nothing = shell.output().splitlines()
+        assert greeting == f"hällo {keeper.id.pid}"
+        assert nothing.endswith(os.devnull)
+    with Spawned(keeper, tmp_path, "", "/bin/grep", "SigBlk", "/proc/self/status") as grep:
+        assert grep.exit_code() == 0
+        assert int(grep.output().split()[1], 16) == 1 << (signal.SIGTERM - 1)
+    with Spawned(keeper, tmp_path, "kill -KILL $$") as killed:
+        assert killed.exit_code() == -signal.SIGKILL
+        assert keeper.exit_code(killed.pid) == -signal.SIGKILL, "asked again"
+
+
+def test_a_program_that_is_not_there(keeper: BareKeeper) -> None:
+    with pytest.raises(FileNotFoundError):
+        keeper.spawn(["/nowhere/criu"], {}, [], (0, 1))
+    assert processes.is_alive(keeper.id)
+
+
+def test_what_is_left_becomes_its_own_and_its_end_is_known(keeper: BareKeeper, tmp_path: Path) -> None:
+    os.mkfifo(tmp_path / "go")
+    with Spawned(keeper, tmp_path, "(read line < go; exit 6) & echo $! > pid; exit 0") as shell:
+        assert shell.exit_code() == 0
+    root = int((tmp_path / "pid").read_text())
+    stat = processes.read_stat(root)
+    assert stat is not None
+    assert stat.parent_pid == keeper.id.pid
+    keeper.adopt(root)
+    keeper.end()
+    assert sandbox.keeper_root(keeper.id.pid) == identity(root)
+    assert sandbox.of(root) is None
+    (tmp_path / "go").write_text("go\n")
+    wait_until((tmp_path / "status").exists, "the status")
+    assert json.loads((tmp_path / "status").read_text())["exit_code"] == 6
+    wait_until(lambda: processes.read_stat(root) is None, "it to be collected")
+
+
+def test_without_adoption_everything_below_it_ends(keeper: BareKeeper, tmp_path: Path) -> None:
+    with Spawned(keeper, tmp_path, "(sleep 1000; exit) & exec sleep 1000"):
+        wait_until(lambda: len(processes_in(tmp_path)) == 3, "all three to run")
+        assert keeper.end()
+    assert processes_in(tmp_path) == []
+    assert not processes.is_alive(keeper.id)
+
+
+def test_it_ends_everything_when_its_gpucr_is_killed(tmp_path: Path) -> None:
+    code = (
+        "import os, signal, sys; from gpucr import sandbox\n"
+        "made = sandbox.bare_keeper(log_path=None, status_path=None)\n"
+        "made.spawn(['/bin/sh', '-c', 'cd ' + sys.argv[1] + '; (sleep 1000; exit) & wait'], {}, [], (0, 1))\n"
+        "print(made.id.pid, flush=True); signal.pause()"
+    )
+    environment = {**os.environ, "PYTHONPATH": str(Path(gpucr.__file__).parents[1])}
+    with subprocess.Popen([sys.executable, "-c", code, tmp_path], stdout=subprocess.PIPE, env=environment) as maker:
+        assert maker.stdout is not None
+        keeper = identity(int(maker.stdout.readline()))
+        wait_until(lambda: len(processes_in(tmp_path)) == 3, "all three to run")
+        maker.kill()
+        wait_until(lambda: processes_in(tmp_path) == [], "everything below it to end")
+        wait_until(lambda: not processes.is_alive(keeper), "the keeper to end")
+
+
+def test_a_keeper_that_was_killed(keeper: BareKeeper, tmp_path: Path) -> None:
+    with Spawned(keeper, tmp_path, "exit 0") as shell:
+        os.kill(keeper.id.pid, signal.SIGKILL)
+        wait_until(lambda: not processes.is_alive(keeper.id), "its end")
+        with pytest.raises(BrokenInstall, match="the keeper process of the job ended"):
+            keeper.exit_code(shell.pid)
+        with pytest.raises(BrokenInstall, match="the keeper process of the job ended"):
+            keeper.adopt(shell.pid)
+    with contextlib.suppress(ProcessLookupError):
+        os.kill(shell.pid, signal.SIGKILL)

@@ -1,0 +1,101 @@
+"""gpucr.linux.cut_back: nothing of a file is ever lost, and no other file is ever touched."""
+
+from __future__ import annotations
+
+import os
+from pathlib import Path
+
+import pytest
+
+from gpucr.linux.cut_back import CutOff, cut_back, put_back
+from tests.conftest import skip_or_fail
+
+LARGE = os.urandom(3 << 20)
+
+
+@pytest.fixture
+def log(tmp_path: Path) -> Path:
+    path = tmp_path.resolve() / "log"
+    path.write_bytes(LARGE)
+    path.chmod(0o640)
+    return path
+
+
+def test_there_and_back(log: Path) -> None:
+    if os.geteuid() == 0:
+        os.chown(log, 12, 34)
+    cut = cut_back(log, 1000, stamp="20250102T030405")
+    assert cut == CutOff(log, 1000, log.with_name("log.gpucr-20250102T030405"))
+    assert log.read_bytes() == LARGE[:1000]
+    assert cut.kept_as.read_bytes() == LARGE[1000:]
+    before, kept = log.stat(), cut.kept_as.stat()
+    assert (kept.st_mode, kept.st_uid, kept.st_gid) == (before.st_mode, before.st_uid, before.st_gid)
+    put_back(cut)
+    assert log.read_bytes() == LARGE
+    assert not cut.kept_as.exists()
+
+
+def test_what_is_kept_is_never_overwritten(log: Path) -> None:
+    cuts = [cut_back(log, size, stamp="s") for size in (3000, 2000, 1000)]
+    assert [cut.kept_as.name for cut in cuts] == ["log.gpucr-s", "log.gpucr-s-1", "log.gpucr-s-2"]
+    assert log.read_bytes() + b"".join(cut.kept_as.read_bytes() for cut in reversed(cuts)) == LARGE
+
+
+def test_a_file_that_was_written_to_meanwhile_stays_as_it_is(log: Path) -> None:
+    cut = cut_back(log, 1000, stamp="s")
+    with log.open("ab") as file:
+        file.write(b"new")
+    with pytest.raises(OSError, match=r"its old end is in .*log\.gpucr-s"):
+        put_back(cut)
+    assert log.read_bytes() == LARGE[:1000] + b"new"
+    assert cut.kept_as.read_bytes() == LARGE[1000:]
+
+
+def test_a_file_that_is_shorter(log: Path) -> None:
+    with pytest.raises(OSError, match="no plain file of that size"):
+        cut_back(log, len(LARGE) + 1, stamp="s")
+    assert [path.name for path in log.parent.iterdir()] == ["log"]
+
+
+def test_symbolic_links_are_not_followed(log: Path) -> None:
+    log.with_name("link").symlink_to(log)
+    log.with_name("folder").symlink_to(log.parent)
+    for path in (log.with_name("link"), log.parent / "folder" / "log"):
+        with pytest.raises(OSError, match="symbolic links"):
+            cut_back(path, 1000, stamp="s")
+    assert log.read_bytes() == LARGE
+
+
+def test_a_full_disk_cuts_nothing_off(log: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    def full(*arguments: object) -> int:
+        raise OSError(28, "No space left on device")
+
+    monkeypatch.setattr(os, "pwrite", full)
+    with pytest.raises(OSError, match="No space left"):
+        cut_back(log, 1000, stamp="s")
+    monkeypatch.undo()
+    assert log.read_bytes() == LARGE
+    assert [path.name for path in log.parent.iterdir()] == ["log"]
+
+
+def test_an_append_only_file_stays_as_it_is(log: Path) -> None:
+    import fcntl
+
+    if os.geteuid() != 0:
+        skip_or_fail("root", "only root sets the flag")
+    get_flags, set_flags, append = 0x80086601, 0x40086602, 0x20  # FS_IOC_GETFLAGS, FS_IOC_SETFLAGS, FS_APPEND_FL
+    with log.open("rb") as file:
+        flags = bytearray(8)
+        try:
+            fcntl.ioctl(file, get_flags, flags)
+            # All other flags stay: ext4 takes a change of theirs for a wish of its own, and may refuse it half-way.
+            fcntl.ioctl(file, set_flags, (int.from_bytes(flags, "little") | append).to_bytes(8, "little"))
+        except OSError:
+            pytest.skip("this file system, or these privileges, have no append-only files")
+        try:
+            with pytest.raises(PermissionError):
+                cut_back(log, 1000, stamp="s")
+        finally:
+            fcntl.ioctl(file, set_flags, bytes(flags))
+    assert log.read_bytes() == LARGE
+    assert [path.name for path in log.parent.iterdir()] == ["log"]

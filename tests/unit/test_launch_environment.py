@@ -1,0 +1,92 @@
+"""What gpucr sets in a job's environment: only what this driver needs, and nothing that the user has set."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+
+import pytest
+
+from gpucr.launch.environment import EnvironmentChange, changed, choose_environment
+
+NCCL = {"NCCL_P2P_DISABLE": "1", "NCCL_CUMEM_ENABLE": "0", "NCCL_CUMEM_HOST_ENABLE": "0", "NCCL_NVLS_ENABLE": "0"}
+TORCH = {"TORCH_NCCL_ENABLE_MONITORING": "0", "TORCH_NCCL_ASYNC_ERROR_HANDLING": "0"}
+
+
+def _choose(
+    driver_version: str | None = "580.159.04",
+    *,
+    given: Mapping[str, str] | None = None,
+    comes_back: Mapping[str, bool] | None = None,
+    io_uring_is_refused: bool = True,
+) -> dict[str, EnvironmentChange]:
+    changes = choose_environment(
+        given or {},
+        driver_version=driver_version,
+        comes_back=comes_back or {},
+        io_uring_is_refused=io_uring_is_refused,
+    )
+    assert all(change.reason and change.consequence for change in changes)
+    return {change.variable: change for change in changes}
+
+
+def _values(changes: Mapping[str, EnvironmentChange]) -> dict[str, str]:
+    return {name: change.value for name, change in changes.items()}
+
+
+def test_the_settings_that_were_measured_to_come_back_on_driver_580() -> None:
+    assert _values(_choose("580.159.04")) == NCCL | TORCH
+
+
+def test_without_a_driver_there_is_nothing_to_choose() -> None:
+    assert _choose(None) == {}
+
+
+def test_what_was_never_tried_on_a_newer_driver_is_not_trusted() -> None:
+    newer = _choose("610.10")
+    assert _values(newer) == NCCL | TORCH
+    assert "has not been tried on this machine" in newer["NCCL_P2P_DISABLE"].reason
+    assert "driver 580.1 does not bring it back" in _choose("580.1")["NCCL_P2P_DISABLE"].reason
+
+
+@pytest.mark.parametrize("driver", ["580.159.04", "610.10"])
+def test_peer_memory_that_came_back_when_it_was_tried_may_be_used(driver: str) -> None:
+    tried = {"peer_access": True, "legacy_ipc": True}
+    chosen = _values(_choose(driver, comes_back=tried))
+    assert chosen == {name: value for name, value in (NCCL | TORCH).items() if name != "NCCL_P2P_DISABLE"}
+
+
+@pytest.mark.parametrize("tried", [{"peer_access": True, "legacy_ipc": False}, {"legacy_ipc": True}])
+def test_peer_memory_needs_both_canaries_to_come_back(tried: Mapping[str, bool]) -> None:
+    assert "NCCL_P2P_DISABLE" in _choose("580.159.04", comes_back=tried)
+
+
+def test_vmm_memory_that_came_back_may_be_used_but_not_multicast() -> None:
+    chosen = _values(_choose("620.1", comes_back={"vmm_export": True, "peer_access": True, "legacy_ipc": True}))
+    assert chosen == {"NCCL_NVLS_ENABLE": "0"} | TORCH
+
+
+def test_vmm_memory_that_did_not_come_back_is_named_as_measured() -> None:
+    change = _choose("620.1", comes_back={"vmm_export": False})["NCCL_CUMEM_ENABLE"]
+    assert "did not come back when it was tried on this machine" in change.reason
+
+
+def test_libuv_is_touched_only_where_io_uring_cannot_be_refused() -> None:
+    assert "USE_LIBUV" not in _choose(io_uring_is_refused=True)
+    assert _choose(None, io_uring_is_refused=False)["USE_LIBUV"].value == "0"
+
+
+def test_what_the_user_has_set_stays() -> None:
+    given = {"NCCL_P2P_DISABLE": "0", "NCCL_CUMEM_ENABLE": "0", "PATH": "/bin"}
+    changes = _choose(given=given)
+    assert not changes["NCCL_P2P_DISABLE"].is_set
+    assert changes["NCCL_P2P_DISABLE"].is_harmful
+    assert not changes["NCCL_CUMEM_ENABLE"].is_set
+    assert not changes["NCCL_CUMEM_ENABLE"].is_harmful
+    assert changes["NCCL_CUMEM_HOST_ENABLE"].is_set
+    environment = changed(given, tuple(changes.values()))
+    assert environment == {**given, **{name: value for name, value in (NCCL | TORCH).items() if name not in given}}
+
+
+@pytest.mark.parametrize("version", ["", "unknown", "²", "."])
+def test_a_version_that_cannot_be_read_counts_as_an_old_one(version: str) -> None:
+    assert _values(_choose(version)) == NCCL | TORCH

@@ -1,0 +1,40 @@
+"""gpucr.preflight.clocks: where a job's clocks cannot go on, and what is said of it."""
+
+from __future__ import annotations
+
+import pytest
+
+from gpucr.linux import namespaces, processes
+from gpucr.preflight import check_clocks
+
+
+@pytest.fixture(autouse=True)
+def machine_that_can(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(namespaces, "kinds_here", lambda: ("pid", "time"))
+    monkeypatch.setattr(processes, "can_set_clocks", lambda: True)
+
+
+def test_where_the_clocks_go_on() -> None:
+    assert check_clocks(are_in_images=True) == []
+
+
+def test_a_kernel_without_time_namespaces(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(namespaces, "kinds_here", lambda: ("pid",))
+    monkeypatch.setattr(processes, "can_set_clocks", lambda: False)
+    (finding,) = check_clocks(are_in_images=True)
+    assert finding.severity == "warning"
+    assert "this kernel" in finding.evidence
+
+
+def test_a_dump_on_such_a_kernel(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(processes, "can_set_clocks", lambda: False)
+    (finding,) = check_clocks(are_in_images=False)
+    assert finding.severity == "warning"
+    assert "the kernel of the dump" in finding.evidence
+
+
+def test_without_the_capability(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(processes, "can_set_clocks", lambda: False)
+    (finding,) = check_clocks(are_in_images=True)
+    assert finding.severity == "blocking"
+    assert "CAP_SYS_TIME" in finding.evidence

@@ -1,0 +1,321 @@
+"""gpucr.preflight: what does not come back, told from what shows outside, each with its evidence and a remedy."""
+
+from __future__ import annotations
+
+import os
+import socket
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from gpucr import preflight
+from gpucr.driver.api import DriverCapabilities
+from gpucr.linux import processes
+from gpucr.model import CudaState, GangMember, Gpu, GpuMap, GpuUse, Job, ProcessId, ProcessInfo
+from gpucr.preflight import CudaTraits, Finding, JobTraits, Measurement, modes, sharing
+from tests.unit.children import Child, python
+
+A, B, C = (f"GPU-{digit * 8}-0000-0000-0000-000000000000" for digit in "abc")
+LIBRARY, FILE = "/venv/nvidia/nccl/lib/libnccl.so.2", "/dev/shm/nccl-Xy12 (deleted)"
+SAFE = {"NCCL_P2P_DISABLE": "1", "NCCL_CUMEM_ENABLE": "0", "NCCL_CUMEM_HOST_ENABLE": "0"}
+COMES_BACK, LOST = (Measurement(good, word, "2026-11-21") for good, word in ((True, "comes back"), (False, "lost")))
+WAITING = "import signal; print('ready', flush=True); signal.pause()"
+
+
+def gpu(uuid: str, *, mig: bool = False) -> Gpu:
+    return Gpu(0, uuid, "NVIDIA H200", 140 << 30, 100 << 30, mig)
+
+
+def rank(
+    pid: int,
+    *gpus: str,
+    environment: Mapping[str, str] | None = None,
+    mapped: tuple[str, ...] = (LIBRARY,),
+    open_paths: tuple[str, ...] = (),
+) -> CudaTraits:
+    info = ProcessInfo(ProcessId(pid, 1), 1, pid, (pid,), 0, "S", "trainer", ("trainer",))
+    known = frozenset(gpus) or None
+    return CudaTraits(info, {} if environment is None else environment, frozenset(mapped), frozenset(open_paths), known)
+
+
+def job(*ranks: CudaTraits, machine: tuple[str, ...] = (A, B), apart: bool = False, **more: Any) -> JobTraits:
+    pairs = {frozenset((one, other)) for one in machine for other in machine if one != other} if apart else set()
+    return JobTraits(ranks, tuple(map(gpu, machine)), frozenset(pairs), **more)
+
+
+def only(findings: list[Finding]) -> Finding:
+    (finding,) = findings
+    assert all((finding.what, finding.evidence, finding.consequence, finding.remedy))
+    return finding
+
+
+# --- NCCL ------------------------------------------------------------------------------------------------------
+
+
+def test_a_default_nccl_job() -> None:
+    finding = only(preflight.check_traps(job(rank(7, A), rank(8, B)), {}))
+    assert (finding.severity, finding.what) == (
+        "blocking",
+        "2 processes (7, 8) may exchange data through NCCL over P2P",
+    )
+    assert finding.evidence == (
+        f"{LIBRARY} is mapped, no /dev/shm/nccl-* is mapped, they hold memory on 2 GPUs; /proc/PID/environ has none of "
+        "NCCL's settings, and what a program sets after its start does not show there; not measured on this machine: "
+        "`gpucr doctor --probe` does"
+    )
+    assert "the restore lose the job" in finding.consequence
+    assert all(f"{name}={value}" in finding.remedy for name, value in SAFE.items())
+
+
+@pytest.mark.parametrize(
+    ("environment", "mapped"),
+    [
+        (SAFE, ()),
+        (SAFE, (FILE,)),
+        ({**SAFE, "NCCL_SHM_DISABLE": "1"}, ()),
+        ({"NCCL_P2P_DISABLE": "1"}, (FILE,)),
+        ({"NCCL_P2P_LEVEL": "LOC", "NCCL_CUMEM_ENABLE": "0", "NCCL_CUMEM_HOST_ENABLE": "0"}, ()),
+    ],
+)
+def test_nccl_settings_that_come_back(environment: Mapping[str, str], mapped: tuple[str, ...]) -> None:
+    ranks = [rank(pid, uuid, environment=environment, mapped=(LIBRARY, *mapped)) for pid, uuid in ((7, A), (8, B))]
+    assert preflight.check_traps(job(*ranks), {}) == []
+
+
+@pytest.mark.parametrize(
+    ("environment", "how", "canaries"),
+    [
+        ({}, "over P2P", ("vmm_export", "peer_access")),
+        ({"NCCL_P2P_DISABLE": "0"}, "over P2P", ("vmm_export", "peer_access")),
+        ({"NCCL_CUMEM_ENABLE": "0"}, "over P2P with CUDA IPC", ("legacy_ipc", "peer_access")),
+        ({"NCCL_P2P_DISABLE": "1"}, "without P2P, but with memory that NCCL exports", ("vmm_export",)),
+        ({"NCCL_P2P_DISABLE": "1", "NCCL_CUMEM_ENABLE": "0"}, "without P2P", ("vmm_export",)),
+    ],
+)
+def test_nccl_settings_that_lose_the_job(environment: Mapping[str, str], how: str, canaries: tuple[str, ...]) -> None:
+    ranks = job(rank(7, A, environment=environment), rank(8, B, environment=environment))
+    finding = only(preflight.check_traps(ranks, {}))
+    assert finding.severity == "blocking"
+    assert how in finding.what
+    assert all(f"{name}={value}" in finding.evidence for name, value in environment.items())
+    # what was measured here overrules the rule, one canary that was lost keeps it
+    measured = dict.fromkeys(canaries, COMES_BACK)
+    finding = only(preflight.check_traps(ranks, measured))
+    assert finding.severity == "warning"
+    assert f"{canaries[0]} measured on this machine on 2026-11-21: comes back" in finding.evidence
+    finding = only(preflight.check_traps(ranks, {**measured, canaries[-1]: LOST}))
+    assert finding.severity == "blocking"
+    assert f"{canaries[-1]} measured on this machine on 2026-11-21: lost" in finding.evidence
+
+
+def test_one_rank_with_other_settings_than_the_others() -> None:
+    finding = only(sharing.check_nccl(job(rank(7, A, environment=SAFE), rank(8, B)), {}))
+    assert finding.severity == "blocking"
+
+
+def test_settings_made_after_the_start_show_in_the_mappings() -> None:
+    files = (LIBRARY, FILE)
+    finding = only(sharing.check_nccl(job(rank(7, A, mapped=files), rank(8, B, mapped=files)), {}))
+    assert finding.severity == "warning"
+    assert "both have /dev/shm/nccl-* mapped" in finding.evidence
+    # of more than two ranks some may use P2P as well
+    ranks = [rank(pid, uuid, mapped=files) for pid, uuid in ((7, A), (8, B), (9, C))]
+    finding = only(sharing.check_nccl(job(*ranks, machine=(A, B, C)), {}))
+    assert finding.severity == "blocking"
+    assert "/dev/shm/nccl-* is mapped in 7, 8, 9" in finding.evidence
+    # where no GPU can reach another one, they cannot
+    assert sharing.check_nccl(job(*ranks, machine=(A, B, C), apart=True), {}) == []
+
+
+def test_an_environment_that_cannot_be_read() -> None:
+    info = rank(8, B)
+    closed = CudaTraits(info.process, None, info.mapped, frozenset(), info.gpus)
+    finding = only(sharing.check_nccl(job(rank(7, A), closed), {}))
+    assert "(that of 8 cannot be read)" in finding.evidence
+
+
+@pytest.mark.parametrize(
+    "harmless",
+    [
+        job(rank(7, A)),
+        job(rank(7, A), rank(8, B, mapped=())),
+        job(rank(7, A), rank(8, A)),
+        job(rank(7), rank(8), machine=(A,)),
+        job(rank(7, A, mapped=()), rank(8, B, mapped=())),
+        JobTraits((), ()),
+    ],
+)
+def test_no_ranks_on_several_gpus(harmless: JobTraits) -> None:
+    assert preflight.check_traps(harmless, {}) == []
+
+
+def test_ranks_whose_gpus_nvml_does_not_know() -> None:
+    finding = only(preflight.check_traps(job(rank(7), rank(8)), {}))
+    assert finding.severity == "blocking"
+    assert "2 GPUs" in finding.evidence
+
+
+def test_one_rank_of_a_larger_job() -> None:
+    finding = only(preflight.check_traps(job(rank(7, A, environment={"LOCAL_WORLD_SIZE": "2"})), {}))
+    assert finding.what.startswith("1 process (7)")
+    assert preflight.check_traps(job(rank(7, A, environment={**SAFE, "LOCAL_WORLD_SIZE": "2"})), {}) == []
+    assert preflight.check_traps(job(rank(7, A, environment={"LOCAL_WORLD_SIZE": "1"})), {}) == []
+
+
+def test_shared_memory_that_was_measured_to_be_lost() -> None:
+    ranks = job(rank(7, A, environment=SAFE), rank(8, B, environment=SAFE))
+    finding = only(preflight.check_traps(ranks, {"shared_memory_ranks": LOST}))
+    assert finding.severity == "blocking"
+    assert preflight.check_traps(ranks, {"shared_memory_ranks": COMES_BACK}) == []
+
+
+# --- one process -----------------------------------------------------------------------------------------------
+
+
+def test_a_process_on_two_gpus() -> None:
+    finding = only(preflight.check_traps(job(rank(7, A, B)), {}))
+    assert (finding.severity, finding.pid) == ("blocking", 7)
+    assert finding.what == "process 7 (trainer) holds memory on 2 GPUs that may use peer access"
+    assert A in finding.evidence
+    assert B in finding.evidence
+    assert "not measured on this machine" in finding.evidence
+    finding = only(preflight.check_traps(job(rank(7, A, B)), {"peer_access": LOST}))
+    assert "peer_access measured on this machine on 2026-11-21: lost" in finding.evidence
+
+
+def test_a_process_on_two_gpus_that_is_no_trap() -> None:
+    assert preflight.check_traps(job(rank(7, A, B)), {"peer_access": COMES_BACK}) == []
+    assert preflight.check_traps(job(rank(7, A, B), apart=True), {}) == []
+
+
+def test_channels_to_other_machines() -> None:
+    channel = "/dev/nvidia-caps-imex-channels/channel0"
+    finding = only(preflight.check_traps(job(rank(7, A, open_paths=(channel, "/dev/null"))), {}))
+    assert (finding.severity, finding.evidence) == ("warning", f"it has {channel} open")
+
+
+@pytest.mark.parametrize(
+    "path",
+    [
+        "/opt/nvidia/nsight-systems/target-linux-x64/libToolsInjection64.so",
+        "/opt/nvidia/nsight-compute/target/libcuda-injection.so",
+        "/usr/local/cuda/compute-sanitizer/libsanitizer-collection.so",
+        "/usr/lib/x86_64-linux-gnu/libcudadebugger.so.1",
+    ],
+)
+def test_a_profiler(path: str) -> None:
+    finding = only(preflight.check_traps(job(rank(7, A, mapped=(path,))), {}))
+    assert (finding.severity, finding.evidence) == ("warning", f"{path} is mapped")
+
+
+def test_an_injected_library_in_the_environment() -> None:
+    finding = only(preflight.check_traps(job(rank(7, A, environment={"CUDA_INJECTION64_PATH": "/x/y.so"})), {}))
+    assert finding.evidence == "CUDA_INJECTION64_PATH=/x/y.so"
+
+
+def test_libcupti_alone_is_no_profiler() -> None:
+    assert preflight.check_traps(job(rank(7, A, mapped=("/venv/nvidia/cuda_cupti/lib/libcupti.so.12",))), {}) == []
+
+
+# --- modes -----------------------------------------------------------------------------------------------------
+
+
+def test_mig() -> None:
+    machine = (gpu(A, mig=True), gpu(B))
+    finding = only(preflight.check_traps(JobTraits((rank(7, A),), machine), {}))
+    assert (finding.severity, finding.what) == ("blocking", f"GPU {A} is partitioned (MIG)")
+    assert preflight.check_traps(JobTraits((rank(7, B),), machine), {}) == []
+    assert only(preflight.check_traps(JobTraits((rank(7),), machine), {})).severity == "warning"
+    assert only(preflight.check_traps(JobTraits((rank(7),), machine[:1]), {})).severity == "blocking"
+
+
+def test_mig_where_a_restore_goes() -> None:
+    machine = (gpu(A, mig=True), gpu(B))
+    assert only(preflight.check_mig_targets([A], machine)).severity == "blocking"
+    assert preflight.check_mig_targets([B, C], machine) == []
+
+
+def test_mps_that_nvml_knows() -> None:
+    finding = only(preflight.check_traps(job(rank(7, A), mps_clients=frozenset((7, 9))), {}))
+    assert (finding.severity, finding.pid, finding.evidence) == ("blocking", 7, "NVML lists it as a client of MPS")
+
+
+def test_mps_by_its_pipe_and_its_server(tmp_path: Path) -> None:
+    environment = {"CUDA_MPS_PIPE_DIRECTORY": str(tmp_path)}
+    name_it = "import ctypes; ctypes.CDLL(None).prctl(15, b'nvidia-cuda-mps-server'); " + WAITING
+    with python(WAITING) as client:
+        traits = job(rank(client.pid, A, environment=environment))
+        assert modes.check_mps(traits) == []
+        with python(name_it) as server:
+            assert modes.check_mps(traits) == [], "no pipe, so this server is not the client's"
+            (tmp_path / "control").touch()
+            assert modes.check_mps(traits) == [], "a plain file is no pipe"
+            (tmp_path / "control").unlink()
+            with socket.socket(socket.AF_UNIX) as control:
+                control.bind(str(tmp_path / "control"))
+                finding = only(modes.check_mps(traits))
+    assert (finding.severity, finding.pid) == ("blocking", client.pid)
+    assert finding.evidence == f"{tmp_path}/control is there, and nvidia-cuda-mps (pid {server.pid}) runs"
+
+
+@pytest.mark.parametrize(("gpu_map", "able", "found"), [(True, False, 1), (True, True, 0), (False, False, 0)])
+def test_a_driver_too_old_for_a_gpu_map(gpu_map: bool, able: bool, found: int) -> None:
+    wanted = GpuMap(((A, B), (B, A))) if gpu_map else None
+    findings = preflight.check_driver(DriverCapabilities(12080, gpu_map=able, custom_storage=False), wanted)
+    assert [finding.severity for finding in findings] == ["blocking"] * found
+    assert all("CUDA 12.8" in finding.evidence for finding in findings)
+
+
+# --- what was measured ------------------------------------------------------------------------------------------
+
+
+def test_a_machine_that_brings_nothing_back() -> None:
+    finding = only(preflight.check_traps(job(rank(7, A)), {"plain": LOST}))
+    assert finding.severity == "blocking"
+    assert "canary plain, measured on this machine on 2026-11-21: lost" in finding.evidence
+    assert preflight.check_traps(JobTraits((), ()), {"plain": LOST}) == []
+
+
+@pytest.mark.parametrize("name", ["pinned", "streams_and_graphs"])
+def test_what_a_job_may_use_without_showing_it(name: str) -> None:
+    assert only(preflight.check_traps(job(rank(7, A)), {name: LOST})).severity == "warning"
+    assert preflight.check_traps(job(rank(7, A)), {name: COMES_BACK}) == []
+
+
+# --- looking ----------------------------------------------------------------------------------------------------
+
+
+def _gang(child: Child) -> Job:
+    tree = processes.tree(child.pid)
+    return Job(tree, (GangMember(tree[0].id, CudaState.RUNNING),))
+
+
+def test_what_is_seen_of_a_real_process(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    library = tmp_path / "libnccl.so.2"
+    library.write_bytes(bytes(4096))
+    monkeypatch.setenv("NCCL_P2P_DISABLE", "1")
+    mapping = (
+        "import mmap, os, signal, sys; os.environ['NCCL_CUMEM_ENABLE'] = '0'; f = open(sys.argv[1], 'r+b')\n"
+        "m = mmap.mmap(f.fileno(), 0); print('ready', flush=True); signal.pause()"
+    )
+    with python(mapping, library) as child:
+        uses = [GpuUse(child.pid, A, 1), GpuUse(child.pid, B, None), GpuUse(os.getpid(), C, 1)]
+        (seen,) = preflight.look(_gang(child), uses).processes
+    assert seen.mapped_with("libnccl") == str(library)
+    assert str(library) in seen.open_paths
+    assert seen.setting("NCCL_P2P_DISABLE") == "1"
+    assert seen.setting("NCCL_CUMEM_ENABLE") is None, "what a program sets itself does not show"
+    assert seen.gpus == frozenset((A, B))
+
+
+def test_a_job_without_cuda_is_not_looked_at() -> None:
+    with python(WAITING) as child:
+        assert preflight.look(Job(processes.tree(child.pid), ()), []) == JobTraits((), ())
+
+
+def test_the_environment_of_a_process_that_is_gone() -> None:
+    with python(WAITING) as child:
+        assert processes.environment(child.pid) is not None
+    assert processes.environment(child.pid) is None
