@@ -7,7 +7,7 @@ from pathlib import Path
 from typing import Any
 
 from gpucr.model import Connection, CudaState, Endpoint, Extent, Gpu, JobFile, StagedExtent
-from gpucr.snapshot.device import DeviceWriter, Source
+from gpucr.snapshot.device import DeviceWriter, FolderSink, Source
 from gpucr.snapshot.folder import Snapshot, UnfinishedSnapshot
 from gpucr.snapshot.manifest import (
     DeviceData,
@@ -111,7 +111,9 @@ def write_device_data(folder: Path, device_memory: bytes, piece_bytes: int) -> D
     staging = os.memfd_create("staging")
     try:
         os.write(staging, device_memory)
-        writer = DeviceWriter(folder, [Source(100, staging, len(device_memory))], threads=2, piece_bytes=piece_bytes)
+        writer = DeviceWriter(
+            FolderSink(folder, piece_bytes=piece_bytes), [Source(100, staging, len(device_memory))], threads=2
+        )
         writer.start()
         writer.complete(100)
         writer.wait()

@@ -22,7 +22,7 @@ import pytest
 
 from gpucr.errors import SnapshotDamaged, SnapshotError
 from gpucr.model import StagedExtent
-from gpucr.snapshot.device import Destination, DeviceReader, DeviceWriter, Source, check_shape, verify
+from gpucr.snapshot.device import Destination, DeviceReader, DeviceWriter, FolderSink, Source, check_shape, verify
 from gpucr.snapshot.device.crew import PieceBuffer
 from gpucr.snapshot.device.stripes import STRIPES, Layout
 from gpucr.snapshot.manifest import DeviceData
@@ -81,7 +81,8 @@ def digests_of(memory: bytes) -> tuple[str | None, ...]:
 
 
 def writer_of(folder: Path, sources: Sequence[Source] = (), **options: Any) -> DeviceWriter:
-    return DeviceWriter(folder, sources, **{"threads": 4, "piece_bytes": PIECE, **options})
+    sink = FolderSink(folder, piece_bytes=options.pop("piece_bytes", PIECE))
+    return DeviceWriter(sink, sources, **{"threads": 4, **options})
 
 
 def saved(folder: Path, fds: dict[int, int], **options: Any) -> dict[int, DeviceData]:
@@ -443,13 +444,13 @@ _ON_A_SMALL_DISK = """
 import os, subprocess, sys
 from pathlib import Path
 from gpucr.errors import SnapshotError
-from gpucr.snapshot.device import DeviceWriter, Source
+from gpucr.snapshot.device import DeviceWriter, FolderSink, Source
 disk = Path(sys.argv[1])
 subprocess.run(["mount", "-t", "tmpfs", "-o", "size=1m", "none", disk], check=True)
 staging = os.memfd_create("staging")
 os.write(staging, os.urandom(4 << 20))
 before = len(os.listdir("/proc/self/fd"))
-writer = DeviceWriter(disk / "device", [Source(42, staging, 4 << 20)], threads=4, piece_bytes=65536)
+writer = DeviceWriter(FolderSink(disk / "device", piece_bytes=65536), [Source(42, staging, 4 << 20)], threads=4)
 writer.start()
 writer.complete(42)
 for call in (lambda: writer.wait(60), writer.sync, lambda: writer.device_data(42, ())):

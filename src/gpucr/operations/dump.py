@@ -35,6 +35,7 @@ from gpucr.operations.staged import GangStaging
 from gpucr.operations.steps import OnProgress, Phase, Step, run_steps
 from gpucr.operations.threads import GangThreads
 from gpucr.operations.traps import findings_of_traps
+from gpucr.snapshot.device.folder_sink import FolderSink
 from gpucr.snapshot.device.writer import DeviceWriter
 from gpucr.snapshot.folder import Snapshot, UnfinishedSnapshot, check_target
 from gpucr.snapshot.manifest import OverruledFinding
@@ -178,7 +179,7 @@ def _prepare(
     held = preflight.device_bytes_in_use(job, uses)
     gang = Gang(found.driver, job.gang, deadline=deadline) if found.driver is not None and job.gang else None
     folder = UnfinishedSnapshot(to)
-    writer = DeviceWriter(folder.device)
+    writer = DeviceWriter(FolderSink(folder.device))
     staged = GangStaging(use_files=True, writer=writer, save_gently=leave_running and persist == "background")
     threads = GangThreads()
     checkpoint = None

@@ -7,8 +7,18 @@ SHA-256 in the manifest.
 
 from __future__ import annotations
 
+from gpucr.snapshot.device.folder_sink import FolderSink
 from gpucr.snapshot.device.reader import Destination, DeviceReader, verify
 from gpucr.snapshot.device.stripes import PIECE_BYTES, check_shape
 from gpucr.snapshot.device.writer import DeviceWriter, Source
 
-__all__ = ["PIECE_BYTES", "Destination", "DeviceReader", "DeviceWriter", "Source", "check_shape", "verify"]
+__all__ = [
+    "PIECE_BYTES",
+    "Destination",
+    "DeviceReader",
+    "DeviceWriter",
+    "FolderSink",
+    "Source",
+    "check_shape",
+    "verify",
+]

@@ -10,8 +10,9 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import NamedTuple
 
-from gpucr.errors import SnapshotDamaged, SnapshotError
+from gpucr.errors import SnapshotDamaged
 from gpucr.snapshot.device.crew import THREADS, Crew, PieceBuffer
+from gpucr.snapshot.device.loader import Prefix, fill
 from gpucr.snapshot.device.stripes import HINT_CHANGED, HINT_DAMAGED, Layout, Stripes
 from gpucr.snapshot.manifest import DeviceData
 
@@ -43,17 +44,14 @@ class _Loading:
         self.stripes = stripes
         self.layout = stripes.layout
         self._next = 0
-        self._finished = bytearray(digest is None for digest in destination.data.sha256)
-        self._prefix = 0
-        self._grow()
+        self.prefix = Prefix(self.layout.pieces)
+        for piece, digest in enumerate(destination.data.sha256):
+            if digest is None:
+                self.prefix.finish(piece)
 
     @property
     def loaded_bytes(self) -> int:
-        return min(self.layout.start(self._prefix), self.layout.size_bytes)
-
-    @property
-    def is_done(self) -> bool:
-        return self._prefix == self.layout.pieces
+        return min(self.layout.start(self.prefix.length), self.layout.size_bytes)
 
     def take(self) -> _Job | None:
         digests = self.destination.data.sha256
@@ -63,17 +61,6 @@ class _Loading:
             if digest is not None:
                 return _Job(self, piece, digest)
         return None
-
-    def finish(self, piece: int) -> bool:
-        """Whether the finished prefix has grown."""
-        self._finished[piece] = True
-        return self._grow()
-
-    def _grow(self) -> bool:
-        before = self._prefix
-        gap = self._finished.find(0, before)
-        self._prefix = len(self._finished) if gap < 0 else gap
-        return self._prefix > before
 
 
 class DeviceReader:
@@ -143,7 +130,7 @@ class DeviceReader:
         self._crew.stop()
 
     def _is_done(self) -> bool:
-        return all(loading.is_done for loading in self._loadings.values())
+        return all(loading.prefix.is_complete for loading in self._loadings.values())
 
     def _take(self, thread: int) -> _Job | None:
         for _ in range(len(self._turns)):
@@ -159,11 +146,12 @@ class DeviceReader:
         data = buffer.part(0, length)
         _read_checked(job, data)
         if loading.destination.fd is not None:
-            _put(job, loading.destination.fd, data)
+            pid, needed_bytes = loading.destination.pid, loading.layout.size_bytes
+            fill(loading.destination.fd, loading.layout.start(job.piece), data, pid=pid, needed_bytes=needed_bytes)
         if self._on_bytes is not None:
             self._on_bytes(length)
         with self._crew.lock:
-            if loading.finish(job.piece):
+            if loading.prefix.finish(job.piece):
                 self._crew.announce()
                 if self._is_done():
                     self._crew.end()
@@ -203,17 +191,3 @@ def _read_checked(job: _Job, data: memoryview) -> None:
             path=str(path),
             hint=HINT_DAMAGED,
         )
-
-
-def _put(job: _Job, fd: int, data: memoryview) -> None:
-    layout, destination = job.loading.layout, job.loading.destination
-    position, done = layout.start(job.piece), 0
-    try:
-        while done < len(data):
-            done += os.pwritev(fd, [data[done:]], position + done)
-    except OSError as e:
-        raise SnapshotError(
-            f"device memory of process {destination.pid} cannot be put into host memory: {e.strerror}",
-            path=str(job.loading.stripes.path(layout.place(job.piece)[0])),
-            hint=f"free host memory: {layout.size_bytes} bytes are needed for this process",
-        ) from e

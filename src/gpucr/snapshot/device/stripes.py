@@ -61,10 +61,6 @@ class Layout:
         """The size of the piece: the last one may be shorter."""
         return min(self.piece_bytes, self.size_bytes - self.start(piece))
 
-    def whole_below(self, up_to_bytes: int) -> int:
-        """How many pieces of full size lie wholly below this offset of the staging file."""
-        return max(0, min(up_to_bytes, self.size_bytes)) // self.piece_bytes
-
     def place(self, piece: int) -> tuple[int, int]:
         """The stripe that holds the piece, and the offset in it."""
         return piece % self.stripes, piece // self.stripes * self.piece_bytes

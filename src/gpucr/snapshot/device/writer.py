@@ -1,27 +1,24 @@
-"""Saves staging files into a snapshot while the driver is still filling them.
+"""Saves staging files while the driver is still filling them.
 
 Below the frontier that the driver has reached, a piece is most likely finished, but only `DeviceWriter.complete` makes
 it certain. So a piece is saved as soon as it lies below the frontier, and what was saved that early is read and hashed
-once more after the end; where the digest differs, the piece is written again. Every piece is copied into a private
-buffer first: what is hashed is what is written, whatever happens to the source meanwhile. (O_DIRECT straight from a
-mapping of the staging file was no faster: 2.0 against 2.7 GiB/s, and the same 1.9 with hashing.)
+once more after the end; where it differs, it is saved again. Every piece is copied into a private buffer first: what is
+hashed is what is stored, whatever happens to the source meanwhile. (O_DIRECT straight from a mapping of the staging file
+was no faster: 2.0 against 2.7 GiB/s, and the same 1.9 with hashing.)
 """
 
 from __future__ import annotations
 
-import errno
-import hashlib
 import os
 from collections import deque
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
-from pathlib import Path
 from typing import NamedTuple, NoReturn
 
 from gpucr.errors import SnapshotError
 from gpucr.model import StagedExtent
 from gpucr.snapshot.device.crew import THREADS, Crew, PieceBuffer
-from gpucr.snapshot.device.stripes import PIECE_BYTES, STRIPES, Layout, Stripes
+from gpucr.snapshot.device.sink import ZERO, DeviceSink
 from gpucr.snapshot.json_reader import PAGE_BYTES
 from gpucr.snapshot.manifest import DeviceData
 
@@ -48,10 +45,10 @@ class _Job(NamedTuple):
 class _Saving:
     """How far one process is. Everything here is guarded by the crew's lock."""
 
-    def __init__(self, source: Source, stripes: Stripes) -> None:
+    def __init__(self, source: Source, piece_bytes: int) -> None:
         self.source = source
-        self.stripes = stripes
-        self.digests: list[str | None] = [None] * stripes.layout.pieces
+        self.piece_bytes = piece_bytes
+        self.names: list[bytes | None] = [None] * self.pieces
         self.available = 0
         self.is_final = False
         self._next = 0
@@ -60,22 +57,27 @@ class _Saving:
         self._rechecks: deque[int] = deque()
 
     @property
-    def layout(self) -> Layout:
-        return self.stripes.layout
+    def pieces(self) -> int:
+        return -(-self.source.size_bytes // self.piece_bytes)
 
     @property
     def is_done(self) -> bool:
-        return self.is_final and self._next == self.layout.pieces and not self._busy and not self._rechecks
+        return self.is_final and self._next == self.pieces and not self._busy and not self._rechecks
+
+    def start(self, piece: int) -> int:
+        return piece * self.piece_bytes
+
+    def length(self, piece: int) -> int:
+        return min(self.piece_bytes, self.source.size_bytes - self.start(piece))
 
     def grow(self, source: Source) -> None:
-        # No digest changes: the last piece of a size that may still grow is not taken before it is full.
-        self.stripes.grow(replace(self.layout, size_bytes=source.size_bytes))
+        # No name changes: the last piece of a size that may still grow is not taken before it is full.
         self.source = source
-        self.digests += [None] * (self.layout.pieces - len(self.digests))
+        self.names += [None] * (self.pieces - len(self.names))
 
     def complete(self) -> None:
         self.is_final = True
-        self.available = self.layout.pieces
+        self.available = self.pieces
         self._rechecks.extend(sorted(self._provisional))
         self._provisional.clear()
 
@@ -92,41 +94,39 @@ class _Saving:
         self._busy += 1
         return _Job(self, self._rechecks.popleft(), is_final=True, is_recheck=True)
 
-    def finish(self, job: _Job, digest: str | None) -> None:
+    def finish(self, job: _Job, name: bytes) -> None:
         self._busy -= 1
-        self.digests[job.piece] = digest
+        self.names[job.piece] = name
         if not job.is_final:
             # Read before the end was known: also where the end has come since.
             (self._rechecks if self.is_final else self._provisional).append(job.piece)
 
 
 class DeviceWriter:
-    """Writes the staging files of several processes into a snapshot's device folder, with many threads.
+    """Saves the staging files of several processes, with many threads.
 
     `start`, then for each process `advance` as often as wanted and `complete` once; `wait`, `sync`, and `device_data`
-    for the manifest. `cancel` ends it at any time; what was written stays for the caller to remove.
+    for the manifest. `cancel` ends it at any time; what was saved stays for the caller to remove.
 
-    The folder (0700) and the files (0600) are made here and must not exist. ``on_bytes`` is told the size of every
-    piece of a source that has been dealt with for the first time; several threads call it at once. An error in a
-    thread ends all of them, and every later call raises it: SnapshotError where the folder takes no more.
+    ``bytes_seen`` counts every piece once, ``bytes_written`` those that the sink did not have in their place, again
+    where they changed. ``on_bytes`` is told the size of every piece that has been dealt with for the first time;
+    several threads call it at once. An error in a thread ends all of them, and every later call raises it:
+    SnapshotError where the sink takes no more.
     """
 
     def __init__(
         self,
-        folder: Path,
+        sink: DeviceSink,
         sources: Sequence[Source] = (),
         *,
         threads: int = THREADS,
-        piece_bytes: int = PIECE_BYTES,
         on_bytes: Callable[[int], None] | None = None,
     ) -> None:
         self.bytes_seen = 0
         self.bytes_written = 0
         self.rewritten_pieces = 0
-        self._folder = folder
-        self._piece_bytes = piece_bytes
+        self._sink = sink
         self._on_bytes = on_bytes
-        self._made_folder = False
         self._working: int | None = None
         self._savings: dict[int, _Saving] = {}
         self._turns: deque[_Saving] = deque()
@@ -139,27 +139,21 @@ class DeviceWriter:
             raise
 
     def add(self, source: Source) -> None:
-        """Take in one more process, also after `start`. Raises SnapshotError where its files cannot be made.
+        """Take in one more process, also after `start`. Raises SnapshotError where the sink does not take it.
 
         Raises ValueError for a size that is not whole pages, a file that is shorter, or a pid that is there already.
         """
         _check_size(source)
         if source.pid in self._savings:
             raise ValueError(f"process {source.pid} is being saved already")
-        layout = Layout(source.size_bytes, self._piece_bytes, STRIPES)
-        try:
-            if not self._made_folder:
-                self._folder.mkdir(mode=0o700)
-                self._made_folder = True
-            stripes = Stripes.create(self._folder, source.pid, layout)
-        except OSError as e:
-            raise self._not_written(e) from e
+        self._sink.add(source.pid, source.size_bytes)
         with self._crew.lock:
             if not self._crew.has_ended:
-                self._savings[source.pid] = _Saving(source, stripes)
+                self._savings[source.pid] = _Saving(source, self._sink.piece_bytes)
                 self._turns.append(self._savings[source.pid])
                 return
-        stripes.close()
+        self.cancel()  # no thread puts anything any more
+        self._sink.close()
         self._refuse_ended()
 
     def grow(self, pid: int, size_bytes: int) -> None:
@@ -171,22 +165,20 @@ class DeviceWriter:
             if saving.is_final or size_bytes < saving.source.size_bytes:
                 raise ValueError(f"the staging file of process {pid} has its final size, or cannot become smaller")
             if not self._crew.has_ended:
-                try:
-                    saving.grow(grown)
-                except OSError as e:
-                    raise self._not_written(e) from e
+                self._sink.grow(pid, size_bytes)
+                saving.grow(grown)
                 return
         self._refuse_ended()
 
     def start(self) -> None:
         """Start the threads. They wait for `advance` and `complete`."""
-        self._crew.start(self._piece_bytes)
+        self._crew.start(self._sink.piece_bytes)
 
     def advance(self, pid: int, up_to_bytes: int) -> None:
         """The driver has filled the staging file up to here, as far as is known: full pieces below are saved."""
         with self._crew.lock:
             saving = self._savings[pid]
-            reached = saving.layout.whole_below(up_to_bytes)
+            reached = max(0, min(up_to_bytes, saving.source.size_bytes)) // saving.piece_bytes
             if reached > saving.available:
                 saving.available = reached
                 self._crew.offer()
@@ -209,24 +201,12 @@ class DeviceWriter:
         return self._crew.wait_until(self._is_done, timeout_s)
 
     def sync(self) -> None:
-        """Make everything durable, then end the threads and close the files. Once, and after `wait` has been true.
-
-        Raises SnapshotError where the disk fails. That is final: the kernel tells of lost bytes only once.
-        """
+        """Make everything durable, then end the threads and close the sink. Once, and after `wait` has been true."""
         self._require_done()
         if self._crew.has_ended:
             self._refuse_ended()
-        from concurrent.futures import ThreadPoolExecutor  # nothing before this moment needs its import
-
-        paths = [self._folder, self._folder.parent] if self._made_folder else []
-        fds = [fd for saving in self._savings.values() for fd in saving.stripes.fds]
         try:
-            with ThreadPoolExecutor(2 * STRIPES, "device-sync") as pool:
-                list(pool.map(os.fsync, fds))
-            for path in paths:
-                _sync_folder(path)
-        except OSError as e:
-            raise self._not_written(e) from e
+            self._sink.sync()
         finally:
             self.cancel()
 
@@ -234,11 +214,11 @@ class DeviceWriter:
         """The record of one process for the manifest. Only after `wait` has been true."""
         self._require_done()
         saving = self._savings[pid]
-        layout = saving.layout
-        return DeviceData(tuple(extents), layout.size_bytes, layout.piece_bytes, layout.stripes, tuple(saving.digests))
+        names = [name for name in saving.names if name is not None]
+        return self._sink.record(pid, saving.source.size_bytes, names, extents)
 
     def cancel(self) -> None:
-        """End the threads after the piece that they have, and close the files. Idempotent."""
+        """End the threads after the piece that they have, and close the sink. Idempotent."""
         self._crew.stop()
 
     def _refuse_ended(self) -> NoReturn:
@@ -267,21 +247,15 @@ class DeviceWriter:
         return None
 
     def _save(self, job: _Job, buffer: PieceBuffer) -> None:
-        saving, length = job.saving, job.saving.layout.length(job.piece)
-        data = buffer.part(0, length)
-        self._read(saving, job.piece, data)
-        digest = None if buffer.is_zero(length) else hashlib.sha256(data).hexdigest()
-        # A piece that has become zero since is written too: nothing of what it was may stay.
-        is_changed = digest != saving.digests[job.piece]
-        if is_changed:
-            try:
-                saving.stripes.write(job.piece, data)
-            except OSError as e:
-                raise self._not_written(e) from e
+        saving, length = job.saving, job.saving.length(job.piece)
+        self._read(saving, job.piece, buffer.part(0, length))
+        before = saving.names[job.piece]
+        name = self._sink.put(saving.source.pid, job.piece, buffer, length, before)
+        is_changed = name != (before or ZERO)
         if self._on_bytes is not None and not job.is_recheck:
             self._on_bytes(length)
         with self._crew.lock:
-            saving.finish(job, digest)
+            saving.finish(job, name)
             self.bytes_seen += 0 if job.is_recheck else length
             self.bytes_written += length if is_changed else 0
             self.rewritten_pieces += job.is_recheck and is_changed
@@ -291,41 +265,22 @@ class DeviceWriter:
                 self._crew.announce()
 
     def _read(self, saving: _Saving, piece: int, data: memoryview) -> None:
-        position, done = saving.layout.start(piece), 0
+        position, done = saving.start(piece), 0
         while done < len(data):
             count = os.preadv(saving.source.fd, [data[done:]], position + done)
             if count == 0:
                 raise SnapshotError(
                     f"the staging file of process {saving.source.pid} ends at byte {position + done}, "
                     f"not at {saving.source.size_bytes}",
-                    path=str(self._folder),
+                    path=f"/proc/{os.getpid()}/fd/{saving.source.fd}",
                     hint="something else changed it: dump again",
                 )
             done += count
 
-    def _not_written(self, error: OSError) -> SnapshotError:
-        is_full = error.errno in (errno.ENOSPC, errno.EDQUOT)
-        return SnapshotError(
-            f"device memory cannot be written to {self._folder}: {error.strerror}",
-            path=str(error.filename or self._folder),
-            hint="free space on that disk, or name a folder on another one with --to"
-            if is_full
-            else "check that disk (dmesg), or name a folder on another one with --to",
-        )
-
     def _close(self) -> None:
-        for saving in self._savings.values():
-            saving.stripes.close()
+        self._sink.close()
 
 
 def _check_size(source: Source) -> None:
     if source.size_bytes % PAGE_BYTES or not 0 <= source.size_bytes <= os.fstat(source.fd).st_size:
         raise ValueError(f"the staging file of process {source.pid} has not the {source.size_bytes} bytes it should")
-
-
-def _sync_folder(path: Path) -> None:
-    fd = os.open(path, os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC)
-    try:
-        os.fsync(fd)
-    finally:
-        os.close(fd)

@@ -1,0 +1,101 @@
+"""The device folder of a plain snapshot, as a place for pieces: stripes, with SHA-256 for names."""
+
+from __future__ import annotations
+
+import errno
+import hashlib
+import os
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import replace
+from pathlib import Path
+
+from gpucr.errors import SnapshotError
+from gpucr.model import StagedExtent
+from gpucr.snapshot.device.crew import PieceBuffer
+from gpucr.snapshot.device.sink import ZERO
+from gpucr.snapshot.device.stripes import PIECE_BYTES, STRIPES, Layout, Stripes
+from gpucr.snapshot.manifest import DeviceData
+
+
+class FolderSink:
+    """See `DeviceSink`. The folder (0700) and the files (0600) are made here and must not exist."""
+
+    def __init__(self, folder: Path, *, piece_bytes: int = PIECE_BYTES) -> None:
+        self._folder = folder
+        self._piece_bytes = piece_bytes
+        self._made_folder = False
+        self._stripes: dict[int, Stripes] = {}
+
+    @property
+    def piece_bytes(self) -> int:
+        """The size of all pieces but the last one of a process."""
+        return self._piece_bytes
+
+    def add(self, pid: int, size_bytes: int) -> None:
+        """Make the files of a process."""
+        with self._explained():
+            if not self._made_folder:
+                self._folder.mkdir(mode=0o700)
+                self._made_folder = True
+            self._stripes[pid] = Stripes.create(self._folder, pid, Layout(size_bytes, self._piece_bytes, STRIPES))
+
+    def grow(self, pid: int, size_bytes: int) -> None:
+        """Make the files of a process larger."""
+        with self._explained():
+            stripes = self._stripes[pid]
+            stripes.grow(replace(stripes.layout, size_bytes=size_bytes))
+
+    def put(self, pid: int, piece: int, buffer: PieceBuffer, length: int, before: bytes | None) -> bytes:
+        """Write a piece, unless it is there: what was never written is a hole, which reads as zeros."""
+        data = buffer.part(0, length)
+        name = ZERO if buffer.is_zero(length) else hashlib.sha256(data).digest()
+        # A piece that has become zero since is written too: nothing of what it was may stay.
+        if name != (before or ZERO):
+            with self._explained():
+                self._stripes[pid].write(piece, data)
+        return name
+
+    def sync(self) -> None:
+        """Make all files durable. An error is final: the kernel tells of lost bytes only once."""
+        from concurrent.futures import ThreadPoolExecutor  # nothing before this moment needs its import
+
+        paths = [self._folder, self._folder.parent] if self._made_folder else []
+        fds = [fd for stripes in self._stripes.values() for fd in stripes.fds]
+        with self._explained():
+            with ThreadPoolExecutor(2 * STRIPES, "device-sync") as pool:
+                list(pool.map(os.fsync, fds))
+            for path in paths:
+                _sync_folder(path)
+
+    def record(self, pid: int, size_bytes: int, names: Sequence[bytes], extents: Sequence[StagedExtent]) -> DeviceData:
+        """What the manifest says: the digest of every piece."""
+        digests = tuple(None if name == ZERO else name.hex() for name in names)
+        return DeviceData(tuple(extents), size_bytes, self._piece_bytes, STRIPES, digests)
+
+    def close(self) -> None:
+        """Close the files."""
+        for stripes in self._stripes.values():
+            stripes.close()
+
+    @contextmanager
+    def _explained(self) -> Iterator[None]:
+        try:
+            yield
+        except OSError as e:
+            is_full = e.errno in (errno.ENOSPC, errno.EDQUOT)
+            raise SnapshotError(
+                f"device memory cannot be written to {self._folder}: {e.strerror}",
+                path=str(e.filename or self._folder),
+                hint="free space on that disk, or name a folder on another one with --to"
+                if is_full
+                else "check that disk (dmesg), or name a folder on another one with --to",
+            ) from e
+
+
+def _sync_folder(path: Path) -> None:
+    fd = os.open(path, os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC)
+    try:
+        os.fsync(fd)
+    finally:
+        os.close(fd)
