@@ -81,7 +81,7 @@ def test_sums() -> None:
 def test_what_is_written_is_ascii_json_with_its_format() -> None:
     data = encode(WHOLE)
     data.decode("ascii")
-    assert (body()["format"], body()["format_version"], body()["has_gpu_state"]) == ("gpucr-snapshot", 3, True)
+    assert (body()["format"], body()["format_version"], body()["has_gpu_state"]) == ("gpucr-snapshot", 4, True)
 
 
 def test_a_forged_seal_is_what_decode_accepts() -> None:
@@ -153,8 +153,8 @@ def test_a_changed_value_does_not_match_the_digest() -> None:
 
 def test_a_newer_format_is_named_although_its_digest_may_be_made_otherwise() -> None:
     outer = json.loads(encode(WHOLE))
-    outer["manifest"]["format_version"] = 4
-    with pytest.raises(ManifestError, match="format version 4; this gpucr reads versions 1 to 3"):
+    outer["manifest"]["format_version"] = 5
+    with pytest.raises(ManifestError, match="format version 5; this gpucr reads versions 1 to 4"):
         decode(json.dumps(outer).encode())
 
 
@@ -192,6 +192,35 @@ def test_version_2_must_say_whether_there_is_device_data() -> None:
 
     with pytest.raises(ManifestError, match="device_data"):
         decode(changed(change))
+
+
+def _in_store(**members: Any) -> Callable[[Body], None]:
+    def change(inner: Body) -> None:
+        data = inner["processes"][0]["device_data"]
+        inner["processes"][0]["device_data"] = {**data, "stripes": 0, "sha256": [], "store_bytes": 4096, **members}
+
+    return change
+
+
+def test_device_memory_in_a_store_has_neither_digests_nor_stripes() -> None:
+    read = decode(changed(_in_store()))
+    data = read.device_data[read.processes[0].pid]
+    assert (data.store_bytes, data.stored_bytes, data.sha256) == (4096, 4096, ())
+    assert read.is_in_store
+    assert not WHOLE.is_in_store
+    for wrong in ({"stripes": 8}, {"sha256": ["ab" * 32]}, {"store_bytes": 1 << 47}):
+        with pytest.raises(ManifestError, match="in a store"):
+            decode(changed(_in_store(**wrong)))
+
+
+def test_version_3_knows_no_store() -> None:
+    def change(inner: Body) -> None:
+        inner["format_version"] = 3
+        for process in inner["processes"]:
+            if process["device_data"] is not None:
+                del process["device_data"]["store_bytes"]
+
+    assert decode(changed(change)) == WHOLE
 
 
 def test_another_format() -> None:

@@ -176,6 +176,11 @@ class Snapshot:
     manifest: Manifest
 
     @property
+    def where(self) -> str:
+        """What names it in commands, from any folder."""
+        return str(self.path.resolve())
+
+    @property
     def images(self) -> Path:
         """CRIU's images."""
         return self.path / IMAGES_NAME
@@ -214,7 +219,10 @@ class Snapshot:
         try:
             if len(data) > manifest.MAX_MANIFEST_BYTES:
                 raise ManifestError(f"it is larger than {manifest.MAX_MANIFEST_BYTES} bytes")
-            return cls(folder, manifest.decode(data))
+            opened = cls(folder, manifest.decode(data))
+            if opened.manifest.is_in_store:
+                raise ManifestError("its device memory is in a store, and not in this folder")
+            return opened
         except ManifestError as e:
             raise SnapshotDamaged(
                 f"{file} is not a valid manifest: {e}",

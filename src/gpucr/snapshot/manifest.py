@@ -21,9 +21,10 @@ from gpucr.snapshot.json_reader import PAGE_BYTES, ManifestError, Reader
 from gpucr.snapshot.outside import SharedFileRecord
 
 FORMAT = "gpucr-snapshot"
-FORMAT_VERSION = 3
-READABLE_VERSIONS = (1, 2, 3)
-"""In version 1 no process has device data of its own: it is in CRIU's images. Version 3 adds what a whole job needs."""
+FORMAT_VERSION = 4
+READABLE_VERSIONS = (1, 2, 3, 4)
+"""In version 1 no process has device data of its own: it is in CRIU's images. Version 3 adds what a whole job needs,
+version 4 snapshots in a store."""
 MAX_MANIFEST_BYTES = 64 << 20
 """Digests of 1 TiB of device memory in pieces of 4 MiB take 20 MiB."""
 
@@ -34,7 +35,10 @@ _MAX_DEVICE_BYTES = 1 << 48
 
 @dataclass(frozen=True)
 class FileRecord:
-    """One file: path relative to the snapshot folder, size, and a SHA-256 for every piece of it (see files.py)."""
+    """One file: path relative to the snapshot folder, size, and a SHA-256 for every piece of it (see files.py).
+
+    A snapshot in a store has no SHA-256 here: the store checks by itself what it gives back.
+    """
 
     path: str
     size_bytes: int
@@ -53,10 +57,11 @@ class FolderRecord:
 
 @dataclass(frozen=True)
 class DeviceData:
-    """One process's device memory as it is stored in the folder ``device`` (see device/).
+    """One process's device memory as it is stored in the folder ``device`` (see device/), or in a store.
 
     ``size_bytes`` is the size of its staging file, a multiple of 4 KiB. ``sha256`` has one digest for every piece of
-    ``piece_bytes``; None: the piece is all zero and not stored. The pieces are dealt out to ``stripes`` files.
+    ``piece_bytes``; None: the piece is all zero and not stored. The pieces are dealt out to ``stripes`` files. In a
+    store there are neither; ``store_bytes`` is the size of its pieces there that are not zero (None: not in a store).
     """
 
     extents: tuple[StagedExtent, ...]
@@ -64,10 +69,13 @@ class DeviceData:
     piece_bytes: int
     stripes: int
     sha256: tuple[str | None, ...]
+    store_bytes: int | None = None
 
     @property
     def stored_bytes(self) -> int:
         """The size of the pieces that are stored."""
+        if self.store_bytes is not None:
+            return self.store_bytes
         starts = (number * self.piece_bytes for number, digest in enumerate(self.sha256) if digest is not None)
         return sum(min(self.piece_bytes, self.size_bytes - start) for start in starts)
 
@@ -177,6 +185,11 @@ class Manifest:
         """The size of all files together, without the holes in device memory."""
         stored = sum(data.stored_bytes for data in self.device_data.values())
         return sum(file.size_bytes for file in self.files) + stored
+
+    @property
+    def is_in_store(self) -> bool:
+        """Whether its device memory is in a store; False also where it has none."""
+        return any(data.store_bytes is not None for data in self.device_data.values())
 
     @property
     def device_data(self) -> dict[int, DeviceData]:
@@ -355,25 +368,30 @@ def _process(item: Reader, version: int) -> ProcessRecord:
         restore_thread=item.optional("restore_thread", lambda key: item.integer(key, 1)),
         device_bytes={uuid: held.integer(uuid) for uuid in held.value},
         staging=tuple(Extent(e.integer("address"), e.integer("size_bytes")) for e in item.objects("staging")),
-        device_data=None if version == 1 else item.optional("device_data", lambda key: _device_data(item.object(key))),
+        device_data=(
+            None if version == 1 else item.optional("device_data", lambda key: _device_data(item.object(key), version))
+        ),
         visible_gpus=None if version < 3 else item.optional("visible_gpus", item.texts),
     )
 
 
-def _device_data(item: Reader) -> DeviceData:
+def _device_data(item: Reader, version: int) -> DeviceData:
     piece_bytes = item.integer("piece_bytes", _MIN_PIECE_BYTES)
     if piece_bytes > _MAX_PIECE_BYTES or piece_bytes & (piece_bytes - 1):
         raise ManifestError(f"{item.where}: 'piece_bytes' is no power of two up to {_MAX_PIECE_BYTES}")
-    stripes = item.integer("stripes", 1)
+    store_bytes = None if version < 4 else item.optional("store_bytes", item.integer)
+    stripes = item.integer("stripes", 1 if store_bytes is None else 0)
     if stripes > _MAX_STRIPES:
         raise ManifestError(f"{item.where}: 'stripes' is more than {_MAX_STRIPES}")
     size_bytes = item.whole_pages("size_bytes")
     if size_bytes >= _MAX_DEVICE_BYTES:
         raise ManifestError(f"{item.where}: 'size_bytes' is out of range")
     digests = item.digests("sha256")
-    if len(digests) != -(-size_bytes // piece_bytes):
+    if store_bytes is None and len(digests) != -(-size_bytes // piece_bytes):
         raise ManifestError(f"{item.where}: {len(digests)} digests do not fit {size_bytes} bytes")
-    return DeviceData(_extents(item, size_bytes), size_bytes, piece_bytes, stripes, digests)
+    if store_bytes is not None and (digests or stripes or store_bytes > size_bytes):
+        raise ManifestError(f"{item.where}: what is in a store has neither digests nor stripes, nor more than its size")
+    return DeviceData(_extents(item, size_bytes), size_bytes, piece_bytes, stripes, digests, store_bytes)
 
 
 def _extents(item: Reader, size_bytes: int) -> tuple[StagedExtent, ...]:

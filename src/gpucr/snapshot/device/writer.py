@@ -3,8 +3,8 @@
 Below the frontier that the driver has reached, a piece is most likely finished, but only `DeviceWriter.complete` makes
 it certain. So a piece is saved as soon as it lies below the frontier, and what was saved that early is read and hashed
 once more after the end; where it differs, it is saved again. Every piece is copied into a private buffer first: what is
-hashed is what is stored, whatever happens to the source meanwhile. (O_DIRECT straight from a mapping of the staging file
-was no faster: 2.0 against 2.7 GiB/s, and the same 1.9 with hashing.)
+hashed is what is stored, whatever happens to the source meanwhile. (O_DIRECT straight from a mapping of the staging
+file was no faster: 2.0 against 2.7 GiB/s, and the same 1.9 with hashing.)
 """
 
 from __future__ import annotations
