@@ -88,7 +88,7 @@ def command(
         )
         return
     after = "goes on" if report.left_running else "was ended"
-    print_phases(f"{report.snapshot.path}: job {report.pid} dumped; it {after}", report.phases, report.downtime_s)
+    print_phases(f"{report.snapshot.where}: job {report.pid} dumped; it {after}", report.phases, report.downtime_s)
 
 
 def _print_plan(pid: int | str, to: Path, *, leave_running: bool, persist: Persist, only: bool, as_json: bool) -> None:

@@ -33,7 +33,7 @@ def report_fields(report: DumpReport | RestoreReport) -> dict[str, Any]:
     """What the JSON of a dump and of a restore have in common."""
     return {
         "pid": report.pid,
-        "snapshot": str(report.snapshot.path),
+        "snapshot": report.snapshot.where,
         "bytes": report.size_bytes,
         "downtime_s": report.downtime_s,
         "phases": [asdict(phase) for phase in report.phases],

@@ -3,11 +3,9 @@
 from __future__ import annotations
 
 import contextlib
-import os
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
-from pathlib import Path
-from typing import Literal, get_args
+from typing import TYPE_CHECKING, Literal, get_args
 
 from gpucr import preflight
 from gpucr.criu.engine import Criu
@@ -18,7 +16,7 @@ from gpucr.errors import CudaStarted, InvalidRequest
 from gpucr.gang import Gang
 from gpucr.model import GangLock
 from gpucr.operations import jobs, registered
-from gpucr.operations.dump_steps import AllocateStaging, CommitSnapshot, CreateFolder, CriuDump, DumpContext
+from gpucr.operations.dump_steps import AllocateStaging, CommitSnapshot, CriuDump, DumpContext, PrepareTarget
 from gpucr.operations.freeze import (
     AttachStaging,
     CheckpointGang,
@@ -30,15 +28,19 @@ from gpucr.operations.freeze import (
     StopThreads,
     UnlockGang,
 )
+from gpucr.operations.job_snapshot import JobSnapshot
+from gpucr.operations.places import Compress, Place, TargetPlace, find_target
 from gpucr.operations.protection import Protection
 from gpucr.operations.staged import GangStaging
 from gpucr.operations.steps import OnProgress, Phase, Step, run_steps
+from gpucr.operations.targets import DumpCounts
 from gpucr.operations.threads import GangThreads
 from gpucr.operations.traps import findings_of_traps
-from gpucr.snapshot.device.folder_sink import FolderSink
 from gpucr.snapshot.device.writer import DeviceWriter
-from gpucr.snapshot.folder import Snapshot, UnfinishedSnapshot, check_target
 from gpucr.snapshot.manifest import OverruledFinding
+
+if TYPE_CHECKING:
+    from gpucr.store.keys import Secret
 
 Persist = Literal["background", "sync"]
 """When a dump that leaves its job running writes device memory: while the job runs again, or before."""
@@ -55,17 +57,19 @@ class DumpReport:
     """What a dump did.
 
     ``downtime_s`` is the time from the first lock (without CUDA: from the start of CRIU's dump) until the job ran
-    again or, where it was not left running, until it was gone. ``size_bytes`` is the size of the snapshot's files.
-    ``lock`` tells how its CUDA processes were locked, if it has such.
+    again or, where it was not left running, until it was gone. ``size_bytes`` is the size of what is in the snapshot,
+    without zeros of device memory; ``counts`` says what of it was written. ``lock`` tells how its CUDA processes were
+    locked, if it has such.
     """
 
-    snapshot: Snapshot
+    snapshot: JobSnapshot
     pid: int
     left_running: bool
     phases: tuple[Phase, ...]
     size_bytes: int
     downtime_s: float
     warnings: tuple[str, ...]
+    counts: DumpCounts
     lock: GangLock | None = None
 
 
@@ -80,16 +84,19 @@ class DumpPlan:
 
 def dump(
     pid: int | str,
-    to: str | os.PathLike[str],
+    to: Place,
     *,
     leave_running: bool = False,
     persist: Persist = "background",
     only: bool = False,
+    compress: Compress = "auto",
+    encrypt: bool = False,
+    key: Secret | None = None,
     timeout_s: float | None = None,
     force: bool = False,
     on_progress: OnProgress | None = None,
 ) -> DumpReport:
-    """Write a whole job to the folder ``to`` and end it, or with ``leave_running`` let it go on.
+    """Write a whole job to ``to`` and end it, or with ``leave_running`` let it go on.
 
     A job that is left running goes on as soon as its state is in host memory, and device memory is written meanwhile
     (``persist="background"``), or only after the snapshot is on disk (``"sync"``: nothing that it does later is lost
@@ -97,20 +104,26 @@ def dump(
 
     The tree of ``pid``, or of the registered job of this name, is locked, checkpointed, dumped by CRIU, and the
     snapshot committed; only then are the processes killed. Whatever fails before that, every process is as it was found
-    and ``to`` is as it was. The folder must not exist, or be empty. Needs root (CAP_SYS_ADMIN and CAP_SYS_PTRACE).
+    and ``to`` is as it was. Needs root (CAP_SYS_ADMIN and CAP_SYS_PTRACE).
 
-    Raises ProcessNotFound, InvalidRequest, NotPermitted, SnapshotExists, Unsupported (before anything was changed);
+    ``to`` is a folder that does not exist, or is empty; or a store (``STORE#NAME``, where the name may be left out), in
+    which what it has already is not stored again. The rest is compressed as ``compress`` says. ``key`` opens a store
+    that is encrypted; with ``encrypt`` no other one is taken.
+
+    Raises ProcessNotFound, InvalidRequest, NotPermitted, SnapshotExists, Unsupported, WrongKey (before anything was
+    changed);
     LockTimeout, DeadlineExceeded, Interrupted, DriverError, CriuError, JobChanged, SnapshotError (all undone);
     JobDamaged (not undone).
     """  # fmt: skip
     deadline = jobs.deadline_after(timeout_s)
+    place = find_target(to, compress=compress, encrypt=encrypt, key=key)
     for attempt in range(1, ATTEMPTS + 1):
         with contextlib.ExitStack() as opened:
             found = opened.enter_context(jobs.claimed_job(pid))
             protection = opened.enter_context(Protection(found.claims)) if found.job.gang else None
             prepared = _prepare(
                 found,
-                Path(to),
+                place,
                 protection,
                 leave_running=leave_running,
                 persist=persist,
@@ -128,17 +141,21 @@ def dump(
 
 def plan_dump(
     pid: int | str,
-    to: str | os.PathLike[str],
+    to: Place,
     *,
     leave_running: bool = False,
     persist: Persist = "background",
     only: bool = False,
+    compress: Compress = "auto",
+    encrypt: bool = False,
+    key: Secret | None = None,
 ) -> DumpPlan:
     """What `dump` would do with the same arguments. Changes nothing; raises as `dump` does before its first step."""
+    place = find_target(to, compress=compress, encrypt=encrypt, key=key)
     found = jobs.find_job(pid)
     protection = Protection() if found.job.gang else None
     prepared = _prepare(
-        found, Path(to), protection, leave_running=leave_running, persist=persist, only=only, deadline=None
+        found, place, protection, leave_running=leave_running, persist=persist, only=only, deadline=None
     )
     steps = tuple(step.describe() for step in prepared.steps)
     return DumpPlan(prepared.context.job.root.pid, steps, prepared.findings)
@@ -156,7 +173,7 @@ class _Prepared:
 
 def _prepare(
     found: jobs.FoundJob,
-    to: Path,
+    place: TargetPlace,
     protection: Protection | None,
     *,
     leave_running: bool,
@@ -173,13 +190,12 @@ def _prepare(
     if persist not in get_args(Persist):
         raise InvalidRequest(f"persist is {persist!r}", hint="give one of " + ", ".join(get_args(Persist)))
     preflight.require_privileges(job.root.pid)
-    check_target(to)
-    criu = Criu(find_criu(), found.sandbox.pids if found.sandbox is not None else None)
     uses = gpu_processes() if job.gang else ()
     held = preflight.device_bytes_in_use(job, uses)
+    target = place.target(job, _total(held))
+    criu = Criu(find_criu(), found.sandbox.pids if found.sandbox is not None else None)
     gang = Gang(found.driver, job.gang, deadline=deadline) if found.driver is not None and job.gang else None
-    folder = UnfinishedSnapshot(to)
-    writer = DeviceWriter(FolderSink(folder.device))
+    writer = DeviceWriter(target.sink)
     staged = GangStaging(use_files=True, writer=writer, save_gently=leave_running and persist == "background")
     threads = GangThreads()
     checkpoint = None
@@ -187,21 +203,20 @@ def _prepare(
         checkpoint = CheckpointGang(
             gang, job.root.pid, staged, protection, expected_bytes=_total(held), threads=threads
         )
-    disk = to if to.is_dir() else to.resolve().parent
     findings = (
-        *jobs.findings_before_freeze(job, preflight.needs_of_dump(held, disk)),
+        *jobs.findings_before_freeze(job, preflight.needs_of_dump(held, target.disk)),
         *findings_of_traps(job, found.driver, uses),
         *preflight.check_tracers(job),
         *preflight.check_open_files(job),
         *preflight.check_outside_connections(job),
         *(preflight.check_terminal(job) if leave_running and job.gang else ()),
-        *preflight.check_disk(job, disk, _total(held)),
+        *target.findings(job, _total(held)),
     )
     record = registered.record_of(job.root.id)
     context = DumpContext(
         job=job,
         gang=gang,
-        folder=folder,
+        target=target,
         criu=criu,
         options=choose_dump_options(job.pids, leave_running=leave_running, install=criu.install),
         gpus=list_gpus() if job.gang else (),
@@ -228,11 +243,11 @@ def _steps(
     criu = CriuDump(context)
     save = CommitSnapshot(context, criu)
     if gang is None or checkpoint is None or protection is None:
-        steps: list[Step] = [CreateFolder(context), criu]
+        steps: list[Step] = [PrepareTarget(context), criu]
         return ([*steps, save], save) if context.leave_running else (steps, criu)
     detach = DetachStaging(checkpoint, context.staging, protection)
     begin: list[Step] = [
-        CreateFolder(context),
+        PrepareTarget(context),
         AllocateStaging(context),
         LockGang(gang, protection),
         checkpoint,
@@ -259,6 +274,7 @@ def _run(prepared: _Prepared, on_progress: OnProgress | None) -> DumpReport:
     finally:
         context.writer.cancel()
         context.staging.close()
+        context.target.close()
     sandbox = context.sandbox
     if sandbox is not None and not context.leave_running and sandbox.root == context.job.root.id:
         sandbox.wait_ended(KEEPER_LIMIT_S)  # a restore that comes right after this would still see the job
@@ -273,6 +289,7 @@ def _run(prepared: _Prepared, on_progress: OnProgress | None) -> DumpReport:
         size_bytes=snapshot.manifest.size_bytes,
         downtime_s=_downtime_s(prepared.steps, phases),
         warnings=_warnings(prepared),
+        counts=context.target.counts(context.writer),
         lock=context.gang.first_lock if context.gang is not None else None,
     )
 

@@ -24,17 +24,17 @@ from gpucr.operations import jobs
 from gpucr.operations.freeze import CheckpointGang
 from gpucr.operations.gpu_places import all_gpus, seen_by
 from gpucr.operations.interrupts import Interrupts
+from gpucr.operations.job_snapshot import JobSnapshot
 from gpucr.operations.logs import log_kept_on_failure
 from gpucr.operations.outside import look_outside
 from gpucr.operations.protection import Protection
-from gpucr.operations.recovery import UnfinishedFolder
 from gpucr.operations.registered import DumpNote
 from gpucr.operations.staged import GangStaging
 from gpucr.operations.steps import Meter
+from gpucr.operations.targets import DumpTarget
 from gpucr.sandbox import Sandbox
 from gpucr.snapshot import shared_files
 from gpucr.snapshot.device.writer import DeviceWriter
-from gpucr.snapshot.folder import Snapshot, UnfinishedSnapshot
 from gpucr.snapshot.manifest import (
     FolderRecord,
     LaunchRecord,
@@ -59,7 +59,7 @@ class DumpContext:
 
     job: Job
     gang: Gang | None
-    folder: UnfinishedSnapshot
+    target: DumpTarget
     criu: Criu
     options: DumpOptions
     gpus: tuple[Gpu, ...]
@@ -76,8 +76,8 @@ class DumpContext:
     overruled: tuple[OverruledFinding, ...] = ()
 
 
-class CreateFolder:
-    """Make the private folder that becomes the snapshot."""
+class PrepareTarget:
+    """Make the place ready that the dump goes to."""
 
     name = "prepare"
 
@@ -85,24 +85,21 @@ class CreateFolder:
         self._context = context
 
     def describe(self) -> str:
-        """Which folder."""
-        return f"make the private folder {self._context.folder.path}"
+        """Which place."""
+        return self._context.target.preparation
 
     def run(self, interrupts: Interrupts, meter: Meter) -> int:
-        """Make it."""
-        folder, protection = self._context.folder, self._context.protection
-        folder.create()
-        if protection is not None:
-            protection.change(folder=UnfinishedFolder(str(folder.path.resolve()), folder.mode_before))
+        """Make it ready."""
+        self._context.target.create(self._context.protection)
         return 0
 
     def undo(self) -> None:
-        """Remove it, unless it is a snapshot that is wanted, or the only place where a part of the job still exists."""
+        """Discard it, unless it is a snapshot that is wanted, or the only place where a part of the job is left."""
         context = self._context
         context.writer.cancel()
         is_needed = context.leave_running or not all(processes.is_alive(p.id) for p in context.job.processes)
-        if not (context.folder.is_committed and is_needed):
-            context.folder.discard()
+        if not (context.target.is_committed and is_needed):
+            context.target.discard()
             if context.note is not None:
                 context.note.withdraw()
 
@@ -151,13 +148,13 @@ class CriuDump:
         self._meter: Meter | None = None
         self._frozen: frozenset[ProcessId] = frozenset()
         self.draft: Manifest | None = None
-        self.snapshot: Snapshot | None = None
+        self.snapshot: JobSnapshot | None = None
 
     def describe(self) -> str:
         """How many processes, where to, and what becomes of them."""
         count = len(self._context.job.processes)
         after = "let them go on" if self._context.leave_running else "commit, then kill them"
-        return f"dump {count} process{'es' if count > 1 else ''} with CRIU to {self._context.folder.images}, {after}"
+        return f"dump {count} process{'es' if count > 1 else ''} with CRIU to {self._context.target.images_at}, {after}"
 
     def run(self, interrupts: Interrupts, meter: Meter) -> int:
         """Dump. Returns the bytes of the images, and of the device memory that was saved until its end."""
@@ -166,7 +163,7 @@ class CriuDump:
             with interrupts.allowed(), log_kept_on_failure("dump") as log_path:
                 context.criu.dump(
                     context.job.root.pid,
-                    context.folder.images,
+                    context.target.folder.images,
                     context.options,
                     log_path=log_path,
                     on_start=self._on_start,
@@ -179,11 +176,11 @@ class CriuDump:
             self._tell_guard(None)
         if self.draft is not None and not context.leave_running and context.sandbox is None:
             shared_files.remove_remaps(shared_files.ROOT, self.draft.shared_files)
-        images_bytes = sum(file.stat().st_size for file in context.folder.images.iterdir())
+        images_bytes = sum(file.stat().st_size for file in context.target.folder.images.iterdir())
         return images_bytes if context.leave_running else images_bytes + context.writer.bytes_seen
 
     def undo(self) -> None:
-        """Nothing: CRIU lets the tree go on when its dump fails, and the folder is CreateFolder's to remove."""
+        """Nothing: CRIU lets the tree go on when its dump fails, and the snapshot is PrepareTarget's to discard."""
 
     def _on_start(self, criu: ProcessId) -> None:
         self._tell_guard(criu)
@@ -217,7 +214,7 @@ class CriuDump:
             raise JobDamaged(
                 f"CRIU ended in the middle of killing the job: {len(gone)} of its processes are gone",
                 failures=[f"process {pid} is gone" for pid in gone],
-                hint=f"the snapshot {self._context.folder.path} is complete: kill {alive}, then restore it",
+                hint=f"the snapshot {self.snapshot.where} is complete: kill {alive}, then restore it",
             ) from error
         if gone:
             raise JobChanged(
@@ -249,11 +246,11 @@ class CommitSnapshot:
     def __init__(self, context: DumpContext, dumped: CriuDump) -> None:
         self._context = context
         self._dumped = dumped
-        self.snapshot: Snapshot | None = None
+        self.snapshot: JobSnapshot | None = None
 
     def describe(self) -> str:
         """Which snapshot."""
-        return f"save device memory, sync, and write the manifest of {self._context.folder.path}"
+        return f"save device memory, sync, and write the manifest of {self._context.target.where}"
 
     def run(self, interrupts: Interrupts, meter: Meter) -> int:
         """Commit what CRIU dumped. Returns the bytes of the snapshot."""
@@ -264,17 +261,17 @@ class CommitSnapshot:
         return self.snapshot.manifest.size_bytes
 
     def undo(self) -> None:
-        """Nothing: an unfinished folder is CreateFolder's to remove."""
+        """Nothing: an unfinished snapshot is PrepareTarget's to discard."""
 
 
-def commit(context: DumpContext, draft: Manifest, interrupts: Interrupts, meter: Meter) -> Snapshot:
+def commit(context: DumpContext, draft: Manifest, interrupts: Interrupts, meter: Meter) -> JobSnapshot:
     """Wait until all device memory is saved, make everything durable, write the manifest. Cannot be cut off at its end.
 
     The images are hashed and synced while device memory is still being written.
     """
-    folder, writer = context.folder, context.writer
+    target, writer = context.target, context.writer
     writer.limit_threads(None)
-    folder.seal_images()
+    target.seal_images()
     meter.expect(context.staging.file_bytes)
     while not writer.wait(_WAIT_S):
         meter.set(writer.bytes_seen)
@@ -292,7 +289,7 @@ def commit(context: DumpContext, draft: Manifest, interrupts: Interrupts, meter:
     extents = context.staging.extents
     stored = {pid: writer.device_data(pid, each) for pid, each in extents.items()}
     records = tuple(replace(record, device_data=stored.get(record.pid)) for record in draft.processes)
-    snapshot = folder.commit(replace(draft, processes=records))
+    snapshot = target.commit(replace(draft, processes=records))
     interrupts.commit()
     if context.note is not None:
         context.note.write(snapshot, left_running=context.leave_running)
@@ -315,7 +312,7 @@ def _draft(context: DumpContext, tree: Sequence[ProcessInfo]) -> Manifest:
     seen = {m.pid: seen_by(m.id, context.gpus, used=context.device_bytes.get(m.pid, {})) for m in members}
     capabilities = context.gang.driver.capabilities() if context.gang and context.gang.members else None
     sandbox = context.sandbox
-    outside = look_outside(tree, context.folder, is_sandboxed=sandbox is not None)
+    outside = look_outside(tree, context.target.folder, is_sandboxed=sandbox is not None)
     return Manifest(
         created=datetime.datetime.now(datetime.timezone.utc).isoformat(timespec="seconds"),
         root_pid=context.job.root.pid,

@@ -59,6 +59,7 @@ class Recovery:
     - ``detached``: staging that is mapped back before the driver restores.
     - ``folder``: removed, unless there is a manifest in it. Set when it has been made, not before: until then it may be
       another dump's.
+    - ``working_folder``: removed, whatever else there is (absolute path; see working_folder.py).
     - ``kill``: half-restored processes, which are ended with their descendants.
     - ``criu``: the CRIU that is at work, which has to end first.
     - ``images``: what that CRIU restores from (absolute path): whatever it has made ends. None for a dump.
@@ -70,6 +71,7 @@ class Recovery:
     stopped: tuple[ProcessId, ...] = ()
     detached: tuple[DetachedStaging, ...] = ()
     folder: UnfinishedFolder | None = None
+    working_folder: str | None = None
     kill: tuple[ProcessId, ...] = ()
     criu: ProcessId | None = None
     images: str | None = None
@@ -96,12 +98,14 @@ def decode(data: bytes) -> Recovery:
 
 def _record(raw: dict[str, Any]) -> Recovery:
     folder, criu, images, sandbox = raw["folder"], raw["criu"], raw["images"], raw["sandbox"]
+    working_folder = raw["working_folder"]
     return Recovery(
         members=tuple(GangMember(_process(m["id"]), CudaState(_number(m["found"]))) for m in raw["members"]),
         restore_threads={_number(int(pid), 1): _number(tid, 1) for pid, tid in raw["restore_threads"].items()},
         stopped=tuple(map(_process, raw["stopped"])),
         detached=tuple(map(_detached, raw["detached"])),
         folder=_folder(folder) if folder is not None else None,
+        working_folder=_path(working_folder) if working_folder is not None else None,
         kill=tuple(map(_process, raw["kill"])),
         criu=_process(criu) if criu is not None else None,
         images=_path(images) if images is not None else None,
@@ -156,6 +160,7 @@ def recover(data: bytes, descriptors: Mapping[int, int], operation_pid: int) -> 
         lambda: _end_processes(record.kill),
         lambda: _bring_back(record, descriptors),
         lambda: _remove_folder(record.folder),
+        lambda: _remove_working_folder(record.working_folder),
     )
     failures: list[str] = []
     for part in parts:
@@ -275,6 +280,13 @@ def _remove_folder(folder: UnfinishedFolder | None) -> None:
         snapshot = _snapshot(folder)
         if not snapshot.is_committed:
             snapshot.discard()
+
+
+def _remove_working_folder(path: str | None) -> None:
+    if path is not None:
+        from gpucr.operations import working_folder
+
+        working_folder.remove(Path(path))
 
 
 def _snapshot(folder: UnfinishedFolder) -> UnfinishedSnapshot:

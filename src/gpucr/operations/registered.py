@@ -13,8 +13,8 @@ from gpucr.launch.record import JobRecord, Network, StateWord
 from gpucr.launch.registry import REPLACEABLE, ListedJob, Registry, Reservation
 from gpucr.linux import processes
 from gpucr.model import ProcessId
+from gpucr.operations.job_snapshot import JobSnapshot
 from gpucr.operations.logs import state_folder
-from gpucr.snapshot.folder import Snapshot
 from gpucr.snapshot.manifest import LaunchRecord
 
 _FREE_FOR_A_RESTORE: frozenset[StateWord] = REPLACEABLE | {"dumped"}
@@ -126,10 +126,10 @@ class DumpNote:
         self._is_written = False
         self.warning: str | None = None
 
-    def write(self, snapshot: Snapshot, *, left_running: bool) -> None:
+    def write(self, snapshot: JobSnapshot, *, left_running: bool) -> None:
         """There is a snapshot of the job, which ends it unless it is left running."""
         self._is_written = True
-        self._update(snapshot=str(snapshot.path.resolve()), dumped=not left_running)
+        self._update(snapshot=snapshot.where, dumped=not left_running)
 
     def withdraw(self) -> None:
         """The snapshot is removed again, if there was one, and the job goes on."""
@@ -144,7 +144,7 @@ class DumpNote:
 
 
 def restored_name_or_warning(
-    snapshot: Snapshot, opened: contextlib.ExitStack, *, name: str | None = None, clone: bool = False
+    snapshot: JobSnapshot, opened: contextlib.ExitStack, *, name: str | None = None, clone: bool = False
 ) -> tuple[RestoredName | None, tuple[str, ...]]:
     """`restored_name`, entered; a registry that cannot be written is a warning then, and no reason not to restore.
 
@@ -165,7 +165,7 @@ class RestoredName:
     ``log_path`` is the log that it had, or for a clone one of its own. ``status_path`` is for its new keeper.
     """
 
-    def __init__(self, snapshot: Snapshot, launch: LaunchRecord, reservation: Reservation) -> None:
+    def __init__(self, snapshot: JobSnapshot, launch: LaunchRecord, reservation: Reservation) -> None:
         self.name = reservation.name
         self.log_path = reservation.log_path
         self.status_path = reservation.status_path
@@ -190,7 +190,7 @@ class RestoredName:
             keeper=keeper,
             log_path=str(self.log_path),
             status_path=str(self.status_path),
-            snapshot=str(self._snapshot.path.resolve()),
+            snapshot=self._snapshot.where,
         )
         try:
             self._reservation.register(record)
@@ -200,7 +200,9 @@ class RestoredName:
 
 
 @contextlib.contextmanager
-def restored_name(snapshot: Snapshot, *, name: str | None = None, clone: bool = False) -> Iterator[RestoredName | None]:
+def restored_name(
+    snapshot: JobSnapshot, *, name: str | None = None, clone: bool = False
+) -> Iterator[RestoredName | None]:
     """Keep the name for the job of a snapshot; None where no `gpucr run` had started it.
 
     It is the name that the job had, unless another job has it now or this is a ``clone``: then NAME-2, NAME-3, ... A

@@ -51,13 +51,13 @@ def needs_of_suspend(held: Mapping[int, Mapping[str, int]], *, in_files: bool) -
     return [MemoryNeed(pid, sum(by_gpu.values())) for pid, by_gpu in held.items()]
 
 
-def needs_of_dump(held: Mapping[int, Mapping[str, int]], folder: Path) -> list[MemoryNeed]:
+def needs_of_dump(held: Mapping[int, Mapping[str, int]], folder: Path | None) -> list[MemoryNeed]:
     """gpucr's staging files take in the device memory of all, and the snapshot as much again where it lies in memory.
 
-    ``folder``: where the snapshot goes, or the folder that it will be made in.
+    ``folder``: where the snapshot goes, or the folder that it will be made in; None: to another machine.
     """
     total = sum(sum(by_gpu.values()) for by_gpu in held.values())
-    copies = 2 if memory.lies_in_memory(folder) else 1
+    copies = 2 if folder is not None and memory.lies_in_memory(folder) else 1
     return [MemoryNeed(os.getpid(), copies * total)]
 
 

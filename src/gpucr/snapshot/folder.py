@@ -120,6 +120,10 @@ class UnfinishedSnapshot:
             files.sync(self.path, paths)
         return self._sealed
 
+    def mark_committed(self) -> None:
+        """For a folder whose content is in a snapshot elsewhere now: `is_committed` is true from here on."""
+        (self.path / MANIFEST_NAME).touch(mode=0o600)
+
     def commit(self, draft: Manifest) -> Snapshot:
         """Make all files durable and write the manifest, atomically. Only then is this a snapshot.
 

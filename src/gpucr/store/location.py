@@ -71,7 +71,10 @@ def backend_at(location: Location) -> Backend:
     try:
         return LocalBackend(location.path)
     except FileNotFoundError as e:
-        raise InvalidRequest(f"the folder {location.path} does not exist", hint="make a store there first") from e
+        raise InvalidRequest(
+            f"the folder {location.path} does not exist",
+            hint=f"make a store there first: gpucr store init {location.path}",
+        ) from e
     except NotADirectoryError as e:
         raise InvalidRequest(f"{location.path} is not a folder", hint="name the folder of the store") from e
     except OSError as e:

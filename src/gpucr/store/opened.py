@@ -78,7 +78,7 @@ class Store:
         try:
             data = backend.read(name, 0, configuration.MAX_CONFIG_BYTES + 1)
         except Missing as e:
-            hint = "make one first, or correct the name"
+            hint = f"make one first (`gpucr store init {backend.url}`), or correct the name"
             raise StoreError(f"there is no store at {backend.url}", path=backend.url, hint=hint) from e
         except OSError as e:
             raise _not_usable(backend, e) from e

@@ -105,13 +105,17 @@ class StoreWriter:
         if not 0 < len(data) <= self.store.config.piece_bytes:
             raise ValueError(f"a piece of {len(data)} bytes in a store of pieces of {self.store.config.piece_bytes}")
         self._check()
-        if pieces.is_zero(data):
-            self._count(bytes_seen=len(data), zero_bytes=len(data))
-            return PieceRef(ZERO_ID, len(data))
-        ref = PieceRef(self.store.digest(data), len(data))
-        if self._is_new(ref):
+        ref = PieceRef(self.name(data), len(data))
+        if ref.is_zero:
+            self._count(bytes_seen=ref.length, zero_bytes=ref.length)
+        elif self._is_new(ref):
             self._failing(lambda: self._store(ref, data))
         return ref
+
+    def name(self, buffer: Buffer) -> bytes:
+        """The name that these bytes have as a piece. Nothing is stored, or counted."""
+        data = memoryview(buffer)
+        return ZERO_ID if pieces.is_zero(data) else self.store.digest(data)
 
     def add_all(self, buffer: Buffer) -> list[PieceRef]:
         """Store something of any length, cut into pieces. Raises StoreError."""

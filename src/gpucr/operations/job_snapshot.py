@@ -1,0 +1,22 @@
+"""What all snapshots of jobs have in common: in a folder of their own, or in a store."""
+
+from __future__ import annotations
+
+from typing import Protocol
+
+from gpucr.snapshot.manifest import Manifest
+
+
+class JobSnapshot(Protocol):
+    """A committed snapshot of a job."""
+
+    @property
+    def manifest(self) -> Manifest:
+        """What it holds."""
+
+    @property
+    def where(self) -> str:
+        """What names it in commands, from any folder: a path, or ``STORE#ID``."""
+
+    def verify(self) -> None:
+        """Read and check all of it. Raises SnapshotDamaged or StoreDamaged."""

@@ -1,0 +1,110 @@
+"""What a user names: a folder of one snapshot, or a store and a snapshot in it.
+
+The libraries of a store are loaded only where one is meant.
+"""
+
+from __future__ import annotations
+
+import os
+from dataclasses import dataclass
+from pathlib import Path
+from typing import TYPE_CHECKING, Literal, Protocol, TypeAlias, get_args
+
+from gpucr.errors import InvalidRequest, StoreError
+from gpucr.model import Job
+from gpucr.operations.targets import DumpTarget, FolderTarget
+from gpucr.snapshot.folder import Snapshot
+
+if TYPE_CHECKING:
+    from gpucr.operations.store_snapshot import SnapshotInStore
+    from gpucr.store.keys import Secret
+    from gpucr.store.location import Location
+    from gpucr.store.opened import Store
+
+Place: TypeAlias = str | os.PathLike[str]
+Compress = Literal["auto", "none", "fast", "strong"]
+"""How a dump into a store compresses: where it saves time, not at all, or wherever it saves bytes."""
+
+_STORE_FILE = "gpucr-store.json"
+
+
+class TargetPlace(Protocol):
+    """Where dumps can go."""
+
+    def target(self, job: Job, device_bytes: int) -> DumpTarget:
+        """A new snapshot there, of this job. Raises SnapshotExists, InvalidRequest."""
+
+
+@dataclass(frozen=True)
+class _Folder:
+    path: Path
+
+    def target(self, job: Job, device_bytes: int) -> DumpTarget:
+        return FolderTarget(self.path)
+
+
+@dataclass(frozen=True)
+class _InStore:
+    store: Store
+    name: str | None
+    compress: Compress
+
+    def target(self, job: Job, device_bytes: int) -> DumpTarget:
+        from gpucr.operations.store_target import StoreTarget
+
+        return StoreTarget(self.store, self.name, compress=self.compress, job=job, device_bytes=device_bytes)
+
+
+def find_target(to: Place, *, compress: Compress, encrypt: bool, key: Secret | None) -> TargetPlace:
+    """What a dump is to go to. A folder that is empty, or is not there, is one for a plain snapshot.
+
+    Raises InvalidRequest, WrongKey, StoreDamaged, StoreError.
+    """
+    if compress not in get_args(Compress):
+        raise InvalidRequest(f"compress is {compress!r}", hint="give one of " + ", ".join(get_args(Compress)))
+    location = _store_location(to)
+    if location is None:
+        if encrypt or key is not None or compress != "auto":
+            raise InvalidRequest(
+                f"{os.fspath(to)} is no store: only in a store are snapshots compressed and encrypted",
+                hint=f"make one first: gpucr store init {os.fspath(to)}",
+            )
+        return _Folder(Path(to))
+    store = _open(location, key)
+    if encrypt and store.keys is None:
+        raise StoreError(
+            f"the store {store.backend.url} is not encrypted",
+            path=store.backend.url,
+            hint="make another one with: gpucr store init --encrypt",
+        )
+    return _InStore(store, location.snapshot, compress)
+
+
+def open_snapshot(place: Place, key: Secret | None = None) -> Snapshot | SnapshotInStore:
+    """The snapshot that is meant: a folder, ``STORE#NAME``, ``STORE#latest``, or the only one of a store.
+
+    Raises InvalidRequest, SnapshotError and what is derived from it.
+    """
+    location = _store_location(place)
+    if location is None:
+        return Snapshot.open(place)
+    from gpucr.operations.store_snapshot import SnapshotInStore
+
+    return SnapshotInStore.open(_open(location, key), location.snapshot)
+
+
+def _store_location(place: Place) -> Location | None:
+    text = os.fspath(place)
+    if "://" not in text and "#" not in text and not os.path.exists(os.path.join(text, _STORE_FILE)):
+        return None
+    from gpucr.store import location
+
+    found = location.parse(text)
+    return found if found.is_store else None
+
+
+def _open(location: Location, key: Secret | None) -> Store:
+    from gpucr.store.location import backend_at
+    from gpucr.store.opened import Store
+
+    return Store.open(backend_at(location), key)

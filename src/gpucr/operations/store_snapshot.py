@@ -1,0 +1,74 @@
+"""A snapshot of a job in a store."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+
+from gpucr.errors import StoreDamaged
+from gpucr.snapshot.json_reader import ManifestError
+from gpucr.snapshot.manifest import Manifest, decode
+from gpucr.store import snapshots, verify, writers
+from gpucr.store.opened import HINT_DAMAGED, Store
+from gpucr.store.snapshots import StoredSnapshot
+
+
+@dataclass(frozen=True)
+class SnapshotInStore:
+    """A committed snapshot in a store. Made by `open` or by a dump."""
+
+    store: Store = field(repr=False)
+    stored: StoredSnapshot = field(repr=False)
+    manifest: Manifest
+
+    @classmethod
+    def open(cls, store: Store, wanted: str | None) -> SnapshotInStore:
+        """The snapshot of this name or id, ``latest``, or None: the only one. Reads and checks the manifest.
+
+        Raises InvalidRequest, StoreDamaged, StoreError.
+        """
+        return cls.of(store, snapshots.find(store, wanted))
+
+    @classmethod
+    def of(cls, store: Store, stored: StoredSnapshot) -> SnapshotInStore:
+        """As `open`, of one that was found. Raises StoreDamaged."""
+        try:
+            manifest = decode(stored.manifest)
+            _check_areas(manifest, stored)
+        except ManifestError as e:
+            path = store.path(writers.snapshot_object(stored.id))
+            hint = f"{HINT_DAMAGED}; a newer format needs a newer gpucr"
+            raise StoreDamaged(f"{path} has no valid manifest of a job: {e}", path=path, hint=hint) from e
+        return cls(store, stored, manifest)
+
+    @property
+    def where(self) -> str:
+        """``STORE#ID``: a name can mean another snapshot later."""
+        return snapshot_url(self.store, self.stored.id)
+
+    def verify(self) -> None:
+        """Read and check every piece. Raises StoreDamaged, naming the first that differs."""
+        report = verify.verify(self.store, [self.stored], deep=True)
+        for problem in report.problems.get(self.stored.id, ()):
+            raise StoreDamaged(problem, path=self.where, hint=HINT_DAMAGED)
+
+
+def snapshot_url(store: Store, name: str | None) -> str:
+    """What names this snapshot of a store; None: the store itself."""
+    return store.backend.url if name is None else f"{store.backend.url}#{name}"
+
+
+def device_area(pid: int) -> str:
+    """The area with the device memory of the process that the manifest has under this pid."""
+    return f"device/{pid}"
+
+
+def _check_areas(manifest: Manifest, stored: StoredSnapshot) -> None:
+    expected = {file.path: file.size_bytes for file in manifest.files}
+    for pid, data in manifest.device_data.items():
+        if data.store_bytes is None:
+            raise ManifestError(f"the device memory of process {pid} is not in the store")
+        expected[device_area(pid)] = data.size_bytes
+    found = {area.name: area.size_bytes for area in stored.areas}
+    if found != expected:
+        differing = sorted(name for name, _ in found.items() ^ expected.items())
+        raise ManifestError(f"it does not fit what was stored: {', '.join(differing[:3])}")

@@ -1,0 +1,167 @@
+"""Where a dump puts what it takes: a folder that becomes a snapshot, or a store (store_target.py)."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Protocol
+
+from gpucr import preflight
+from gpucr.model import Job
+from gpucr.operations.job_snapshot import JobSnapshot
+from gpucr.operations.protection import Protection
+from gpucr.operations.recovery import UnfinishedFolder
+from gpucr.snapshot.device.folder_sink import FolderSink
+from gpucr.snapshot.device.sink import DeviceSink
+from gpucr.snapshot.device.writer import DeviceWriter
+from gpucr.snapshot.folder import UnfinishedSnapshot, check_target
+from gpucr.snapshot.manifest import Manifest
+
+
+@dataclass(frozen=True)
+class DumpCounts:
+    """What became of the data of a dump, in bytes.
+
+    ``bytes_seen``: device memory, and all files (CRIU's images, shared memory). Of these ``zero_bytes`` were zero,
+    ``known_bytes`` were in the store already, and compression saved ``compressed_saved_bytes``. ``bytes_written`` is
+    what was written.
+    """
+
+    bytes_seen: int
+    bytes_written: int
+    zero_bytes: int
+    known_bytes: int = 0
+    compressed_saved_bytes: int = 0
+
+
+class DumpTarget(Protocol):
+    """A snapshot that is being made. Until `commit` returns there is none; after `discard` there never will be.
+
+    ``folder`` is where CRIU writes its images, and where files of shared memory go.
+    """
+
+    folder: UnfinishedSnapshot
+
+    @property
+    def where(self) -> str:
+        """How messages name it."""
+
+    @property
+    def preparation(self) -> str:
+        """One line that says what `create` will do."""
+
+    @property
+    def images_at(self) -> str:
+        """How messages name the place of CRIU's images."""
+
+    @property
+    def sink(self) -> DeviceSink:
+        """Where pieces of device memory go, from `create` on."""
+
+    @property
+    def disk(self) -> Path | None:
+        """A folder on the file system that device memory will be written to; None: not one of this machine."""
+
+    def findings(self, job: Job, device_bytes: int) -> list[preflight.Finding]:
+        """What stands in its way, while nothing has been changed."""
+
+    def create(self, protection: Protection | None) -> None:
+        """Make ready. Raises SnapshotExists, SnapshotError."""
+
+    @property
+    def is_committed(self) -> bool:
+        """Whether `commit` has returned."""
+
+    def seal_images(self) -> None:
+        """Take in what is in ``folder``, which is complete, while others still put pieces."""
+
+    def commit(self, draft: Manifest) -> JobSnapshot:
+        """Make everything durable, then the snapshot exist. The draft lacks only what `seal_images` knows."""
+
+    def counts(self, writer: DeviceWriter) -> DumpCounts:
+        """What became of the data, after `commit`."""
+
+    def discard(self) -> None:
+        """Leave nothing that is in anybody's way, also after `commit`."""
+
+    def close(self) -> None:
+        """Remove what the operation needed only while it lasted. Idempotent."""
+
+
+class FolderTarget:
+    """A folder that becomes a plain snapshot (see `DumpTarget`)."""
+
+    def __init__(self, path: Path) -> None:
+        check_target(path)
+        self.folder = UnfinishedSnapshot(path)
+        self._sink = FolderSink(self.folder.device)
+        self._manifest: Manifest | None = None
+
+    @property
+    def where(self) -> str:
+        """Its path as it was given."""
+        return str(self.folder.path)
+
+    @property
+    def preparation(self) -> str:
+        """Making the folder."""
+        return f"make the private folder {self.where}"
+
+    @property
+    def images_at(self) -> str:
+        """In the folder."""
+        return str(self.folder.images)
+
+    @property
+    def sink(self) -> DeviceSink:
+        """The device folder."""
+        return self._sink
+
+    @property
+    def disk(self) -> Path:
+        """The folder, or the one that it will be made in."""
+        path = self.folder.path
+        return path if path.is_dir() else path.resolve().parent
+
+    def findings(self, job: Job, device_bytes: int) -> list[preflight.Finding]:
+        """Whether the disk has room."""
+        return preflight.check_disk(job, self.disk, device_bytes)
+
+    def create(self, protection: Protection | None) -> None:
+        """Make the folder."""
+        self.folder.create()
+        if protection is not None:
+            protection.change(folder=UnfinishedFolder(str(self.folder.path.resolve()), self.folder.mode_before))
+
+    @property
+    def is_committed(self) -> bool:
+        """Whether the manifest has been written."""
+        return self.folder.is_committed
+
+    def seal_images(self) -> None:
+        """Hash and sync the files."""
+        self.folder.seal_images()
+
+    def commit(self, draft: Manifest) -> JobSnapshot:
+        """Write the manifest."""
+        snapshot = self.folder.commit(draft)
+        self._manifest = snapshot.manifest
+        return snapshot
+
+    def counts(self, writer: DeviceWriter) -> DumpCounts:
+        """Everything but zeros of device memory is written."""
+        assert self._manifest is not None  # noqa: S101 - after commit
+        files_bytes = sum(file.size_bytes for file in self._manifest.files)
+        stored_bytes = sum(data.stored_bytes for data in self._manifest.device_data.values())
+        return DumpCounts(
+            bytes_seen=files_bytes + writer.bytes_seen,
+            bytes_written=files_bytes + writer.bytes_written,
+            zero_bytes=writer.bytes_seen - stored_bytes,
+        )
+
+    def discard(self) -> None:
+        """Remove it."""
+        self.folder.discard()
+
+    def close(self) -> None:
+        """Nothing: the folder is the snapshot."""
