@@ -11,12 +11,13 @@ An image is two 32-bit magic numbers and then entries, each a 32-bit length and 
 from __future__ import annotations
 
 import contextlib
+import fnmatch
 import os
 import shutil
 import socket
 import struct
 import tempfile
-from collections.abc import Collection, Iterator, Mapping
+from collections.abc import Collection, Iterable, Iterator, Mapping
 from pathlib import Path
 
 from google.protobuf.message import DecodeError
@@ -34,9 +35,9 @@ _MAGIC = struct.pack("<II", 0x54564319, 0x56303138)  # IMG_COMMON_MAGIC, FILES_M
 _LENGTH = struct.Struct("<I")
 
 
-def have_clocks(images_dir: Path) -> bool:
+def have_clocks(names: Iterable[str]) -> bool:
     """Whether CRIU has dumped what the job's clocks showed: it does wherever the kernel has time namespaces."""
-    return any(images_dir.glob("timens-*.img"))
+    return any(fnmatch.fnmatch(name, "timens-*.img") for name in names)
 
 
 class ImageError(ValueError):

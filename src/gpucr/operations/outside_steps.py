@@ -66,7 +66,7 @@ class PutBackSharedFiles:
         """Write them. Returns their bytes."""
         context = self._context
         root = context.shared_root
-        self._files = SharedFiles(root, context.snapshot.path, context.snapshot.manifest.shared_files)
+        self._files = SharedFiles(root, context.source.folder, context.snapshot.manifest.shared_files)
         context.on_close.callback(self._files.close)
         try:
             return self._files.put_back()
@@ -159,8 +159,8 @@ class AdaptFiles:
     def run(self, interrupts: Interrupts, meter: Meter) -> int:
         """Cut back, and make the changed image. Returns the bytes that were cut off."""
         context = self._context
-        with _damage_explained(context.snapshot.images):
-            image = FilesImage.read(context.snapshot.images)
+        with _damage_explained(context.source.images):
+            image = FilesImage.read(context.source.images)
         recorded = context.snapshot.manifest.open_files
         files = [
             file
@@ -169,13 +169,13 @@ class AdaptFiles:
         ]
         if self._mode == "rewind":
             self._cut_back(files, meter)
-        with _damage_explained(context.snapshot.images):
+        with _damage_explained(context.source.images):
             image.adapt_to_sizes(_changed_sizes(files))
             if self._tcp == "close":
                 image.close_outside_connections()
         if image.is_changed:
             try:
-                context.images_dir = context.on_close.enter_context(changed_images(context.snapshot.images, image))
+                context.images_dir = context.on_close.enter_context(changed_images(context.source.images, image))
             except OSError as e:
                 raise Unsupported(
                     f"no folder can be made for a changed image: {e.strerror} ({e.filename})",

@@ -12,6 +12,8 @@ from typing import TYPE_CHECKING, Literal, Protocol, TypeAlias, get_args
 
 from gpucr.errors import InvalidRequest, StoreError
 from gpucr.model import Job
+from gpucr.operations.job_snapshot import JobSnapshot
+from gpucr.operations.sources import FolderSource, RestoreSource
 from gpucr.operations.targets import DumpTarget, FolderTarget
 from gpucr.snapshot.folder import Snapshot
 
@@ -91,6 +93,18 @@ def open_snapshot(place: Place, key: Secret | None = None) -> Snapshot | Snapsho
     from gpucr.operations.store_snapshot import SnapshotInStore
 
     return SnapshotInStore.open(_open(location, key), location.snapshot)
+
+
+def source_of(snapshot: JobSnapshot) -> RestoreSource:
+    """What a restore gets this snapshot from. Raises StoreDamaged, StoreError where a part of it is missing."""
+    if isinstance(snapshot, Snapshot):
+        return FolderSource(snapshot)
+    from gpucr.operations.store_snapshot import SnapshotInStore
+    from gpucr.operations.store_source import StoreSource
+
+    if not isinstance(snapshot, SnapshotInStore):
+        raise TypeError(f"{snapshot!r} is no snapshot")
+    return StoreSource(snapshot)
 
 
 def _store_location(place: Place) -> Location | None:

@@ -7,7 +7,8 @@ import os
 import platform
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
-from typing import get_args
+from pathlib import PurePosixPath
+from typing import TYPE_CHECKING, get_args
 
 from gpucr import preflight
 from gpucr.criu.engine import Criu
@@ -33,15 +34,17 @@ from gpucr.operations import jobs, registered
 from gpucr.operations.freeze import HoldThreads, ReleaseThreads, RestoreGang, UnlockGang
 from gpucr.operations.gpu_choice import GpuChoice, GpuRequest
 from gpucr.operations.gpu_places import Placement, place_snapshot
+from gpucr.operations.job_snapshot import JobSnapshot
 from gpucr.operations.outside_steps import endpoints_to_bind, outside_steps
+from gpucr.operations.places import Place, open_snapshot, source_of
 from gpucr.operations.protection import Protection
 from gpucr.operations.restore_steps import (
     CriuRestore,
     LoadDevice,
     MakeFolders,
+    ProvideFiles,
     RestoreContext,
     RestoreDevice,
-    VerifySnapshot,
 )
 from gpucr.operations.sandbox_steps import (
     KeepJob,
@@ -54,9 +57,11 @@ from gpucr.operations.sandbox_steps import (
 from gpucr.operations.steps import OnProgress, Phase, Step, WithoutUndo, run_steps
 from gpucr.operations.threads import GangThreads
 from gpucr.operations.traps import findings_of_targets
-from gpucr.snapshot.folder import Snapshot
 from gpucr.snapshot.manifest import Manifest
 from gpucr.snapshot.shared_files import ROOT, names_in_use
+
+if TYPE_CHECKING:
+    from gpucr.store.keys import Secret
 
 REAPING_TIMEOUT_S = 10.0
 """How long a restore waits for the parents of the dumped processes to collect their zombies."""
@@ -70,7 +75,7 @@ class RestoreReport:
     stayed; ``gpu_reasons`` say what of it gpucr chose itself, and why.
     """
 
-    snapshot: Snapshot
+    snapshot: JobSnapshot
     pid: int
     processes: int
     phases: tuple[Phase, ...]
@@ -83,7 +88,7 @@ class RestoreReport:
 
 
 def restore(
-    snapshot: Snapshot | str | os.PathLike[str],
+    snapshot: JobSnapshot | Place,
     *,
     gpu_map: GpuMap | str | None = None,
     gpu: str | None = None,
@@ -92,6 +97,7 @@ def restore(
     isolate: bool = False,
     clone: bool = False,
     name: str | None = None,
+    key: Secret | None = None,
     timeout_s: float | None = None,
     force: bool = False,
     on_progress: OnProgress | None = None,
@@ -114,13 +120,16 @@ def restore(
     ``isolate`` puts any other job into one. ``clone`` makes a copy of a job that runs, or of which a copy runs: with a
     name and a log of its own, but the same files otherwise. ``name`` is its name in the registry.
 
-    Raises InvalidRequest, SnapshotUnfinished, SnapshotDamaged, SnapshotError, NotPermitted, Unsupported,
-    DriverUnavailable, CriuUnavailable (nothing was started); CriuError, DriverError, DeadlineExceeded, Interrupted (all
-    ended again); JobDamaged (something of it still runs).
+    Out of a store (``STORE#NAME``, ``STORE#latest``, or STORE with one snapshot; ``key`` opens one that is encrypted)
+    device memory is fetched while CRIU restores, and goes nowhere else.
+
+    Raises InvalidRequest, SnapshotUnfinished, SnapshotDamaged, SnapshotError, WrongKey, StoreDamaged, StoreError,
+    NotPermitted, Unsupported, DriverUnavailable, CriuUnavailable (nothing was started); CriuError, DriverError,
+    DeadlineExceeded, Interrupted (all ended again); JobDamaged (something of it still runs).
     """  # fmt: skip
     deadline = jobs.deadline_after(timeout_s)
-    if not isinstance(snapshot, Snapshot):
-        snapshot = Snapshot.open(snapshot)
+    if isinstance(snapshot, str | os.PathLike):
+        snapshot = open_snapshot(snapshot, key)
     request = GpuRequest.of(gpu_map, gpu)
     preflight.require_privileges(snapshot.manifest.root_pid)
     _require_modes(files, tcp)
@@ -136,7 +145,7 @@ def restore(
         preflight.require_no_blocking(findings, force=force)
         driver = _driver_for(snapshot)
         protection = opened.enter_context(Protection()) if driver is not None else None
-        context = RestoreContext(snapshot, Criu(find_criu()), options, deadline, protection)
+        context = RestoreContext(source_of(snapshot), Criu(find_criu()), options, deadline, protection)
         start: StartSandbox | StartKeeper | None = None
         if plan is not None:
             start = StartSandbox(context, plan)
@@ -169,8 +178,9 @@ def _run(
     at_the_end: Sequence[Step],
 ) -> RestoreReport:
     snapshot, deadline, protection = context.snapshot, context.deadline, context.protection
-    steps: list[Step] = [LoadDevice(context)] if snapshot.manifest.device_data else []
-    steps.append(VerifySnapshot(context))
+    load: list[Step] = [LoadDevice(context)] if snapshot.manifest.device_data else []
+    provide = ProvideFiles(context)
+    steps: list[Step] = [provide, *load] if context.source.provides_first else [*load, provide]
     if snapshot.manifest.folders:
         steps.append(MakeFolders(context))
     steps += before_criu
@@ -222,7 +232,7 @@ def _require_modes(files: str, tcp: str) -> None:
 
 
 def _findings_outside(
-    snapshot: Snapshot, files: preflight.FilesMode, tcp: preflight.TcpMode, plan: SandboxPlan | None
+    snapshot: JobSnapshot, files: preflight.FilesMode, tcp: preflight.TcpMode, plan: SandboxPlan | None
 ) -> list[preflight.Finding]:
     manifest = snapshot.manifest
     replaced = {str(path) for path in plan.outputs} if plan is not None else set()
@@ -237,26 +247,27 @@ def _findings_outside(
     ]
 
 
-def _options(snapshot: Snapshot) -> RestoreOptions:
+def _options(snapshot: JobSnapshot) -> RestoreOptions:
     try:
         return RestoreOptions.from_dump(DumpOptions.from_dict(snapshot.manifest.criu_options))
     except ValueError as e:
         raise SnapshotDamaged(
             f"the manifest's CRIU options cannot be used: {e}",
-            path=str(snapshot.path),
+            path=snapshot.where,
             hint="it was made by another version of gpucr: restore it with that one",
         ) from e
 
 
 def _findings(
-    snapshot: Snapshot, choice: GpuChoice, here: Sequence[Gpu], plan: SandboxPlan | None
+    snapshot: JobSnapshot, choice: GpuChoice, here: Sequence[Gpu], plan: SandboxPlan | None
 ) -> list[preflight.Finding]:
     manifest = snapshot.manifest
     ours = [process for process in manifest.processes if len(process.ns_pids) == 1 and plan is None]
     pids = list(dict.fromkeys(tid for process in ours for tid in (process.pid, *process.threads)))
     processes.wait_for_reaping(pids, REAPING_TIMEOUT_S)
     findings = preflight.check_free_pids(pids)
-    findings += preflight.check_clocks(are_in_images=have_clocks(snapshot.images))
+    images = (PurePosixPath(file.path).name for file in manifest.files)
+    findings += preflight.check_clocks(are_in_images=have_clocks(images))
     if manifest.has_gpu_state:
         staged_bytes = sum(data.size_bytes for data in manifest.device_data.values())
         findings += preflight.check_host_memory(preflight.needs_of_restore(staged_bytes))
@@ -276,6 +287,6 @@ def _findings(
     return findings
 
 
-def _driver_for(snapshot: Snapshot) -> Driver | None:
+def _driver_for(snapshot: JobSnapshot) -> Driver | None:
     """The driver, where the snapshot needs one: a tree without CUDA is restored without looking for any."""
     return load_driver() if snapshot.manifest.has_gpu_state else None

@@ -27,13 +27,15 @@ from gpucr.linux.tmpfs import StagingFile
 from gpucr.model import CudaState, GangMember, ProcessId
 from gpucr.operations.freeze import RestoreGang
 from gpucr.operations.interrupts import Interrupts
+from gpucr.operations.job_snapshot import JobSnapshot
 from gpucr.operations.logs import log_kept_on_failure
 from gpucr.operations.protection import Protection
+from gpucr.operations.sources import RestoreSource
 from gpucr.operations.steps import Meter
 from gpucr.operations.threads import explained
 from gpucr.snapshot import shared_files
-from gpucr.snapshot.device.reader import Destination, DeviceReader
-from gpucr.snapshot.folder import Snapshot
+from gpucr.snapshot.device.loader import DeviceLoader
+from gpucr.snapshot.device.reader import Destination
 from gpucr.snapshot.manifest import DeviceData, FolderRecord, ProcessRecord
 from gpucr.staging import Gate
 
@@ -50,7 +52,7 @@ class RestoreContext:
     place of others in a sandbox. ``warnings`` is what steps have to tell the user.
     """
 
-    snapshot: Snapshot
+    source: RestoreSource
     criu: Criu
     options: RestoreOptions
     deadline: float | None
@@ -60,7 +62,7 @@ class RestoreContext:
     restored: tuple[ProcessId, ...] = ()
     pids: dict[int, int] = field(default_factory=dict)
     files: dict[int, StagingFile] = field(default_factory=dict)
-    reader: DeviceReader | None = None
+    reader: DeviceLoader | None = None
     shared_root: Path = shared_files.ROOT
     outputs: Mapping[Path, Path] = field(default_factory=dict)
     images_dir: Path = field(init=False)
@@ -68,7 +70,12 @@ class RestoreContext:
     on_close: contextlib.ExitStack = field(default_factory=contextlib.ExitStack)
 
     def __post_init__(self) -> None:
-        self.images_dir = self.snapshot.images
+        self.images_dir = self.source.images
+
+    @property
+    def snapshot(self) -> JobSnapshot:
+        """What is restored."""
+        return self.source.snapshot
 
     def close(self) -> None:
         """Stop reading, and give up the staging files; what a process has mapped stays its own."""
@@ -77,6 +84,7 @@ class RestoreContext:
             self.reader.cancel()
         for file in self.files.values():
             file.close()
+        self.source.close()
 
     def restore_threads(self) -> dict[int, int]:
         """The thread that does the driver's work, per pid of the gang."""
@@ -89,7 +97,7 @@ class RestoreContext:
             if tid is None:
                 raise SnapshotDamaged(
                     f"the manifest names thread {record.restore_thread} of process {record.pid}, which it has not",
-                    path=str(self.snapshot.path),
+                    path=self.snapshot.where,
                 )
             found[pid] = tid
         return found
@@ -122,7 +130,7 @@ class LoadDevice:
             if file.reason is not None:
                 meter.note(f"device memory is read into small pages: {file.reason}")
             destinations.append(Destination(pid, file.fd, data))
-        context.reader = DeviceReader(context.snapshot.device, destinations)
+        context.reader = context.source.loader(destinations)
         context.reader.start()
         return 0
 
@@ -132,26 +140,23 @@ class LoadDevice:
             self._context.reader.cancel()
 
 
-class VerifySnapshot:
-    """Check every file of the snapshot against its digest, but for device memory: that is checked as it is read."""
-
-    name = "verify"
+class ProvideFiles:
+    """Every file of the snapshot is at hand and checked. Device memory is checked as it is read."""
 
     def __init__(self, context: RestoreContext) -> None:
         self._context = context
+        self.name = context.source.provision[0]
 
     def describe(self) -> str:
-        """Which snapshot."""
-        return f"verify {self._context.snapshot.path}"
+        """From where."""
+        return self._context.source.provision[1]
 
     def run(self, interrupts: Interrupts, meter: Meter) -> int:
-        """Read and compare everything. Returns the bytes that were read."""
-        with interrupts.allowed():
-            self._context.snapshot.verify_files()
-        return sum(file.size_bytes for file in self._context.snapshot.manifest.files)
+        """Verify or fetch. Returns the bytes of the files."""
+        return self._context.source.provide(self._context.protection, interrupts, meter)
 
     def undo(self) -> None:
-        """Nothing: verifying changes nothing."""
+        """Nothing: what was fetched goes when the operation ends."""
 
 
 class MakeFolders:
@@ -243,7 +248,7 @@ class CriuRestore:
 
     def _on_start(self, criu: ProcessId) -> None:
         if self._context.protection is not None:
-            images = str(self._context.snapshot.images.resolve())
+            images = str(self._context.source.images.resolve())
             self._context.protection.change(criu=criu, images=images)
 
     def undo(self) -> None:

@@ -14,11 +14,12 @@ from gpucr.errors import InvalidRequest, JobDamaged, ProcessNotFound, SnapshotDa
 from gpucr.linux import processes
 from gpucr.linux.namespaces import last_pid_clear_of
 from gpucr.operations.interrupts import Interrupts
+from gpucr.operations.job_snapshot import JobSnapshot
 from gpucr.operations.registered import RestoredName
 from gpucr.operations.restore_steps import RestoreContext
+from gpucr.operations.sources import RestoreSource
 from gpucr.operations.steps import Meter
 from gpucr.sandbox import BareKeeper, EmptySandbox, Network
-from gpucr.snapshot.folder import Snapshot
 from gpucr.snapshot.manifest import Manifest
 
 _CORE_IMAGE = re.compile(r"core-(\d+)\.img")
@@ -46,7 +47,7 @@ class SandboxPlan:
 
 
 def plan_sandbox(
-    snapshot: Snapshot, name: RestoredName | None, *, isolate: bool, clone: bool, shell_job: bool
+    snapshot: JobSnapshot, name: RestoredName | None, *, isolate: bool, clone: bool, shell_job: bool
 ) -> SandboxPlan | None:
     """The sandbox that this restore needs; None where the job was in none and is not to be in one.
 
@@ -89,9 +90,9 @@ def _old_log(manifest: Manifest) -> str | None:
     return manifest.launch.log_path if manifest.launch is not None else None
 
 
-def _lineage_of(snapshot: Snapshot) -> str:
+def _lineage_of(snapshot: JobSnapshot) -> str:
     """For a job that was in no sandbox: the same for every restore of this snapshot into one."""
-    name = f"{snapshot.path.resolve()} {snapshot.manifest.created}"
+    name = f"{snapshot.where} {snapshot.manifest.created}"
     return hashlib.sha256(os.fsencode(name)).hexdigest()[:32]
 
 
@@ -157,7 +158,7 @@ class StartSandbox:
             log_path=plan.log_path,
             status_path=plan.status_path,
             lineage=plan.lineage,
-            last_pid=_last_pid(context.snapshot),
+            last_pid=_last_pid(context.source),
             network=plan.network,
         )
         found = self.made.sandbox
@@ -247,13 +248,13 @@ class KeepJob:
         """Nothing: CriuRestore ends the processes, and with the first of them the sandbox ends."""
 
 
-def _last_pid(snapshot: Snapshot) -> int:
+def _last_pid(source: RestoreSource) -> int:
     """A pid above which CRIU's own processes get in the way of none of the job's."""
-    ids = [int(match[1]) for path in snapshot.images.iterdir() if (match := _CORE_IMAGE.fullmatch(path.name))]
+    ids = [int(match[1]) for path in source.images.iterdir() if (match := _CORE_IMAGE.fullmatch(path.name))]
     try:
         return last_pid_clear_of(ids)
     except ValueError as e:
-        raise SnapshotDamaged(f"the pids of the job leave no room: {e}", path=str(snapshot.path)) from e
+        raise SnapshotDamaged(f"the pids of the job leave no room: {e}", path=source.snapshot.where) from e
 
 
 def _make_log(path: Path) -> None:

@@ -1,0 +1,87 @@
+"""What a restore gets a job from: a folder that is a snapshot, or a store (store_source.py)."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Protocol
+
+from gpucr.operations.interrupts import Interrupts
+from gpucr.operations.job_snapshot import JobSnapshot
+from gpucr.operations.protection import Protection
+from gpucr.operations.steps import Meter
+from gpucr.snapshot.device.loader import DeviceLoader
+from gpucr.snapshot.device.reader import Destination, DeviceReader
+from gpucr.snapshot.folder import IMAGES_NAME, Snapshot
+
+
+class RestoreSource(Protocol):
+    """A snapshot on its way into a job. ``folder`` holds its files (``images``, ``shared``) once `provide` has run."""
+
+    folder: Path
+
+    @property
+    def snapshot(self) -> JobSnapshot:
+        """Which one."""
+
+    @property
+    def images(self) -> Path:
+        """The folder with CRIU's images."""
+
+    @property
+    def provides_first(self) -> bool:
+        """Whether the files are to be there before device memory is read: both come by the same way."""
+
+    @property
+    def provision(self) -> tuple[str, str]:
+        """The name of the step that runs `provide`, and one line that says what it does."""
+
+    def provide(self, protection: Protection | None, interrupts: Interrupts, meter: Meter) -> int:
+        """Have all files in ``folder``, checked. Returns their bytes. Raises SnapshotDamaged, StoreDamaged."""
+
+    def loader(self, destinations: Sequence[Destination]) -> DeviceLoader:
+        """What fills these staging files. Raises SnapshotDamaged, StoreDamaged."""
+
+    def close(self) -> None:
+        """Remove what was needed only while the operation lasted. Idempotent."""
+
+
+class FolderSource:
+    """A folder that is a snapshot (see `RestoreSource`): everything is in its place, and has to be checked."""
+
+    def __init__(self, snapshot: Snapshot) -> None:
+        self._snapshot = snapshot
+        self.folder = snapshot.path
+
+    @property
+    def snapshot(self) -> JobSnapshot:
+        """The snapshot."""
+        return self._snapshot
+
+    @property
+    def images(self) -> Path:
+        """The snapshot's own."""
+        return self.folder / IMAGES_NAME
+
+    @property
+    def provides_first(self) -> bool:
+        """No: device memory is read from the disk while the images are checked."""
+        return False
+
+    @property
+    def provision(self) -> tuple[str, str]:
+        """A verification."""
+        return "verify", f"verify {self.folder}"
+
+    def provide(self, protection: Protection | None, interrupts: Interrupts, meter: Meter) -> int:
+        """Check every file."""
+        with interrupts.allowed():
+            self._snapshot.verify_files()
+        return sum(file.size_bytes for file in self._snapshot.manifest.files)
+
+    def loader(self, destinations: Sequence[Destination]) -> DeviceLoader:
+        """A reader of the device folder."""
+        return DeviceReader(self._snapshot.device, destinations)
+
+    def close(self) -> None:
+        """Nothing: the folder is the snapshot."""

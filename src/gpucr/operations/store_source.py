@@ -1,0 +1,228 @@
+"""A restore from a store: files first, into a working folder, then device memory straight into staging files."""
+
+from __future__ import annotations
+
+import os
+import threading
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import ExitStack, contextmanager
+from itertools import accumulate, zip_longest
+from pathlib import Path
+
+from gpucr.errors import SnapshotError
+from gpucr.operations.interrupts import Interrupts
+from gpucr.operations.job_snapshot import JobSnapshot
+from gpucr.operations.protection import Protection
+from gpucr.operations.steps import Meter
+from gpucr.operations.store_snapshot import SnapshotInStore, device_area
+from gpucr.operations.working_folder import WorkingFolder
+from gpucr.snapshot.device.loader import DeviceLoader, Prefix, fill
+from gpucr.snapshot.device.reader import Destination
+from gpucr.snapshot.folder import IMAGES_NAME
+from gpucr.snapshot.shared_files import FOLDER_NAME
+from gpucr.store import snapshots
+from gpucr.store.backend import Buffer
+from gpucr.store.pieces import PieceRef
+from gpucr.store.reader import StoreReader
+
+
+class StoreSource:
+    """A snapshot in a store (see `RestoreSource`).
+
+    Made before anything starts: it looks that every piece that is needed is in the index. Raises StoreDamaged,
+    StoreError.
+    """
+
+    def __init__(self, snapshot: SnapshotInStore) -> None:
+        self._snapshot = snapshot
+        self._reader = snapshots.open_reader(snapshot.store, snapshot.stored)
+        manifest = snapshot.manifest
+        self._working = WorkingFolder(
+            sum(file.size_bytes for file in manifest.files),
+            besides_bytes=sum(data.size_bytes for data in manifest.device_data.values()),
+        )
+        self.folder = self._working.snapshot
+
+    @property
+    def snapshot(self) -> JobSnapshot:
+        """The snapshot."""
+        return self._snapshot
+
+    @property
+    def images(self) -> Path:
+        """In the working folder."""
+        return self.folder / IMAGES_NAME
+
+    @property
+    def provides_first(self) -> bool:
+        """Yes: CRIU waits for the images, and works while device memory comes."""
+        return True
+
+    @property
+    def provision(self) -> tuple[str, str]:
+        """Fetching."""
+        return "fetch", f"fetch CRIU's images of {self._snapshot.where} to {self._working.path.parent}"
+
+    def provide(self, protection: Protection | None, interrupts: Interrupts, meter: Meter) -> int:
+        """Fetch every file."""
+        if protection is not None:
+            protection.change(working_folder=str(self._working.path))
+        self._working.create()
+        meter.expect(sum(file.size_bytes for file in self._snapshot.manifest.files))
+        with self._explained(), ExitStack() as opened:
+            for folder in (self.folder, self.images, self.folder / FOLDER_NAME):
+                folder.mkdir(mode=0o700)
+            refs: list[PieceRef] = []
+            places: list[tuple[int, int]] = []
+            for file in self._snapshot.manifest.files:
+                fd = os.open(self.folder / file.path, os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_CLOEXEC, 0o600)
+                opened.callback(os.close, fd)
+                os.ftruncate(fd, file.size_bytes)
+                pieces = self._pieces(file.path)
+                places += [(fd, start) for start in _starts(pieces)[:-1]]
+                refs += pieces
+
+            def deliver(number: int, data: Buffer | None) -> None:
+                interrupts.check()
+                fd, start = places[number]
+                if data is not None:
+                    _write(fd, memoryview(data), start)
+                meter.add(refs[number].length)
+
+            self._reader.stream(refs, deliver)
+        return sum(file.size_bytes for file in self._snapshot.manifest.files)
+
+    def loader(self, destinations: Sequence[Destination]) -> DeviceLoader:
+        """Something that streams device memory."""
+        pieces = {each.pid: self._pieces(device_area(each.pid)) for each in destinations}
+        return StoreLoader(self._reader, pieces, destinations)
+
+    def close(self) -> None:
+        """Remove the working folder."""
+        self._working.remove()
+
+    @contextmanager
+    def _explained(self) -> Iterator[None]:
+        try:
+            yield
+        except OSError as e:
+            raise SnapshotError(
+                f"CRIU's images cannot be put into {self._working.path.parent}: {e.strerror}",
+                path=str(e.filename or self.folder),
+                hint="free space there, or name another folder for temporary files with TMPDIR",
+            ) from e
+
+    def _pieces(self, area: str) -> Sequence[PieceRef]:
+        return self._snapshot.stored.area(area).pieces(self._reader)
+
+
+class StoreLoader:
+    """Streams device memory out of a store into staging files (see `DeviceLoader`).
+
+    ``pieces`` are those of each process, by pid. The processes take turns, so that the first pieces of all come first.
+    The files are fresh: pieces of zeros are left as the holes that they are.
+    """
+
+    def __init__(
+        self, reader: StoreReader, pieces: Mapping[int, Sequence[PieceRef]], destinations: Sequence[Destination]
+    ) -> None:
+        self._reader = reader
+        self._loadings = {each.pid: _Loading(each, pieces[each.pid]) for each in destinations}
+        turns = zip_longest(*([(each, piece) for piece in range(each.count)] for each in self._loadings.values()))
+        self._order: list[tuple[_Loading, int]] = [each for turn in turns for each in turn if each is not None]
+        self._changed = threading.Condition()
+        self._error: BaseException | None = None
+        self._has_ended = False
+        self._is_cancelled = False
+        self._thread = threading.Thread(target=self._run, name="store-loader", daemon=True)
+
+    def start(self) -> None:
+        """Begin."""
+        self._thread.start()
+
+    def loaded(self, pid: int) -> int:
+        """How many bytes from the beginning of this process's staging file are in place and checked."""
+        with self._changed:
+            return self._loadings[pid].loaded_bytes
+
+    @property
+    def loaded_bytes(self) -> int:
+        """`loaded`, over all processes."""
+        with self._changed:
+            return sum(loading.loaded_bytes for loading in self._loadings.values())
+
+    def wait_for(self, pid: int, up_to_bytes: int, timeout_s: float | None = None) -> bool:
+        """Wait until `loaded` is at least this. False: out of time, or cancelled. Raises the first error."""
+        loading = self._loadings[pid]
+        wanted = min(up_to_bytes, loading.size_bytes)
+        with self._changed:
+            self._changed.wait_for(lambda: self._has_ended or loading.loaded_bytes >= wanted, timeout_s)
+            if self._error is not None:
+                raise self._error
+            return loading.loaded_bytes >= wanted
+
+    def cancel(self) -> None:
+        """End the threads after what they have in hand. Idempotent."""
+        self._is_cancelled = True
+        if self._thread.ident is not None and threading.current_thread() is not self._thread:
+            self._thread.join()
+
+    def _run(self) -> None:
+        try:
+            self._reader.stream((loading.refs[piece] for loading, piece in self._order), self._deliver)
+        except _Cancelled:
+            pass
+        except BaseException as e:  # noqa: BLE001 - whatever it is, the one who waits must know
+            self._error = e
+        with self._changed:
+            self._has_ended = True
+            self._changed.notify_all()
+
+    def _deliver(self, number: int, data: Buffer | None) -> None:
+        if self._is_cancelled:
+            raise _Cancelled
+        loading, piece = self._order[number]
+        destination = loading.destination
+        if data is not None and destination.fd is not None:
+            start, needed_bytes = loading.starts[piece], loading.size_bytes
+            fill(destination.fd, start, memoryview(data), pid=destination.pid, needed_bytes=needed_bytes)
+        with self._changed:
+            if loading.prefix.finish(piece):
+                self._changed.notify_all()
+
+
+class _Cancelled(Exception):
+    """Nobody wants the rest."""
+
+
+class _Loading:
+    """How far one process is."""
+
+    def __init__(self, destination: Destination, refs: Sequence[PieceRef]) -> None:
+        self.destination = destination
+        self.refs = refs
+        self.starts = _starts(refs)
+        self.prefix = Prefix(len(refs))
+
+    @property
+    def count(self) -> int:
+        return len(self.refs)
+
+    @property
+    def size_bytes(self) -> int:
+        return self.starts[-1]
+
+    @property
+    def loaded_bytes(self) -> int:
+        return self.starts[self.prefix.length]
+
+
+def _starts(refs: Sequence[PieceRef]) -> list[int]:
+    """Where each piece begins, and where the last one ends."""
+    return [0, *accumulate(ref.length for ref in refs)]
+
+
+def _write(fd: int, data: memoryview, position: int) -> None:
+    while data:
+        count = os.pwrite(fd, data, position)
+        data, position = data[count:], position + count
