@@ -1,13 +1,14 @@
-"""`gpucr dump`: a whole job to a snapshot on disk."""
+"""`gpucr dump`: a whole job to a snapshot, in a folder or in a store."""
 
 from __future__ import annotations
 
 from dataclasses import asdict
 from pathlib import Path
-from typing import get_args
+from typing import TypedDict, get_args
 
 import click
 
+from gpucr.cli.keys import key_file_option, with_key
 from gpucr.cli.options import (
     force_option,
     json_option,
@@ -17,16 +18,28 @@ from gpucr.cli.options import (
     timeout_option,
     verbose_option,
 )
-from gpucr.cli.output import print_json, say
+from gpucr.cli.output import format_bytes, print_json, say
 from gpucr.cli.progress import progress_printer
 from gpucr.cli.reports import lock_fields, print_phases, report_fields
-from gpucr.operations.dump import Persist, dump, plan_dump
+from gpucr.operations.dump import DumpPlan, Persist, dump, plan_dump
+from gpucr.operations.places import Compress
+
+
+class _Options(TypedDict):
+    leave_running: bool
+    persist: Persist
+    only: bool
+    compress: Compress
+    encrypt: bool
 
 
 @click.command("dump")
 @pid_argument
 @click.option(
-    "--to", required=True, type=click.Path(path_type=Path), metavar="DIR", help="A folder that is made for it."
+    "--to",
+    required=True,
+    metavar="DIR|STORE[#NAME]",
+    help="A folder that is made for it, or a store and a name there.",
 )
 @click.option("--leave-running", is_flag=True, help="Let the job go on afterwards instead of ending it.")
 @click.option(
@@ -36,6 +49,15 @@ from gpucr.operations.dump import Persist, dump, plan_dump
     show_default=True,
     help="With --leave-running: write device memory while the job runs again, or before.",
 )
+@click.option(
+    "--compress",
+    type=click.Choice(get_args(Compress)),
+    default="auto",
+    show_default=True,
+    help="In a store: compress where that saves time, not at all, or wherever it saves bytes.",
+)
+@click.option("--encrypt", is_flag=True, help="Take no other store than one that is encrypted.")
+@key_file_option
 @click.option("--dry-run", is_flag=True, help="Look at the job, print what would be done, and change nothing.")
 @only_option
 @timeout_option
@@ -46,9 +68,12 @@ from gpucr.operations.dump import Persist, dump, plan_dump
 def command(
     *,
     pid: int | str,
-    to: Path,
+    to: str,
     leave_running: bool,
     persist: Persist,
+    compress: Compress,
+    encrypt: bool,
+    key_file: Path | None,
     dry_run: bool,
     only: bool,
     timeout_s: float | None,
@@ -57,23 +82,31 @@ def command(
     quiet: bool,
     verbose: bool,
 ) -> None:
-    """Write PID and its whole tree to the folder DIR and end it. Needs root.
+    """Write PID and its whole tree to the folder DIR, or into a store, and end it. Needs root.
 
-    The processes are ended only after the snapshot is complete and on disk. If anything fails before, they go on as
-    if nothing had been, and DIR is as it was.
+    The processes are ended only after the snapshot is complete and durable. If anything fails before, they go on as
+    if nothing had been, and DIR is as it was. A store (`gpucr store init`) holds many snapshots: what it has already is
+    not written again.
 
     \b
     Example:
       gpucr dump 4711 --to /var/snapshots/training-0042
       gpucr dump 4711 --to /var/snapshots/training-0043 --leave-running
+      gpucr dump 4711 --to /var/snapshots/store#before-lunch --leave-running
+      gpucr dump 4711 --to s3://bucket/prefix#nightly --encrypt --key-file /root/store.key
     """  # fmt: skip
+    options: _Options = {
+        "leave_running": leave_running, "persist": persist, "only": only, "compress": compress, "encrypt": encrypt,
+    }  # fmt: skip
     if dry_run:
-        _print_plan(pid, to, leave_running=leave_running, persist=persist, only=only, as_json=as_json)
+        plan = with_key(key_file, lambda key: plan_dump(pid, to, **options, key=key))
+        _print_plan(plan, as_json=as_json)
         return
-    report = dump(
-        pid, to, leave_running=leave_running, persist=persist, only=only, timeout_s=timeout_s, force=force,
-        on_progress=progress_printer(quiet=quiet or as_json, verbose=verbose),
-    )  # fmt: skip
+    listener = progress_printer(quiet=quiet or as_json, verbose=verbose)
+    report = with_key(
+        key_file,
+        lambda key: dump(pid, to, **options, key=key, timeout_s=timeout_s, force=force, on_progress=listener),
+    )
     for warning in report.warnings:
         say(f"warning: {warning}")
     if as_json:
@@ -84,15 +117,22 @@ def command(
                 "left_running": report.left_running,
                 "lock": lock_fields(report.lock),
                 "processes": len(report.snapshot.manifest.processes),
+                **asdict(report.counts),
             },
         )
         return
     after = "goes on" if report.left_running else "was ended"
     print_phases(f"{report.snapshot.where}: job {report.pid} dumped; it {after}", report.phases, report.downtime_s)
+    if report.snapshot.manifest.is_in_store or report.counts.known_bytes:
+        seen, counts = format_bytes(report.counts.bytes_seen), report.counts
+        saved = format_bytes(counts.compressed_saved_bytes)
+        click.echo(
+            f"{format_bytes(counts.bytes_written)} of {seen} written: {format_bytes(counts.zero_bytes)} were zero, "
+            f"{format_bytes(counts.known_bytes)} known, {saved} saved by compression"
+        )
 
 
-def _print_plan(pid: int | str, to: Path, *, leave_running: bool, persist: Persist, only: bool, as_json: bool) -> None:
-    plan = plan_dump(pid, to, leave_running=leave_running, persist=persist, only=only)
+def _print_plan(plan: DumpPlan, *, as_json: bool) -> None:
     if as_json:
         findings = [asdict(finding) for finding in plan.findings]
         print_json("dump-plan", {"pid": plan.pid, "steps": list(plan.steps), "findings": findings})

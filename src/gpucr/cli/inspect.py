@@ -8,24 +8,27 @@ from typing import Any
 
 import click
 
+from gpucr.cli.keys import key_file_option, with_key
 from gpucr.cli.options import json_option
 from gpucr.cli.output import format_bytes, print_json, printable
-from gpucr.snapshot.folder import Snapshot
+from gpucr.operations.places import open_snapshot
 from gpucr.snapshot.manifest import Manifest, ProcessRecord
 
 
 @click.command("inspect")
-@click.argument("snapshot", type=click.Path(path_type=Path), metavar="DIR")
+@click.argument("snapshot", metavar="DIR|STORE[#NAME]")
 @click.option("--verify", is_flag=True, help="Also read all data and compare it with its digests.")
+@key_file_option
 @json_option
-def command(*, snapshot: Path, verify: bool, as_json: bool) -> None:
-    """Show what the snapshot DIR holds: processes, their device memory, GPUs, versions, sizes.
+def command(*, snapshot: str, verify: bool, key_file: Path | None, as_json: bool) -> None:
+    """Show what a snapshot holds: processes, their device memory, GPUs, versions, sizes.
 
     \b
     Example:
       gpucr inspect /var/snapshots/training-0042 --verify
+      gpucr inspect /var/snapshots/store#latest
     """
-    opened = Snapshot.open(snapshot)
+    opened = with_key(key_file, lambda key: open_snapshot(snapshot, key))
     if verify:
         opened.verify()
     manifest = opened.manifest
@@ -35,9 +38,9 @@ def command(*, snapshot: Path, verify: bool, as_json: bool) -> None:
             process["found_state"] = record.found_state.word if record.found_state is not None else None
         summary = {"bytes": manifest.size_bytes, "has_gpu_state": manifest.has_gpu_state, "verified": verify}
         device_memory = [_device_memory(record) for record in manifest.processes if record.found_state is not None]
-        print_json("inspect", {"snapshot": str(opened.path), **summary, "device_memory": device_memory, **data})
+        print_json("inspect", {"snapshot": opened.where, **summary, "device_memory": device_memory, **data})
         return
-    for name, value in _summary(opened.path, manifest, verified=verify):
+    for name, value in _summary(opened.where, manifest, verified=verify):
         click.echo(f"{name:<12}{value}")
     for record in manifest.processes:
         click.echo(_process_line(record))
@@ -45,13 +48,13 @@ def command(*, snapshot: Path, verify: bool, as_json: bool) -> None:
             click.echo(f"{'':<12}device memory: {_where_device_memory_is(_device_memory(record))}")
 
 
-def _summary(path: Path, manifest: Manifest, *, verified: bool) -> list[tuple[str, str]]:
+def _summary(where: str, manifest: Manifest, *, verified: bool) -> list[tuple[str, str]]:
     if manifest.has_gpu_state:
         gpu_state = f"yes, {format_bytes(sum(manifest.device_bytes.values()))} of device memory"
     else:
         gpu_state = "no: restores on a machine without a GPU"
     rows = [
-        ("snapshot", str(path)),
+        ("snapshot", where),
         ("made", f"{manifest.created} by gpucr {manifest.gpucr_version}, CRIU {manifest.criu_version}"),
         ("kernel", f"{manifest.kernel} ({manifest.architecture})"),
         ("size", f"{format_bytes(manifest.size_bytes)}: {_parts(manifest)}"),
@@ -85,7 +88,7 @@ def _device_memory(record: ProcessRecord) -> dict[str, Any]:
         return {"pid": record.pid, **where, "stored_bytes": None, "zero_bytes": None, "extents": len(record.staging)}
     return {
         "pid": record.pid,
-        "place": "device",
+        "place": "device" if data.store_bytes is None else "store",
         "size_bytes": data.size_bytes,
         "stored_bytes": data.stored_bytes,
         "zero_bytes": data.size_bytes - data.stored_bytes,
@@ -99,7 +102,8 @@ def _where_device_memory_is(found: dict[str, Any]) -> str:
     )
     if found["place"] == "images":
         return f"{size}in CRIU's images"
-    return f"{size}{format_bytes(found['stored_bytes'])} stored in device/, {format_bytes(found['zero_bytes'])} zero"
+    where = "the store" if found["place"] == "store" else "device/"
+    return f"{size}{format_bytes(found['stored_bytes'])} stored in {where}, {format_bytes(found['zero_bytes'])} zero"
 
 
 def _counted(number: int, noun: str) -> str:

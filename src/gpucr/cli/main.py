@@ -12,21 +12,28 @@ from gpucr.errors import CriuError, GpucrError, Interrupted
 from gpucr.version import __version__
 
 _COMMANDS = {
+    "copy": "copy snapshots from one store to another",
     "criu": "show the CRIU that gpucr uses, and fetch it where it is missing",
     "demo": "start a counter, dump it, kill it, restore it, and show that it counts on",
+    "diff": "show what differs between two snapshots of a store",
     "doctor": "show what this machine brings back after a checkpoint, and measure it",
-    "dump": "write a job to a snapshot on disk and end it, or let it go on",
+    "dump": "write a job to a folder or a store and end it, or let it go on",
     "exec": "run a command inside a job's namespaces",
     "inspect": "show what a snapshot holds",
     "jobs": "list the jobs that gpucr started",
     "logs": "print what a job printed",
+    "ls": "list the snapshots of a store",
+    "prune": "remove old snapshots from a store, and what nothing needs any more",
     "ps": "list the processes that use CUDA",
     "restore": "bring a job back from a snapshot",
     "resume": "bring a suspended job back onto its GPUs",
+    "rm": "remove a snapshot from a store",
     "run": "start a job that can be frozen and brought back",
     "sim": "the simulated driver, for machines without a GPU",
     "state": "show the CUDA state of a job's processes",
+    "store": "make a store of snapshots, and give out its keys",
     "suspend": "move a job's GPU memory to host memory and release its GPUs",
+    "verify": "check snapshots without restoring them",
 }
 
 _EXIT_CODES = """\b
@@ -71,6 +78,7 @@ def _gpucr() -> None:
     gpucr resume 4711                   and go on
     gpucr dump 4711 --to /var/snap/a    write the job to disk and end it
     gpucr restore /var/snap/a           and bring it back, also after a reboot
+    gpucr dump 4711 --to STORE#a        write it to a store, where what is known is not written again
     """
 
 

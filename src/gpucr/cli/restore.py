@@ -7,6 +7,7 @@ from typing import get_args
 
 import click
 
+from gpucr.cli.keys import key_file_option, with_key
 from gpucr.cli.options import (
     force_option,
     gpu_map_option,
@@ -19,12 +20,13 @@ from gpucr.cli.options import (
 from gpucr.cli.output import print_json, say
 from gpucr.cli.progress import progress_printer
 from gpucr.cli.reports import gpu_fields, print_phases, report_fields, say_gpu_reasons
+from gpucr.operations.places import open_snapshot
 from gpucr.operations.restore import restore
 from gpucr.preflight import FilesMode, TcpMode
 
 
 @click.command("restore")
-@click.argument("snapshot", type=click.Path(path_type=Path), metavar="DIR")
+@click.argument("snapshot", metavar="DIR|STORE[#NAME]")
 @gpu_map_option
 @gpu_option
 @click.option(
@@ -48,6 +50,7 @@ from gpucr.preflight import FilesMode, TcpMode
     "--isolate", is_flag=True, help="Put the job into a sandbox, where its pids and ports are free, if it was in none."
 )
 @click.option("--name", metavar="NAME", help="The name that the job gets; without it the one that it had, or NAME-2.")
+@key_file_option
 @timeout_option
 @force_option
 @json_option
@@ -55,7 +58,7 @@ from gpucr.preflight import FilesMode, TcpMode
 @verbose_option
 def command(
     *,
-    snapshot: Path,
+    snapshot: str,
     gpu_map: str | None,
     gpu: str | None,
     files: FilesMode,
@@ -63,25 +66,29 @@ def command(
     clone: bool,
     isolate: bool,
     name: str | None,
+    key_file: Path | None,
     timeout_s: float | None,
     force: bool,
     as_json: bool,
     quiet: bool,
     verbose: bool,
 ) -> None:
-    """Bring the job of the snapshot DIR back: same pids, same memory, same GPUs or others. Needs root.
+    """Bring the job of a snapshot back: same pids, same memory, same GPUs or others. Needs root.
 
-    The snapshot is verified before anything starts, and stays as it is. If anything fails later, the processes that
-    were restored so far are ended.
+    The snapshot is the folder DIR, or one of a store: by its name or id, `latest`, or without a name the only one. It
+    is verified, and stays as it is. If anything fails, the processes that were restored so far are ended.
 
     \b
     Example:
       gpucr restore /var/snapshots/training-0042
       gpucr restore /var/snapshots/training-0042 --gpu auto
+      gpucr restore s3://bucket/prefix#latest --key-file /root/store.key
       gpucr restore /var/snapshots/warm-model --clone --name server-2 --gpu 1
     """
+    listener = progress_printer(quiet=quiet or as_json, verbose=verbose)
+    opened = with_key(key_file, lambda key: open_snapshot(snapshot, key))
     report = restore(
-        snapshot,
+        opened,
         gpu_map=gpu_map,
         gpu=gpu,
         files=files,
@@ -91,7 +98,7 @@ def command(
         name=name,
         timeout_s=timeout_s,
         force=force,
-        on_progress=progress_printer(quiet=quiet or as_json, verbose=verbose),
+        on_progress=listener,
     )
     for warning in report.warnings:
         say(f"warning: {warning}")

@@ -10,12 +10,15 @@ from __future__ import annotations
 
 import os
 import struct
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass
+from itertools import accumulate
 from pathlib import Path
 
 from google.protobuf.message import DecodeError
 
 from gpucr.criu import images_pb2
+from gpucr.model import Extent
 
 PAGE_BYTES = 4096
 _PRESENT = 1 << 2
@@ -36,27 +39,65 @@ def cuts(images_dir: Path, piece_bytes: int) -> Mapping[str, tuple[int, ...]]:
         with path.open("rb") as stream:
             data = stream.read(_MAX_IMAGE_BYTES)
         try:
-            pages_id, runs = _parse(data)
-            name = f"pages-{pages_id}.img"
-            size_bytes = os.stat(images_dir / name).st_size
-        except (DecodeError, ValueError, FileNotFoundError):
+            pagemap = PageMap.parse(data)
+            size_bytes = os.stat(images_dir / pagemap.name).st_size
+        except (PageMapError, FileNotFoundError):
             continue
-        starts, end = _cut(runs, piece_bytes)
-        if end == size_bytes and name not in found:
-            found[name] = starts
+        pieces = pagemap.cut(piece_bytes)
+        if sum(piece.size_bytes for piece in pieces) == size_bytes and pagemap.name not in found:
+            found[pagemap.name] = tuple(accumulate((piece.size_bytes for piece in pieces[:-1]), initial=0))[
+                : len(pieces)
+            ]
     return found
 
 
-def _parse(data: bytes) -> tuple[int, list[tuple[int, int]]]:
-    """The number of the image of pages, and the runs that are in it: address and size in bytes."""
+class PageMapError(ValueError):
+    """The image is not what CRIU writes."""
+
+
+@dataclass(frozen=True)
+class PageMap:
+    """What lies in the image of pages that is called ``name``: runs of pages, as addresses and sizes in bytes."""
+
+    name: str
+    runs: tuple[Extent, ...]
+
+    @classmethod
+    def parse(cls, data: bytes) -> PageMap:
+        """From the bytes of ``pagemap-ID.img``. Raises PageMapError."""
+        try:
+            pages_id, runs = _parse(data)
+        except (DecodeError, ValueError) as e:
+            raise PageMapError(str(e)) from e
+        return cls(f"pages-{pages_id}.img", tuple(runs))
+
+    def cut(self, piece_bytes: int) -> tuple[Extent, ...]:
+        """The pieces: the address of the first page of each, and its size in the image.
+
+        Pages of one window of addresses, as large as a piece can be, are one piece.
+        """
+        pieces: list[Extent] = []
+        for run in self.runs:
+            address = run.address
+            while address < run.address + run.size_bytes:
+                end = min(run.address + run.size_bytes, (address // piece_bytes + 1) * piece_bytes)
+                if pieces and pieces[-1].address // piece_bytes == address // piece_bytes:
+                    pieces[-1] = Extent(pieces[-1].address, pieces[-1].size_bytes + end - address)
+                else:
+                    pieces.append(Extent(address, end - address))
+                address = end
+        return tuple(pieces)
+
+
+def _parse(data: bytes) -> tuple[int, list[Extent]]:
     entries = _entries(data)
     head = images_pb2.PagemapHead.FromString(next(entries, b""))
-    runs: list[tuple[int, int]] = []
+    runs: list[Extent] = []
     for entry in map(images_pb2.PagemapEntry.FromString, entries):
         # An image without flags is of a CRIU that wrote present pages only, or has them in the parent's images.
         if entry.flags & _PRESENT or (not entry.HasField("flags") and not entry.in_parent):
             count = entry.nr_pages if entry.HasField("nr_pages") else entry.compat_nr_pages
-            runs.append((entry.vaddr, count * PAGE_BYTES))
+            runs.append(Extent(entry.vaddr, count * PAGE_BYTES))
     return head.pages_id, runs
 
 
@@ -71,19 +112,3 @@ def _entries(data: bytes) -> Iterator[bytes]:
             raise ValueError("an entry is longer than can be")
         yield data[position : position + length]
         position += length
-
-
-def _cut(runs: Iterable[tuple[int, int]], piece_bytes: int) -> tuple[tuple[int, ...], int]:
-    """The beginnings of pieces: pages of one window of addresses, as large as a piece, are one piece. And the end."""
-    starts: list[int] = []
-    position, window = 0, -1
-    for start, size_bytes in runs:
-        address, end = start, start + size_bytes
-        while address < end:
-            if address // piece_bytes != window:
-                window = address // piece_bytes
-                starts.append(position)
-            length = min(end, (window + 1) * piece_bytes) - address
-            address += length
-            position += length
-    return tuple(starts), position

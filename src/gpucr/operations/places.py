@@ -95,6 +95,23 @@ def open_snapshot(place: Place, key: Secret | None = None) -> Snapshot | Snapsho
     return SnapshotInStore.open(_open(location, key), location.snapshot)
 
 
+def open_store(place: Place, key: Secret | None = None) -> Store:
+    """The store that is meant; a snapshot in it may be named as well. Raises InvalidRequest, StoreError, WrongKey."""
+    return _open(place_of_store(place), key)
+
+
+def place_of_store(place: Place) -> Location:
+    """Where a store is, or could be made. Raises InvalidRequest."""
+    from gpucr.store import location
+
+    return location.parse(os.fspath(place))
+
+
+def is_store(place: Place) -> bool:
+    """Whether a store, or a snapshot in one, is meant, and not the folder of one snapshot. Raises InvalidRequest."""
+    return _store_location(place) is not None
+
+
 def source_of(snapshot: JobSnapshot) -> RestoreSource:
     """What a restore gets this snapshot from. Raises StoreDamaged, StoreError where a part of it is missing."""
     if isinstance(snapshot, Snapshot):

@@ -130,7 +130,6 @@ class StoreTarget:
                 name=self._name,
                 manifest=encode(complete),
                 areas=(*self._areas, *self._sink.areas),
-                counters=vars(session.writer.counts),
             )
         self._snapshot = SnapshotInStore(self._store, stored, complete)
         # For the guard: CRIU may end the job now. Without it the guard brings the job back, which does no harm either.

@@ -1,0 +1,63 @@
+"""`gpucr copy`: snapshots from one store to another."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import click
+
+from gpucr.cli.keys import given_key, key_file_option, read_key_file, with_key
+from gpucr.cli.ls import snapshot_fields
+from gpucr.cli.options import json_option, quiet_option
+from gpucr.cli.output import print_json
+from gpucr.cli.progress import progress_printer
+
+
+@click.command("copy")
+@click.argument("source", metavar="STORE[#NAME]")
+@click.argument("target", metavar="STORE")
+@key_file_option
+@click.option(
+    "--to-key-file",
+    type=click.Path(path_type=Path),
+    metavar="FILE",
+    help="The key of the second store, where it has another one.",
+)
+@click.option("--to-plain", is_flag=True, help="The second store is not encrypted, though the first one is.")
+@json_option
+@quiet_option
+def command(
+    *,
+    source: str,
+    target: str,
+    key_file: Path | None,
+    to_key_file: Path | None,
+    to_plain: bool,
+    as_json: bool,
+    quiet: bool,
+) -> None:
+    """Copy a snapshot, or all of a store, to another store: only what is missing there.
+
+    A copy that was cut off goes on from there when it is made again.
+
+    \b
+    Example:
+      gpucr copy /var/snapshots/store#nightly s3://bucket/prefix
+      gpucr copy s3://bucket/prefix /var/snapshots/encrypted --to-key-file /root/store.key
+    """  # fmt: skip
+    from gpucr.operations.stores import copy_snapshots
+
+    listener = progress_printer(quiet=quiet or as_json)
+    to_key = read_key_file(to_key_file) if to_key_file is not None else None if to_plain else given_key(key_file)
+    copied = with_key(
+        key_file,
+        lambda key: copy_snapshots(
+            source, target, key=key, target_key=to_key if to_key is not None or to_plain else key, on_progress=listener
+        ),
+    )
+    if as_json:
+        pairs = [{"source": snapshot_fields(each.source), "target": snapshot_fields(each.target)} for each in copied]
+        print_json("copy", {"snapshots": pairs})
+        return
+    for each in copied:
+        click.echo(f"{each.source.label} is {each.target.label} in {target}")

@@ -1,0 +1,55 @@
+"""`gpucr diff`: what differs between two snapshots of a store."""
+
+from __future__ import annotations
+
+from dataclasses import asdict
+from pathlib import Path
+
+import click
+
+from gpucr.cli.keys import key_file_option, with_key
+from gpucr.cli.options import json_option, verbose_option
+from gpucr.cli.output import format_bytes, print_json, printable
+
+_COLUMNS = "{:>8}  {:<24} {:<14} {:>10} {:>12}"
+_KINDS = {"device": "device memory", "memory": "host memory", "file": "file"}
+
+
+@click.command("diff")
+@click.argument("before", metavar="STORE#A")
+@click.argument("after", metavar="STORE#B")
+@key_file_option
+@json_option
+@verbose_option
+def command(*, before: str, after: str, key_file: Path | None, as_json: bool, verbose: bool) -> None:
+    """Show what differs between two snapshots of one store: by process and memory, and by file. No memory is read.
+
+    With -v also where: ranges of addresses, or of bytes in files, as fine as pieces (2 MiB).
+
+    \b
+    Example:
+      gpucr diff /var/snapshots/store#monday /var/snapshots/store#tuesday
+    """
+    from gpucr.operations.store_diff import diff_snapshots
+
+    found = with_key(key_file, lambda key: diff_snapshots(before, after, key=key))
+    if as_json:
+        print_json("diff", {"differences": [asdict(each) for each in found]})
+        return
+    if not found:
+        click.echo("no difference")
+        return
+    click.echo(_COLUMNS.format("PID", "NAME", "WHAT", "CHANGED", "OF"))
+    for each in found:
+        size = each.size_after_bytes if each.size_after_bytes is not None else each.size_before_bytes
+        click.echo(
+            _COLUMNS.format(
+                each.pid if each.pid is not None else "-",
+                printable(each.name),
+                _KINDS[each.kind],
+                format_bytes(each.changed_bytes),
+                "gone" if each.size_after_bytes is None else format_bytes(size or 0),
+            )
+        )
+        for start, end in each.ranges if verbose else ():
+            click.echo(f"          {start:#x} to {end:#x}")

@@ -1,0 +1,86 @@
+"""What opens an encrypted store: a key file, or a passphrase from the environment or the terminal."""
+
+from __future__ import annotations
+
+import os
+import sys
+from collections.abc import Callable
+from pathlib import Path
+from typing import TYPE_CHECKING, TypeVar
+
+import click
+
+from gpucr.errors import InvalidRequest, WrongKey
+
+if TYPE_CHECKING:
+    from gpucr.store.keys import Secret
+
+T = TypeVar("T")
+
+key_file_option = click.option(
+    "--key-file",
+    type=click.Path(path_type=Path),
+    metavar="FILE",
+    help="The key of an encrypted store. Else GPUCR_KEY_FILE names it, or there is a passphrase: in GPUCR_PASSPHRASE, "
+    "or it is asked for.",
+)
+
+
+def with_key(key_file: Path | None, call: Callable[[Secret | None], T]) -> T:
+    """Call it with the key that was given. A passphrase is asked for where a store turns out to need one.
+
+    On a terminal only. Raises InvalidRequest for a key file that cannot be used, and what the call raises.
+    """
+    key = given_key(key_file)
+    try:
+        return call(key)
+    except WrongKey:
+        if key is not None or not sys.stdin.isatty():
+            raise
+    return call(_ask("Passphrase of the store", twice=False))
+
+
+def given_key(key_file: Path | None) -> Secret | None:
+    """The key that the option or the environment names; None: none was given. Raises InvalidRequest."""
+    named = key_file or os.environ.get("GPUCR_KEY_FILE")
+    if named is not None:
+        return read_key_file(Path(named))
+    passphrase = os.environ.get("GPUCR_PASSPHRASE")
+    if passphrase is None:
+        return None
+    from gpucr.store.keys import Secret  # late, as below: most commands have no key
+
+    return Secret.passphrase(passphrase)
+
+
+def new_key(key_file: Path | None) -> Secret:
+    """A key to make a store with, or to add to one; a passphrase is asked for twice. Raises InvalidRequest."""
+    key = given_key(key_file)
+    if key is None and not sys.stdin.isatty():
+        raise InvalidRequest(
+            "no key was given, and there is no terminal to ask for a passphrase",
+            hint="give --key-file FILE; a key file is made with: head -c 32 /dev/urandom > FILE",
+        )
+    return key if key is not None else ask_new()
+
+
+def ask_new() -> Secret:
+    """Ask for a new passphrase on the terminal, twice."""
+    return _ask("New passphrase", twice=True)
+
+
+def _ask(prompt: str, *, twice: bool) -> Secret:
+    from gpucr.store.keys import Secret
+
+    return Secret.passphrase(click.prompt(prompt, hide_input=True, confirmation_prompt=twice, err=True))
+
+
+def read_key_file(path: Path) -> Secret:
+    """The key in this file. Raises InvalidRequest."""
+    from gpucr.store.keys import MAX_KEY_FILE_BYTES, Secret
+
+    try:
+        with path.open("rb") as stream:
+            return Secret.key_file(stream.read(MAX_KEY_FILE_BYTES + 1))
+    except OSError as e:
+        raise InvalidRequest(f"the key file {path} cannot be read: {e.strerror}", hint="name another one") from e

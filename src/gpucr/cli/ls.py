@@ -1,0 +1,76 @@
+"""`gpucr ls`: the snapshots of a store."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+import click
+
+from gpucr.cli.keys import key_file_option, with_key
+from gpucr.cli.options import json_option
+from gpucr.cli.output import format_bytes, print_json, printable, say
+from gpucr.errors import SnapshotError
+
+if TYPE_CHECKING:
+    from gpucr.store.snapshots import StoredSnapshot
+
+_COLUMNS = "{:<24} {:<10} {:<25} {:<16} {:>10} {:>10}"
+
+
+@click.command("ls")
+@click.argument("store", metavar="STORE")
+@key_file_option
+@json_option
+def command(*, store: str, key_file: Path | None, as_json: bool) -> None:
+    """List the snapshots of STORE, oldest first: name, id, time, machine, size, and what its dump wrote.
+
+    \b
+    Example:
+      gpucr ls /var/snapshots/store
+      gpucr ls s3://bucket/prefix --key-file /root/store.key
+    """
+    from gpucr.operations.stores import list_snapshots
+
+    listing = with_key(key_file, lambda key: list_snapshots(store, key=key))
+    if as_json:
+        damaged = {each: error.message for each, error in listing.damaged.items()}
+        print_json("ls", {"snapshots": [snapshot_fields(each) for each in listing.snapshots], "damaged": damaged})
+    else:
+        _print_table(listing.snapshots)
+    for error in listing.damaged.values():
+        say(f"damaged: {error.message}")
+    if listing.damaged:
+        raise SnapshotError(
+            f"{len(listing.damaged)} of the snapshots cannot be read", path=store, hint="gpucr verify tells more"
+        )
+
+
+def snapshot_fields(snapshot: StoredSnapshot) -> dict[str, Any]:
+    """A snapshot of a store as JSON takes it."""
+    return {
+        "id": snapshot.id,
+        "name": snapshot.name,
+        "created": snapshot.created,
+        "host": snapshot.host,
+        "bytes": snapshot.size_bytes,
+        "counters": dict(snapshot.counters),
+    }
+
+
+def _print_table(found: tuple[StoredSnapshot, ...]) -> None:
+    if not found:
+        click.echo("no snapshots")
+        return
+    click.echo(_COLUMNS.format("NAME", "ID", "CREATED", "HOST", "SIZE", "WRITTEN").rstrip())
+    for each in found:
+        written = each.counters.get("bytes_written")
+        line = _COLUMNS.format(
+            each.name or "-",
+            each.id[:8],
+            each.created[:19].replace("T", " ") + "Z" if each.created.endswith("+00:00") else each.created,
+            printable(each.host),
+            format_bytes(each.size_bytes),
+            format_bytes(written) if written is not None else "-",
+        )
+        click.echo(line.rstrip())

@@ -1,0 +1,101 @@
+"""`gpucr prune`: old snapshots out of a store, and what nothing needs any more."""
+
+from __future__ import annotations
+
+import re
+from pathlib import Path
+from typing import Any
+
+import click
+
+from gpucr.cli.keys import key_file_option, with_key
+from gpucr.cli.ls import snapshot_fields
+from gpucr.cli.options import json_option
+from gpucr.cli.output import format_bytes, print_json
+
+_UNITS = {"s": 1.0, "m": 60.0, "h": 3600.0, "d": 86400.0, "w": 7 * 86400.0}
+
+
+class Duration(click.ParamType):  # type: ignore[type-arg]  # click 8.1 knows no arguments
+    """A time like ``90s``, ``10m``, ``12h``, ``7d`` or ``2w``: a float, in seconds."""
+
+    name = "duration"
+
+    def convert(self, value: Any, param: click.Parameter | None, ctx: click.Context | None) -> float:
+        """Raises click's usage error where it is none."""
+        if isinstance(value, float):
+            return value
+        found = re.fullmatch(r"(\d+(?:\.\d+)?)([smhdw])", str(value))
+        if found is None:
+            self.fail(f"{value!r} is no time: write 90s, 10m, 12h, 7d or 2w", param, ctx)
+        return float(found[1]) * _UNITS[found[2]]
+
+
+@click.command("prune")
+@click.argument("store", metavar="STORE")
+@click.option("--keep-last", type=click.IntRange(min=0), metavar="N", help="Keep the N latest snapshots.")
+@click.option("--keep-within", type=Duration(), metavar="TIME", help="Keep what is younger: 12h, 7d, 2w.")
+@click.option(
+    "--grace",
+    type=Duration(),
+    default="1d",
+    show_default=True,
+    metavar="TIME",
+    help="How long data that nothing needs stays, for those who read a snapshot that was removed.",
+)
+@click.option(
+    "--dead-after",
+    type=Duration(),
+    default="1h",
+    show_default=True,
+    metavar="TIME",
+    help="A dump that has shown no sign of life for so long will not be completed.",
+)
+@click.option("--repack", is_flag=True, help="Also empty packs of which less than half is needed into new ones.")
+@click.option("--dry-run", is_flag=True, help="Say what would be done, and change nothing.")
+@key_file_option
+@json_option
+def command(
+    *,
+    store: str,
+    keep_last: int | None,
+    keep_within: float | None,
+    grace: float,
+    dead_after: float,
+    repack: bool,
+    dry_run: bool,
+    key_file: Path | None,
+    as_json: bool,
+) -> None:
+    """Remove snapshots that need not be kept, and what dumps that died left behind. Dumps and restores may be at work.
+
+    A snapshot is kept if --keep-last or --keep-within says so; without both all are. Space comes back with a later
+    prune: data that nothing needs is first retired, and deleted when no dump can rely on it any more.
+
+    \b
+    Example:
+      gpucr prune /var/snapshots/store --keep-last 5 --keep-within 7d
+    """  # fmt: skip
+    from gpucr.operations.stores import prune_store
+    from gpucr.store.prune import PruneRules
+
+    rules = PruneRules(
+        keep_last=keep_last, keep_within_s=keep_within, grace_s=grace, dead_after_s=dead_after,
+        repack_below=0.5 if repack else 0.0,
+    )  # fmt: skip
+    report = with_key(key_file, lambda key: prune_store(store, rules, dry_run=dry_run, key=key))
+    if as_json:
+        listed = {"kept": report.kept, "removed": report.removed}
+        numbers = {name: value for name, value in vars(report).items() if isinstance(value, int)}
+        data = {name: [snapshot_fields(each) for each in found] for name, found in listed.items()}
+        print_json("prune", {"dry_run": dry_run, **data, "dead_writers": list(report.dead_writers), **numbers})
+        return
+    would = "would be " if dry_run else ""
+    for each in report.removed:
+        click.echo(f"{each.label} {would}removed")
+    for writer in report.dead_writers:
+        click.echo(f"the dump {writer[:8]}, which died, {would}ended")
+    click.echo(f"{len(report.kept)} kept; {format_bytes(report.deleted_bytes)} {would}deleted")
+    later = report.retired_bytes + report.waiting_bytes
+    if later:
+        click.echo(f"{format_bytes(later)} nothing needs any more: a later prune deletes them")

@@ -1,0 +1,32 @@
+"""`gpucr rm`: a snapshot out of a store."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import click
+
+from gpucr.cli.keys import key_file_option, with_key
+from gpucr.cli.ls import snapshot_fields
+from gpucr.cli.options import json_option
+from gpucr.cli.output import print_json
+
+
+@click.command("rm")
+@click.argument("snapshot", metavar="STORE#NAME")
+@key_file_option
+@json_option
+def command(*, snapshot: str, key_file: Path | None, as_json: bool) -> None:
+    """Remove a snapshot from its store. What only it needed is freed by `gpucr prune`.
+
+    \b
+    Example:
+      gpucr rm /var/snapshots/store#before-lunch
+    """
+    from gpucr.operations.stores import remove_snapshot
+
+    removed = with_key(key_file, lambda key: remove_snapshot(snapshot, key=key))
+    if as_json:
+        print_json("rm", {"removed": snapshot_fields(removed)})
+        return
+    click.echo(f"{removed.label} removed")

@@ -1,0 +1,76 @@
+"""`gpucr verify`: whether snapshots can be read, without a restore."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import click
+
+from gpucr.cli.keys import key_file_option, with_key
+from gpucr.cli.options import json_option, quiet_option
+from gpucr.cli.output import format_bytes, print_json, say
+from gpucr.cli.progress import progress_printer
+from gpucr.errors import SnapshotDamaged, StoreDamaged
+from gpucr.operations.places import is_store, open_snapshot
+
+
+@click.command("verify")
+@click.argument("snapshot", metavar="STORE[#NAME]|DIR")
+@click.option("--deep", is_flag=True, help="Read all data, instead of looking only whether it is there.")
+@key_file_option
+@json_option
+@quiet_option
+def command(*, snapshot: str, deep: bool, key_file: Path | None, as_json: bool, quiet: bool) -> None:
+    """Check the snapshots of a store, one of them, or the snapshot in the folder DIR. Exit code 5 where one is damaged.
+
+    Without --deep: whether everything that is needed is there, in its full size. Of a folder everything is read.
+
+    \b
+    Example:
+      gpucr verify /var/snapshots/store
+      gpucr verify s3://bucket/prefix#latest --deep
+    """
+    if is_store(snapshot):
+        _verify_store(snapshot, deep=deep, key_file=key_file, as_json=as_json, quiet=quiet)
+        return
+    problems: dict[str, list[str]] = {}
+    opened = open_snapshot(snapshot)
+    try:
+        opened.verify()
+    except SnapshotDamaged as error:
+        problems[opened.where] = [error.message]
+    if as_json:
+        counts = {"pieces": None, "packs": None, "read_bytes": opened.manifest.size_bytes}
+        print_json("verify", {"snapshots": [opened.where], "deep": True, **counts, "problems": problems})
+    _tell(problems, "1 snapshot: every file matches its digests", as_json=as_json, path=snapshot)
+
+
+def _verify_store(store: str, *, deep: bool, key_file: Path | None, as_json: bool, quiet: bool) -> None:
+    from gpucr.operations.stores import verify_snapshots
+
+    listener = progress_printer(quiet=quiet or as_json)
+    report = with_key(key_file, lambda key: verify_snapshots(store, deep=deep, key=key, on_progress=listener))
+    names = {each.id: each.label for each in report.snapshots}
+    problems = {names.get(each, each): list(texts) for each, texts in report.problems.items()}
+    if as_json:
+        counts = {"pieces": report.pieces, "packs": report.packs, "read_bytes": report.read_bytes}
+        ids = [each.id for each in report.snapshots]
+        by_id = {each: list(texts) for each, texts in report.problems.items()}
+        print_json("verify", {"snapshots": ids, "deep": deep, **counts, "problems": by_id})
+    what = (
+        f"{format_bytes(report.read_bytes)} read, all as it was written" if deep else "all is there (--deep reads it)"
+    )
+    count = len(report.snapshots)
+    headline = f"{count} snapshot{'' if count == 1 else 's'}, {report.pieces} pieces in {report.packs} packs: {what}"
+    _tell(problems, headline, as_json=as_json, path=store)
+
+
+def _tell(problems: dict[str, list[str]], headline: str, *, as_json: bool, path: str) -> None:
+    for name, texts in problems.items():
+        for text in texts:
+            say(f"damaged: {name}: {text}")
+    if problems:
+        damaged = StoreDamaged if is_store(path) else SnapshotDamaged
+        raise damaged(f"damaged: {', '.join(problems)}", path=path, hint="use another snapshot, or another copy")
+    if not as_json:
+        click.echo(headline)

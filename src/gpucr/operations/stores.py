@@ -1,0 +1,206 @@
+"""What is done with a store and the snapshots in it, without a job: making one, listing, verifying, copying, ..."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Generic, TypeVar
+
+from gpucr.errors import InvalidRequest, StoreError
+from gpucr.operations.interrupts import Interrupts
+from gpucr.operations.places import Place, open_store, place_of_store
+from gpucr.operations.steps import Meter, OnProgress, run_steps
+from gpucr.store import copy, prune, snapshots, verify
+from gpucr.store.keys import Secret
+from gpucr.store.location import backend_at
+from gpucr.store.opened import KEYS_PREFIX, Store
+from gpucr.store.prune import PruneReport, PruneRules
+from gpucr.store.snapshots import Listing, StoredSnapshot
+from gpucr.store.verify import VerifyReport
+
+T = TypeVar("T")
+
+
+def init_store(place: Place, *, key: Secret | None = None) -> Store:
+    """Make a store, encrypted where there is a key. A folder is made, if its parent exists; it must be empty.
+
+    Raises InvalidRequest, StoreError, BrokenInstall.
+    """
+    location = place_of_store(place)
+    if location.snapshot is not None:
+        raise InvalidRequest(f"{place} names a snapshot, not a store", hint="leave out what follows the #")
+    if location.path is not None:
+        _make_folder(location.path)
+    return Store.create(backend_at(location), secret=key)
+
+
+def _make_folder(path: Path) -> None:
+    try:
+        path.mkdir(mode=0o700, exist_ok=True)
+        others = [each.name for each in path.iterdir()]
+    except OSError as e:
+        raise StoreError(
+            f"the folder {path} cannot be made: {e.strerror}",
+            path=str(path),
+            hint="name another one, in one that exists",
+        ) from e
+    if others and "gpucr-store.json" not in others:  # of a store that is there, `Store.create` tells
+        raise StoreError(
+            f"{path} is not empty", path=str(path), hint="name a folder that does not exist yet, or is empty"
+        )
+
+
+def list_snapshots(store: Place, *, key: Secret | None = None) -> Listing:
+    """The snapshots of a store, oldest first, and those that cannot be read. Raises StoreError, WrongKey."""
+    return snapshots.list_all(open_store(store, key))
+
+
+def verify_snapshots(
+    store: Place, *, deep: bool = False, key: Secret | None = None, on_progress: OnProgress | None = None
+) -> VerifyReport:
+    """Check one snapshot (``STORE#NAME``), or all: that every piece is in its place, and with ``deep`` its content.
+
+    What is wrong is in the report's ``problems``. Raises InvalidRequest, StoreError, WrongKey.
+    """
+    opened, wanted = _named(store, key)
+
+    def work(interrupts: Interrupts, meter: Meter) -> VerifyReport:
+        if deep:
+            meter.expect(sum(each.size_bytes for each in wanted or snapshots.list_all(opened).snapshots))
+        return verify.verify(opened, wanted, deep=deep, on_bytes=_counting(interrupts, meter))
+
+    return _run("verify", f"verify {store}", work, on_progress)
+
+
+def remove_snapshot(store: Place, *, key: Secret | None = None) -> StoredSnapshot:
+    """Remove the snapshot ``STORE#NAME``; its pieces stay until a prune. Raises InvalidRequest, StoreError, WrongKey.
+
+    Returns what was removed.
+    """
+    location = place_of_store(store)
+    if location.snapshot is None:
+        raise InvalidRequest(f"{store} names no snapshot", hint=f"name one: {store}#NAME")
+    opened = open_store(store, key)
+    found = snapshots.find(opened, location.snapshot)
+    snapshots.remove(opened, found.id)
+    return found
+
+
+def prune_store(
+    store: Place, rules: PruneRules | None = None, *, dry_run: bool = False, key: Secret | None = None
+) -> PruneReport:
+    """Remove the snapshots that the rules do not keep, and what nothing needs.
+
+    Space comes back with a later prune: see `PruneRules`. Raises StoreDamaged, StoreError, WrongKey.
+    """
+    _require_whole(store)
+    return prune.prune(open_store(store, key), rules or PruneRules(), dry_run=dry_run)
+
+
+@dataclass(frozen=True)
+class CopiedSnapshot:
+    """A snapshot of the source, and what it is in the target; the two may have other ids."""
+
+    source: StoredSnapshot
+    target: StoredSnapshot
+
+
+def copy_snapshots(
+    source: Place,
+    target: Place,
+    *,
+    key: Secret | None = None,
+    target_key: Secret | None = None,
+    on_progress: OnProgress | None = None,
+) -> tuple[CopiedSnapshot, ...]:
+    """Copy one snapshot (``STORE#NAME``), or all, to another store: only what is missing there.
+
+    A copy that was cut off goes on when it is made again. Raises InvalidRequest, StoreDamaged, StoreError, WrongKey.
+    """
+    _require_whole(target)
+    opened, named = _named(source, key)
+    to = open_store(target, target_key)
+    wanted = named if named is not None else snapshots.list_all(opened).intact()
+
+    def work(interrupts: Interrupts, meter: Meter) -> tuple[CopiedSnapshot, ...]:
+        meter.expect(sum(each.size_bytes for each in wanted))
+        on_bytes = _counting(interrupts, meter)
+        return tuple(CopiedSnapshot(each, copy.copy(opened, each, to, on_bytes=on_bytes)) for each in wanted)
+
+    return _run("copy", f"copy {source} to {target}", work, on_progress)
+
+
+@dataclass(frozen=True)
+class StoreKey:
+    """One of the keys that open a store. ``kind``: ``passphrase``, ``key file`` or ``damaged``."""
+
+    id: str
+    kind: str
+
+
+def store_keys(
+    store: Place, *, key: Secret | None = None, add: Secret | None = None, remove: str | None = None
+) -> tuple[StoreKey, ...]:
+    """The keys that open a store, after one more was added, and the one with this id was removed.
+
+    What is stored stays as it is: who has used a key may have kept what it opens. Raises StoreError also for the
+    last key, WrongKey.
+    """
+    _require_whole(store)
+    opened = open_store(store, key)
+    if add is not None:
+        opened.add_key(add)
+    if remove is not None:
+        opened.remove_key(f"{KEYS_PREFIX}{remove}.json")
+    return tuple(StoreKey(_key_id(name), kind) for name, kind in sorted(opened.key_names().items()))
+
+
+def _key_id(name: str) -> str:
+    return name.removeprefix(KEYS_PREFIX).removesuffix(".json")
+
+
+def _named(place: Place, key: Secret | None) -> tuple[Store, Sequence[StoredSnapshot] | None]:
+    """The store, and the snapshot that was named in it; None: all are meant."""
+    location = place_of_store(place)
+    store = open_store(place, key)
+    return store, None if location.snapshot is None else [snapshots.find(store, location.snapshot)]
+
+
+def _require_whole(place: Place) -> None:
+    if place_of_store(place).snapshot is not None:
+        raise InvalidRequest(f"{place} names a snapshot, and a store is meant", hint="leave out what follows the #")
+
+
+def _counting(interrupts: Interrupts, meter: Meter) -> Callable[[int], None]:
+    def count(size_bytes: int) -> None:
+        interrupts.check()
+        meter.add(size_bytes)
+
+    return count
+
+
+def _run(name: str, description: str, work: Callable[[Interrupts, Meter], T], on_progress: OnProgress | None) -> T:
+    """An operation of one step, which leaves nothing to undo: with progress, and an end by a signal."""
+    step = _Work(name, description, work)
+    run_steps([step], on_progress=on_progress)
+    (result,) = step.results
+    return result
+
+
+class _Work(Generic[T]):
+    def __init__(self, name: str, description: str, work: Callable[[Interrupts, Meter], T]) -> None:
+        self.name = name
+        self._description = description
+        self._work = work
+        self.results: list[T] = []
+
+    def describe(self) -> str:
+        return self._description
+
+    def run(self, interrupts: Interrupts, meter: Meter) -> int:
+        self.results.append(self._work(interrupts, meter))
+        return 0
+
+    def undo(self) -> None:
+        """Nothing: what was stored for a copy is found again, or pruned."""
