@@ -50,11 +50,26 @@ if TYPE_CHECKING:
     from gpucr.operations.dump import DumpPlan, DumpReport, dump, plan_dump
     from gpucr.operations.launch import LaunchPlan, StartedJob, forget_job, list_jobs, plan_job, run_job
     from gpucr.operations.listing import ProcessState, job_states, list_cuda_processes
+    from gpucr.operations.places import open_snapshot
     from gpucr.operations.probe import last_probe, probe
     from gpucr.operations.restore import RestoreReport, restore
     from gpucr.operations.steps import Phase, Progress
+    from gpucr.operations.store_diff import Difference, diff_snapshots
+    from gpucr.operations.store_snapshot import SnapshotInStore
+    from gpucr.operations.stores import (
+        copy_snapshots,
+        init_store,
+        list_snapshots,
+        prune_store,
+        remove_snapshot,
+        store_keys,
+        verify_snapshots,
+    )
     from gpucr.operations.suspend import ChangeReport, resume, suspend
+    from gpucr.operations.targets import DumpCounts
     from gpucr.snapshot.folder import Snapshot
+    from gpucr.store.keys import Secret
+    from gpucr.store.prune import PruneRules
 
 _HOMES = {
     "gpucr.canaries.results": ("CanaryOutcome", "CanaryResult", "ProbeReport"),
@@ -73,11 +88,21 @@ _HOMES = {
     "gpucr.operations.dump": ("DumpPlan", "DumpReport", "dump", "plan_dump"),
     "gpucr.operations.launch": ("LaunchPlan", "StartedJob", "forget_job", "list_jobs", "plan_job", "run_job"),
     "gpucr.operations.listing": ("ProcessState", "job_states", "list_cuda_processes"),
+    "gpucr.operations.places": ("open_snapshot",),
     "gpucr.operations.probe": ("last_probe", "probe"),
     "gpucr.operations.restore": ("RestoreReport", "restore"),
     "gpucr.operations.steps": ("Phase", "Progress"),
+    "gpucr.operations.store_diff": ("Difference", "diff_snapshots"),
+    "gpucr.operations.store_snapshot": ("SnapshotInStore",),
+    "gpucr.operations.stores": (
+        "copy_snapshots", "init_store", "list_snapshots", "prune_store", "remove_snapshot", "store_keys",
+        "verify_snapshots",
+    ),
     "gpucr.operations.suspend": ("ChangeReport", "resume", "suspend"),
+    "gpucr.operations.targets": ("DumpCounts",),
     "gpucr.snapshot.folder": ("Snapshot",),
+    "gpucr.store.keys": ("Secret",),
+    "gpucr.store.prune": ("PruneRules",),
 }  # fmt: skip
 _HOME_OF = {name: home for home, names in _HOMES.items() for name in names}
 
@@ -91,8 +116,10 @@ __all__ = [
     "CudaStarted",
     "CudaState",
     "DeadlineExceeded",
+    "Difference",
     "DriverError",
     "DriverUnavailable",
+    "DumpCounts",
     "DumpPlan",
     "DumpReport",
     "EnvironmentChange",
@@ -118,12 +145,15 @@ __all__ = [
     "ProcessNotFound",
     "ProcessState",
     "Progress",
+    "PruneRules",
     "RestoreReport",
+    "Secret",
     "SimulatorUnavailable",
     "Snapshot",
     "SnapshotDamaged",
     "SnapshotError",
     "SnapshotExists",
+    "SnapshotInStore",
     "SnapshotUnfinished",
     "StartedJob",
     "StoreDamaged",
@@ -131,19 +161,28 @@ __all__ = [
     "Unsupported",
     "WrongKey",
     "__version__",
+    "copy_snapshots",
+    "diff_snapshots",
     "dump",
     "forget_job",
+    "init_store",
     "job_states",
     "last_probe",
     "list_cuda_processes",
     "list_jobs",
+    "list_snapshots",
+    "open_snapshot",
     "plan_dump",
     "plan_job",
     "probe",
+    "prune_store",
+    "remove_snapshot",
     "restore",
     "resume",
     "run_job",
+    "store_keys",
     "suspend",
+    "verify_snapshots",
 ]
 
 

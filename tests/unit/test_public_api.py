@@ -16,12 +16,14 @@ from gpucr.version import __version__
 
 _NAMES = """
 BrokenInstall CanaryOutcome CanaryResult ChangeReport CriuError CriuUnavailable CudaStarted CudaState DeadlineExceeded
-DriverError DriverUnavailable DumpPlan DumpReport EnvironmentChange Gpu GpuMap GpucrError IllegalState Interrupted
-InvalidRequest JobChanged JobDamaged JobRecord JobState LaunchPlan ListedJob LockTimeout NotACudaProcess NotPermitted
-NotSupportedByDriver Phase ProbeReport Process ProcessNotFound ProcessState Progress RestoreReport
-SimulatorUnavailable Snapshot SnapshotDamaged SnapshotError SnapshotExists SnapshotUnfinished StartedJob StoreDamaged
-StoreError Unsupported WrongKey __version__ dump forget_job job_states last_probe list_cuda_processes list_jobs
-plan_dump plan_job probe restore resume run_job suspend
+Difference DriverError DriverUnavailable DumpCounts DumpPlan DumpReport EnvironmentChange Gpu GpuMap GpucrError
+IllegalState Interrupted InvalidRequest JobChanged JobDamaged JobRecord JobState LaunchPlan ListedJob LockTimeout
+NotACudaProcess NotPermitted NotSupportedByDriver Phase ProbeReport Process ProcessNotFound ProcessState Progress
+PruneRules RestoreReport Secret SimulatorUnavailable Snapshot SnapshotDamaged SnapshotError SnapshotExists
+SnapshotInStore SnapshotUnfinished StartedJob StoreDamaged StoreError Unsupported WrongKey __version__ copy_snapshots
+diff_snapshots dump forget_job init_store job_states last_probe list_cuda_processes list_jobs list_snapshots
+open_snapshot plan_dump plan_job probe prune_store remove_snapshot restore resume run_job store_keys suspend
+verify_snapshots
 """
 NAMES = _NAMES.split()
 

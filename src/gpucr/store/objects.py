@@ -11,6 +11,7 @@ one goes up in parts (see `upload`).
 from __future__ import annotations
 
 import errno
+import os
 import random
 import re
 import time
@@ -66,10 +67,13 @@ class ObjectsBackend:
         self._patient_store = self._open(max_retries=20, options=options or {})
 
     def _open(self, *, max_retries: int, options: Mapping[str, Any]) -> Any:
-        client = {
+        client: dict[str, Any] = {
             "timeout": timedelta(seconds=_REQUEST_TIMEOUT_S),
             "connect_timeout": timedelta(seconds=_CONNECT_TIMEOUT_S),
         }
+        # obstore reads this one too, and then takes these settings in place of what it has read.
+        if os.environ.get("AWS_ALLOW_HTTP", "").lower() in ("1", "true"):
+            client["allow_http"] = True
         retry = {"max_retries": max_retries, "retry_timeout": timedelta(seconds=self._patience.deadline_s)}
         stores = extra.load("obstore.store", f"the store {self._url}")
         # Not all that speak S3's protocol can delete many objects at once, which obstore does even for one.

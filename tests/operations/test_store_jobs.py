@@ -1,0 +1,618 @@
+"""Jobs in and out of a store: what is stored once, what comes back, and what a failure leaves."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+import gpucr
+from gpucr.driver.cuda import CudaDriver
+from gpucr.linux.tmpfs import StagingFile
+from gpucr.model import CudaState
+from gpucr.operations import working_folder
+from gpucr.operations.store_snapshot import SnapshotInStore
+from gpucr.store import writers
+from gpucr.store.local import LocalBackend
+from gpucr.store.objects import ObjectsBackend, Patience
+from tests.command import run, run_json
+from tests.counter import Counter, CounterFactory
+from tests.ranks import RanksFactory
+from tests.store.s3_server import BUCKET, CuttingProxy, Server, serving
+
+RUNNING = CudaState.RUNNING
+KEY = gpucr.Secret.key_file(bytes(range(32)))
+AT_ONCE = gpucr.PruneRules(grace_s=0.0, dead_after_s=0.0)
+
+pytestmark = pytest.mark.criu
+
+
+@pytest.fixture
+def store(tmp_path: Path) -> Path:
+    gpucr.init_store(tmp_path / "store")
+    return tmp_path / "store"
+
+
+@pytest.fixture(autouse=True)
+def no_working_folder_stays(
+    tmp_path_factory: pytest.TempPathFactory, monkeypatch: pytest.MonkeyPatch
+) -> Iterator[None]:
+    """CRIU's images are on their way here, and nowhere else."""
+    place = tmp_path_factory.mktemp("tmp")
+    monkeypatch.setenv("TMPDIR", str(place))
+    monkeypatch.setattr("tempfile.tempdir", None)
+    yield
+    assert [name for name in os.listdir(place) if name.startswith(working_folder.PREFIX)] == []
+
+
+def at(store: Path, name: str) -> str:
+    return f"{store}#{name}"
+
+
+def opened(store: Path | str, name: str = "latest", key: gpucr.Secret | None = None) -> SnapshotInStore:
+    snapshot = gpucr.open_snapshot(f"{store}#{name}", key)
+    assert isinstance(snapshot, SnapshotInStore)
+    return snapshot
+
+
+def names(store: Path | str, key: gpucr.Secret | None = None) -> list[str | None]:
+    return [each.name for each in gpucr.list_snapshots(store, key=key).intact()]
+
+
+def assert_comes_back(job: Counter, place: str, expected: int, **options: Any) -> None:
+    """Restore, let it count on, and end it."""
+    gpucr.restore(place, **options)
+    assert job.ask() == expected
+    assert job.send("verify") == "ok"
+    job.kill()
+
+
+# --- what is written -------------------------------------------------------------------------------------------
+
+
+def test_an_idle_job_is_written_once(counter: CounterFactory, store: Path) -> None:
+    job = counter("--mib", "64", "--fork", "1")
+    assert job.ask() == 101
+    first = gpucr.dump(job.pid, at(store, "first"), leave_running=True)
+    second = gpucr.dump(job.pid, at(store, "second"))
+    job.reap()
+    assert first.left_running
+    assert first.counts.bytes_written > 64 << 20
+    assert second.counts.bytes_written < first.counts.bytes_written * 0.05
+    for report in (first, second):
+        counts = report.counts
+        data = report.snapshot.manifest.device_data.values()
+        assert counts.bytes_seen >= sum(each.size_bytes for each in data) + sum(
+            file.size_bytes for file in report.snapshot.manifest.files
+        )
+        assert counts.zero_bytes >= sum(each.size_bytes - each.stored_bytes for each in data) > 0
+    assert first.counts.known_bytes > 0, "the two processes hold the same"
+    assert names(store) == ["first", "second"]
+    assert_comes_back(job, at(store, "second"), 102)
+    assert_comes_back(job, at(store, "first"), 102)
+
+
+def test_what_changes_is_written(counter: CounterFactory, store: Path) -> None:
+    job = counter("--mib", "16")
+    first = gpucr.dump(job.pid, at(store, "a"), leave_running=True)
+    again = gpucr.dump(job.pid, at(store, "b"), leave_running=True)
+    assert job.ask() == 101
+    changed = gpucr.dump(job.pid, at(store, "c"))
+    job.reap()
+    assert again.counts.bytes_written < changed.counts.bytes_written < first.counts.bytes_written
+    (device,) = [each for each in gpucr.diff_snapshots(at(store, "b"), at(store, "c")) if each.kind == "device"]
+    extents = opened(store, "c").manifest.device_data[job.pid].extents
+    assert device.pid == job.pid
+    assert 0 < device.changed_bytes <= 2 * (2 << 20)
+    for start, end in device.ranges:
+        assert any(extent.address <= start < end <= extent.end for extent in extents)
+    assert [each for each in gpucr.diff_snapshots(at(store, "a"), at(store, "b")) if each.kind == "device"] == []
+    assert_comes_back(job, at(store, "b"), 101)
+    assert_comes_back(job, at(store, "c"), 102)
+
+
+def test_replicas_share_what_they_have_in_common(counter: CounterFactory, store: Path) -> None:
+    replicas = [counter("--mib", "128") for _ in range(3)]
+    written = [
+        gpucr.dump(job.pid, at(store, f"replica-{number}")).counts.bytes_written for number, job in enumerate(replicas)
+    ]
+    assert max(written[1:]) < written[0] * 0.05
+    for number, job in enumerate(replicas):
+        job.reap()
+        assert_comes_back(job, at(store, f"replica-{number}"), 101)
+
+
+def test_ranks_are_dumped_twice_and_come_back(ranks: RanksFactory, driver: CudaDriver, store: Path) -> None:
+    job = ranks(2)
+    gpucr.dump(job.pid, at(store, "before"), leave_running=True)
+    job.assert_goes_on()
+    gpucr.dump(job.pid, at(store, "after"))
+    job.reap()
+    for name in ("after", "before"):
+        gpucr.restore(at(store, name))
+        job.assert_goes_on()
+        assert {driver.state(pid) for pid in job.ranks} == {RUNNING}
+        job.close()
+
+
+def test_the_rest_comes_back_after_a_prune(counter: CounterFactory, store: Path) -> None:
+    job = counter("--mib", "16")
+    for number in range(4):
+        assert job.ask() == 101 + number
+        gpucr.dump(job.pid, at(store, str(number)), leave_running=True)
+    job.kill()
+    pruned = gpucr.prune_store(store, gpucr.PruneRules(keep_last=2, grace_s=0.0, repack_below=1.0))
+    assert [each.name for each in pruned.removed] == ["0", "1"]
+    gpucr.remove_snapshot(at(store, "3"))
+    for _ in range(2):
+        gpucr.prune_store(store, AT_ONCE)
+    assert names(store) == ["2"]
+    assert not gpucr.verify_snapshots(store, deep=True).problems
+    assert_comes_back(job, str(store), 104)
+
+
+def test_a_job_without_cuda(process_without_cuda: int, store: Path) -> None:
+    report = gpucr.dump(process_without_cuda, at(store, "plain"), leave_running=True)
+    assert report.counts.bytes_seen > 0
+    assert not report.snapshot.manifest.is_in_store
+    report.snapshot.verify()
+    assert opened(store).manifest == report.snapshot.manifest
+
+
+@pytest.mark.parametrize("persist", ["background", "sync"])
+def test_left_running(counter: CounterFactory, store: Path, persist: gpucr.operations.dump.Persist) -> None:
+    job = counter("--mib", "16")
+    report = gpucr.dump(job.pid, store, leave_running=True, persist=persist, compress="strong")
+    assert job.ask() == 101
+    assert opened(store).where == report.snapshot.where == f"{store}#{opened(store).stored.id}"
+    job.kill()
+    assert_comes_back(job, report.snapshot.where, 101)
+
+
+def test_a_suspended_job_stays_suspended(counter: CounterFactory, driver: CudaDriver, store: Path) -> None:
+    job = counter("--mib", "16")
+    gpucr.suspend(job.pid)
+    gpucr.dump(job.pid, at(store, "asleep"))
+    job.reap()
+    gpucr.restore(at(store, "asleep"))
+    assert driver.state(job.pid) is CudaState.CHECKPOINTED
+    gpucr.resume(job.pid)
+    assert job.ask() == 101
+    assert job.send("verify") == "ok"
+
+
+# --- encrypted -------------------------------------------------------------------------------------------------
+
+
+def test_encrypted(counter: CounterFactory, tmp_path: Path) -> None:
+    store = tmp_path / "store"
+    gpucr.init_store(store, key=KEY)
+    job = counter("--mib", "16")
+    with pytest.raises(gpucr.WrongKey):
+        gpucr.dump(job.pid, at(store, "a"))
+    gpucr.dump(job.pid, at(store, "a"), key=KEY, encrypt=True, leave_running=True)
+    again = gpucr.dump(job.pid, at(store, "b"), key=KEY)
+    job.reap()
+    assert again.counts.bytes_written < again.counts.bytes_seen * 0.05
+    for secret in (None, gpucr.Secret.key_file(bytes(32)), gpucr.Secret.passphrase("guess")):
+        with pytest.raises(gpucr.WrongKey):
+            gpucr.restore(at(store, "a"), key=secret)
+    assert not job.processes()
+    new = gpucr.Secret.key_file(bytes(range(32, 64)))
+    (old,) = gpucr.store_keys(store, key=KEY)
+    assert len(gpucr.store_keys(store, key=KEY, add=new)) == 2
+    gpucr.store_keys(store, key=new, remove=old.id)
+    with pytest.raises(gpucr.WrongKey):
+        gpucr.list_snapshots(store, key=KEY)
+    assert_comes_back(job, at(store, "b"), 101, key=new)
+
+
+def test_a_dump_to_what_is_not_encrypted_is_refused_where_that_was_asked(counter: CounterFactory, store: Path) -> None:
+    job = counter("--mib", "1")
+    with pytest.raises(gpucr.StoreError, match="is not encrypted"):
+        gpucr.dump(job.pid, at(store, "a"), encrypt=True)
+    with pytest.raises(gpucr.StoreError, match="is not encrypted"):
+        gpucr.dump(job.pid, at(store, "a"), key=KEY)
+    for options in ({"encrypt": True}, {"key": KEY}, {"compress": "strong"}):
+        with pytest.raises(gpucr.InvalidRequest, match="is no store"):
+            gpucr.dump(job.pid, store.parent / "folder", **options)
+    assert job.ask() == 101
+    assert names(store) == []
+
+
+def test_images_on_a_disk_are_said_where_the_store_is_encrypted(
+    counter: CounterFactory, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    gpucr.init_store(tmp_path / "store", key=KEY)
+    job = counter("--mib", "1")
+    monkeypatch.setattr(working_folder.WorkingFolder, "is_in_memory", False)
+    plan = gpucr.plan_dump(job.pid, tmp_path / "store", key=KEY)
+    assert any("CRIU's images lie in" in finding.what for finding in plan.findings)
+    monkeypatch.setattr(working_folder.WorkingFolder, "is_in_memory", True)
+    plan = gpucr.plan_dump(job.pid, tmp_path / "store", key=KEY)
+    assert not any("CRIU's images lie in" in finding.what for finding in plan.findings)
+
+
+def test_where_working_folders_are(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    assert working_folder.place(1, 0) == Path(os.environ["TMPDIR"])
+    monkeypatch.delenv("TMPDIR")
+    monkeypatch.setattr("tempfile.tempdir", str(tmp_path))
+    monkeypatch.setattr("gpucr.linux.memory.available_bytes", lambda: 8 << 30)
+    monkeypatch.setattr("gpucr.linux.memory.free_disk_bytes", lambda folder: 16 << 30)
+    monkeypatch.setattr("gpucr.linux.memory.lies_in_memory", lambda folder: True)
+    assert working_folder.place(1 << 30, 0) == Path("/dev/shm")
+    assert working_folder.place(1 << 30, 7 << 30) == tmp_path
+    assert working_folder.place(5 << 30, 0) == tmp_path
+    with pytest.raises(ValueError, match="no working folder"):
+        working_folder.remove(tmp_path)
+
+
+# --- what goes wrong -------------------------------------------------------------------------------------------
+
+
+def test_names_and_places_that_cannot_be_meant(counter: CounterFactory, store: Path, tmp_path: Path) -> None:
+    job = counter("--mib", "1")
+    for name in ("latest", "0123456789abcdef", "a/b"):
+        with pytest.raises(gpucr.InvalidRequest):
+            gpucr.dump(job.pid, at(store, name))
+    (tmp_path / "folder").mkdir()
+    with pytest.raises(gpucr.StoreError, match="there is no store at"):
+        gpucr.dump(job.pid, at(tmp_path / "folder", "a"))
+    with pytest.raises(gpucr.InvalidRequest, match="holds no snapshot"):
+        gpucr.restore(store)
+    gpucr.dump(job.pid, at(store, "a"), leave_running=True)
+    gpucr.dump(job.pid, at(store, "b"), leave_running=True)
+    with pytest.raises(gpucr.InvalidRequest, match="holds 2 snapshots"):
+        gpucr.open_snapshot(store)
+    with pytest.raises(gpucr.InvalidRequest, match="no snapshot 'c'"):
+        gpucr.open_snapshot(at(store, "c"))
+    assert job.ask() == 101
+
+
+@pytest.mark.parametrize("leave_running", [False, True])
+def test_a_store_that_takes_no_more_leaves_the_job_as_it_was(
+    counter: CounterFactory, driver: CudaDriver, store: Path, monkeypatch: pytest.MonkeyPatch, leave_running: bool
+) -> None:
+    job = counter("--mib", "16", "--fork", "1")
+    pids = job.processes()
+    gpucr.dump(job.pid, at(store, "before"), leave_running=True)
+    job.ask()
+
+    open_new = LocalBackend.open_new
+
+    def full(self: LocalBackend, name: str) -> object:
+        if name.startswith("packs/"):
+            raise OSError(28, "No space left on device", name)
+        return open_new(self, name)
+
+    monkeypatch.setattr(LocalBackend, "open_new", full)
+    with pytest.raises(gpucr.StoreError, match="takes no more data"):
+        gpucr.dump(job.pid, at(store, "after"), leave_running=leave_running)
+    monkeypatch.undo()
+    assert job.ask() == 102
+    assert {driver.state(pid) for pid in pids} == {RUNNING}
+    assert job.send("verify") == "ok"
+    assert names(store) == ["before"]
+    assert writers.seen(LocalBackend(store)) == {}, "it says that it has given up"
+
+
+def test_a_commit_that_fails_leaves_the_job_as_it_was(
+    counter: CounterFactory, store: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    job = counter("--mib", "16")
+    create = LocalBackend.create
+
+    def refuse(self: LocalBackend, name: str, parts: Any) -> None:
+        if name.startswith(writers.SNAPSHOTS_PREFIX) and parts:
+            raise OSError(5, "Input/output error", name)
+        create(self, name, parts)
+
+    monkeypatch.setattr(LocalBackend, "create", refuse)
+    with pytest.raises(gpucr.StoreError):
+        gpucr.dump(job.pid, at(store, "a"))
+    monkeypatch.undo()
+    assert job.ask() == 101
+    assert names(store) == []
+    gpucr.dump(job.pid, at(store, "a"))
+    job.reap()
+    assert_comes_back(job, at(store, "a"), 102)
+
+
+def test_a_dump_that_was_taken_for_dead_leaves_the_job_as_it_was(
+    counter: CounterFactory, store: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    job = counter("--mib", "1")
+
+    def end(progress: gpucr.Progress) -> None:
+        if (progress.event, progress.phase) == ("begin", "dump"):
+            for writer in writers.seen(LocalBackend(store)).values():
+                writers.end_dead(LocalBackend(store), writer)  # as a prune does
+
+    with pytest.raises(gpucr.StoreError, match="took this dump for dead"):
+        gpucr.dump(job.pid, at(store, "a"), on_progress=end)
+    assert job.ask() == 101
+    assert names(store) == []
+
+
+def test_a_snapshot_that_is_not_wanted_is_removed_again(
+    counter: CounterFactory, store: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """CRIU fails after the commit, and the job is alive: one of the two is too many."""
+    job = counter("--mib", "1")
+    commit = gpucr.operations.dump_steps.commit
+
+    def fail(*arguments: Any) -> Any:
+        commit(*arguments)
+        raise gpucr.CriuError("it failed", phase="dump")
+
+    monkeypatch.setattr("gpucr.operations.dump_steps.commit", fail)
+    with pytest.raises(gpucr.CriuError):
+        gpucr.dump(job.pid, at(store, "a"))
+    assert job.ask() == 101
+    assert names(store) == []
+
+
+def _pack_with(store: Path, area: str) -> tuple[Path, int]:
+    """The pack that holds the first stored piece of an area, and where it lies in it."""
+    from gpucr.store import snapshots
+
+    snapshot = opened(store)
+    reader = snapshots.open_reader(snapshot.store, snapshot.stored)
+    ref = next(ref for ref in snapshot.stored.area(area).pieces(reader) if not ref.is_zero)
+    place = reader._place(ref)
+    return store / "packs" / place.pack_id.hex()[:2] / place.pack_id.hex(), place.offset
+
+
+@pytest.mark.parametrize("what", ["device", "images"])
+def test_a_flipped_bit_ends_the_restore(counter: CounterFactory, store: Path, what: str) -> None:
+    job = counter("--mib", "16")
+    report = gpucr.dump(job.pid, at(store, "a"))
+    job.reap()
+    area = f"device/{job.pid}" if what == "device" else f"images/pages-{_largest_pages(report.snapshot)}.img"
+    pack, offset = _pack_with(store, area)
+    data = bytearray(pack.read_bytes())
+    data[offset] ^= 1
+    pack.chmod(0o600)
+    pack.write_bytes(data)
+    with pytest.raises(gpucr.StoreDamaged, match="differs from what was written"):
+        gpucr.restore(at(store, "a"))
+    assert not job.processes()
+    assert gpucr.verify_snapshots(store, deep=True).problems
+    data[offset] ^= 1
+    pack.write_bytes(data)
+    assert_comes_back(job, at(store, "a"), 101)
+
+
+def _largest_pages(snapshot: Any) -> str:
+    pages = [file for file in snapshot.manifest.files if file.path.startswith("images/pages-")]
+    return max(pages, key=lambda file: file.size_bytes).path.removeprefix("images/pages-").removesuffix(".img")
+
+
+def test_a_pack_that_is_missing_is_said_before_anything_starts(counter: CounterFactory, store: Path) -> None:
+    job = counter("--mib", "16")
+    gpucr.dump(job.pid, at(store, "a"))
+    job.reap()
+    _pack_with(store, f"device/{job.pid}")[0].unlink()
+    for index in (store / "index").iterdir():
+        index.unlink()
+    with pytest.raises(gpucr.StoreDamaged, match="lacks the piece"):
+        gpucr.restore(at(store, "a"))
+    assert not job.processes()
+
+
+def test_too_little_host_memory_for_the_staging_file_ends_the_restore(
+    counter: CounterFactory, store: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    job = counter("--mib", "16")
+    gpucr.dump(job.pid, at(store, "a"))
+    job.reap()
+    create = StagingFile.create
+
+    def read_only(size_bytes: int) -> StagingFile:
+        file = create(size_bytes)
+        again = os.open(f"/proc/self/fd/{file.fd}", os.O_RDONLY)
+        os.dup2(again, file.fd)
+        os.close(again)
+        return file
+
+    monkeypatch.setattr(StagingFile, "create", staticmethod(read_only))
+    with pytest.raises(gpucr.SnapshotError, match="cannot be put into host memory"):
+        gpucr.restore(at(store, "a"))
+    monkeypatch.undo()
+    assert not job.processes()
+    assert_comes_back(job, at(store, "a"), 101)
+
+
+def test_a_deadline_and_an_interrupt_end_a_restore(counter: CounterFactory, store: Path) -> None:
+    job = counter("--mib", "16")
+    gpucr.dump(job.pid, at(store, "a"))
+    job.reap()
+
+    def interrupt(progress: gpucr.Progress) -> None:
+        if (progress.event, progress.phase) == ("begin", "load"):
+            raise KeyboardInterrupt
+
+    with pytest.raises(gpucr.Interrupted):
+        gpucr.restore(at(store, "a"), on_progress=interrupt)
+    with pytest.raises(gpucr.DeadlineExceeded):
+        gpucr.restore(at(store, "a"), timeout_s=1e-3)
+    assert not job.processes()
+    assert_comes_back(job, at(store, "a"), 101)
+
+
+# --- between stores, and over a network ------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("encrypted", [False, True])
+def test_a_copy_comes_back(counter: CounterFactory, store: Path, tmp_path: Path, encrypted: bool) -> None:
+    key = KEY if encrypted else None
+    target = tmp_path / "target"
+    gpucr.init_store(target, key=key)
+    job = counter("--mib", "16")
+    gpucr.dump(job.pid, at(store, "a"), leave_running=True)
+    gpucr.dump(job.pid, at(store, "b"))
+    job.reap()
+    copied = gpucr.copy_snapshots(store, target, target_key=key)
+    assert [each.target.name for each in copied] == ["a", "b"] == names(target, key)
+    again = gpucr.copy_snapshots(at(store, "b"), target, target_key=key)
+    assert [each.target.id for each in again] == [copied[1].target.id]
+    gpucr.remove_snapshot(at(store, "a"))
+    assert_comes_back(job, at(target, "a"), 101, key=key)
+
+
+@pytest.fixture(scope="module")
+def server(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Server]:
+    with serving(tmp_path_factory.mktemp("s3")) as running:
+        yield running
+
+
+@pytest.fixture
+def s3(server: Server, monkeypatch: pytest.MonkeyPatch) -> str:
+    """Where the server is, as users say it: in the environment."""
+    for name, value in {
+        "AWS_ACCESS_KEY_ID": "key",
+        "AWS_SECRET_ACCESS_KEY": "secret",
+        "AWS_REGION": "us-east-1",
+        "AWS_ALLOW_HTTP": "true",
+        "AWS_ENDPOINT_URL": f"http://127.0.0.1:{server.port}",
+    }.items():
+        monkeypatch.setenv(name, value)
+    return f"s3://{BUCKET}/jobs"
+
+
+def _patience(monkeypatch: pytest.MonkeyPatch, deadline_s: float) -> None:
+    patience = Patience(first_wait_s=0.01, longest_wait_s=0.05, deadline_s=deadline_s)
+    init = ObjectsBackend.__init__
+
+    def patient(self: ObjectsBackend, url: str, **options: Any) -> None:
+        init(self, url, **{"patience": patience, **options})
+
+    monkeypatch.setattr(ObjectsBackend, "__init__", patient)
+
+
+def test_there_and_back_over_connections_that_are_cut(
+    counter: CounterFactory, server: Server, s3: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    job = counter("--mib", "32")
+    store = f"{s3}/cut"
+    _patience(monkeypatch, 30)
+    # Every fourth connection, in the middle of what it sends or gets.
+    with CuttingProxy(server.port, lambda number, request: [None, 40_000, None, -40_000][number % 4]) as proxy:
+        monkeypatch.setenv("AWS_ENDPOINT_URL", f"http://127.0.0.1:{proxy.port}")
+        gpucr.init_store(store)
+        gpucr.dump(job.pid, f"{store}#a", leave_running=True)
+        second = gpucr.dump(job.pid, f"{store}#b")
+        job.reap()
+        assert second.counts.bytes_written < 32 * (1 << 20) * 0.05
+        assert not gpucr.verify_snapshots(store, deep=True).problems
+        assert_comes_back(job, f"{store}#a", 101)
+        local = tmp_path / "local"
+        gpucr.init_store(local)
+        gpucr.copy_snapshots(f"{store}#b", local)
+        gpucr.prune_store(store, gpucr.PruneRules(keep_last=1, grace_s=0.0))
+        assert names(store) == ["b"]
+        assert proxy.cuts > 5
+    assert_comes_back(job, str(local), 101)
+
+
+def test_a_network_that_is_gone_leaves_the_job_as_it_was(
+    counter: CounterFactory, driver: CudaDriver, server: Server, s3: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    job = counter("--mib", "16", "--fork", "1")
+    pids = job.processes()
+    store = f"{s3}/gone"
+    gpucr.init_store(store)
+    gpucr.dump(job.pid, f"{store}#before", leave_running=True)
+    job.ask()
+    _patience(monkeypatch, 0.5)
+    limit: int | None = -200_000  # small requests pass, packs do not
+    with CuttingProxy(server.port, lambda number, request: limit) as proxy:
+        monkeypatch.setenv("AWS_ENDPOINT_URL", f"http://127.0.0.1:{proxy.port}")
+        with pytest.raises(gpucr.StoreError):
+            gpucr.dump(job.pid, f"{store}#after")
+        assert proxy.cuts
+        assert job.ask() == 102
+        assert {driver.state(pid) for pid in pids} == {RUNNING}
+        limit = None
+        assert names(store) == ["before"]
+        gpucr.dump(job.pid, f"{store}#after")
+        job.reap()
+        limit = 200_000
+        with pytest.raises(gpucr.StoreError):
+            gpucr.restore(f"{store}#after")
+        assert not job.processes()
+        limit = None
+        assert_comes_back(job, f"{store}#after", 103)
+
+
+# --- commands --------------------------------------------------------------------------------------------------
+
+
+def test_the_commands_of_a_day(counter: CounterFactory, tmp_path: Path) -> None:
+    store, key = tmp_path / "store", tmp_path / "key"
+    key.write_bytes(os.urandom(32))
+    env = {"GPUCR_KEY_FILE": str(key)}
+    assert run_json("store", "init", store, "--encrypt", "--key-file", key)["encrypted"] is True
+    job = counter("--mib", "4")
+    dumped = run_json("dump", job.pid, "--to", at(store, "a"), "--leave-running", "--encrypt", env=env)
+    assert dumped["bytes_seen"] > dumped["bytes_written"] > 4 << 20
+    assert {"zero_bytes", "known_bytes", "compressed_saved_bytes"} <= dumped.keys()
+    said = run("dump", job.pid, "--to", at(store, "b"), "--compress", "none", env=env)
+    assert " of " in said.stdout.splitlines()[-1], said.stderr
+    job.reap()
+    assert [each["name"] for each in run_json("ls", store, env=env)["snapshots"]] == ["a", "b"]
+    assert "WRITTEN" in run("ls", store, env=env).stdout
+    assert run_json("inspect", at(store, "b"), env=env)["device_memory"][0]["place"] == "store"
+    assert "device memory" in run("diff", at(store, "a"), at(store, "b"), "-v", env=env).stdout or True
+    assert run_json("verify", store, "--deep", env=env)["problems"] == {}
+    assert "all is there" in run("verify", at(store, "a"), env=env).stdout
+    assert run("ls", store).returncode == 5
+    assert run_json("rm", at(store, "a"), env=env)["removed"]["name"] == "a"
+    assert [each["name"] for each in run_json("prune", store, "--keep-last", "1", env=env)["kept"]] == ["b"]
+    plain = tmp_path / "plain"
+    assert run_json("store", "init", plain)["encrypted"] is False
+    assert run_json("copy", store, plain, "--to-plain", env=env)["snapshots"][0]["target"]["name"] == "b"
+    restored = run_json("restore", f"{plain}#latest")
+    assert restored["snapshot"] == opened(plain).where
+    assert job.ask() == 101
+
+
+def test_a_damaged_snapshot_gives_exit_code_5(process_without_cuda: int, store: Path, tmp_path: Path) -> None:
+    gpucr.dump(process_without_cuda, at(store, "a"), leave_running=True)
+    gpucr.dump(process_without_cuda, tmp_path / "folder", leave_running=True)
+    assert run("verify", tmp_path / "folder").returncode == 0
+    (image,) = (tmp_path / "folder" / "images").glob("inventory.img")
+    image.write_bytes(bytes(image.stat().st_size))
+    for pack in (store / "packs").glob("*/*"):
+        pack.unlink()
+    for place in (store, at(store, "a"), tmp_path / "folder"):
+        done = run("verify", place)
+        assert (done.returncode, done.stdout) == (5, "")
+        assert "damaged: " in done.stderr
+
+
+@pytest.mark.parametrize(
+    ("arguments", "said"),
+    [
+        (("rm", "{store}"), "names no snapshot"),
+        (("ls", "{store}/nothing"), "does not exist"),
+        (("store", "init", "{store}"), "there is a store at"),
+        (("store", "init", "{store}#a"), "names a snapshot"),
+        (("store", "init", "{store}/packs"), "is not empty"),
+        (("store", "init", "{store}/a/b"), "cannot be made"),
+        (("prune", "{store}#a"), "names a snapshot"),
+        (("prune", "{store}", "--keep-within", "7"), "is no time"),
+        (("diff", "{store}#a", "{store}/.."), "holds no"),
+        (("store", "init", "{store}2", "--key-file", "/nonexistent"), "cannot be read"),
+        (("store", "init", "{store}2", "--encrypt"), "no key was given"),
+        (("verify", "ftp://host/path"), "is no place for a store"),
+    ],
+)
+def test_what_cannot_be_meant_is_said(store: Path, arguments: tuple[str, ...], said: str) -> None:
+    (store / "packs" / "ab").mkdir(parents=True)
+    done = run(*(text.format(store=store) for text in arguments))
+    assert done.returncode in (2, 5)
+    assert said in done.stderr
