@@ -85,11 +85,36 @@ def test_the_fields_of_dump_inspect_and_restore_in_json(counter: CounterFactory,
     wait_until(lambda: program.alive, "the restored counter")
 
 
+@pytest.mark.criu
+def test_the_fields_of_the_commands_on_stores_in_json(
+    counter: CounterFactory, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    program, store, key = counter("--mib", "1"), tmp_path / "store", tmp_path / "key"
+    key.write_bytes(bytes(range(32)))
+    monkeypatch.setenv("GPUCR_KEY_FILE", str(key))
+    _assert_fields_are_described("gpucr store init", run_json("store", "init", store, "--encrypt"))
+    _assert_fields_are_described("gpucr store keys", run_json("store", "keys", store))
+    for name in ("a", "b"):
+        dumped = run_json("dump", program.pid, "--to", f"{store}#{name}", "--leave-running")
+        _assert_fields_are_described("gpucr dump", dumped)
+    _assert_fields_are_described("gpucr ls", run_json("ls", store))
+    _assert_fields_are_described("gpucr verify", run_json("verify", store))
+    _assert_fields_are_described("gpucr diff", run_json("diff", f"{store}#a", f"{store}#b"))
+    run_json("store", "init", tmp_path / "copy", "--encrypt")
+    _assert_fields_are_described("gpucr copy", run_json("copy", store, tmp_path / "copy"))
+    _assert_fields_are_described("gpucr prune", run_json("prune", store, "--keep-last", "1"))
+    program.kill()
+    _assert_fields_are_described("gpucr restore", run_json("restore", store))
+    _assert_fields_are_described("gpucr rm", run_json("rm", f"{store}#b"))
+
+
 def _assert_fields_are_described(heading: str, printed: dict[str, Any]) -> None:
     described = _described_fields(heading)
     assert printed["schema"] == heading.replace("gpucr ", "gpucr.").replace(" ", ".")
     assert f"`{printed['schema']}`" in section(page("reference/commands.md"), heading)
-    seen = set(_paths(printed, maps={path for path, kind in described.items() if kind == "map"}))
+    maps = {path for path, kind in described.items() if kind == "map"}
+    maps |= {f"{path}[]" for path, kind in described.items() if kind == "list of maps"}
+    seen = set(_paths(printed, maps=maps))
     # Lists that are empty here have no members to look at.
     empty = {path for path, kind in described.items() if kind.startswith("list") and _get(printed, path) == []}
     assert seen == {path for path in described if not any(path.startswith(f"{each}[]") for each in empty)}

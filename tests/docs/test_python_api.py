@@ -34,6 +34,15 @@ OPERATIONS = [
     "forget_job",
     "probe",
     "last_probe",
+    "open_snapshot",
+    "init_store",
+    "list_snapshots",
+    "verify_snapshots",
+    "remove_snapshot",
+    "prune_store",
+    "copy_snapshots",
+    "diff_snapshots",
+    "store_keys",
 ]
 
 
@@ -62,6 +71,9 @@ RECORDS = [
     "JobState",
     "ChangeReport",
     "DumpReport",
+    "DumpCounts",
+    "Difference",
+    "PruneRules",
     "DumpPlan",
     "RestoreReport",
     "Phase",
@@ -117,7 +129,7 @@ def test_the_example_of_progress(monkeypatch: pytest.MonkeyPatch, capsys: pytest
 
 
 def test_every_member_of_process_and_snapshot_is_described() -> None:
-    for record in (gpucr.Process, gpucr.Snapshot):
+    for record in (gpucr.Process, gpucr.Snapshot, gpucr.SnapshotInStore):
         described = " ".join(first_cells(section(page("reference/python-api.md"), record.__name__)))
         for name in vars(record):
             if not name.startswith("_"):

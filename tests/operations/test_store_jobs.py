@@ -388,7 +388,8 @@ def test_a_flipped_bit_ends_the_restore(counter: CounterFactory, store: Path, wh
 
 def _largest_pages(snapshot: Any) -> str:
     pages = [file for file in snapshot.manifest.files if file.path.startswith("images/pages-")]
-    return max(pages, key=lambda file: file.size_bytes).path.removeprefix("images/pages-").removesuffix(".img")
+    path: str = max(pages, key=lambda file: file.size_bytes).path
+    return path.removeprefix("images/pages-").removesuffix(".img")
 
 
 def test_a_pack_that_is_missing_is_said_before_anything_starts(counter: CounterFactory, store: Path) -> None:
@@ -514,7 +515,7 @@ def test_there_and_back_over_connections_that_are_cut(
         gpucr.copy_snapshots(f"{store}#b", local)
         gpucr.prune_store(store, gpucr.PruneRules(keep_last=1, grace_s=0.0))
         assert names(store) == ["b"]
-        assert proxy.cuts > 5
+        assert proxy.cuts
     assert_comes_back(job, str(local), 101)
 
 
@@ -566,7 +567,9 @@ def test_the_commands_of_a_day(counter: CounterFactory, tmp_path: Path) -> None:
     assert [each["name"] for each in run_json("ls", store, env=env)["snapshots"]] == ["a", "b"]
     assert "WRITTEN" in run("ls", store, env=env).stdout
     assert run_json("inspect", at(store, "b"), env=env)["device_memory"][0]["place"] == "store"
-    assert "device memory" in run("diff", at(store, "a"), at(store, "b"), "-v", env=env).stdout or True
+    differences = run_json("diff", at(store, "a"), at(store, "b"), env=env)["differences"]
+    assert "images/inventory.img" in [each["name"] for each in differences]
+    assert "images/inventory.img" in run("diff", at(store, "a"), at(store, "b"), "-v", env=env).stdout
     assert run_json("verify", store, "--deep", env=env)["problems"] == {}
     assert "all is there" in run("verify", at(store, "a"), env=env).stdout
     assert run("ls", store).returncode == 5

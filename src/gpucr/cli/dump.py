@@ -20,7 +20,7 @@ from gpucr.cli.options import (
 )
 from gpucr.cli.output import format_bytes, print_json, say
 from gpucr.cli.progress import progress_printer
-from gpucr.cli.reports import lock_fields, print_phases, report_fields
+from gpucr.cli.reports import lock_fields, print_phases, report_fields, snapshot_text
 from gpucr.operations.dump import DumpPlan, Persist, dump, plan_dump
 from gpucr.operations.places import Compress
 
@@ -122,7 +122,9 @@ def command(
         )
         return
     after = "goes on" if report.left_running else "was ended"
-    print_phases(f"{report.snapshot.where}: job {report.pid} dumped; it {after}", report.phases, report.downtime_s)
+    print_phases(
+        f"{snapshot_text(report.snapshot)}: job {report.pid} dumped; it {after}", report.phases, report.downtime_s
+    )
     if report.snapshot.manifest.is_in_store or report.counts.known_bytes:
         seen, counts = format_bytes(report.counts.bytes_seen), report.counts
         saved = format_bytes(counts.compressed_saved_bytes)

@@ -11,6 +11,7 @@ import click
 from gpucr.cli.keys import key_file_option, with_key
 from gpucr.cli.options import json_option
 from gpucr.cli.output import format_bytes, print_json, printable
+from gpucr.cli.reports import snapshot_text
 from gpucr.operations.places import open_snapshot
 from gpucr.snapshot.manifest import Manifest, ProcessRecord
 
@@ -38,9 +39,9 @@ def command(*, snapshot: str, verify: bool, key_file: Path | None, as_json: bool
             process["found_state"] = record.found_state.word if record.found_state is not None else None
         summary = {"bytes": manifest.size_bytes, "has_gpu_state": manifest.has_gpu_state, "verified": verify}
         device_memory = [_device_memory(record) for record in manifest.processes if record.found_state is not None]
-        print_json("inspect", {"snapshot": opened.where, **summary, "device_memory": device_memory, **data})
+        print_json("inspect", {"snapshot": snapshot_text(opened), **summary, "device_memory": device_memory, **data})
         return
-    for name, value in _summary(opened.where, manifest, verified=verify):
+    for name, value in _summary(snapshot_text(opened), manifest, verified=verify):
         click.echo(f"{name:<12}{value}")
     for record in manifest.processes:
         click.echo(_process_line(record))

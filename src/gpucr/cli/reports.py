@@ -14,6 +14,7 @@ from gpucr.operations.steps import Phase
 if TYPE_CHECKING:  # each command loads its own operation only
     from gpucr.model import GangLock
     from gpucr.operations.dump import DumpReport
+    from gpucr.operations.job_snapshot import JobSnapshot
     from gpucr.operations.restore import RestoreReport
     from gpucr.operations.suspend import ChangeReport
 
@@ -33,12 +34,19 @@ def report_fields(report: DumpReport | RestoreReport) -> dict[str, Any]:
     """What the JSON of a dump and of a restore have in common."""
     return {
         "pid": report.pid,
-        "snapshot": report.snapshot.where,
+        "snapshot": snapshot_text(report.snapshot),
         "bytes": report.size_bytes,
         "downtime_s": report.downtime_s,
         "phases": [asdict(phase) for phase in report.phases],
         "warnings": list(report.warnings),
     }
+
+
+def snapshot_text(snapshot: JobSnapshot) -> str:
+    """How a command names a snapshot: the path that was given, or ``STORE#ID``."""
+    from gpucr.snapshot.folder import Snapshot
+
+    return str(snapshot.path) if isinstance(snapshot, Snapshot) else snapshot.where
 
 
 def lock_fields(lock: GangLock | None) -> dict[str, Any] | None:

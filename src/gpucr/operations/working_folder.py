@@ -64,7 +64,7 @@ def remove(path: Path) -> None:
 
 def place(size_bytes: int, besides_bytes: int) -> Path:
     """Where a working folder of this size is put. Half of what memory the machine has left is for others."""
-    if "TMPDIR" not in os.environ and _IN_MEMORY.is_dir() and memory.lies_in_memory(_IN_MEMORY):
+    if not os.environ.get("TMPDIR") and _IN_MEMORY.is_dir() and memory.lies_in_memory(_IN_MEMORY):
         room = min(memory.free_disk_bytes(_IN_MEMORY), (memory.available_bytes() - besides_bytes) // 2)
         if size_bytes + _MARGIN_BYTES <= room:
             return _IN_MEMORY

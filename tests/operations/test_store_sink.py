@@ -1,0 +1,187 @@
+"""Device memory into a store while it is being filled, and out of it in the order in which it is needed."""
+
+from __future__ import annotations
+
+import os
+import threading
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+
+from gpucr.errors import StoreDamaged
+from gpucr.model import StagedExtent
+from gpucr.operations.store_source import StoreLoader
+from gpucr.operations.store_target import StoreSink
+from gpucr.snapshot.device import Destination, DeviceWriter, Source
+from gpucr.store import snapshots
+from gpucr.store.local import LocalBackend
+from gpucr.store.opened import Store
+from gpucr.store.session import WriteSession
+from gpucr.store.snapshots import StoredSnapshot
+from tests.counter import wait_until
+from tests.store.dumps import new_store
+
+PIECE = 4096
+LIMIT_S = 30.0
+
+
+@pytest.fixture
+def store(tmp_path: Path) -> Store:
+    (tmp_path / "store").mkdir(mode=0o700)
+    return new_store(LocalBackend(tmp_path / "store"))
+
+
+@pytest.fixture
+def session(store: Store) -> Iterator[WriteSession]:
+    with WriteSession.begin(store, compress="none") as begun:
+        yield begun
+
+
+def staging(content: bytes | int) -> int:
+    fd = os.memfd_create("staging")
+    os.ftruncate(fd, content if isinstance(content, int) else len(content))
+    if isinstance(content, bytes):
+        os.pwrite(fd, content, 0)
+    return fd
+
+
+def sink_of(store: Store, session: WriteSession) -> StoreSink:
+    sink = StoreSink(store)
+    sink.session = session
+    return sink
+
+
+def saved(store: Store, memories: dict[int, bytes]) -> StoredSnapshot:
+    with WriteSession.begin(store, compress="none") as session:
+        sink = sink_of(store, session)
+        fds = {pid: staging(memory) for pid, memory in memories.items()}
+        writer = DeviceWriter(sink, [Source(pid, fd, len(memories[pid])) for pid, fd in fds.items()], threads=2)
+        try:
+            writer.start()
+            for pid in fds:
+                writer.complete(pid)
+            assert writer.wait(LIMIT_S)
+            for pid in fds:
+                writer.device_data(pid, ())
+        finally:
+            writer.cancel()
+            for fd in fds.values():
+                os.close(fd)
+        return session.commit(name=None, manifest=b"{}", areas=sink.areas)
+
+
+def test_what_changes_after_it_was_saved_early_is_saved_again(store: Store, session: WriteSession) -> None:
+    memory = bytearray(os.urandom(8 * PIECE))
+    memory[2 * PIECE : 3 * PIECE] = bytes(PIECE)
+    fd = staging(bytes(memory))
+    sink = sink_of(store, session)
+    writer = DeviceWriter(sink, [Source(7, fd, len(memory))], threads=2)
+    try:
+        writer.start()
+        writer.advance(7, 5 * PIECE)
+        wait_until(lambda: writer.bytes_seen == 5 * PIECE, "the first pieces to be saved")
+        counts = session.writer.counts
+        memory[PIECE : 2 * PIECE] = bytes(PIECE)
+        memory[2 * PIECE : 3 * PIECE] = os.urandom(PIECE)
+        os.pwrite(fd, memory, 0)
+        writer.complete(7)
+        assert writer.wait(LIMIT_S)
+        writer.sync()
+        assert writer.rewritten_pieces == 2
+        seen = session.writer.counts.bytes_seen - counts.bytes_seen
+        assert seen == (3 + 2) * PIECE, "what is as it was counts once"
+        extent = StagedExtent(0x7F0000000000, len(memory), 0)
+        data = writer.device_data(7, [extent])
+    finally:
+        writer.cancel()
+        os.close(fd)
+    assert (data.extents, data.size_bytes, data.piece_bytes) == ((extent,), len(memory), PIECE)
+    assert data.store_bytes == data.stored_bytes == 7 * PIECE
+    stored = session.commit(name=None, manifest=b"{}", areas=sink.areas)
+    reader = snapshots.open_reader(store, stored)
+    assert reader.read_all(stored.area("device/7").pieces(reader)) == memory
+
+
+def loader_of(store: Store, stored: StoredSnapshot, fds: dict[int, int]) -> StoreLoader:
+    from gpucr.snapshot.manifest import DeviceData
+
+    reader = snapshots.open_reader(store, stored)
+    areas = {pid: stored.area(f"device/{pid}") for pid in fds}
+    destinations = [
+        Destination(pid, fd, DeviceData((), areas[pid].size_bytes, PIECE, 0, (), 0)) for pid, fd in fds.items()
+    ]
+    return StoreLoader(reader, {pid: area.pieces(reader) for pid, area in areas.items()}, destinations)
+
+
+def test_all_processes_are_filled_side_by_side(store: Store) -> None:
+    memories = {pid: os.urandom(count * PIECE) for pid, count in ((3, 40), (4, 1), (5, 100))}
+    stored = saved(store, memories)
+    fds = {pid: staging(len(memory)) for pid, memory in memories.items()}
+    loader = loader_of(store, stored, fds)
+    assert [(each.destination.pid, piece) for each, piece in loader._order[:5]] == [
+        (3, 0), (4, 0), (5, 0), (3, 1), (5, 1),
+    ]  # fmt: skip
+    loader.start()
+    try:
+        assert loader.wait_for(4, PIECE, LIMIT_S)
+        for pid, memory in memories.items():
+            assert loader.wait_for(pid, len(memory) + 1, LIMIT_S)
+            assert loader.loaded(pid) == len(memory)
+            assert os.pread(fds[pid], len(memory) + 1, 0) == memory
+        assert loader.loaded_bytes == sum(map(len, memories.values()))
+    finally:
+        loader.cancel()
+        for fd in fds.values():
+            os.close(fd)
+
+
+def test_zeros_stay_holes(store: Store) -> None:
+    memory = bytes(64 * PIECE) + os.urandom(PIECE)
+    stored = saved(store, {3: memory})
+    fd = staging(len(memory))
+    loader = loader_of(store, stored, {3: fd})
+    loader.start()
+    assert loader.wait_for(3, len(memory), LIMIT_S)
+    loader.cancel()
+    assert os.lseek(fd, 0, os.SEEK_DATA) == 64 * PIECE
+    os.close(fd)
+
+
+def test_cancelled_nobody_waits_for_ever(store: Store, monkeypatch: pytest.MonkeyPatch) -> None:
+    stored = saved(store, {3: os.urandom(8 * PIECE)})
+    loader = loader_of(store, stored, {3: -1})
+    entered, go_on = threading.Event(), threading.Event()
+    deliver = loader._deliver
+
+    def slow(number: int, data: object) -> None:
+        entered.set()
+        assert go_on.wait(LIMIT_S)
+        deliver(number, data)  # type: ignore[arg-type]
+
+    monkeypatch.setattr(loader, "_deliver", slow)
+    loader.start()
+    assert entered.wait(LIMIT_S)
+    assert not loader.wait_for(3, PIECE, 0.01), "out of time"
+    loader._is_cancelled = True
+    go_on.set()
+    loader.cancel()
+    assert not loader.wait_for(3, 8 * PIECE), "cancelled"
+
+
+def test_damage_is_told_to_who_waits(store: Store, tmp_path: Path) -> None:
+    stored = saved(store, {3: os.urandom(8 * PIECE)})
+    for pack in (tmp_path / "store" / "packs").glob("*/*"):
+        data = bytearray(pack.read_bytes())
+        data[3 * PIECE + 5] ^= 1
+        pack.chmod(0o600)
+        pack.write_bytes(data)
+    fd = staging(8 * PIECE)
+    loader = loader_of(store, stored, {3: fd})
+    loader.start()
+    with pytest.raises(StoreDamaged):
+        loader.wait_for(3, 8 * PIECE, LIMIT_S)
+    with pytest.raises(StoreDamaged):
+        loader.wait_for(3, PIECE, LIMIT_S)
+    loader.cancel()
+    os.close(fd)
