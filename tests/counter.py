@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import json
 import os
 import re
 import select
@@ -12,6 +13,7 @@ import subprocess
 import time
 from collections.abc import Callable
 from pathlib import Path
+from typing import Any
 
 import pytest
 
@@ -41,6 +43,18 @@ def processes_in(folder: Path) -> list[int]:
             except OSError:  # gone meanwhile, a kernel thread, or another user's
                 continue
     return sorted(pids)
+
+
+def state_in(path: Path) -> dict[str, Any]:
+    """What a running program last wrote into ``path`` as JSON, in one write at offset 0.
+
+    Reading beside a write may give a mix of old and new; the same twice is none.
+    """
+    text = path.read_text()
+    while text != (text := path.read_text()):
+        pass
+    state: dict[str, Any] = json.loads(text)
+    return state
 
 
 class Counter:

@@ -13,7 +13,7 @@ import pytest
 
 def run_demo(folder: Path, *arguments: str) -> subprocess.CompletedProcess[str]:
     return subprocess.run(
-        [sys.executable, "-m", "gpucr", "demo", "--mib", "8", *arguments],
+        [sys.executable, "-m", "gpucr", "demo", "--mib", "11", *arguments],
         env={**os.environ, "TMPDIR": str(folder)},
         capture_output=True,
         text=True,
@@ -43,7 +43,7 @@ def test_everything_holds_and_nothing_is_left(tmp_path: Path) -> None:
     assert all(check["ok"] for check in said["checks"])
     assert {phase["operation"] for phase in said["phases"]} == {"dump", "restore"}
     assert list(tmp_path.iterdir()) == []
-    assert command_lines_with("counter --port 0 --mib 8") == []
+    assert command_lines_with("counter --port 0 --mib 11") == []
 
 
 @pytest.mark.criu

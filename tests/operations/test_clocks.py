@@ -5,7 +5,6 @@ CRIU does this with a time namespace. A machine that has been up for longer is s
 
 from __future__ import annotations
 
-import json
 import subprocess
 import sys
 import time
@@ -18,7 +17,7 @@ import pytest
 import gpucr
 from gpucr.linux.namespaces import kinds_here
 from tests import command
-from tests.counter import wait_until
+from tests.counter import state_in, wait_until
 from tests.sandboxed import end_all_in
 
 pytestmark = [
@@ -193,8 +192,7 @@ def start(folder: Path, *seconds: int, offset_s: int = 0, isolation: str = "--is
 
 
 def state_of(folder: Path) -> dict[str, Any]:
-    state: dict[str, Any] = json.loads((folder / "state").read_text())
-    return state
+    return state_in(folder / "state")
 
 
 def after_some_rounds(folder: Path) -> dict[str, Any]:

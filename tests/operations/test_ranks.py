@@ -112,7 +112,7 @@ def test_suspend_and_resume(ranks: RanksFactory, driver: CudaDriver, count: int)
     assert states(driver, job) == {CHECKPOINTED}
     assert report.lock is not None
     assert report.lock.processes == count
-    assert any("wait for each other" in note for note in notes) == (report.lock.attempts > 1)
+    assert any("were locked in" in note for note in notes) == (report.lock.attempts > 1)
     gpucr.resume(job.pid)
     job.assert_goes_on(20)
 

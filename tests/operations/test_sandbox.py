@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import contextlib
-import json
 import os
 import signal
 import socket
@@ -25,7 +24,7 @@ from gpucr.model import CudaState
 from gpucr.operations.registered import registry
 from gpucr.operations.sandbox_steps import plan_sandbox
 from tests.command import run, run_json
-from tests.counter import CounterFactory, processes_in, wait_until
+from tests.counter import CounterFactory, processes_in, state_in, wait_until
 from tests.operations.test_killed import is_claimed, killed
 from tests.sandboxed import SandboxedCounter, end_all_in, start_counter
 from tests.unit import samples
@@ -108,8 +107,7 @@ class Program:
         return (self.folder / "state").exists() and bool((self.folder / "state").read_bytes())
 
     def state(self) -> dict[str, int]:
-        state: dict[str, int] = json.loads((self.folder / "state").read_text())
-        return state
+        return state_in(self.folder / "state")
 
     def assert_goes_on(self) -> dict[str, int]:
         before = self.state()

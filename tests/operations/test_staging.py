@@ -41,10 +41,10 @@ def as_root() -> None:
 
 
 def notes_of(operation: Callable[..., Any], *arguments: Any, **options: Any) -> list[str]:
-    """What the operation says of how it did its work."""
+    """What the operation says of how it moved device memory. (A lock may take two attempts on a busy machine.)"""
     events: list[Progress] = []
     operation(*arguments, on_progress=events.append, **options)
-    return [event.description for event in events if event.event == "note"]
+    return [event.description for event in events if event.event == "note" and event.phase != "lock"]
 
 
 def smaps(pid: int, address: int, field: str) -> int:

@@ -697,17 +697,17 @@ def test_several_processes_take_turns(staging: MakeStaging, tmp_path: Path) -> N
 @pytest.mark.parametrize("until", ["made", "started"])
 def test_a_reader_can_be_cancelled(until: str, staging: MakeStaging, tmp_path: Path) -> None:
     data = saved(tmp_path / "device", {PID: staging(os.urandom(9 * PIECE))})[PID]
-    held, go_on = threading.Event(), threading.Event()
+    begun = threading.Event()
 
-    def hold(_: int) -> None:
-        held.set()
-        assert go_on.wait(LIMIT_S)
+    def cancel_at_the_first_piece(_: int) -> None:
+        reader.cancel()
+        begun.set()
 
-    reader = DeviceReader(tmp_path / "device", [Destination(PID, None, data)], threads=2, on_bytes=hold)
+    destinations = [Destination(PID, None, data)]
+    reader = DeviceReader(tmp_path / "device", destinations, threads=2, on_bytes=cancel_at_the_first_piece)
     if until == "started":
         reader.start()
-        assert held.wait(LIMIT_S)
-        threading.Timer(0, go_on.set).start()
+        assert begun.wait(LIMIT_S)
     reader.cancel()
     reader.cancel()
     assert not reader.wait_for(PID, data.size_bytes, LIMIT_S)

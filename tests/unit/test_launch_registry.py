@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 import contextlib
+import errno
 import json
 import os
+import shutil
 import signal
 import stat
 import subprocess
@@ -345,6 +347,25 @@ def test_forgetting(registry: Registry, tmp_path: Path) -> None:
     assert registry.jobs() == ()
     with pytest.raises(InvalidRequest, match="there is no job 'train'"):
         registry.forget("train")
+
+
+@pytest.mark.parametrize("number", [errno.ENOENT, errno.ENOTEMPTY])
+def test_forgetting_while_the_keeper_writes_how_the_job_ended(
+    registry: Registry, tmp_path: Path, number: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    _register(registry, "train", _ended(), tmp_path)
+    remove, calls = shutil.rmtree, []
+
+    def fail_once(folder: Path) -> None:
+        calls.append(folder)
+        if len(calls) == 1:
+            raise OSError(number, os.strerror(number))
+        remove(folder)
+
+    monkeypatch.setattr(shutil, "rmtree", fail_once)
+    registry.forget("train")
+    assert registry.jobs() == ()
+    assert not calls[0].exists()
 
 
 def test_a_job_that_may_run_elsewhere_cannot_be_forgotten(registry: Registry, tmp_path: Path) -> None:

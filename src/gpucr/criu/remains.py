@@ -19,7 +19,11 @@ def kill_orphans(images_dir: Path, *, since_ticks: int, sandbox: PidNamespace | 
     not before ``since_ticks`` (that CRIU's own start): the pids were free then, or CRIU would have failed. In a
     ``sandbox`` they are that pid namespace's pids.
     """
-    processes.kill_and_wait(_orphans(images_dir, since_ticks, sandbox))
+    ended: set[ProcessId] = set()
+    # Again until there is none: a task may have forked the next one while it was being looked for.
+    while found := set(_orphans(images_dir, since_ticks, sandbox)) - ended:
+        processes.kill_and_wait(found)
+        ended |= found
 
 
 def _orphans(images_dir: Path, since_ticks: int, sandbox: PidNamespace | None) -> Iterator[ProcessId]:

@@ -9,6 +9,7 @@ A folder without a record is a start under way, or one that was killed: it count
 from __future__ import annotations
 
 import contextlib
+import errno
 import fcntl
 import os
 import shutil
@@ -39,6 +40,7 @@ REPLACEABLE: frozenset[StateWord] = frozenset({"ended", "lost"})
 """What has become of a job whose name another one can have."""
 
 _RECORD, _LOCK = "record.json", "lock"
+_REMOVALS = 5
 
 
 @dataclass(frozen=True)
@@ -192,11 +194,11 @@ class Registry:
         with self._locked(name) as folder:
             job = self.look(name)
             if job is None:  # another gpucr was faster
-                shutil.rmtree(folder)
+                _remove(folder)
                 return self.find(name)
             if job.state.word in ("running", "elsewhere"):
                 raise _in_the_way(job, "it cannot be forgotten")
-            shutil.rmtree(folder)
+            _remove(folder)
             return job
 
     def _names(self) -> list[str]:
@@ -288,6 +290,22 @@ def _clean(folder: Path, reservation: Reservation, *, keep_folder: bool) -> None
             for name in (f"{_RECORD}.new", _LOCK):
                 (folder / name).unlink(missing_ok=True)
             folder.rmdir()  # unless there is something else in it, such as the log of a job whose record was lost
+
+
+def _remove(folder: Path) -> None:
+    """Remove a job's folder, in which its keeper may be about to write how the job ended: two files, one rename."""
+    for _ in range(_REMOVALS):
+        try:
+            shutil.rmtree(folder)
+        except FileNotFoundError:  # something in it: it is looked through anew
+            if not folder.exists():
+                return
+        except OSError as e:
+            if e.errno != errno.ENOTEMPTY:
+                raise
+        else:
+            return
+    shutil.rmtree(folder)
 
 
 def _in_the_way(job: ListedJob, therefore: str) -> InvalidRequest:

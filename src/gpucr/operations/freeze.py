@@ -40,10 +40,7 @@ class LockGang:
         self._protection.change(members=self._gang.members)
         lock = self._gang.lock(interrupts.check)
         if lock.attempts > 1:
-            meter.note(
-                f"the {lock.processes} processes wait for each other: locked in {lock.attempts} attempts, "
-                f"{lock.seconds:.3f} s"
-            )
+            meter.note(f"the {lock.processes} processes were locked in {lock.attempts} attempts, {lock.seconds:.3f} s")
         return 0
 
     def undo(self) -> None:

@@ -5,7 +5,7 @@ from __future__ import annotations
 import os
 import signal
 import sys
-from collections.abc import Sequence
+from collections.abc import Sequence, Set
 from typing import NoReturn
 
 from gpucr.errors import InvalidRequest, NotPermitted, ProcessNotFound
@@ -39,11 +39,14 @@ def run_inside(job: int | str, command: Sequence[str]) -> int:
         ) from e
     except (FileNotFoundError, ProcessLookupError) as e:
         raise ProcessNotFound(f"process {pid} ended while it was looked at", pid=pid) from e
+    # What comes before there is somebody to pass it on to, and before this process does that, waits.
+    mask = signal.pthread_sigmask(signal.SIG_BLOCK, (signal.SIGINT, *_PASSED_ON))
     # A process enters a pid namespace by being born there.
     child = os.fork()
     if child == 0:
+        signal.pthread_sigmask(signal.SIG_SETMASK, mask)
         _become(command)
-    return _wait(child)
+    return _wait(child, mask)
 
 
 def _enter(pid: int) -> None:
@@ -72,11 +75,15 @@ def _become(command: Sequence[str]) -> NoReturn:
         os._exit(NOT_RUN)
 
 
-def _wait(child: int) -> int:
-    """Wait for the command. A Ctrl-C on the terminal reaches it without gpucr; other signals are passed on."""
+def _wait(child: int, mask: Set[int]) -> int:
+    """Wait for the command. A Ctrl-C on the terminal reaches it without gpucr; other signals are passed on.
+
+    ``mask``: the signals that are blocked while it waits.
+    """
     signal.signal(signal.SIGINT, signal.SIG_IGN)
     for number in _PASSED_ON:
         signal.signal(number, lambda received, _frame: os.kill(child, received))
+    signal.pthread_sigmask(signal.SIG_SETMASK, mask)
     _, status = os.waitpid(child, 0)
     code = os.waitstatus_to_exitcode(status)
     return code if code >= 0 else 128 - code
