@@ -6,7 +6,7 @@ import importlib
 
 import click
 
-BENCHMARKS = ("compare", "overhead", "startup", "store")
+BENCHMARKS = ("compare", "overhead", "startup", "store", "store-dump")
 
 
 class Benchmarks(click.Group):
@@ -20,7 +20,7 @@ class Benchmarks(click.Group):
         """The command of the module with that name."""
         if cmd_name not in BENCHMARKS:
             return None
-        command: click.Command = importlib.import_module(f"benchmarks.{cmd_name}").command
+        command: click.Command = importlib.import_module(f"benchmarks.{cmd_name.replace('-', '_')}").command
         return command
 
 
