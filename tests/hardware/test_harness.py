@@ -10,7 +10,7 @@ from pathlib import Path
 
 import pytest
 
-from tests.hardware import whole_jobs
+from tests.hardware import stores, whole_jobs
 from tests.hardware.main_job import ROOT, Failed, Job, continuation_difference, first_difference
 
 REFERENCE = [f"{step} {value}" for step, value in enumerate([7, 3, 9, 1, 4, 8])]
@@ -173,3 +173,39 @@ def test_a_part_that_goes_wrong_is_told_and_leaves_nothing(
     assert whole_jobs.call_json(parts.settings, "jobs", "--all")["jobs"] == []
     parts.run("four")
     assert "4 ranks need as many GPUs, and here are 2" in parts.rows[1].detail
+
+
+# --- stores.py -------------------------------------------------------------------------------------------------
+
+
+@pytest.fixture
+def store_parts(sim_only: None, tmp_path: Path) -> stores.Parts:
+    """The parts on a simulated machine, with bytes in the place of weights."""
+    settings = stores.Settings(tmp_path / "out", 80, 0.02, 96, 60.0, driver=True, encrypt=True)
+    settings.out.mkdir()
+    return stores.Parts(settings)
+
+
+@pytest.mark.criu
+def test_a_part_of_stores_on_the_simulated_driver(store_parts: stores.Parts) -> None:
+    store_parts.run("inference")
+    (row,) = store_parts.rows
+    assert row.ok, row.detail
+    schemas = [said["schema"] for said in row.said]
+    assert schemas[:4] == ["gpucr.dump", "gpucr.dump", "gpucr.restore", "gpucr.restore"]
+    alone = ["gpucr.ls", "gpucr.rm", "gpucr.prune", "gpucr.prune", "gpucr.verify", "gpucr.restore"]
+    assert schemas[4:] == alone * 2
+    assert sorted(path.name for path in store_parts.settings.out.iterdir()) == ["inference", "key"]
+
+
+@pytest.mark.criu
+def test_what_goes_wrong_with_stores_is_told(store_parts: stores.Parts, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(stores, "_same_as", lambda job: lambda line: f"{line}0")
+    store_parts.run("inference")
+    monkeypatch.setattr(stores, "LIMIT", 0.0)
+    store_parts.run("replicas")
+    first, second = store_parts.rows
+    assert "restored from first it goes on with" in first.detail
+    assert "too much was added" in second.detail
+    assert not first.ok
+    assert not second.ok

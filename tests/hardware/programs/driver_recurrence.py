@@ -18,7 +18,7 @@ class DeviceBuffer:
 
     def __init__(self, size_bytes: int) -> None:
         self._cuda = ctypes.CDLL("libcuda.so.1")
-        self._size_bytes = size_bytes
+        self.size_bytes = size_bytes
         self._address = ctypes.c_uint64()
         device, context = ctypes.c_int(), ctypes.c_void_p()
         self._call("cuInit", 0)
@@ -32,15 +32,19 @@ class DeviceBuffer:
         if result != 0:
             raise SystemExit(f"{function} gave {result}")
 
-    def write(self, data: bytes) -> None:
+    def write(self, data: bytes, offset: int = 0) -> None:
         """Copy to the device."""
-        self._call("cuMemcpyHtoD_v2", self._address, data, ctypes.c_size_t(self._size_bytes))
+        self._call("cuMemcpyHtoD_v2", self._at(offset), data, ctypes.c_size_t(len(data)))
 
-    def read(self) -> bytes:
-        """Copy from the device."""
-        data = ctypes.create_string_buffer(self._size_bytes)
-        self._call("cuMemcpyDtoH_v2", data, self._address, ctypes.c_size_t(self._size_bytes))
+    def read(self, offset: int = 0, length: int | None = None) -> bytes:
+        """Copy from the device; without a length up to the end."""
+        count = self.size_bytes - offset if length is None else length
+        data = ctypes.create_string_buffer(count)
+        self._call("cuMemcpyDtoH_v2", data, self._at(offset), ctypes.c_size_t(count))
         return data.raw
+
+    def _at(self, offset: int) -> ctypes.c_uint64:
+        return ctypes.c_uint64(self._address.value + offset)
 
 
 def main() -> None:

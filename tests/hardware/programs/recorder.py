@@ -14,22 +14,28 @@ class Recorder:
     restored from snapshots that were taken with --leave-running, after the first run has gone on.
     """
 
-    def __init__(self, description: str, *flags: str) -> None:
+    def __init__(self, description: str, *flags: str, **numbers: int) -> None:
         parser = argparse.ArgumentParser(description=description)
         parser.add_argument("--steps", type=int, default=100, help="how many steps to make (%(default)s)")
         parser.add_argument("--out", type=Path, required=True, help="the file that gets one line a step")
         parser.add_argument("--pace", type=float, default=0.0, metavar="S", help="seconds to sleep after each step")
         for flag in flags:
             parser.add_argument(flag, action="store_true")
+        for name, default in numbers.items():
+            parser.add_argument(f"--{name.replace('_', '-')}", type=int, default=default, help="(%(default)s)")
         arguments = parser.parse_args()
         self.steps: int = arguments.steps
         self._out: Path = arguments.out
         self._pace_s: float = arguments.pace
-        self._flags = arguments
+        self._options = arguments
 
     def flag(self, name: str) -> bool:
         """Whether the flag was given."""
-        return bool(getattr(self._flags, name))
+        return bool(getattr(self._options, name))
+
+    def number(self, name: str) -> int:
+        """What was given for one of the program's own numbers."""
+        return int(getattr(self._options, name))
 
     @staticmethod
     def ready() -> None:
