@@ -7,6 +7,8 @@ from collections.abc import Sequence
 from pathlib import Path
 
 import pytest
+from hypothesis import given
+from hypothesis import strategies as st
 
 from gpucr.criu import images_pb2, page_images
 
@@ -64,6 +66,31 @@ def test_images_that_are_not_understood_are_left_out(tmp_path: Path) -> None:
     (tmp_path / "pages-1.img").unlink()
     write(tmp_path, 2, pagemap(9, (4, 8, PRESENT)), 8)
     assert page_images.cuts(tmp_path, PIECE) == {}
+
+
+def test_a_map_of_more_than_there_is_asks_for_nothing(tmp_path: Path) -> None:
+    write(tmp_path, 1, pagemap(1, (4, 1 << 31, PRESENT)), 8)
+    assert page_images.cuts(tmp_path, PIECE) == {}
+
+
+@given(st.data())
+def test_any_bytes_are_a_map_or_refused(data: st.DataObject) -> None:
+    whole = pagemap(1, (4, 8, PRESENT), (40, 3, PARENT), (50, 1, PRESENT))
+    if data.draw(st.booleans()):
+        place = data.draw(st.integers(0, len(whole) - 1))
+        changed = bytearray(whole)
+        changed[place] ^= data.draw(st.integers(1, 255))
+        image = bytes(changed[: data.draw(st.integers(0, len(whole)))])
+    else:
+        image = data.draw(st.binary(max_size=100))
+    try:
+        found = page_images.PageMap.parse(image)
+    except page_images.PageMapError:
+        return
+    if found.size_bytes <= 100 * PAGE:
+        pieces = found.cut(PIECE)
+        assert sum(piece.size_bytes for piece in pieces) == found.size_bytes
+        assert all(0 < piece.size_bytes <= PIECE or not found.size_bytes for piece in pieces)
 
 
 @pytest.mark.criu

@@ -1,7 +1,8 @@
 """An S3-compatible server in a process of its own, and a TCP proxy in front of it that cuts connections.
 
 Run as a program it is the server: localbucket, which keeps objects in files and creates them with link(2), and so keeps
-the promise of a conditional write. What it lacks is added here: it would store what arrived of a request that was cut.
+the promise of a conditional write. What it lacks is added here: it would store what arrived of a request that was cut,
+and an upload that is ended while a part of it still arrives would leave that part behind.
 """
 
 from __future__ import annotations
@@ -10,12 +11,14 @@ import contextlib
 import http.client
 import http.server
 import importlib
+import re
 import select
 import socket
 import subprocess
 import sys
 import threading
 import time
+from collections import Counter
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from pathlib import Path
@@ -23,6 +26,7 @@ from typing import Any, BinaryIO
 
 BUCKET = "snapshots"
 _DEADLINE_S = 30.0
+_UPLOAD = re.compile(r"[?&]uploadId=([^&]*)")
 
 
 @dataclass(frozen=True)
@@ -94,8 +98,32 @@ class _WholeRequests:
         self._stream.close()
 
 
+class _Arriving:
+    """The parts of uploads that are being received."""
+
+    def __init__(self) -> None:
+        self._counts: Counter[str] = Counter()
+        self._changed = threading.Condition()
+
+    @contextlib.contextmanager
+    def part_of(self, upload: str) -> Iterator[None]:
+        with self._changed:
+            self._counts[upload] += 1
+        try:
+            yield
+        finally:
+            with self._changed:
+                self._counts[upload] -= 1
+                self._changed.notify_all()
+
+    def wait_for_parts_of(self, upload: str) -> None:
+        with self._changed:
+            self._changed.wait_for(lambda: self._counts[upload] == 0, _DEADLINE_S)
+
+
 def _serve(port: int, folder: str) -> None:
     localbucket = importlib.import_module("localbucket")
+    arriving = _Arriving()
 
     class Handler(localbucket.S3Handler):  # type: ignore[name-defined,misc]
         data_root = Path(folder)
@@ -105,6 +133,17 @@ def _serve(port: int, folder: str) -> None:
         def setup(self) -> None:
             super().setup()
             self.rfile = _WholeRequests(self.rfile)
+
+        def _dispatch(self, handle: Callable[[], None]) -> None:
+            upload = _UPLOAD.search(self.path)
+            if upload is None:
+                super()._dispatch(handle)
+            elif self.command == "PUT":
+                with arriving.part_of(upload.group(1)):
+                    super()._dispatch(handle)
+            else:
+                arriving.wait_for_parts_of(upload.group(1))
+                super()._dispatch(handle)
 
     http.server.ThreadingHTTPServer(("127.0.0.1", port), Handler).serve_forever()
 

@@ -3,6 +3,8 @@ from __future__ import annotations
 from pathlib import Path
 
 import pytest
+from hypothesis import example, given
+from hypothesis import strategies as st
 
 from gpucr.errors import InvalidRequest, StoreError
 from gpucr.store.local import LocalBackend
@@ -95,3 +97,18 @@ def test_places_that_do_not_work(tmp_path: Path) -> None:
     (tmp_path / "open").chmod(0o777)
     with pytest.raises(StoreError, match="others can write it"):
         backend_at(parse(str(tmp_path / "open")))
+
+
+@given(
+    st.text(max_size=60)
+    | st.builds("{}{}#{}".format, st.sampled_from(["", "s3://", "file://", "/"]), st.text(), st.text())
+)
+@example("x" * 5000 + "#a")
+@example("a\0b")
+def test_any_text_means_something_or_is_refused(text: str) -> None:
+    try:
+        found = parse(text)
+    except InvalidRequest:
+        return
+    assert (found.url is None) != (found.path is None)
+    assert found.is_store or (found.path is not None and found.snapshot is None)

@@ -1,6 +1,10 @@
 from __future__ import annotations
 
+import json
+
 import pytest
+from hypothesis import given
+from hypothesis import strategies as st
 
 from gpucr.errors import StoreDamaged
 from gpucr.store import index as indexes
@@ -10,6 +14,7 @@ from gpucr.store.opened import Store
 from gpucr.store.prune import PruneReport, PruneRules, prune
 from gpucr.store.session import WriteSession
 from gpucr.store.snapshots import StoredSnapshot
+from gpucr.store.verify import verify
 from tests.store.dumps import NEVER_S, PIECE_BYTES, content, dump, new_store, restore
 from tests.store.memory import FaultyBackend, Killed, MemoryBackend
 
@@ -301,3 +306,48 @@ def test_an_index_of_packs_that_are_being_published_is_not_taken_for_an_old_one(
     assert len(made) == 1
     assert len(backend.names("index/")) == 1
     assert indexes.load(store).pieces == 1
+
+
+@given(
+    st.binary(max_size=80)
+    | st.recursive(st.none() | st.text("0123456789abcdef"), st.lists).map(lambda x: json.dumps(x).encode())
+)
+def test_any_bytes_are_a_batch_or_refused(body: bytes) -> None:
+    store = new_store(MemoryBackend())
+    name = f"retired/{'0' * 32}.packs"
+    store.backend.create(name, store.seal(name, body))
+    try:
+        (batch,) = retired.batches(store)
+    except StoreDamaged:
+        return
+    assert all(len(pack_id) == 16 for pack_id in batch.packs)
+
+
+def test_a_hundred_snapshots_take_few_requests() -> None:
+    """Nobody opens every pack to list, and nobody opens a pack twice."""
+    backend = FaultyBackend(MemoryBackend())
+    store = new_store(backend)
+    for number in range(100):
+        dump(store, {"device/7": content(*range(1, 100), 1000 + number), "images/a": b"a"}, str(number))
+    packs = len(retired.existing_packs(store))
+
+    def requests() -> int:
+        count = len(backend.calls)
+        backend.calls.clear()
+        return count
+
+    requests()
+    assert len(snapshots.list_all(store).intact()) == 100
+    assert requests() == 1 + 100
+    assert verify(store).problems == {}
+    assert requests() <= 10 + 100 + 100 + 2 * packs + 100  # snapshots, index, size and footer of packs, long lists
+    prune(store, PruneRules(keep_last=10, grace_s=0.0))
+    assert requests() <= 30 + 100 + 90 + 100 + 10  # read, removed, index, long lists
+    pruned = prune(store, PruneRules(grace_s=0.0))
+    assert pruned.deleted_packs == 89, "the first one has what all share"
+    assert (
+        requests() <= 30 + 10 + 100 + 10 + 2 * pruned.deleted_packs
+    )  # also index objects, which are deleted with packs
+    assert len(retired.existing_packs(store)) == packs - 89
+    for snapshot in snapshots.list_all(store).intact():
+        assert restore(store, snapshot)["device/7"] == content(*range(1, 100), 1000 + int(snapshot.name or ""))

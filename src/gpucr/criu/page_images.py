@@ -43,11 +43,10 @@ def cuts(images_dir: Path, piece_bytes: int) -> Mapping[str, tuple[int, ...]]:
             size_bytes = os.stat(images_dir / pagemap.name).st_size
         except (PageMapError, FileNotFoundError):
             continue
-        pieces = pagemap.cut(piece_bytes)
-        if sum(piece.size_bytes for piece in pieces) == size_bytes and pagemap.name not in found:
-            found[pagemap.name] = tuple(accumulate((piece.size_bytes for piece in pieces[:-1]), initial=0))[
-                : len(pieces)
-            ]
+        if pagemap.size_bytes == size_bytes and pagemap.name not in found:
+            pieces = pagemap.cut(piece_bytes)
+            starts = accumulate((piece.size_bytes for piece in pieces[:-1]), initial=0)
+            found[pagemap.name] = tuple(starts) if pieces else ()
     return found
 
 
@@ -71,10 +70,16 @@ class PageMap:
             raise PageMapError(str(e)) from e
         return cls(f"pages-{pages_id}.img", tuple(runs))
 
+    @property
+    def size_bytes(self) -> int:
+        """What the image has to be large, if this map is right."""
+        return sum(run.size_bytes for run in self.runs)
+
     def cut(self, piece_bytes: int) -> tuple[Extent, ...]:
         """The pieces: the address of the first page of each, and its size in the image.
 
-        Pages of one window of addresses, as large as a piece can be, are one piece.
+        Pages of one window of addresses, as large as a piece can be, are one piece. Compare `size_bytes` with the image
+        before: a map that is not right can ask for any number of pieces.
         """
         pieces: list[Extent] = []
         for run in self.runs:

@@ -79,8 +79,10 @@ class _Side:
         found = self._pages.get(area)
         if found is None:
             return None
-        refs = self._stored.area(area).pieces(self.reader)
-        pieces = found[1].cut(self._piece_bytes)
+        stored = self._stored.area(area)
+        if found[1].size_bytes != stored.size_bytes:
+            return None
+        refs, pieces = stored.pieces(self.reader), found[1].cut(self._piece_bytes)
         if [ref.length for ref in refs] != [piece.size_bytes for piece in pieces]:
             return None
         return {

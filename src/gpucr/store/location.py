@@ -10,10 +10,11 @@
 
 from __future__ import annotations
 
+import os
 import re
 from dataclasses import dataclass
 from pathlib import Path
-from urllib.parse import unquote, urlsplit
+from urllib.parse import SplitResult, unquote, urlsplit
 
 from gpucr.errors import InvalidRequest, StoreError
 from gpucr.store import config
@@ -39,12 +40,14 @@ class Location:
 
     @property
     def is_store(self) -> bool:
-        """Whether a store is meant: a URL, a snapshot in one, or a folder that is a store. Raises OSError."""
+        """Whether a store is meant: a URL, a snapshot in one, or a folder that is a store."""
         return self.path is None or self.snapshot is not None or _is_store(self.path)
 
 
 def parse(text: str) -> Location:
     """What is meant. Raises InvalidRequest where that cannot be told."""
+    if "\0" in unquote(text):
+        raise InvalidRequest(f"{text!r} is no place", hint="name a folder, or a URL like s3://bucket/prefix")
     found = _SCHEME.match(text)
     if found is None:
         return _parse_path(text)
@@ -93,7 +96,7 @@ def _parse_path(text: str) -> Location:
         _check_not_both(Path(text))
         return Location(text, None, Path(text), None)
     literal, store = Path(text), Path(place)
-    if literal.exists():
+    if os.path.exists(literal):
         if place and _is_store(store):
             raise InvalidRequest(
                 f"{text} is a folder, and could also be the snapshot {snapshot!r} of the store {place}",
@@ -109,7 +112,7 @@ def _parse_path(text: str) -> Location:
 
 
 def _check_not_both(folder: Path) -> None:
-    if _is_store(folder) and (folder / _MANIFEST_NAME).exists():
+    if _is_store(folder) and os.path.exists(folder / _MANIFEST_NAME):
         raise InvalidRequest(
             f"{folder} holds {config.NAME} and {_MANIFEST_NAME}: a store and a plain snapshot in one",
             hint="move one of them to a folder of its own",
@@ -122,7 +125,7 @@ def _check_snapshot(text: str, mark: str, snapshot: str) -> None:
 
 
 def _check_url(url: str) -> None:
-    parts = urlsplit(url)
+    parts = _split(url)
     if not parts.netloc or parts.query:
         raise InvalidRequest(f"{url!r} names no bucket", hint="write it like s3://bucket/prefix")
     if "@" in parts.netloc:
@@ -131,11 +134,18 @@ def _check_url(url: str) -> None:
 
 
 def _path_of(file_url: str) -> Path:
-    parts = urlsplit(file_url)
+    parts = _split(file_url)
     if parts.netloc not in ("", "localhost") or not parts.path:
         raise InvalidRequest(f"{file_url!r} names no folder of this machine", hint="write it like file:///data/store")
     return Path(unquote(parts.path))
 
 
+def _split(url: str) -> SplitResult:
+    try:
+        return urlsplit(url)
+    except ValueError as e:
+        raise InvalidRequest(f"{url!r} is no URL: {e}", hint="write it like s3://bucket/prefix") from e
+
+
 def _is_store(folder: Path) -> bool:
-    return (folder / config.NAME).exists()
+    return os.path.exists(folder / config.NAME)  # False, too, for what cannot be a path
