@@ -9,6 +9,7 @@ from __future__ import annotations
 import ctypes
 import os
 import shutil
+import signal
 import subprocess
 import sys
 import tempfile
@@ -63,6 +64,8 @@ def _put_simulator_in_place(state_dir: Path) -> None:
 
 
 def pytest_configure(config: pytest.Config) -> None:
+    if signal.getsignal(signal.SIGINT) is signal.SIG_IGN:  # a shell starts background jobs so; what they start has it too
+        signal.signal(signal.SIGINT, signal.default_int_handler)
     config.stash[_PLATFORM] = _choose_platform()
     if config.stash[_PLATFORM] == "sim":
         config.stash[_STATE_DIR] = Path(tempfile.mkdtemp(prefix="gpucr-test-sim-"))

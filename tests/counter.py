@@ -11,12 +11,13 @@ import signal
 import socket
 import subprocess
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterable, Sequence
 from pathlib import Path
 from typing import Any
 
 import pytest
 
+from gpucr.errors import DeadlineExceeded
 from gpucr.sim import build as simulator
 
 DEADLINE_S = 60.0
@@ -45,6 +46,19 @@ def processes_in(folder: Path) -> list[int]:
     return sorted(pids)
 
 
+def processes_of_this_test() -> list[int]:
+    """The pids of all processes that inherited the running test's environment; other tests may run beside it."""
+    mark = f"PYTEST_CURRENT_TEST={os.environ['PYTEST_CURRENT_TEST'].rpartition(' ')[0]} ".encode()
+    pids = []
+    for entry in Path("/proc").iterdir():
+        with contextlib.suppress(OSError):  # gone meanwhile, or another user's
+            if entry.name.isdigit() and any(
+                member.startswith(mark) for member in (entry / "environ").read_bytes().split(b"\0")
+            ):
+                pids.append(int(entry.name))
+    return sorted(pids)
+
+
 def state_in(path: Path) -> dict[str, Any]:
     """What a running program last wrote into ``path`` as JSON, in one write at offset 0.
 
@@ -55,6 +69,19 @@ def state_in(path: Path) -> dict[str, Any]:
         pass
     state: dict[str, Any] = json.loads(text)
     return state
+
+
+def out_of_time(operation: Callable[[float], object], message: str, limits_s: Sequence[float]) -> None:
+    """The operation, given such a limit, ends with DeadlineExceeded and this message.
+
+    On a busy machine the time may be over before what the message tells of: then again with the next limit.
+    """
+    for limit_s in limits_s:
+        with pytest.raises(DeadlineExceeded) as caught:
+            operation(limit_s)
+        if message in caught.value.message:
+            return
+    pytest.fail(f"{message!r} is not in: {caught.value.message}")
 
 
 class Counter:
@@ -127,8 +154,7 @@ class Counter:
     def kill(self) -> None:
         """End every process of the tree and wait until they are gone and reaped."""
         pids = self.processes()
-        for pid in pids:
-            _kill(pid)
+        kill_at_once(pids)
         self.reap()
         for pid in pids:
             _reap(pid)
@@ -144,9 +170,13 @@ class Counter:
         self._socket.close()
 
 
-def _kill(pid: int) -> None:
-    with contextlib.suppress(ProcessLookupError):
-        os.kill(pid, signal.SIGKILL)
+def kill_at_once(pids: Iterable[int]) -> None:
+    """SIGKILL them, after none of them runs any more: one that outlived another might write down that it did."""
+    pids = tuple(pids)
+    for number in (signal.SIGSTOP, signal.SIGKILL):
+        for pid in pids:
+            with contextlib.suppress(ProcessLookupError):
+                os.kill(pid, number)
 
 
 def _reap(pid: int) -> None:

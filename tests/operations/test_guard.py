@@ -28,7 +28,7 @@ from gpucr.operations.guard import Guard
 from gpucr.operations.logs import append_to_log
 from gpucr.operations.recovery import DetachedStaging, Recovery, UnfinishedFolder, decode, encode
 from tests.conftest import skip_or_fail
-from tests.counter import Counter, CounterFactory, wait_until
+from tests.counter import Counter, CounterFactory, processes_of_this_test, wait_until
 from tests.unit.children import identity, python, sleeper
 
 RUNNING, LOCKED, CHECKPOINTED = CudaState.RUNNING, CudaState.LOCKED, CudaState.CHECKPOINTED
@@ -654,10 +654,9 @@ def test_a_fork_of_the_operation_does_not_keep_the_guard_from_acting(
         signal.pause()
     die()
     """
-    before = set(processes.all_pids())
     operation(job.pid, _ON_JOB, fork)
     assert_as_found(job, driver, log)
-    for pid in set(processes.all_pids()) - before:
+    for pid in processes_of_this_test():
         if b"signal.pause()" in Path(f"/proc/{pid}/cmdline").read_bytes():
             os.kill(pid, signal.SIGKILL)
 

@@ -16,7 +16,7 @@ from gpucr.driver.gpus import gpu_processes
 from gpucr.linux import processes
 from gpucr.model import CudaState
 from tests import command
-from tests.counter import Counter, CounterFactory, wait_until
+from tests.counter import Counter, CounterFactory, out_of_time, wait_until
 
 RUNNING, LOCKED, CHECKPOINTED = CudaState.RUNNING, CudaState.LOCKED, CudaState.CHECKPOINTED
 
@@ -90,9 +90,12 @@ def test_what_was_locked_or_checkpointed_before_is_that_again(
 
 def test_pending_work_ends_in_a_timeout_and_a_running_job(counter: CounterFactory, driver: CudaDriver) -> None:
     job = counter("--fork", "1")
-    job.send("busy 3000")
-    with pytest.raises(gpucr.DeadlineExceeded, match=f"process {job.pid} still had GPU work pending"):
-        gpucr.suspend(job.pid, timeout_s=0.3)
+
+    def suspend(timeout_s: float) -> None:
+        job.send(f"busy {3000 + timeout_s * 1000:.0f}")
+        gpucr.suspend(job.pid, timeout_s=timeout_s)
+
+    out_of_time(suspend, f"process {job.pid} still had GPU work pending", (0.3, 2, 8))
     assert states(driver, job) == {RUNNING}
     assert job.ask() == 101
 

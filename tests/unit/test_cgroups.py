@@ -172,6 +172,12 @@ def test_a_mount_point_with_a_space(tmp_path: Path, machine: Machine, monkeypatc
     assert [limit.available_bytes for limit in memory_limits(PID)] == [60]
 
 
+def test_the_first_of_several_mounts_counts(machine: Machine) -> None:
+    folder = machine("0::/a\n", V2, V2)
+    cgroup(folder / "0" / "a", memory_max=100, memory_current=40)  # and the folder "1" has been unmounted
+    assert [limit.available_bytes for limit in memory_limits(PID)] == [60]
+
+
 def test_a_cgroup_that_was_removed_does_not_limit(machine: Machine) -> None:
     top = machine("0::/gone (deleted)\n", V2) / "0"
     cgroup(top, memory_max=100, memory_current=40)

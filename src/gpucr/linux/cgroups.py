@@ -65,10 +65,11 @@ def _memory_cgroups(pid: int | None) -> Iterator[tuple[Literal[1, 2], Path, Path
         lines = (PROC / ("self" if pid is None else str(pid)) / "cgroup").read_text(errors="surrogateescape")
     except (FileNotFoundError, ProcessLookupError):
         return
-    mounted = dict(_mounts())
+    mounted: dict[Literal[1, 2], tuple[PurePosixPath, Path]] = {}
+    for version, place in _mounts():
+        mounted.setdefault(version, place)  # the system's own; a later one may be gone before it is read (CRIU's are)
     for line in lines.splitlines():
         hierarchy, controllers, path = line.split(":", maxsplit=2)
-        version: Literal[1, 2]
         if hierarchy == "0" and not controllers:
             version = 2
         elif "memory" in controllers.split(","):
