@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 from collections.abc import Iterator
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
 
@@ -123,6 +124,18 @@ def test_replicas_share_what_they_have_in_common(counter: CounterFactory, store:
     for number, job in enumerate(replicas):
         job.reap()
         assert_comes_back(job, at(store, f"replica-{number}"), 101)
+
+
+def test_two_jobs_are_dumped_at_once(counter: CounterFactory, store: Path) -> None:
+    jobs = [counter("--mib", "16") for _ in range(2)]
+    with ThreadPoolExecutor(2) as pool:
+        done = list(pool.map(lambda job: run("dump", job.pid, "--to", at(store, f"job-{job.pid}")), jobs))
+    assert [each.returncode for each in done] == [0, 0], [each.stderr for each in done]
+    assert gpucr.prune_store(store, AT_ONCE).dead_writers == ()
+    assert not gpucr.verify_snapshots(store, deep=True).problems
+    for job in jobs:
+        job.reap()
+        assert_comes_back(job, at(store, f"job-{job.pid}"), 101)
 
 
 def test_ranks_are_dumped_twice_and_come_back(ranks: RanksFactory, driver: CudaDriver, store: Path) -> None:

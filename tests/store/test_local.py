@@ -7,6 +7,7 @@ import threading
 from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
+from typing import Any
 
 import pytest
 from hypothesis import HealthCheck, given, settings
@@ -206,3 +207,27 @@ def test_no_folder(tmp_path: Path) -> None:
     (tmp_path / "file").touch()
     with pytest.raises(NotADirectoryError):
         LocalBackend(tmp_path / "file")
+
+
+def test_the_power_can_fail_at_any_moment(backend: LocalBackend, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The content is on the disk before its name is there, and the name before anyone is told; gone is gone as well."""
+    order: list[str] = []
+
+    def noted(function: Callable[..., None], what: Callable[..., str]) -> Callable[..., None]:
+        def call(*arguments: Any) -> None:
+            function(*arguments)
+            order.append(what(*arguments))
+
+        return call
+
+    monkeypatch.setattr(os, "link", noted(os.link, lambda *paths: "link"))
+    monkeypatch.setattr(os, "fsync", noted(os.fsync, lambda fd: os.readlink(f"/proc/self/fd/{fd}")))
+    backend.create("packs/ab/new", b"data")
+    folders = [str(backend.root / name) for name in ("", "packs", "packs/ab")]
+    before, after = order[: order.index("link")], order[order.index("link") + 1 :]
+    assert any(Path(path).parent == backend.root / INCOMING_NAME for path in before)
+    assert set(folders[:2]) <= set(before), "the folders on the way to it"
+    assert after == folders[2:]
+    order.clear()
+    backend.delete("packs/ab/new")
+    assert order == folders[2:]

@@ -23,6 +23,7 @@ from gpucr.cli.progress import progress_printer
 from gpucr.cli.reports import lock_fields, print_phases, report_fields, snapshot_text
 from gpucr.operations.dump import DumpPlan, Persist, dump, plan_dump
 from gpucr.operations.places import Compress
+from gpucr.snapshot.folder import Snapshot
 
 
 class _Options(TypedDict):
@@ -125,7 +126,7 @@ def command(
     print_phases(
         f"{snapshot_text(report.snapshot)}: job {report.pid} dumped; it {after}", report.phases, report.downtime_s
     )
-    if report.snapshot.manifest.is_in_store or report.counts.known_bytes:
+    if not isinstance(report.snapshot, Snapshot):
         seen, counts = format_bytes(report.counts.bytes_seen), report.counts
         saved = format_bytes(counts.compressed_saved_bytes)
         click.echo(

@@ -2,10 +2,13 @@
 
 from __future__ import annotations
 
+import contextlib
+import fcntl
 import os
 import secrets
 import shutil
 import tempfile
+import time
 from pathlib import Path
 
 from gpucr.errors import SnapshotError
@@ -15,10 +18,14 @@ PREFIX = "gpucr-work-"
 SNAPSHOT_NAME = "snapshot"
 _IN_MEMORY = Path("/dev/shm")  # noqa: S108 - where memory is to be had under a name
 _MARGIN_BYTES = 64 << 20
+_LEFT_BEHIND_S = 3600.0
+"""A guard removes the folder of a gpucr that was killed at once. Without a guard (no CUDA) the next gpucr does."""
 
 
 class WorkingFolder:
     """A folder with a name that nobody guesses. `create` makes it (0700), `remove` removes all of it.
+
+    It is locked (``flock``) as long as the one who made it lives.
 
     ``size_bytes`` is what will be in it, more or less, ``besides_bytes`` the host memory that is needed beside it.
     Where ``TMPDIR`` names no place, it is in memory if there is room (nothing of it is left on a disk then), else where
@@ -27,6 +34,7 @@ class WorkingFolder:
 
     def __init__(self, size_bytes: int, besides_bytes: int) -> None:
         self.path = place(size_bytes, besides_bytes) / f"{PREFIX}{secrets.token_hex(16)}"
+        self._lock: int | None = None
 
     @property
     def snapshot(self) -> Path:
@@ -39,9 +47,13 @@ class WorkingFolder:
         return memory.lies_in_memory(self.path.parent)
 
     def create(self) -> None:
-        """Make it. Raises SnapshotError."""
+        """Make it, and remove those that others left long ago. Raises SnapshotError."""
+        _remove_left_behind(self.path.parent)
+        unlocked = self.path.with_name(f".{self.path.name}")
         try:
-            self.path.mkdir(mode=0o700)
+            unlocked.mkdir(mode=0o700)
+            self._lock = _locked(unlocked)
+            unlocked.rename(self.path)
         except OSError as e:
             raise SnapshotError(
                 f"the working folder {self.path} cannot be made: {e.strerror}",
@@ -52,6 +64,9 @@ class WorkingFolder:
     def remove(self) -> None:
         """Remove it with all that is in it. Idempotent."""
         remove(self.path)
+        if self._lock is not None:
+            os.close(self._lock)
+            self._lock = None
 
 
 def remove(path: Path) -> None:
@@ -60,6 +75,31 @@ def remove(path: Path) -> None:
         raise ValueError(f"{path} is no working folder")
     if path.exists():
         shutil.rmtree(path)
+
+
+def _remove_left_behind(parent: Path) -> None:
+    """Remove folders of this user whose makers have died, and whose guards too, or had none."""
+    for path in parent.glob(f"{PREFIX}*"):
+        with contextlib.suppress(OSError):
+            lock = _locked(path)
+            try:
+                if time.time() - os.fstat(lock).st_mtime > _LEFT_BEHIND_S:
+                    remove(path)
+            finally:
+                os.close(lock)
+
+
+def _locked(path: Path) -> int:
+    """The folder, opened and locked. Raises OSError where it is another user's, or its maker is at work."""
+    fd = os.open(path, os.O_RDONLY | os.O_DIRECTORY | os.O_NOFOLLOW | os.O_CLOEXEC)
+    try:
+        if os.fstat(fd).st_uid != os.geteuid():
+            raise PermissionError(f"{path} is another user's")
+        fcntl.flock(fd, fcntl.LOCK_EX | fcntl.LOCK_NB)
+    except BaseException:
+        os.close(fd)
+        raise
+    return fd
 
 
 def place(size_bytes: int, besides_bytes: int) -> Path:
