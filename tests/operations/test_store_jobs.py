@@ -71,18 +71,25 @@ def assert_comes_back(job: Counter, place: str, expected: int, **options: Any) -
     job.kill()
 
 
+def assert_only_host_memory_is_new(report: gpucr.DumpReport) -> None:
+    """Nothing of device memory was written. Of host memory how much is chance: one page that differs makes 2 MiB."""
+    host_bytes = sum(file.size_bytes for file in report.snapshot.manifest.files)
+    assert report.counts.bytes_written < host_bytes + (1 << 20)
+
+
 # --- what is written -------------------------------------------------------------------------------------------
 
 
 def test_an_idle_job_is_written_once(counter: CounterFactory, store: Path) -> None:
-    job = counter("--mib", "64", "--fork", "1")
+    job = counter("--mib", "256", "--fork", "1")  # so much that all host memory would be less than 5 %
     assert job.ask() == 101
     first = gpucr.dump(job.pid, at(store, "first"), leave_running=True)
     second = gpucr.dump(job.pid, at(store, "second"))
     job.reap()
     assert first.left_running
-    assert first.counts.bytes_written > 64 << 20
+    assert first.counts.bytes_written > 256 << 20
     assert second.counts.bytes_written < first.counts.bytes_written * 0.05
+    assert_only_host_memory_is_new(second)
     for report in (first, second):
         counts = report.counts
         data = report.snapshot.manifest.device_data.values()
@@ -103,7 +110,8 @@ def test_what_changes_is_written(counter: CounterFactory, store: Path) -> None:
     assert job.ask() == 101
     changed = gpucr.dump(job.pid, at(store, "c"))
     job.reap()
-    assert again.counts.bytes_written < changed.counts.bytes_written < first.counts.bytes_written
+    assert_only_host_memory_is_new(again)
+    assert changed.counts.bytes_written < first.counts.bytes_written
     (device,) = [each for each in gpucr.diff_snapshots(at(store, "b"), at(store, "c")) if each.kind == "device"]
     extents = opened(store, "c").manifest.device_data[job.pid].extents
     assert device.pid == job.pid
@@ -209,7 +217,7 @@ def test_encrypted(counter: CounterFactory, tmp_path: Path) -> None:
     gpucr.dump(job.pid, at(store, "a"), key=KEY, encrypt=True, leave_running=True)
     again = gpucr.dump(job.pid, at(store, "b"), key=KEY)
     job.reap()
-    assert again.counts.bytes_written < again.counts.bytes_seen * 0.05
+    assert_only_host_memory_is_new(again)
     for secret in (None, gpucr.Secret.key_file(bytes(32)), gpucr.Secret.passphrase("guess")):
         with pytest.raises(gpucr.WrongKey):
             gpucr.restore(at(store, "a"), key=secret)
@@ -520,7 +528,7 @@ def test_there_and_back_over_connections_that_are_cut(
         gpucr.dump(job.pid, f"{store}#a", leave_running=True)
         second = gpucr.dump(job.pid, f"{store}#b")
         job.reap()
-        assert second.counts.bytes_written < 32 * (1 << 20) * 0.05
+        assert_only_host_memory_is_new(second)
         assert not gpucr.verify_snapshots(store, deep=True).problems
         assert_comes_back(job, f"{store}#a", 101)
         local = tmp_path / "local"
