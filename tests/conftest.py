@@ -64,7 +64,7 @@ def _put_simulator_in_place(state_dir: Path) -> None:
 
 
 def pytest_configure(config: pytest.Config) -> None:
-    if signal.getsignal(signal.SIGINT) is signal.SIG_IGN:  # a shell starts background jobs so; what they start has it too
+    if signal.getsignal(signal.SIGINT) is signal.SIG_IGN:  # as in the background of a shell script
         signal.signal(signal.SIGINT, signal.default_int_handler)
     config.stash[_PLATFORM] = _choose_platform()
     if config.stash[_PLATFORM] == "sim":
