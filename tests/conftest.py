@@ -64,10 +64,10 @@ def _put_simulator_in_place(state_dir: Path) -> None:
 
 
 def pytest_configure(config: pytest.Config) -> None:
-    if (
-        signal.getsignal(signal.SIGINT) is signal.SIG_IGN
-    ):  # a shell starts background jobs so; what they start has it too
-        signal.signal(signal.SIGINT, signal.default_int_handler)
+    # In the background of a shell script, and under nohup, they are ignored, and would be by all that the tests start.
+    for number, usual in ((signal.SIGINT, signal.default_int_handler), (signal.SIGHUP, signal.SIG_DFL)):
+        if signal.getsignal(number) is signal.SIG_IGN:
+            signal.signal(number, usual)
     config.stash[_PLATFORM] = _choose_platform()
     if config.stash[_PLATFORM] == "sim":
         config.stash[_STATE_DIR] = Path(tempfile.mkdtemp(prefix="gpucr-test-sim-"))
