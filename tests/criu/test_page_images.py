@@ -7,7 +7,7 @@ from collections.abc import Sequence
 from pathlib import Path
 
 import pytest
-from hypothesis import given
+from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from gpucr.criu import images_pb2, page_images
@@ -73,6 +73,7 @@ def test_a_map_of_more_than_there_is_asks_for_nothing(tmp_path: Path) -> None:
     assert page_images.cuts(tmp_path, PIECE) == {}
 
 
+@settings(deadline=None, database=None, max_examples=60)
 @given(st.data())
 def test_any_bytes_are_a_map_or_refused(data: st.DataObject) -> None:
     whole = pagemap(1, (4, 8, PRESENT), (40, 3, PARENT), (50, 1, PRESENT))

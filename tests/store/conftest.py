@@ -8,7 +8,7 @@ from hypothesis import settings
 from gpucr.store.keys import Secret
 
 # No database of examples in the working folder, and no time limits on shared machines.
-settings.register_profile("store", database=None, deadline=None, max_examples=150)
+settings.register_profile("store", database=None, deadline=None, max_examples=60)
 settings.load_profile("store")
 
 
