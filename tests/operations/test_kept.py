@@ -20,9 +20,10 @@ from gpucr.launch.record import JobRecord
 from gpucr.linux import processes
 from gpucr.operations import launch, registered
 from gpucr.operations.steps import Progress
+from gpucr.sim import build as simulator
 from tests.counter import CounterFactory, processes_in, wait_until
 from tests.operations.test_killed import killed
-from tests.sandboxed import end_all_in, start_counter
+from tests.sandboxed import SandboxedCounter, end_all_in, start_counter
 
 PROGRAM = """
 import itertools, os, signal, time
@@ -135,6 +136,66 @@ def test_a_job_that_gpucr_did_not_start_is_collected_too(counter: CounterFactory
         with contextlib.suppress(ProcessLookupError):  # the counter's child ends with its parent
             os.kill(pid, signal.SIGKILL)
     wait_until(lambda: not any(map(processes.read_stat, [*pids, keeper])), "all to end, and no zombie to be left")
+
+
+@contextlib.contextmanager
+def killed_on_failure(process: subprocess.Popen[str]) -> Iterator[None]:
+    """Leaving a Popen's block waits for its end."""
+    try:
+        yield
+    except BaseException:
+        process.kill()
+        raise
+
+
+SCRIPT = """
+"$1" --port 0 > stdout &
+echo $!
+read line
+wait 2> waited
+"$2" -m gpucr restore "$3" --json > report
+echo $?
+read line
+"""
+
+
+@pytest.mark.criu
+@pytest.mark.parametrize("flags", ["-c", "-mc"], ids=["in the script's process group", "in one of its own"])
+def test_a_job_of_a_script_comes_back_into_its_session(folder: Path, tmp_path: Path, flags: str) -> None:
+    """Stopped, in a process group without a parent outside in that session, the job would be sent SIGHUP."""
+    program = str(simulator.build() / "counter")
+    said = folder / "stdout"
+    with (
+        subprocess.Popen(
+            ["bash", flags, SCRIPT, "script", program, sys.executable, str(tmp_path / "s")],
+            cwd=folder,
+            stdin=subprocess.PIPE,
+            stdout=subprocess.PIPE,
+            text=True,
+            start_new_session=True,
+        ) as script,
+        killed_on_failure(script),
+    ):
+        assert script.stdin is not None
+        assert script.stdout is not None
+        pid = int(script.stdout.readline())
+        wait_until(lambda: said.exists() and "ready" in said.read_text(), "the counter")
+        port = int(said.read_text().partition("port=")[2].split()[0])
+        gpucr.dump(pid, tmp_path / "s")
+        script.stdin.write("restore\n")
+        script.stdin.flush()
+        assert script.stdout.readline() == "0\n", (folder / "report").read_text()
+        with SandboxedCounter(pid, port) as job:
+            assert job.ask() == 101
+        keeper = parent_of(pid)
+        assert sandbox.keeper_root(keeper) is not None
+        assert os.getsid(pid) == os.getsid(keeper) == script.pid
+        assert os.getpgid(keeper) not in (os.getpgid(pid), script.pid)
+        script.stdin.write("end\n")
+    with SandboxedCounter(pid, port) as job:
+        assert job.ask() == 102, "nor does the end of the session end it"
+    os.kill(pid, signal.SIGKILL)
+    wait_until(lambda: not any(map(processes.read_stat, [pid, keeper])), "all to end, and no zombie to be left")
 
 
 # --- a restore that fails or is killed -----------------------------------------------------------------------------

@@ -59,7 +59,7 @@ class Parent(Protocol):
         blocked_signals: Sequence[int],
         fds: tuple[int, int],
     ) -> tuple[int, int]:
-        """Start it in a session of its own. Returns its pid and a pidfd. Raises OSError.
+        """Start it, not in the caller's process group. Returns its pid and a pidfd. Raises OSError.
 
         ``fds``: its socket, which becomes its descriptor 3, and the file for its output.
         """
@@ -88,7 +88,7 @@ class CriuService:
 
     ``own_session`` starts CRIU in a session of its own. A restore of a terminal job must stay in the caller's session,
     where CRIU puts the job; it gets a process group of its own instead, and the caller's stdin, which CRIU hands to the
-    job as its terminal. In a sandbox, and below a ``parent`` other than gpucr, it always has a session of its own.
+    job as its terminal. Below a ``parent`` that one decides; in a sandbox CRIU always has a session of its own.
 
     Raises OSError where CRIU cannot be started.
     """

@@ -146,24 +146,15 @@ def restore(
         driver = _driver_for(snapshot)
         protection = opened.enter_context(Protection()) if driver is not None else None
         context = RestoreContext(source_of(snapshot), Criu(find_criu()), options, deadline, protection)
-        start: StartSandbox | StartKeeper | None = None
-        if plan is not None:
-            start = StartSandbox(context, plan)
-        elif not options.shell_job:  # the parent of a job with a terminal would have to be in the terminal's session
-            start = StartKeeper(context, registration)
+        start = StartSandbox(context, plan) if plan is not None else StartKeeper(context, registration)
         in_our_network = plan is None or plan.network == "host"
-        before_criu = [
-            *([start] if start is not None else []),
-            *outside_steps(context, files, tcp, in_our_network=in_our_network),
-        ]
-        keep = [KeepJob(context, start, registration)] if start is not None else []
+        before_criu = [start, *outside_steps(context, files, tcp, in_our_network=in_our_network)]
+        keep = KeepJob(context, start, registration)
         try:
-            report = _run(context, driver, placement, findings, on_progress, before_criu, keep)
+            report = _run(context, driver, placement, findings, on_progress, before_criu, [keep])
         except (DriverError, CriuError, JobChanged, JobDamaged) as error:
             _recall_overruled(error, snapshot.manifest, findings)
             raise
-        if registration is not None and start is None:
-            warnings += registration.register_or_warn(context.restored[0], None, isolated=False, network="host")
         registered_as = registration.name if registration is not None else None
         return replace(report, warnings=(*report.warnings, *warnings), name=registered_as)
 

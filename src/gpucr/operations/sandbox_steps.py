@@ -200,6 +200,7 @@ class StartKeeper:
         self.made = sandbox.bare_keeper(
             log_path=str(name.log_path) if name is not None else None,
             status_path=str(name.status_path) if name is not None else None,
+            own_session=not self._context.options.shell_job,
         )
         self._context.criu = Criu(self._context.criu.install, parent=self.made)
         return 0

@@ -5,7 +5,10 @@ Started by start.py, with a specification and a socket to its gpucr. Messages on
 - ``{"forked": PID}``: the first process is there and waits; on ``{"go": true}`` it becomes the job's program;
 - ``{"empty": true}`` instead, where a restore will make the job; ``{"adopt": PID}`` names the first process then;
 - ``{"spawn": true}`` before that, without a sandbox, with three descriptors (a request, CRIU's socket, a file for its
-  output): CRIU is started below the keeper, so that what it makes becomes the keeper's when it ends. The answer is
+  output): CRIU is started below the keeper, so that what it makes becomes the keeper's when it ends. It gets a session
+  of its own, or stays in that of gpucr, with gpucr's standard input, where the specification says ``own_session``:
+  false. Then the keeper stays there too: the job's process group would be an orphaned one without a parent in the
+  session, and the kernel sends SIGHUP to those when they are stopped (setpgid(2)). The answer is
   ``{"spawned": PID}`` with a pidfd, or ``{"failed": ERRNO}``. ``{"exit_code_of": PID}`` is answered with
   ``{"exit_code": N}`` when that process has ended, N negative for a signal;
 - ``{"started": PID}``: the job runs, and from now on it does not depend on its gpucr any more;
@@ -73,6 +76,8 @@ def main(specification_fd: str, socket_fd: str, operation_fd: str) -> NoReturn:
                     namespaces.make_new("pid", "mnt", "ipc", *own_network)
                 child = os.fork()
             if child == 0:
+                if not specification["own_session"]:
+                    os.setpgid(0, 0)  # a parent in the job's process group would not help, and no Ctrl-C is for it
                 keeper = Keeper(specification, gpucr, int(operation_fd), status_fd, name)
                 keeper.set_up()
                 keeper.keep()
@@ -242,25 +247,25 @@ class Keeper:
             socket.send_fds(self._gpucr, [json.dumps({"spawned": self._criu}).encode()], [pidfd])
         os.close(pidfd)
 
-    @staticmethod
-    def _spawn(request_fd: int, socket_fd: int, output_fd: int) -> int:
+    def _spawn(self, request_fd: int, socket_fd: int, output_fd: int) -> int:
         given = (request_fd, socket_fd, output_fd)
         high = [fcntl.fcntl(fd, fcntl.F_DUPFD_CLOEXEC, _FIRST_FREE_FD) for fd in given]
         for fd in given:
             os.close(fd)
         try:
             request = json.loads(os.pread(high[0], _SPECIFICATION_LIMIT_BYTES, 0))
+            own_session = self._specification["own_session"]
             return os.posix_spawn(
                 request["command"][0],
                 request["command"],
                 request["environment"],
                 file_actions=[
-                    (os.POSIX_SPAWN_OPEN, 0, os.devnull, os.O_RDONLY, 0),
+                    *([(os.POSIX_SPAWN_OPEN, 0, os.devnull, os.O_RDONLY, 0)] if own_session else []),
                     (os.POSIX_SPAWN_DUP2, high[2], 1),
                     (os.POSIX_SPAWN_DUP2, high[2], 2),
                     (os.POSIX_SPAWN_DUP2, high[1], _CRIU_SOCKET_FD),
                 ],
-                setsid=True,
+                **({"setsid": True} if own_session else {"setpgroup": 0}),
                 setsigmask=request["blocked_signals"],
                 setsigdef=_IGNORED,
             )

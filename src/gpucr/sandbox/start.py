@@ -75,6 +75,7 @@ def start(
             "refuse_io_uring": refuse_io_uring,
             "lineage": uuid.uuid4().hex,
             "last_pid": 0,
+            "own_session": True,
         }
     )
     with keeper:
@@ -109,6 +110,7 @@ def empty(
                 "isolate": True,
                 "lineage": lineage,
                 "last_pid": last_pid,
+                "own_session": True,
             }
         ),
         lineage=lineage,
@@ -117,8 +119,12 @@ def empty(
     )
 
 
-def bare_keeper(*, log_path: str | None, status_path: str | None) -> BareKeeper:
-    """Start a keeper without a sandbox, for a restore. Needs no privileges. Raises BrokenInstall."""
+def bare_keeper(*, log_path: str | None, status_path: str | None, own_session: bool = True) -> BareKeeper:
+    """Start a keeper without a sandbox, for a restore. Needs no privileges. Raises BrokenInstall.
+
+    Without ``own_session`` it stays in the caller's session, in a process group of its own, and so does what it spawns:
+    for a job that is to be there as well.
+    """
     return BareKeeper(
         _Keeper(
             {
@@ -129,6 +135,7 @@ def bare_keeper(*, log_path: str | None, status_path: str | None) -> BareKeeper:
                 "isolate": False,
                 "lineage": uuid.uuid4().hex,
                 "last_pid": 0,
+                "own_session": own_session,
             }
         )
     )
@@ -336,14 +343,15 @@ class _Keeper:
             operation_fd = os.pidfd_open(os.getpid())
             opened.callback(os.close, operation_fd)
             fds = (specification_fd, socket_fd, operation_fd)
+            own_session = self._specification["own_session"]
             try:
                 return subprocess.Popen(
                     own_python.command("gpucr.sandbox.keeper", *fds),
-                    stdin=subprocess.DEVNULL,
+                    stdin=subprocess.DEVNULL if own_session else None,
                     stdout=subprocess.DEVNULL,
                     stderr=self._output_fd,
                     pass_fds=fds,
-                    start_new_session=True,
+                    start_new_session=own_session,
                     cwd="/",
                 )
             except OSError as e:
