@@ -54,6 +54,16 @@ install_packages() {
         die "apt-get install failed" "look at the messages above"
 }
 
+# $1 as for set_up. The tests of containers need root and runc, and are skipped where that cannot be had.
+install_runc() {
+    if [ -z "$1" ] || [ "$(id -u)" -ne 0 ] || command -v runc >/dev/null || ! command -v apt-get >/dev/null; then
+        return 0
+    fi
+    say "Installing runc, for the tests of containers"
+    { apt-get update -qq && DEBIAN_FRONTEND=noninteractive apt-get install -qq -y --no-install-recommends runc; } \
+        >/dev/null 2>&1 || say "warning: runc could not be installed, and these tests are skipped"
+}
+
 # $1 as for set_up. The stamp says what .venv was made from: a changed pin, dependency or folder makes it anew.
 install_python_packages() {
     stamp="$PWD $(cat pyproject.toml constraints.txt | cksum)"
@@ -80,9 +90,10 @@ provide_criu() {
     .venv/bin/gpucr criu >&2 || die "CRIU could not be provided" "gpucr criu says more"
 }
 
-# $1: "" or "[dev,bench]", the extras to install.
+# $1: "", "[docs]" or "[dev,bench]", the extras to install.
 set_up() {
     install_packages "$1"
+    install_runc "$1"
     install_python_packages "$1"
     provide_criu
 }

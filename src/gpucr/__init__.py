@@ -13,6 +13,12 @@ if TYPE_CHECKING:
     from typing import Any
 
     from gpucr.canaries.results import CanaryOutcome, CanaryResult, ProbeReport
+    from gpucr.checkups.checkup import Checkup
+    from gpucr.checkups.doctor import DoctorReport, doctor
+    from gpucr.checkups.repairs import Repair
+    from gpucr.criu.contents import SharedMemory
+    from gpucr.criu.imaged_files import OpenDescriptor
+    from gpucr.criu.imaged_memory import MemoryUse
     from gpucr.driver.process import Process
     from gpucr.errors import (
         BrokenInstall,
@@ -48,6 +54,8 @@ if TYPE_CHECKING:
     from gpucr.launch.registry import ListedJob
     from gpucr.model import CudaState, Gpu, GpuMap
     from gpucr.operations.dump import DumpPlan, DumpReport, dump, plan_dump
+    from gpucr.operations.gpu_jobs import GpuJob, list_gpu_jobs
+    from gpucr.operations.inspect import ProcessContents, SnapshotContents, inspect
     from gpucr.operations.launch import LaunchPlan, StartedJob, forget_job, list_jobs, plan_job, run_job
     from gpucr.operations.listing import ProcessState, job_states, list_cuda_processes
     from gpucr.operations.places import open_snapshot
@@ -73,6 +81,12 @@ if TYPE_CHECKING:
 
 _HOMES = {
     "gpucr.canaries.results": ("CanaryOutcome", "CanaryResult", "ProbeReport"),
+    "gpucr.criu.contents": ("SharedMemory",),
+    "gpucr.criu.imaged_files": ("OpenDescriptor",),
+    "gpucr.criu.imaged_memory": ("MemoryUse",),
+    "gpucr.checkups.checkup": ("Checkup",),
+    "gpucr.checkups.doctor": ("DoctorReport", "doctor"),
+    "gpucr.checkups.repairs": ("Repair",),
     "gpucr.driver.process": ("Process",),
     "gpucr.errors": (
         "BrokenInstall", "CriuError", "CriuUnavailable", "CudaStarted", "DeadlineExceeded", "DriverError",
@@ -86,6 +100,8 @@ _HOMES = {
     "gpucr.launch.registry": ("ListedJob",),
     "gpucr.model": ("CudaState", "Gpu", "GpuMap"),
     "gpucr.operations.dump": ("DumpPlan", "DumpReport", "dump", "plan_dump"),
+    "gpucr.operations.gpu_jobs": ("GpuJob", "list_gpu_jobs"),
+    "gpucr.operations.inspect": ("ProcessContents", "SnapshotContents", "inspect"),
     "gpucr.operations.launch": ("LaunchPlan", "StartedJob", "forget_job", "list_jobs", "plan_job", "run_job"),
     "gpucr.operations.listing": ("ProcessState", "job_states", "list_cuda_processes"),
     "gpucr.operations.places": ("open_snapshot",),
@@ -111,12 +127,14 @@ __all__ = [
     "CanaryOutcome",
     "CanaryResult",
     "ChangeReport",
+    "Checkup",
     "CriuError",
     "CriuUnavailable",
     "CudaStarted",
     "CudaState",
     "DeadlineExceeded",
     "Difference",
+    "DoctorReport",
     "DriverError",
     "DriverUnavailable",
     "DumpCounts",
@@ -124,6 +142,7 @@ __all__ = [
     "DumpReport",
     "EnvironmentChange",
     "Gpu",
+    "GpuJob",
     "GpuMap",
     "GpucrError",
     "IllegalState",
@@ -136,20 +155,26 @@ __all__ = [
     "LaunchPlan",
     "ListedJob",
     "LockTimeout",
+    "MemoryUse",
     "NotACudaProcess",
     "NotPermitted",
     "NotSupportedByDriver",
+    "OpenDescriptor",
     "Phase",
     "ProbeReport",
     "Process",
+    "ProcessContents",
     "ProcessNotFound",
     "ProcessState",
     "Progress",
     "PruneRules",
+    "Repair",
     "RestoreReport",
     "Secret",
+    "SharedMemory",
     "SimulatorUnavailable",
     "Snapshot",
+    "SnapshotContents",
     "SnapshotDamaged",
     "SnapshotError",
     "SnapshotExists",
@@ -163,12 +188,15 @@ __all__ = [
     "__version__",
     "copy_snapshots",
     "diff_snapshots",
+    "doctor",
     "dump",
     "forget_job",
     "init_store",
+    "inspect",
     "job_states",
     "last_probe",
     "list_cuda_processes",
+    "list_gpu_jobs",
     "list_jobs",
     "list_snapshots",
     "open_snapshot",

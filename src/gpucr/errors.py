@@ -30,7 +30,9 @@
     ├── JobDamaged                 10  failed, and the job could not be brought back to how it was found
     └── Interrupted                130 Ctrl-C or SIGTERM; the job is as it was found
 
-Messages are one sentence that says what is wrong; ``hint`` says what to do about it.
+Messages are one sentence that says what is wrong; ``why`` is the cause's own words, ``hint`` says what to do about it.
+``code`` names the situation and never changes: each class has one, and a raise site gives a narrower one where users
+must tell its situation apart. `gpucr explain CODE` prints what ``error_codes.md`` has about it.
 Errors carry the data they were made from (pid, action, result code, path), so that callers need not parse text.
 """
 
@@ -38,26 +40,46 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
+_SAYS_NOTHING = (LookupError, FileNotFoundError, ProcessLookupError)
+"""Causes that are a bare key, or that something is not there: the message has said that with its name."""
+
 
 class GpucrError(Exception):
-    """Base of all errors of gpucr. ``exit_code`` is what the commands end with."""
+    """Base of all errors of gpucr. ``exit_code`` is what the commands end with, ``code`` names the situation."""
 
     exit_code = 1
+    code = "GPUCR-FAILED"
 
-    def __init__(self, message: str, *, hint: str | None = None) -> None:
+    def __init__(self, message: str, *, hint: str | None = None, code: str | None = None) -> None:
         super().__init__(message)
         self.message = message
         self.hint = hint
+        if code is not None:
+            self.code = code
+
+    @property
+    def why(self) -> str | None:
+        """One line: the first cause that says more than the message does; None where there is none."""
+        cause = self.__cause__
+        while cause is not None:
+            text = cause.strerror if isinstance(cause, OSError) and cause.strerror else str(cause)
+            if text and text not in self.message and not isinstance(cause, _SAYS_NOTHING):
+                return text.splitlines()[0]
+            cause = cause.__cause__
+        return None
 
 
 class InvalidRequest(GpucrError):
     """What was asked cannot be meant: a bad option value, gpucr itself as the target, and the like."""
 
     exit_code = 2
+    code = "GPUCR-BAD-REQUEST"
 
 
 class ProcessNotFound(InvalidRequest):
     """No process has this pid, or only a zombie does."""
+
+    code = "GPUCR-NO-PROCESS"
 
     def __init__(self, message: str, *, pid: int, hint: str | None = None) -> None:
         super().__init__(message, hint=hint)
@@ -67,6 +89,8 @@ class ProcessNotFound(InvalidRequest):
 class NotACudaProcess(InvalidRequest):
     """The process (or no process of the tree) has a CUDA context."""
 
+    code = "GPUCR-NOT-CUDA"
+
     def __init__(self, message: str, *, pid: int, hint: str | None = None) -> None:
         super().__init__(message, hint=hint)
         self.pid = pid
@@ -75,8 +99,10 @@ class NotACudaProcess(InvalidRequest):
 class NotPermitted(InvalidRequest):
     """The caller's privileges do not suffice for this process."""
 
-    def __init__(self, message: str, *, pid: int, hint: str | None = None) -> None:
-        super().__init__(message, hint=hint)
+    code = "GPUCR-NOT-PERMITTED"
+
+    def __init__(self, message: str, *, pid: int, hint: str | None = None, code: str | None = None) -> None:
+        super().__init__(message, hint=hint, code=code)
         self.pid = pid
 
 
@@ -84,64 +110,86 @@ class Unsupported(GpucrError):
     """The workload or the machine cannot do what was asked. Nothing was changed."""
 
     exit_code = 3
+    code = "GPUCR-REFUSED"
 
 
 class BrokenInstall(GpucrError):
     """A part that gpucr needs is missing or does not work."""
 
     exit_code = 4
+    code = "GPUCR-BROKEN-INSTALL"
 
 
 class DriverUnavailable(BrokenInstall):
     """No libcuda.so.1, or one without the checkpoint functions (driver older than 570)."""
 
+    code = "GPUCR-NO-DRIVER"
+
 
 class CriuUnavailable(BrokenInstall):
     """No working CRIU of at least the version that is needed."""
 
+    code = "GPUCR-NO-CRIU"
+
 
 class SimulatorUnavailable(BrokenInstall):
     """The simulated driver cannot be built or is not in place."""
+
+    code = "GPUCR-NO-SIMULATOR"
 
 
 class SnapshotError(GpucrError):
     """The stored form cannot be used. ``path`` is the file or folder in question."""
 
     exit_code = 5
+    code = "GPUCR-SNAPSHOT"
 
-    def __init__(self, message: str, *, path: str, hint: str | None = None) -> None:
-        super().__init__(message, hint=hint)
+    def __init__(self, message: str, *, path: str, hint: str | None = None, code: str | None = None) -> None:
+        super().__init__(message, hint=hint, code=code)
         self.path = path
 
 
 class SnapshotExists(SnapshotError):
     """The target folder already holds something; nothing is ever overwritten."""
 
+    code = "GPUCR-SNAPSHOT-EXISTS"
+
 
 class SnapshotUnfinished(SnapshotError):
     """There is no manifest: the dump was never completed."""
+
+    code = "GPUCR-SNAPSHOT-UNFINISHED"
 
 
 class SnapshotDamaged(SnapshotError):
     """A file of the snapshot is missing, differs from its digest, or has a name that leads outside."""
 
+    code = "GPUCR-SNAPSHOT-DAMAGED"
+
 
 class StoreError(SnapshotError):
     """A store of snapshots cannot be used, or there is none. ``path`` names the store, or the object in it."""
+
+    code = "GPUCR-STORE"
 
 
 class WrongKey(StoreError):
     """The store is encrypted, and the key file or passphrase that was given (if any) does not open it."""
 
+    code = "GPUCR-WRONG-KEY"
+
 
 class StoreDamaged(StoreError):
     """An object of the store is missing, ends too early, or differs from what was written."""
+
+    code = "GPUCR-STORE-DAMAGED"
 
 
 class DeadlineExceeded(GpucrError):
     """The operation ran out of time. The job is as it was found."""
 
     exit_code = 6
+    code = "GPUCR-TIMEOUT"
 
 
 class DriverError(GpucrError):
@@ -149,6 +197,8 @@ class DriverError(GpucrError):
 
     ``result`` is the CUresult, ``state`` the process's state as seen after the failure (None: not known).
     """
+
+    code = "GPUCR-DRIVER"
 
     def __init__(
         self,
@@ -170,17 +220,25 @@ class DriverError(GpucrError):
 class IllegalState(DriverError):
     """CUDA_ERROR_ILLEGAL_STATE (401): the action does not fit the process's state. Nothing was changed."""
 
+    code = "GPUCR-ILLEGAL-STATE"
+
 
 class LockTimeout(DriverError):
     """CUDA_ERROR_NOT_READY (600): the lock's timeout passed with work pending. The process is RUNNING."""
+
+    code = "GPUCR-LOCK-TIMEOUT"
 
 
 class NotSupportedByDriver(DriverError):
     """CUDA_ERROR_NOT_SUPPORTED (801): the process uses something this driver cannot checkpoint or restore."""
 
+    code = "GPUCR-NOT-SUPPORTED"
+
 
 class CriuError(GpucrError):
     """CRIU failed. ``phase`` is dump, restore or check; ``reason`` CRIU's own line; ``log_path`` the kept log."""
+
+    code = "GPUCR-CRIU"
 
     def __init__(
         self,
@@ -190,15 +248,23 @@ class CriuError(GpucrError):
         reason: str | None = None,
         log_path: str | None = None,
         hint: str | None = None,
+        code: str | None = None,
     ) -> None:
-        super().__init__(message, hint=hint)
+        super().__init__(message, hint=hint, code=code)
         self.phase = phase
         self.reason = reason
         self.log_path = log_path
 
+    @property
+    def why(self) -> str | None:
+        """CRIU's own line, where the message does not contain it."""
+        return self.reason if self.reason and self.reason not in self.message else None
+
 
 class JobChanged(GpucrError):
     """A process of the job ended, or changed its state, while gpucr worked on it. The others are as before."""
+
+    code = "GPUCR-JOB-CHANGED"
 
     def __init__(self, message: str, *, pids: Sequence[int], hint: str | None = None) -> None:
         super().__init__(message, hint=hint)
@@ -208,11 +274,14 @@ class JobChanged(GpucrError):
 class CudaStarted(JobChanged):
     """A process began to use CUDA after the job was looked at and before it was frozen. Worth another attempt."""
 
+    code = "GPUCR-CUDA-STARTED"
+
 
 class JobDamaged(GpucrError):
     """An operation failed and undoing it failed too. ``failures`` says what could not be undone, per step."""
 
     exit_code = 10
+    code = "GPUCR-JOB-DAMAGED"
 
     def __init__(self, message: str, *, failures: Sequence[str], hint: str | None = None) -> None:
         super().__init__(message, hint=hint)
@@ -223,3 +292,4 @@ class Interrupted(GpucrError):
     """Ctrl-C or SIGTERM ended the operation. What was done has been undone."""
 
     exit_code = 130
+    code = "GPUCR-INTERRUPTED"

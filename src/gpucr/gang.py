@@ -51,6 +51,7 @@ def discover(driver: Driver, tree: Iterable[ProcessInfo]) -> tuple[GangMember, .
             raise Unsupported(
                 f"process {process.pid} ({process.name}) is stopped, and the driver can reach only a process that runs",
                 hint=f"let it go on with `kill -CONT {process.pid}`, or detach the debugger that holds it",
+                code="GPUCR-STOPPED",
             )
         state = _state_if_alive(driver, process)
         if state is not None:

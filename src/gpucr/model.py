@@ -91,7 +91,9 @@ def gpu_pairs(text: str) -> tuple[tuple[str, str], ...]:
     for part in text.split(","):
         old, equals, new = (piece.strip() for piece in part.partition("="))
         if not (old and equals and new):
-            raise InvalidRequest(f"{part!r} is not of the form OLD=NEW", hint="write --gpu-map OLD=NEW,OLD=NEW")
+            raise InvalidRequest(
+                f"{part!r} is not of the form OLD=NEW", hint="write --gpu-map OLD=NEW,OLD=NEW", code="GPUCR-BAD-GPU"
+            )
         pairs.append((old, new))
     return tuple(pairs)
 
@@ -112,7 +114,9 @@ class GpuMap:
         for side, name in ((0, "left"), (1, "right")):
             uuids = [pair[side] for pair in pairs]
             if len(set(uuids)) != len(uuids):
-                raise InvalidRequest(f"a GPU stands twice on the {name} side of the GPU map {text!r}")
+                raise InvalidRequest(
+                    f"a GPU stands twice on the {name} side of the GPU map {text!r}", code="GPUCR-BAD-GPU"
+                )
         return cls(tuple(pairs))
 
     def __str__(self) -> str:

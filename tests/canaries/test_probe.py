@@ -51,12 +51,15 @@ def canaries() -> list[int]:
 
 
 def is_canary(pid: int) -> bool:
+    """Whether it is one of this test's: other tests run canaries at the same time."""
     try:
         command = Path(f"/proc/{pid}/cmdline").read_bytes()
+        environment = processes.environment(pid)
     except OSError:
         return False
+    is_ours = environment is not None and environment.get("XDG_STATE_HOME") == os.environ["XDG_STATE_HOME"]
     stat = processes.read_stat(pid)
-    return b"gpucr.canaries.programs" in command and stat is not None and stat.status not in "ZX"
+    return is_ours and b"gpucr.canaries.programs" in command and stat is not None and stat.status not in "ZX"
 
 
 # --- the driver and the machine ---------------------------------------------------------------------------------

@@ -10,7 +10,8 @@ from pathlib import Path
 import pytest
 
 from gpucr.criu import images, images_pb2
-from gpucr.criu.images import FilesImage, ImageError
+from gpucr.criu.image_entries import ImageError
+from gpucr.criu.images import FilesImage
 from gpucr.linux.sock_diag import TcpState
 from gpucr.model import Connection, Endpoint, JobFile
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import io
 import struct
 from collections.abc import Sequence
 from pathlib import Path
@@ -11,8 +12,10 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from gpucr.criu import images_pb2, page_images
+from gpucr.criu.image_entries import ImageError, head
+from gpucr.criu.imaged_memory import PAGEMAP_MAGIC
 
-PAGE = page_images.PAGE_BYTES
+PAGE = 4096
 PIECE = 4 * PAGE
 PRESENT, PARENT = 4, 1
 
@@ -25,7 +28,7 @@ def pagemap(pages_id: int, *runs: tuple[int, int, int]) -> bytes:
             images_pb2.PagemapEntry(vaddr=page * PAGE, compat_nr_pages=count & 0xFFFF, nr_pages=count, flags=flags)
         )
     bodies = [message.SerializeToString() for message in messages]
-    return bytes(8) + b"".join(struct.pack("<I", len(body)) + body for body in bodies)
+    return head(PAGEMAP_MAGIC) + b"".join(struct.pack("<I", len(body)) + body for body in bodies)
 
 
 def write(folder: Path, number: int, data: bytes, pages: int) -> None:
@@ -60,7 +63,14 @@ def test_pages_that_are_elsewhere_do_not_count(tmp_path: Path) -> None:
 
 def test_images_that_are_not_understood_are_left_out(tmp_path: Path) -> None:
     good = pagemap(1, (4, 8, PRESENT))
-    for data, pages in ((good, 7), (good[:-1], 8), (good[:10], 8), (b"", 8), (bytes(8) + b"\xff" * 12, 8)):
+    for data, pages in (
+        (good, 7),
+        (good[:-1], 8),
+        (good[:10], 8),
+        (b"", 8),
+        (bytes(8) + good[8:], 8),
+        (good[:8] + b"\xff" * 12, 8),
+    ):
         write(tmp_path, 1, data, pages)
         assert page_images.cuts(tmp_path, PIECE) == {}
     (tmp_path / "pages-1.img").unlink()
@@ -85,8 +95,8 @@ def test_any_bytes_are_a_map_or_refused(data: st.DataObject) -> None:
     else:
         image = data.draw(st.binary(max_size=100))
     try:
-        found = page_images.PageMap.parse(image)
-    except page_images.PageMapError:
+        found = page_images.PageMap.read(io.BytesIO(image))
+    except ImageError:
         return
     if found.size_bytes <= 100 * PAGE:
         pieces = found.cut(PIECE)

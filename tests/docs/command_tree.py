@@ -19,4 +19,4 @@ def _walk(name: str, command: click.Command) -> Iterator[tuple[str, click.Comman
             yield from _walk(f"{name} {child}", found)
 
 
-COMMANDS = dict(_walk("gpucr", main._gpucr))
+COMMANDS = dict(_walk("gpucr", main.command))

@@ -59,7 +59,8 @@ def test_the_commands_and_options_of_a_page_exist(path: Path) -> None:
         command = COMMANDS[f"gpucr {name}"]
         if not isinstance(command, click.Group):
             known = {option for parameter in command.params for option in parameter.opts} | {"--help"}
-            options = set(re.findall(r"(?<!\S)--?[a-z][\w-]*", rest.partition("#")[0].partition(" -- ")[0]))
+            own = re.split(r" -- | [|;&>] |#", rest)[0]  # what follows belongs to another program
+            options = set(re.findall(r"(?<!\S)--?[a-z][\w-]*", own))
             assert options <= known, f"gpucr {name}"
 
 

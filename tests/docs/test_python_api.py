@@ -27,6 +27,8 @@ OPERATIONS = [
     "plan_dump",
     "restore",
     "list_cuda_processes",
+    "list_gpu_jobs",
+    "inspect",
     "job_states",
     "run_job",
     "plan_job",
@@ -34,6 +36,7 @@ OPERATIONS = [
     "forget_job",
     "probe",
     "last_probe",
+    "doctor",
     "open_snapshot",
     "init_store",
     "list_snapshots",
@@ -79,9 +82,18 @@ RECORDS = [
     "Phase",
     "Progress",
     "ProcessState",
+    "GpuJob",
+    "SnapshotContents",
+    "ProcessContents",
+    "MemoryUse",
+    "OpenDescriptor",
+    "SharedMemory",
     "Gpu",
     "ProbeReport",
     "CanaryResult",
+    "DoctorReport",
+    "Checkup",
+    "Repair",
 ]
 
 
@@ -140,7 +152,7 @@ def test_the_errors_their_exit_codes_and_their_data() -> None:
     table = {row[0].strip("`"): row for row in rows(page("reference/errors.md")) if row[0].startswith("`")}
     assert {name: int(row[1]) for name, row in table.items()} == {e.__name__: e.exit_code for e in error_classes()}
     for error in error_classes():
-        data = set(inspect.signature(error).parameters) - {"message", "hint"}
+        data = set(inspect.signature(error).parameters) - {"message", "hint", "code"}
         if table[error.__name__][2] != "as above":
             assert set(CODE.findall(table[error.__name__][2])) == data, error
 

@@ -364,7 +364,7 @@ def test_json_of_dump_and_restore(counter: CounterFactory, tmp_path: Path) -> No
 def test_what_the_commands_print(counter: CounterFactory, tmp_path: Path) -> None:
     job = counter("--mib", "8")
     listed = command.run("ps")
-    assert any(line.split()[:2] == [str(job.pid), "running"] for line in listed.stdout.splitlines())
+    assert any(line.split()[:3] == [str(job.pid), str(job.pid), "running"] for line in listed.stdout.splitlines())
     assert command.run("state", job.pid).stdout == f"{job.pid} running counter\n"
     assert command.run("suspend", job.pid, "--quiet").stdout == f"{job.pid} checkpointed (was running)\n"
     record = command.run_json("state", job.pid)["processes"][0]
@@ -375,7 +375,7 @@ def test_what_the_commands_print(counter: CounterFactory, tmp_path: Path) -> Non
     assert dumped.stdout.splitlines()[0] == f"{tmp_path / 's'}: job {job.pid} dumped; it goes on"
     shown = command.run("inspect", tmp_path / "s", "--verify").stdout
     assert "every file matches its digests" in shown
-    assert f"process     {job.pid} (running" in shown
+    assert f"└─ {job.pid} (running" in shown or f"├─ {job.pid} (running" in shown
     assert json.loads(command.run("inspect", tmp_path / "s", "--json").stdout)["root_pid"] == job.pid
 
 

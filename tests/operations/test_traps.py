@@ -2,9 +2,7 @@
 
 from __future__ import annotations
 
-import os
 import subprocess
-import sys
 from collections.abc import Iterator
 from pathlib import Path
 
@@ -179,59 +177,3 @@ def test_a_machine_that_was_measured_to_bring_nothing_back(
     with pytest.raises(Unsupported, match="does not bring back even a plain CUDA program"):
         gpucr.restore(tmp_path / "snapshot")
     assert not program.alive
-
-
-# --- gpucr doctor -----------------------------------------------------------------------------------------------
-
-
-def test_doctor_without_results() -> None:
-    done = run("doctor")
-    assert (done.returncode, done.stderr) == (0, "")
-    assert "nothing was measured on this machine yet: `gpucr doctor --probe` does" in done.stdout
-    assert run_json("doctor")["probe"] is None
-
-
-def test_doctor_measures_one_and_shows_it_later() -> None:
-    done = run("doctor", "--probe", "--only", "managed", "--only", "plain")
-    assert done.returncode == 0, done.stderr
-    assert [line.partition(" (")[0] for line in done.stderr.splitlines()] == ["plain: comes back", "managed: refused"]
-    shown = [line.split()[0] for line in done.stdout.splitlines()[1:]]
-    assert shown == ["CANARY", "plain", "managed"]
-    assert run("doctor").stdout == done.stdout
-    results = run_json("doctor")["probe"]["results"]
-    assert [(result["name"], result["result"]) for result in results] == [("plain", None), ("managed", 801)]
-
-
-def test_doctor_on_a_machine_that_brings_nothing_back(machine_with_peers: pytest.MonkeyPatch) -> None:
-    machine_with_peers.setenv("GPUCR_SIM_FAULTS", "restore=999")
-    done = run("doctor", "--probe", "--only", "plain", "-q")
-    assert done.returncode == 1
-    assert done.stderr.startswith("error: this machine does not bring back even a plain CUDA program (lost)")
-    assert "plain " in done.stdout
-
-
-def test_doctor_with_results_that_cannot_be_used(tmp_path: Path) -> None:
-    report = gpucr.probe(["plain"])
-    assert report.path is not None
-    Path(report.path).write_text("{}")
-    done = run("doctor")
-    assert done.returncode == 0
-    assert f"warning: {report.path} is left out: it is not gpucr.probe-results" in done.stderr
-    assert "nothing was measured" in done.stdout
-
-
-def test_doctor_only_without_probe() -> None:
-    assert run("doctor", "--only", "plain").returncode == 2
-    assert run("doctor", "--probe", "--only", "parrot").returncode == 2
-
-
-def test_doctor_without_a_driver(tmp_path: Path) -> None:
-    done = subprocess.run(
-        [sys.executable, "-m", "gpucr", "doctor"],
-        env={**os.environ, "LD_LIBRARY_PATH": ""},
-        capture_output=True,
-        text=True,
-        check=False,
-        timeout=60,
-    )
-    assert done.returncode == 4

@@ -1,4 +1,4 @@
-"""`gpucr sim env` and `gpucr sim counter`."""
+"""`gpucr sim env`, `gpucr sim counter` and `gpucr sim ask`."""
 
 from __future__ import annotations
 
@@ -14,8 +14,9 @@ import pytest
 from click.testing import CliRunner
 
 from gpucr.cli.sim import command
-from gpucr.errors import DriverUnavailable
+from gpucr.errors import DeadlineExceeded, DriverUnavailable
 from gpucr.sim import build as simulator
+from tests.counter import CounterFactory
 
 
 def test_env_prints_lines_for_the_shell(tmp_path: Path) -> None:
@@ -51,6 +52,36 @@ def test_counter_runs(sim_only: None) -> None:
             assert client.recv(64) == b"8"
         program.terminate()
         assert program.wait(30) == 0
+
+
+def test_ask(counter: CounterFactory) -> None:
+    port = str(counter("--mib", "1").port)
+    assert [CliRunner().invoke(command, ["ask", port]).stdout for _ in range(2)] == ["101\n", "102\n"]
+    assert CliRunner().invoke(command, ["ask", port, "verify"]).stdout == "ok\n"
+
+
+def test_ask_waits_until_the_counter_is_ready() -> None:
+    with socket.socket(socket.AF_INET, socket.SOCK_DGRAM) as late:
+        late.bind(("127.0.0.1", 0))
+        port = late.getsockname()[1]
+    # Until somebody is bound to the port, the kernel refuses each question.
+    words = [sys.executable, "-m", "gpucr", "sim", "ask", str(port), "--timeout", "60"]
+    with subprocess.Popen(words, stdout=subprocess.PIPE, text=True) as program:
+        with socket.socket(socket.AF_INET, socket.SOCK_DGRAM) as ready:
+            ready.settimeout(60)
+            ready.bind(("127.0.0.1", port))
+            asked, whom = ready.recvfrom(64)
+            ready.sendto(b"7", whom)
+        assert (asked, program.communicate(timeout=60)[0]) == (b"hello", "7\n")
+
+
+def test_ask_gives_up() -> None:
+    with socket.socket(socket.AF_INET, socket.SOCK_DGRAM) as silent:
+        silent.bind(("127.0.0.1", 0))
+        port = str(silent.getsockname()[1])
+        done = CliRunner().invoke(command, ["ask", port, "--timeout", "0.1"])
+    assert isinstance(done.exception, DeadlineExceeded)
+    assert port in done.exception.message
 
 
 @pytest.mark.skipif(Path("/dev/nvidiactl").exists(), reason="this machine has a driver")

@@ -15,15 +15,16 @@ import gpucr
 from gpucr.version import __version__
 
 _NAMES = """
-BrokenInstall CanaryOutcome CanaryResult ChangeReport CriuError CriuUnavailable CudaStarted CudaState DeadlineExceeded
-Difference DriverError DriverUnavailable DumpCounts DumpPlan DumpReport EnvironmentChange Gpu GpuMap GpucrError
-IllegalState Interrupted InvalidRequest JobChanged JobDamaged JobRecord JobState LaunchPlan ListedJob LockTimeout
-NotACudaProcess NotPermitted NotSupportedByDriver Phase ProbeReport Process ProcessNotFound ProcessState Progress
-PruneRules RestoreReport Secret SimulatorUnavailable Snapshot SnapshotDamaged SnapshotError SnapshotExists
+BrokenInstall CanaryOutcome CanaryResult ChangeReport Checkup CriuError CriuUnavailable CudaStarted CudaState
+DeadlineExceeded Difference DoctorReport DriverError DriverUnavailable DumpCounts DumpPlan DumpReport
+EnvironmentChange Gpu GpuJob GpuMap GpucrError IllegalState Interrupted InvalidRequest JobChanged JobDamaged JobRecord
+JobState LaunchPlan ListedJob LockTimeout MemoryUse NotACudaProcess NotPermitted NotSupportedByDriver OpenDescriptor
+Phase ProbeReport Process ProcessContents ProcessNotFound ProcessState Progress PruneRules Repair RestoreReport Secret
+SharedMemory SimulatorUnavailable Snapshot SnapshotContents SnapshotDamaged SnapshotError SnapshotExists
 SnapshotInStore SnapshotUnfinished StartedJob StoreDamaged StoreError Unsupported WrongKey __version__ copy_snapshots
-diff_snapshots dump forget_job init_store job_states last_probe list_cuda_processes list_jobs list_snapshots
-open_snapshot plan_dump plan_job probe prune_store remove_snapshot restore resume run_job store_keys suspend
-verify_snapshots
+diff_snapshots doctor dump forget_job init_store inspect job_states last_probe list_cuda_processes list_gpu_jobs
+list_jobs list_snapshots open_snapshot plan_dump plan_job probe prune_store remove_snapshot restore resume run_job
+store_keys suspend verify_snapshots
 """
 NAMES = _NAMES.split()
 
@@ -88,6 +89,7 @@ def test_import_takes_nothing_with_it() -> None:
     [
         ("from gpucr import suspend", ("click", "rich", "google", "pynvml", "psutil", "gpucr.criu", "gpucr.cli")),
         ("from gpucr import Snapshot", ("click", "rich", "google", "pynvml", "gpucr.criu", "gpucr.operations")),
+        ("from gpucr import inspect", ("click", "rich", "pynvml", "gpucr.cli", "gpucr.driver", "gpucr.criu.engine")),
         ("from gpucr import Process", ("click", "rich", "google", "pynvml", "gpucr.criu", "gpucr.operations")),
         ("from gpucr import GpucrError", ("dataclasses", "click", "gpucr.driver", "gpucr.operations")),
     ],

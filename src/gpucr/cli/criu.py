@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import click
 
+from gpucr.cli.options import json_option
 from gpucr.cli.output import print_json, say
 from gpucr.criu.engine import Criu
 from gpucr.criu.install import CriuInstall, find_criu
@@ -12,7 +13,7 @@ from gpucr.errors import CriuError, CriuUnavailable
 
 @click.command("criu")
 @click.option("--no-fetch", is_flag=True, help="Only look; fetch nothing where none is found.")
-@click.option("--json", "as_json", is_flag=True, help="Print one JSON object.")
+@json_option
 def command(*, no_fetch: bool, as_json: bool) -> None:
     """Show the CRIU that gpucr uses: its path, version and origin, and whether it works here; fetch it where missing.
 

@@ -8,12 +8,13 @@ from typing import TypedDict, get_args
 
 import click
 
+from gpucr.cli.containers import print_container, refuse_other_options
 from gpucr.cli.keys import key_file_option, with_key
 from gpucr.cli.options import (
+    JobTarget,
     force_option,
     json_option,
     only_option,
-    pid_argument,
     quiet_option,
     timeout_option,
     verbose_option,
@@ -21,8 +22,10 @@ from gpucr.cli.options import (
 from gpucr.cli.output import format_bytes, print_json, say
 from gpucr.cli.progress import progress_printer
 from gpucr.cli.reports import lock_fields, print_phases, report_fields, snapshot_text
+from gpucr.errors import InvalidRequest
+from gpucr.hooks.containers import RUNTIMES, Runtime, dump_container
 from gpucr.operations.dump import DumpPlan, Persist, dump, plan_dump
-from gpucr.operations.places import Compress
+from gpucr.operations.places import Compress, is_store
 from gpucr.snapshot.folder import Snapshot
 
 
@@ -35,12 +38,20 @@ class _Options(TypedDict):
 
 
 @click.command("dump")
-@pid_argument
+@click.argument("pid", type=JobTarget(), metavar="PID|NAME", required=False)
 @click.option(
     "--to",
     required=True,
     metavar="DIR|STORE[#NAME]",
     help="A folder that is made for it, or a store and a name there.",
+)
+@click.option("--container", metavar="ID", help="Instead of PID: a container of runc or crun, dumped by its runtime.")
+@click.option("--runtime", type=click.Choice(RUNTIMES), help="With --container: whose it is. Found without it.")
+@click.option(
+    "--runtime-root",
+    type=click.Path(path_type=Path),
+    metavar="DIR",
+    help="With --container: where its runtime keeps its state (the runtime's --root).",
 )
 @click.option("--leave-running", is_flag=True, help="Let the job go on afterwards instead of ending it.")
 @click.option(
@@ -68,8 +79,11 @@ class _Options(TypedDict):
 @verbose_option
 def command(
     *,
-    pid: int | str,
+    pid: int | str | None,
     to: str,
+    container: str | None,
+    runtime: Runtime | None,
+    runtime_root: Path | None,
     leave_running: bool,
     persist: Persist,
     compress: Compress,
@@ -95,7 +109,22 @@ def command(
       gpucr dump 4711 --to /var/snapshots/training-0043 --leave-running
       gpucr dump 4711 --to /var/snapshots/store#before-lunch --leave-running
       gpucr dump 4711 --to s3://bucket/prefix#nightly --encrypt --key-file /root/store.key
+      gpucr dump --container web --to /var/snapshots/web
     """  # fmt: skip
+    if container is not None:
+        refuse_other_options("--container", ("container", "runtime", "runtime_root", "to", "leave_running"))
+        if is_store(to):
+            raise InvalidRequest(f"{to} is a store, and a runtime writes to a folder", hint="name a folder with --to")
+        print_container(
+            "dump",
+            dump_container(
+                container, Path(to), runtime=runtime, runtime_root=runtime_root, leave_running=leave_running
+            ),
+            as_json=as_json,
+        )
+        return
+    if pid is None or runtime is not None or runtime_root is not None:
+        raise click.UsageError("name what to dump: PID, NAME, or --container ID with --runtime and --runtime-root")
     options: _Options = {
         "leave_running": leave_running, "persist": persist, "only": only, "compress": compress, "encrypt": encrypt,
     }  # fmt: skip
@@ -145,3 +174,5 @@ def _print_plan(plan: DumpPlan, *, as_json: bool) -> None:
     for finding in plan.findings:
         say(f"{finding.severity}: {finding.sentence()}: {finding.consequence}")
         say(f"hint:  {finding.remedy}")
+        if finding.severity == "blocking":
+            say(f"code:  {finding.code}")

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import os
+import sys
 from dataclasses import asdict
 from pathlib import Path
 from typing import Any
@@ -10,8 +12,10 @@ import click
 
 from gpucr.cli.keys import key_file_option, with_key
 from gpucr.cli.options import json_option
-from gpucr.cli.output import format_bytes, print_json, printable
+from gpucr.cli.output import format_bytes, print_json, printable, say
 from gpucr.cli.reports import snapshot_text
+from gpucr.cli.snapshot_tree import as_json_record, counted, tree_of
+from gpucr.operations.inspect import inspect
 from gpucr.operations.places import open_snapshot
 from gpucr.snapshot.manifest import Manifest, ProcessRecord
 
@@ -19,34 +23,45 @@ from gpucr.snapshot.manifest import Manifest, ProcessRecord
 @click.command("inspect")
 @click.argument("snapshot", metavar="DIR|STORE[#NAME]")
 @click.option("--verify", is_flag=True, help="Also read all data and compare it with its digests.")
+@click.option("--files", "every_file", is_flag=True, help="List every open file and socket.")
 @key_file_option
 @json_option
-def command(*, snapshot: str, verify: bool, key_file: Path | None, as_json: bool) -> None:
-    """Show what a snapshot holds: processes, their device memory, GPUs, versions, sizes.
+def command(*, snapshot: str, verify: bool, every_file: bool, key_file: Path | None, as_json: bool) -> None:
+    """Show what a snapshot holds: versions, GPUs, sizes, and as a tree its processes, their memory and files.
+
+    An image that cannot be read is a warning, and what it alone tells is missing.
 
     \b
     Example:
       gpucr inspect /var/snapshots/training-0042 --verify
+      gpucr inspect /var/snapshots/training-0042 --files
       gpucr inspect /var/snapshots/store#latest
     """
     opened = with_key(key_file, lambda key: open_snapshot(snapshot, key))
     if verify:
         opened.verify()
     manifest = opened.manifest
+    contents = inspect(opened)
+    for problem in contents.problems:
+        say(f"warning: CRIU's image {printable(problem)}")
     if as_json:
         data = asdict(manifest)
         for process, record in zip(data["processes"], manifest.processes, strict=True):
             process["found_state"] = record.found_state.word if record.found_state is not None else None
-        summary = {"bytes": manifest.size_bytes, "has_gpu_state": manifest.has_gpu_state, "verified": verify}
+        summary: dict[str, Any] = {
+            "bytes": manifest.size_bytes,
+            "has_gpu_state": manifest.has_gpu_state,
+            "verified": verify,
+        }
         device_memory = [_device_memory(record) for record in manifest.processes if record.found_state is not None]
-        print_json("inspect", {"snapshot": snapshot_text(opened), **summary, "device_memory": device_memory, **data})
+        summary |= {"device_memory": device_memory, "contents": as_json_record(contents)}
+        print_json("inspect", {"snapshot": snapshot_text(opened), **summary, **data})
         return
     for name, value in _summary(snapshot_text(opened), manifest, verified=verify):
         click.echo(f"{name:<12}{value}")
-    for record in manifest.processes:
-        click.echo(_process_line(record))
-        if record.found_state is not None:
-            click.echo(f"{'':<12}device memory: {_where_device_memory_is(_device_memory(record))}")
+    width = os.get_terminal_size().columns if sys.stdout.isatty() else None
+    for line in tree_of(contents, every_file=every_file).lines():
+        click.echo(line[:width])
 
 
 def _summary(where: str, manifest: Manifest, *, verified: bool) -> list[tuple[str, str]]:
@@ -73,7 +88,7 @@ def _summary(where: str, manifest: Manifest, *, verified: bool) -> list[tuple[st
 
 def _parts(manifest: Manifest) -> str:
     size = format_bytes(sum(file.size_bytes for file in manifest.files))
-    images = f"{size} in {_counted(len(manifest.files), 'image')} of CRIU"
+    images = f"{size} in {counted(len(manifest.files), 'image')} of CRIU"
     if not manifest.device_data:
         return images
     stored = sum(data.stored_bytes for data in manifest.device_data.values())
@@ -95,24 +110,3 @@ def _device_memory(record: ProcessRecord) -> dict[str, Any]:
         "zero_bytes": data.size_bytes - data.stored_bytes,
         "extents": len(data.extents),
     }
-
-
-def _where_device_memory_is(found: dict[str, Any]) -> str:
-    size = (
-        f"{format_bytes(found['size_bytes'])} in {_counted(found['extents'], 'extent')}, " if found["extents"] else ""
-    )
-    if found["place"] == "images":
-        return f"{size}in CRIU's images"
-    where = "the store" if found["place"] == "store" else "device/"
-    return f"{size}{format_bytes(found['stored_bytes'])} stored in {where}, {format_bytes(found['zero_bytes'])} zero"
-
-
-def _counted(number: int, noun: str) -> str:
-    return f"{number} {noun}{'' if number == 1 else 's'}"
-
-
-def _process_line(record: ProcessRecord) -> str:
-    state = record.found_state.word if record.found_state is not None else "no CUDA"
-    held = f", {format_bytes(sum(record.device_bytes.values()))} on GPUs" if record.device_bytes else ""
-    command_line = " ".join(record.command_line)
-    return f"process     {record.pid} ({state}{held}, {len(record.threads)} threads) {printable(command_line)}"

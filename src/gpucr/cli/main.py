@@ -4,21 +4,29 @@ from __future__ import annotations
 
 import importlib
 import sys
+from typing import TYPE_CHECKING
 
 import click
 
-from gpucr.cli.output import say
-from gpucr.errors import CriuError, GpucrError, Interrupted
+from gpucr.cli import failures
+from gpucr.cli.output import JsonWanted
+from gpucr.errors import GpucrError, Interrupted
 from gpucr.version import __version__
 
+if TYPE_CHECKING:
+    from click.shell_completion import CompletionItem
+
 _COMMANDS = {
+    "completion": "print what makes a shell complete gpucr",
     "copy": "copy snapshots from one store to another",
     "criu": "show the CRIU that gpucr uses, and fetch it where it is missing",
     "demo": "start a counter, dump it, kill it, restore it, and show that it counts on",
     "diff": "show what differs between two snapshots of a store",
-    "doctor": "show what this machine brings back after a checkpoint, and measure it",
+    "doctor": "say what stands in the way on this machine, or of a job, and what mends it",
     "dump": "write a job to a folder or a store and end it, or let it go on",
     "exec": "run a command inside a job's namespaces",
+    "explain": "print what an error code means and what to do",
+    "hook": "let container runtimes checkpoint containers that use GPUs",
     "inspect": "show what a snapshot holds",
     "jobs": "list the jobs that gpucr started",
     "logs": "print what a job printed",
@@ -33,6 +41,7 @@ _COMMANDS = {
     "state": "show the CUDA state of a job's processes",
     "store": "make a store of snapshots, and give out its keys",
     "suspend": "move a job's GPU memory to host memory and release its GPUs",
+    "top": "watch the jobs that use GPUs, suspend and resume them with a key",
     "verify": "check snapshots without restoring them",
 }
 
@@ -58,19 +67,28 @@ class _LazyGroup(click.Group):
     def get_command(self, ctx: click.Context, cmd_name: str) -> click.Command | None:
         if cmd_name not in _COMMANDS:
             return None
-        command = importlib.import_module(f"gpucr.cli.{cmd_name}").command
-        if not isinstance(command, click.Command):
+        found = importlib.import_module(f"gpucr.cli.{cmd_name}").command
+        if not isinstance(found, click.Command):
             raise TypeError(f"gpucr.cli.{cmd_name}.command is not a command")
-        return command
+        return found
 
     def format_commands(self, ctx: click.Context, formatter: click.HelpFormatter) -> None:
         with formatter.section("Commands"):
             formatter.write_dl(sorted(_COMMANDS.items()))
 
+    def shell_complete(self, ctx: click.Context, incomplete: str) -> list[CompletionItem]:
+        """The commands, without loading any of them."""
+        from click.shell_completion import CompletionItem  # only a shell that completes needs it
+
+        found = [
+            CompletionItem(name, help=_COMMANDS[name]) for name in sorted(_COMMANDS) if name.startswith(incomplete)
+        ]
+        return found or super().shell_complete(ctx, incomplete)
+
 
 @click.command("gpucr", cls=_LazyGroup, epilog=_EXIT_CODES, context_settings={"help_option_names": ["-h", "--help"]})
 @click.version_option(__version__, prog_name="gpucr")
-def _gpucr() -> None:
+def command() -> None:
     """Checkpoint and restore running CUDA processes.
 
     \b
@@ -84,27 +102,18 @@ def _gpucr() -> None:
 
 def main() -> None:
     """Run the command line and exit with the code that the outcome has."""
+    wanted = JsonWanted()
     try:
-        _gpucr(standalone_mode=False)
+        command.main(prog_name="gpucr", standalone_mode=False, obj=wanted)
     except GpucrError as error:
-        _explain(error)
+        failures.show(error, wanted)
         sys.exit(error.exit_code)
     except click.ClickException as error:
-        error.show()
+        wanted.is_wanted |= "--json" in sys.argv  # an option that does not exist is noticed before any is looked at
+        failures.show_usage(error, wanted)
         sys.exit(2)
     except (click.Abort, KeyboardInterrupt):
-        say("error: interrupted")
+        failures.show_interruption(wanted)
         sys.exit(Interrupted.exit_code)
     except BrokenPipeError:
         sys.exit(0)
-
-
-def _explain(error: GpucrError) -> None:
-    say(f"error: {error.message}")
-    if isinstance(error, CriuError):
-        if error.reason and error.reason not in error.message:
-            say(f"criu:  {error.reason}")
-        if error.log_path:
-            say(f"log:   {error.log_path}")
-    if error.hint:
-        say(f"hint:  {error.hint}")

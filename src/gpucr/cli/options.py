@@ -3,11 +3,15 @@
 from __future__ import annotations
 
 from collections.abc import Callable
-from typing import Any, TypeVar
+from typing import TYPE_CHECKING, Any, TypeVar
 
 import click
 
+from gpucr.cli.output import JsonWanted
 from gpucr.launch.names import is_name
+
+if TYPE_CHECKING:
+    from click.shell_completion import CompletionItem
 
 F = TypeVar("F", bound=Callable[..., Any])
 
@@ -29,9 +33,38 @@ class JobTarget(click.ParamType):  # type: ignore[type-arg]  # click 8.1 knows n
         except ValueError:
             self.fail(f"{text!r} is neither a pid nor the name of a job", param, ctx)
 
+    def shell_complete(self, ctx: click.Context, param: click.Parameter, incomplete: str) -> list[CompletionItem]:
+        """Names of jobs, and pids of processes that use CUDA."""
+        from gpucr.cli import candidates
+
+        return candidates.jobs(incomplete)
+
+
+def _complete_gpu(ctx: click.Context, param: click.Parameter, incomplete: str) -> list[CompletionItem]:
+    from gpucr.cli import candidates
+
+    return candidates.gpus(incomplete)
+
 
 pid_argument = click.argument("pid", type=JobTarget(), metavar="PID|NAME")
-json_option = click.option("--json", "as_json", is_flag=True, help="Print the result as JSON on stdout.")
+
+
+def _note_json(ctx: click.Context, _param: click.Parameter, value: bool) -> bool:
+    """Remember it for errors, which are shown where the command's own options are gone."""
+    wanted = ctx.find_object(JsonWanted)
+    if wanted is not None:
+        wanted.is_wanted = value
+    return value
+
+
+json_option = click.option(
+    "--json",
+    "as_json",
+    is_flag=True,
+    is_eager=True,  # known before another option is refused
+    callback=_note_json,
+    help="Print the result as JSON on stdout.",
+)
 only_option = click.option("--only", is_flag=True, help="Act on this one process, not on its whole tree.")
 force_option = click.option("--force", is_flag=True, help="Go on although preflight found something blocking.")
 quiet_option = click.option("--quiet", "-q", is_flag=True, help="No progress on stderr.")
@@ -54,5 +87,6 @@ gpu_map_option = click.option(
 gpu_option = click.option(
     "--gpu",
     metavar="auto|GPU,...",
+    shell_complete=_complete_gpu,
     help="Put the GPUs that the job uses on free ones with enough memory (auto), or on these, by index or UUID.",
 )

@@ -7,6 +7,7 @@ import io
 import json
 import sys
 from collections.abc import Mapping
+from dataclasses import dataclass
 from typing import Any, TextIO, cast
 
 import click
@@ -14,8 +15,20 @@ import click
 SCHEMA_VERSION = 1
 
 
+@dataclass
+class JsonWanted:
+    """Whether the command was given --json, and whether its one object is out. The object of click's contexts."""
+
+    is_wanted: bool = False
+    is_printed: bool = False
+
+
 def print_json(kind: str, data: Mapping[str, Any]) -> None:
     """Print one JSON object on stdout. ``kind`` names the command; every object says its schema and version."""
+    context = click.get_current_context(silent=True)
+    wanted = context.find_object(JsonWanted) if context is not None else None
+    if wanted is not None:
+        wanted.is_printed = True
     click.echo(json.dumps({"schema": f"gpucr.{kind}", "schema_version": SCHEMA_VERSION, **data}, indent=2))
 
 

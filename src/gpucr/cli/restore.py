@@ -7,6 +7,7 @@ from typing import get_args
 
 import click
 
+from gpucr.cli.containers import print_container, refuse_other_options
 from gpucr.cli.keys import key_file_option, with_key
 from gpucr.cli.options import (
     force_option,
@@ -20,6 +21,7 @@ from gpucr.cli.options import (
 from gpucr.cli.output import print_json, say
 from gpucr.cli.progress import progress_printer
 from gpucr.cli.reports import gpu_fields, print_phases, report_fields, say_gpu_reasons
+from gpucr.hooks.containers import is_container, restore_container
 from gpucr.operations.places import open_snapshot
 from gpucr.operations.restore import restore
 from gpucr.preflight import FilesMode, TcpMode
@@ -76,7 +78,8 @@ def command(
     """Bring the job of a snapshot back: same pids, same memory, same GPUs or others. Needs root.
 
     The snapshot is the folder DIR, or one of a store: by its name or id, `latest`, or without a name the only one. It
-    is verified, and stays as it is. If anything fails, the processes that were restored so far are ended.
+    is verified, and stays as it is. If anything fails, the processes that were restored so far are ended. What
+    `gpucr dump --container` has written is restored by the container's runtime.
 
     \b
     Example:
@@ -85,6 +88,10 @@ def command(
       gpucr restore s3://bucket/prefix#latest --key-file /root/store.key
       gpucr restore /var/snapshots/warm-model --clone --name server-2 --gpu 1
     """
+    if is_container(Path(snapshot)):
+        refuse_other_options("the folder of a container", ("snapshot",))
+        print_container("restore", restore_container(Path(snapshot)), as_json=as_json)
+        return
     listener = progress_printer(quiet=quiet or as_json, verbose=verbose)
     opened = with_key(key_file, lambda key: open_snapshot(snapshot, key))
     report = restore(

@@ -5,14 +5,19 @@ from __future__ import annotations
 import ctypes
 import os
 import shlex
+import socket
+import time
 from collections.abc import Iterator, Mapping
 from pathlib import Path
 
 import click
 
+from gpucr.cli.options import json_option
 from gpucr.cli.output import print_json
-from gpucr.errors import DriverUnavailable
+from gpucr.errors import DeadlineExceeded, DriverUnavailable
 from gpucr.sim.build import build, environment
+
+_RETRY_S = 0.05
 
 
 @click.group("sim")
@@ -32,7 +37,7 @@ def command() -> None:
 @click.option("--state-dir", type=click.Path(path_type=Path), help="Where device memory in use is counted.")
 @click.option("--machine", metavar="NAME", help="Another name gives GPUs with other UUIDs.")
 @click.option("--old-driver", is_flag=True, help="A driver without the checkpoint API.")
-@click.option("--json", "as_json", is_flag=True, help="Print JSON.")
+@json_option
 def env(gpus: str, state_dir: Path | None, machine: str | None, old_driver: bool, as_json: bool) -> None:
     """Print the variables that put the simulated driver in place.
 
@@ -74,12 +79,55 @@ def counter(**options: int | str | bool | None) -> None:
     \b
     Example:
       gpucr sim counter --port 7000 --mib 64 &
-      echo | nc -u -w1 127.0.0.1 7000
+      gpucr sim ask 7000
     """
     if not options["no_cuda"]:
         _require_libcuda()
     program = build() / "counter"
     os.execv(program, [str(program), *_counter_arguments(options)])  # noqa: S606 (an argument list, no shell)
+
+
+@command.command("ask")
+@click.argument("port", type=click.IntRange(1, 65535))
+@click.argument("text", default="hello")
+@click.option(
+    "--timeout",
+    "timeout_s",
+    type=click.FloatRange(min=0, min_open=True),
+    default=10,
+    show_default=True,
+    metavar="S",
+    help="How long to wait for the answer.",
+)
+def ask(*, port: int, text: str, timeout_s: float) -> None:
+    """Send TEXT to a counter program on this machine, and print what it answers. Waits until it is ready.
+
+    \b
+    Example:
+      gpucr sim ask 7000
+      gpucr sim ask 7000 verify
+    """
+    deadline = time.monotonic() + timeout_s
+    while True:
+        try:
+            click.echo(_answer(port, text, deadline - time.monotonic()))
+            return
+        except OSError as e:
+            if time.monotonic() + _RETRY_S > deadline:
+                raise DeadlineExceeded(
+                    f"no counter answers on port {port}",
+                    hint="is it suspended, or in a sandbox (`gpucr exec NAME -- gpucr sim ask PORT`)?",
+                ) from e
+        time.sleep(_RETRY_S)
+
+
+def _answer(port: int, text: str, timeout_s: float) -> str:
+    """Raises ConnectionRefusedError where nobody is bound to the port, TimeoutError where nobody answers."""
+    with socket.socket(socket.AF_INET, socket.SOCK_DGRAM) as talk:
+        talk.settimeout(max(timeout_s, _RETRY_S))
+        talk.connect(("127.0.0.1", port))
+        talk.send(text.encode())
+        return talk.recv(4096).decode(errors="replace").strip()
 
 
 @command.command("ranks")

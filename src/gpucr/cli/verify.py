@@ -23,7 +23,8 @@ from gpucr.operations.places import is_store, open_snapshot
 def command(*, snapshot: str, deep: bool, key_file: Path | None, as_json: bool, quiet: bool) -> None:
     """Check the snapshots of a store, one of them, or the snapshot in the folder DIR. Exit code 5 where one is damaged.
 
-    Without --deep: whether everything that is needed is there, in its full size. Of a folder everything is read.
+    Without --deep: whether everything that is needed is there, in its full size. Of a folder everything is read; of a
+    container's images the GPU part.
 
     \b
     Example:

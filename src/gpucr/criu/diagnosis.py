@@ -8,11 +8,15 @@ from dataclasses import dataclass
 
 @dataclass(frozen=True)
 class Diagnosis:
-    """``reason`` is CRIU's own line, ``meaning`` one sentence about it, ``hint`` what to do (None: not known)."""
+    """``reason`` is CRIU's own line, ``meaning`` one sentence about it, ``hint`` what to do, ``code`` its error code.
+
+    The last two are None where the failure is not known.
+    """
 
     reason: str
     meaning: str
     hint: str | None
+    code: str | None = None
 
 
 @dataclass(frozen=True)
@@ -23,6 +27,11 @@ class FailurePattern:
     pattern: re.Pattern[str]
     meaning: str
     hint: str
+
+    @property
+    def code(self) -> str:
+        """As in `gpucr.errors`; findings that preflight makes of the same situation have the same."""
+        return f"GPUCR-{self.name.upper()}"
 
 
 def _known(name: str, pattern: str, meaning: str, hint: str) -> FailurePattern:
@@ -237,7 +246,7 @@ def _match_known(lines: list[str]) -> Diagnosis | None:
         for line in lines:
             match = failure.pattern.search(line)
             if match is not None:
-                return Diagnosis(line, _fill(failure.meaning, match), failure.hint)
+                return Diagnosis(line, _fill(failure.meaning, match), failure.hint, failure.code)
     return None
 
 

@@ -208,6 +208,7 @@ class Criu:
                 phase="check",
                 reason=diagnosis.reason,
                 hint=diagnosis.hint or "CRIU needs root and a kernel with CONFIG_CHECKPOINT_RESTORE",
+                code=diagnosis.code,
             )
 
 
@@ -389,6 +390,7 @@ class _Run:
             reason=diagnosis.reason,
             log_path=str(self._log_path),
             hint=diagnosis.hint or f"CRIU's log is {self._log_path}",
+            code=diagnosis.code,
         )
 
     def _diagnosis(self, response: rpc_pb2.Response | None, status: int) -> Diagnosis:

@@ -3,9 +3,6 @@
 CRIU refuses a file whose size is another one than at the dump, and knows one answer for all TCP connections. Both can
 be said better entry by entry. A snapshot's images are never touched: a changed image goes to a folder of its own, in
 which the other images are the same files (`changed_images`).
-
-An image is two 32-bit magic numbers and then entries, each a 32-bit length and a protobuf message
-(https://criu.org/Images).
 """
 
 from __future__ import annotations
@@ -20,28 +17,21 @@ import tempfile
 from collections.abc import Collection, Iterable, Iterator, Mapping
 from pathlib import Path
 
-from google.protobuf.message import DecodeError
-
 from gpucr.criu import images_pb2
+from gpucr.criu.image_entries import ImageError, ImageReader, head
 from gpucr.linux.sock_diag import TcpSocket, TcpState, endpoint, outside_connections
 from gpucr.model import JobFile
 
 NAME = "files.img"
 MAX_IMAGE_BYTES = 256 << 20
 """A file of the job takes about 100 bytes."""
-MAX_ENTRY_BYTES = 1 << 20
-
-_MAGIC = struct.pack("<II", 0x54564319, 0x56303138)  # IMG_COMMON_MAGIC, FILES_MAGIC
+MAGIC, KIND = 0x56303138, "open files"
 _LENGTH = struct.Struct("<I")
 
 
 def have_clocks(names: Iterable[str]) -> bool:
     """Whether CRIU has dumped what the job's clocks showed: it does wherever the kernel has time namespaces."""
     return any(fnmatch.fnmatch(name, "timens-*.img") for name in names)
-
-
-class ImageError(ValueError):
-    """The image is not what CRIU writes. The message says why; the caller knows the path."""
 
 
 class FilesImage:
@@ -61,15 +51,12 @@ class FilesImage:
     @classmethod
     def parse(cls, data: bytes) -> FilesImage:
         """From the bytes of the image. Raises ImageError."""
-        if len(data) > MAX_IMAGE_BYTES:
-            raise ImageError(f"it is larger than {MAX_IMAGE_BYTES} bytes")
-        if data[: len(_MAGIC)] != _MAGIC:
-            raise ImageError("it does not begin as an image of open files")
-        return cls(list(_entries(data)))
+        reader = ImageReader.of_bytes(data, MAGIC, KIND, max_bytes=MAX_IMAGE_BYTES)
+        return cls(list(reader.entries(images_pb2.FileEntry)))
 
     def encode(self) -> bytes:
         """The bytes of the image."""
-        parts = [_MAGIC]
+        parts = [head(MAGIC)]
         for entry in self._entries:
             body = entry.SerializeToString()
             parts += [_LENGTH.pack(len(body)), body]
@@ -77,7 +64,7 @@ class FilesImage:
 
     def tcp_sockets(self) -> tuple[TcpSocket, ...]:
         """The job's TCP sockets as they were dumped."""
-        return tuple(_tcp_socket(each) for each in self._tcp())
+        return tuple(tcp_socket(each) for each in self._tcp())
 
     def close_connections(self, chosen: Collection[TcpSocket]) -> None:
         """Restore these connections as sockets that are not connected: who reads or writes learns that they are gone.
@@ -167,26 +154,8 @@ def _linked(images_dir: Path) -> Path:
     return folder
 
 
-def _entries(data: bytes) -> Iterator[images_pb2.FileEntry]:
-    position = len(_MAGIC)
-    while position < len(data):
-        start = position + _LENGTH.size
-        if start > len(data):
-            raise ImageError("it is cut off")
-        (length,) = _LENGTH.unpack_from(data, position)
-        if length > MAX_ENTRY_BYTES or start + length > len(data):
-            raise ImageError(f"the entry at byte {position} is longer than can be")
-        position = start + length
-        try:
-            entry = images_pb2.FileEntry.FromString(data[start:position])
-        except DecodeError as e:
-            raise ImageError(f"the entry at byte {start} is damaged") from e
-        if not entry.IsInitialized():
-            raise ImageError(f"the entry at byte {start} lacks a member")
-        yield entry
-
-
-def _tcp_socket(entry: images_pb2.InternetSocket) -> TcpSocket:
+def tcp_socket(entry: images_pb2.InternetSocket) -> TcpSocket:
+    """A socket as it was dumped. Raises ImageError where it has no address."""
     count = 1 if entry.family == socket.AF_INET else 4
     if min(len(entry.src_addr), len(entry.dst_addr)) < count or max(entry.src_port, entry.dst_port) >= 1 << 16:
         raise ImageError(f"socket {entry.id} has no address that can be")

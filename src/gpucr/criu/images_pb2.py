@@ -14,7 +14,7 @@ _sym_db = _symbol_database.Default()
 
 
 
-DESCRIPTOR = _descriptor_pool.Default().AddSerializedFile(b'\n\x17gpucr/criu/images.proto\x12\x11gpucr.criu.images\"Q\n\x0bRegularFile\x12\n\n\x02id\x18\x01 \x02(\r\x12\r\n\x05\x66lags\x18\x02 \x02(\r\x12\x0b\n\x03pos\x18\x03 \x02(\x04\x12\x0c\n\x04name\x18\x06 \x02(\x0c\x12\x0c\n\x04size\x18\x08 \x01(\x04\"\xcd\x01\n\x0eInternetSocket\x12\n\n\x02id\x18\x01 \x02(\r\x12\x0b\n\x03ino\x18\x02 \x02(\r\x12\x0e\n\x06\x66\x61mily\x18\x03 \x02(\r\x12\x0c\n\x04type\x18\x04 \x02(\r\x12\r\n\x05proto\x18\x05 \x02(\r\x12\r\n\x05state\x18\x06 \x02(\r\x12\x10\n\x08src_port\x18\x07 \x02(\r\x12\x10\n\x08\x64st_port\x18\x08 \x02(\r\x12\r\n\x05\x66lags\x18\t \x02(\r\x12\x0f\n\x07\x62\x61\x63klog\x18\n \x02(\r\x12\x10\n\x08src_addr\x18\x0b \x03(\r\x12\x10\n\x08\x64st_addr\x18\x0c \x03(\r\"\x82\x01\n\tFileEntry\x12\x0c\n\x04type\x18\x01 \x02(\r\x12\n\n\x02id\x18\x02 \x02(\r\x12+\n\x03reg\x18\x03 \x01(\x0b\x32\x1e.gpucr.criu.images.RegularFile\x12.\n\x03isk\x18\x04 \x01(\x0b\x32!.gpucr.criu.images.InternetSocket\"\x1f\n\x0bPagemapHead\x12\x10\n\x08pages_id\x18\x01 \x02(\r\"j\n\x0cPagemapEntry\x12\r\n\x05vaddr\x18\x01 \x02(\x04\x12\x17\n\x0f\x63ompat_nr_pages\x18\x02 \x02(\r\x12\x11\n\tin_parent\x18\x03 \x01(\x08\x12\r\n\x05\x66lags\x18\x04 \x01(\r\x12\x10\n\x08nr_pages\x18\x05 \x01(\x04')
+DESCRIPTOR = _descriptor_pool.Default().AddSerializedFile(b'\n\x17gpucr/criu/images.proto\x12\x11gpucr.criu.images\"Q\n\x0bRegularFile\x12\n\n\x02id\x18\x01 \x02(\r\x12\r\n\x05\x66lags\x18\x02 \x02(\r\x12\x0b\n\x03pos\x18\x03 \x02(\x04\x12\x0c\n\x04name\x18\x06 \x02(\x0c\x12\x0c\n\x04size\x18\x08 \x01(\x04\"\xcd\x01\n\x0eInternetSocket\x12\n\n\x02id\x18\x01 \x02(\r\x12\x0b\n\x03ino\x18\x02 \x02(\r\x12\x0e\n\x06\x66\x61mily\x18\x03 \x02(\r\x12\x0c\n\x04type\x18\x04 \x02(\r\x12\r\n\x05proto\x18\x05 \x02(\r\x12\r\n\x05state\x18\x06 \x02(\r\x12\x10\n\x08src_port\x18\x07 \x02(\r\x12\x10\n\x08\x64st_port\x18\x08 \x02(\r\x12\r\n\x05\x66lags\x18\t \x02(\r\x12\x0f\n\x07\x62\x61\x63klog\x18\n \x02(\r\x12\x10\n\x08src_addr\x18\x0b \x03(\r\x12\x10\n\x08\x64st_addr\x18\x0c \x03(\r\"^\n\nUnixSocket\x12\n\n\x02id\x18\x01 \x02(\r\x12\x0b\n\x03ino\x18\x02 \x02(\r\x12\x0c\n\x04type\x18\x03 \x02(\r\x12\r\n\x05state\x18\x04 \x02(\r\x12\x0c\n\x04peer\x18\x08 \x02(\r\x12\x0c\n\x04name\x18\x0b \x02(\x0c\"(\n\x04\x46ifo\x12\x0f\n\x07pipe_id\x18\x02 \x02(\r\x12\x0f\n\x07regf_id\x18\x03 \x01(\r\"\x17\n\x04Pipe\x12\x0f\n\x07pipe_id\x18\x02 \x02(\r\"\x1e\n\nMemoryFile\x12\x10\n\x08inode_id\x18\x05 \x02(\r\"\xaa\x02\n\tFileEntry\x12\x0c\n\x04type\x18\x01 \x02(\r\x12\n\n\x02id\x18\x02 \x02(\r\x12+\n\x03reg\x18\x03 \x01(\x0b\x32\x1e.gpucr.criu.images.RegularFile\x12.\n\x03isk\x18\x04 \x01(\x0b\x32!.gpucr.criu.images.InternetSocket\x12*\n\x03usk\x18\x10 \x01(\x0b\x32\x1d.gpucr.criu.images.UnixSocket\x12%\n\x04\x66ifo\x18\x11 \x01(\x0b\x32\x17.gpucr.criu.images.Fifo\x12%\n\x04pipe\x18\x12 \x01(\x0b\x32\x17.gpucr.criu.images.Pipe\x12,\n\x05memfd\x18\x14 \x01(\x0b\x32\x1d.gpucr.criu.images.MemoryFile\"\x1f\n\x0bPagemapHead\x12\x10\n\x08pages_id\x18\x01 \x02(\r\"j\n\x0cPagemapEntry\x12\r\n\x05vaddr\x18\x01 \x02(\x04\x12\x17\n\x0f\x63ompat_nr_pages\x18\x02 \x02(\r\x12\x11\n\tin_parent\x18\x03 \x01(\x08\x12\r\n\x05\x66lags\x18\x04 \x01(\r\x12\x10\n\x08nr_pages\x18\x05 \x01(\x04\"7\n\tTreeEntry\x12\x0b\n\x03pid\x18\x01 \x02(\r\x12\x0c\n\x04ppid\x18\x02 \x02(\r\x12\x0f\n\x07threads\x18\x05 \x03(\r\"[\n\x04\x43ore\x12#\n\x02tc\x18\x03 \x01(\x0b\x32\x17.gpucr.criu.images.Task\x12.\n\x0bthread_core\x18\x05 \x01(\x0b\x32\x19.gpucr.criu.images.Thread\"7\n\x06Thread\x12-\n\x05\x63reds\x18\n \x01(\x0b\x32\x1e.gpucr.criu.images.Credentials\"/\n\x0b\x43redentials\x12\x0f\n\x07\x63\x61p_inh\x18\t \x03(\r\x12\x0f\n\x07\x63\x61p_prm\x18\n \x03(\r\"(\n\x04Task\x12\x12\n\ntask_state\x18\x01 \x02(\r\x12\x0c\n\x04\x63omm\x18\x06 \x02(\x0c\"!\n\rKernelObjects\x12\x10\n\x08\x66iles_id\x18\x02 \x02(\r\"2\n\nDescriptor\x12\n\n\x02id\x18\x01 \x02(\r\x12\x0c\n\x04type\x18\x03 \x02(\r\x12\n\n\x02\x66\x64\x18\x04 \x02(\r\"8\n\x0c\x41\x64\x64ressSpace\x12(\n\x04vmas\x18\x0e \x03(\x0b\x32\x1a.gpucr.criu.images.Mapping\"p\n\x07Mapping\x12\r\n\x05start\x18\x01 \x02(\x04\x12\x0b\n\x03\x65nd\x18\x02 \x02(\x04\x12\r\n\x05pgoff\x18\x03 \x02(\x04\x12\r\n\x05shmid\x18\x04 \x02(\x04\x12\x0c\n\x04prot\x18\x05 \x02(\r\x12\r\n\x05\x66lags\x18\x06 \x02(\r\x12\x0e\n\x06status\x18\x07 \x02(\r\"N\n\x0fMemoryFileInode\x12\x0c\n\x04name\x18\x01 \x02(\x0c\x12\x0c\n\x04size\x18\x04 \x02(\x04\x12\r\n\x05shmid\x18\x05 \x02(\x04\x12\x10\n\x08inode_id\x18\x07 \x02(\x04')
 
 _globals = globals()
 _builder.BuildMessageAndEnumDescriptors(DESCRIPTOR, _globals)
@@ -25,10 +25,38 @@ if _descriptor._USE_C_DESCRIPTORS == False:
   _globals['_REGULARFILE']._serialized_end=127
   _globals['_INTERNETSOCKET']._serialized_start=130
   _globals['_INTERNETSOCKET']._serialized_end=335
-  _globals['_FILEENTRY']._serialized_start=338
-  _globals['_FILEENTRY']._serialized_end=468
-  _globals['_PAGEMAPHEAD']._serialized_start=470
-  _globals['_PAGEMAPHEAD']._serialized_end=501
-  _globals['_PAGEMAPENTRY']._serialized_start=503
-  _globals['_PAGEMAPENTRY']._serialized_end=609
+  _globals['_UNIXSOCKET']._serialized_start=337
+  _globals['_UNIXSOCKET']._serialized_end=431
+  _globals['_FIFO']._serialized_start=433
+  _globals['_FIFO']._serialized_end=473
+  _globals['_PIPE']._serialized_start=475
+  _globals['_PIPE']._serialized_end=498
+  _globals['_MEMORYFILE']._serialized_start=500
+  _globals['_MEMORYFILE']._serialized_end=530
+  _globals['_FILEENTRY']._serialized_start=533
+  _globals['_FILEENTRY']._serialized_end=831
+  _globals['_PAGEMAPHEAD']._serialized_start=833
+  _globals['_PAGEMAPHEAD']._serialized_end=864
+  _globals['_PAGEMAPENTRY']._serialized_start=866
+  _globals['_PAGEMAPENTRY']._serialized_end=972
+  _globals['_TREEENTRY']._serialized_start=974
+  _globals['_TREEENTRY']._serialized_end=1029
+  _globals['_CORE']._serialized_start=1031
+  _globals['_CORE']._serialized_end=1122
+  _globals['_THREAD']._serialized_start=1124
+  _globals['_THREAD']._serialized_end=1179
+  _globals['_CREDENTIALS']._serialized_start=1181
+  _globals['_CREDENTIALS']._serialized_end=1228
+  _globals['_TASK']._serialized_start=1230
+  _globals['_TASK']._serialized_end=1270
+  _globals['_KERNELOBJECTS']._serialized_start=1272
+  _globals['_KERNELOBJECTS']._serialized_end=1305
+  _globals['_DESCRIPTOR']._serialized_start=1307
+  _globals['_DESCRIPTOR']._serialized_end=1357
+  _globals['_ADDRESSSPACE']._serialized_start=1359
+  _globals['_ADDRESSSPACE']._serialized_end=1415
+  _globals['_MAPPING']._serialized_start=1417
+  _globals['_MAPPING']._serialized_end=1529
+  _globals['_MEMORYFILEINODE']._serialized_start=1531
+  _globals['_MEMORYFILEINODE']._serialized_end=1609
 # @@protoc_insertion_point(module_scope)

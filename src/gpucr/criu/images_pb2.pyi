@@ -47,17 +47,61 @@ class InternetSocket(_message.Message):
     dst_addr: _containers.RepeatedScalarFieldContainer[int]
     def __init__(self, id: _Optional[int] = ..., ino: _Optional[int] = ..., family: _Optional[int] = ..., type: _Optional[int] = ..., proto: _Optional[int] = ..., state: _Optional[int] = ..., src_port: _Optional[int] = ..., dst_port: _Optional[int] = ..., flags: _Optional[int] = ..., backlog: _Optional[int] = ..., src_addr: _Optional[_Iterable[int]] = ..., dst_addr: _Optional[_Iterable[int]] = ...) -> None: ...
 
+class UnixSocket(_message.Message):
+    __slots__ = ("id", "ino", "type", "state", "peer", "name")
+    ID_FIELD_NUMBER: _ClassVar[int]
+    INO_FIELD_NUMBER: _ClassVar[int]
+    TYPE_FIELD_NUMBER: _ClassVar[int]
+    STATE_FIELD_NUMBER: _ClassVar[int]
+    PEER_FIELD_NUMBER: _ClassVar[int]
+    NAME_FIELD_NUMBER: _ClassVar[int]
+    id: int
+    ino: int
+    type: int
+    state: int
+    peer: int
+    name: bytes
+    def __init__(self, id: _Optional[int] = ..., ino: _Optional[int] = ..., type: _Optional[int] = ..., state: _Optional[int] = ..., peer: _Optional[int] = ..., name: _Optional[bytes] = ...) -> None: ...
+
+class Fifo(_message.Message):
+    __slots__ = ("pipe_id", "regf_id")
+    PIPE_ID_FIELD_NUMBER: _ClassVar[int]
+    REGF_ID_FIELD_NUMBER: _ClassVar[int]
+    pipe_id: int
+    regf_id: int
+    def __init__(self, pipe_id: _Optional[int] = ..., regf_id: _Optional[int] = ...) -> None: ...
+
+class Pipe(_message.Message):
+    __slots__ = ("pipe_id",)
+    PIPE_ID_FIELD_NUMBER: _ClassVar[int]
+    pipe_id: int
+    def __init__(self, pipe_id: _Optional[int] = ...) -> None: ...
+
+class MemoryFile(_message.Message):
+    __slots__ = ("inode_id",)
+    INODE_ID_FIELD_NUMBER: _ClassVar[int]
+    inode_id: int
+    def __init__(self, inode_id: _Optional[int] = ...) -> None: ...
+
 class FileEntry(_message.Message):
-    __slots__ = ("type", "id", "reg", "isk")
+    __slots__ = ("type", "id", "reg", "isk", "usk", "fifo", "pipe", "memfd")
     TYPE_FIELD_NUMBER: _ClassVar[int]
     ID_FIELD_NUMBER: _ClassVar[int]
     REG_FIELD_NUMBER: _ClassVar[int]
     ISK_FIELD_NUMBER: _ClassVar[int]
+    USK_FIELD_NUMBER: _ClassVar[int]
+    FIFO_FIELD_NUMBER: _ClassVar[int]
+    PIPE_FIELD_NUMBER: _ClassVar[int]
+    MEMFD_FIELD_NUMBER: _ClassVar[int]
     type: int
     id: int
     reg: RegularFile
     isk: InternetSocket
-    def __init__(self, type: _Optional[int] = ..., id: _Optional[int] = ..., reg: _Optional[_Union[RegularFile, _Mapping]] = ..., isk: _Optional[_Union[InternetSocket, _Mapping]] = ...) -> None: ...
+    usk: UnixSocket
+    fifo: Fifo
+    pipe: Pipe
+    memfd: MemoryFile
+    def __init__(self, type: _Optional[int] = ..., id: _Optional[int] = ..., reg: _Optional[_Union[RegularFile, _Mapping]] = ..., isk: _Optional[_Union[InternetSocket, _Mapping]] = ..., usk: _Optional[_Union[UnixSocket, _Mapping]] = ..., fifo: _Optional[_Union[Fifo, _Mapping]] = ..., pipe: _Optional[_Union[Pipe, _Mapping]] = ..., memfd: _Optional[_Union[MemoryFile, _Mapping]] = ...) -> None: ...
 
 class PagemapHead(_message.Message):
     __slots__ = ("pages_id",)
@@ -78,3 +122,95 @@ class PagemapEntry(_message.Message):
     flags: int
     nr_pages: int
     def __init__(self, vaddr: _Optional[int] = ..., compat_nr_pages: _Optional[int] = ..., in_parent: bool = ..., flags: _Optional[int] = ..., nr_pages: _Optional[int] = ...) -> None: ...
+
+class TreeEntry(_message.Message):
+    __slots__ = ("pid", "ppid", "threads")
+    PID_FIELD_NUMBER: _ClassVar[int]
+    PPID_FIELD_NUMBER: _ClassVar[int]
+    THREADS_FIELD_NUMBER: _ClassVar[int]
+    pid: int
+    ppid: int
+    threads: _containers.RepeatedScalarFieldContainer[int]
+    def __init__(self, pid: _Optional[int] = ..., ppid: _Optional[int] = ..., threads: _Optional[_Iterable[int]] = ...) -> None: ...
+
+class Core(_message.Message):
+    __slots__ = ("tc", "thread_core")
+    TC_FIELD_NUMBER: _ClassVar[int]
+    THREAD_CORE_FIELD_NUMBER: _ClassVar[int]
+    tc: Task
+    thread_core: Thread
+    def __init__(self, tc: _Optional[_Union[Task, _Mapping]] = ..., thread_core: _Optional[_Union[Thread, _Mapping]] = ...) -> None: ...
+
+class Thread(_message.Message):
+    __slots__ = ("creds",)
+    CREDS_FIELD_NUMBER: _ClassVar[int]
+    creds: Credentials
+    def __init__(self, creds: _Optional[_Union[Credentials, _Mapping]] = ...) -> None: ...
+
+class Credentials(_message.Message):
+    __slots__ = ("cap_inh", "cap_prm")
+    CAP_INH_FIELD_NUMBER: _ClassVar[int]
+    CAP_PRM_FIELD_NUMBER: _ClassVar[int]
+    cap_inh: _containers.RepeatedScalarFieldContainer[int]
+    cap_prm: _containers.RepeatedScalarFieldContainer[int]
+    def __init__(self, cap_inh: _Optional[_Iterable[int]] = ..., cap_prm: _Optional[_Iterable[int]] = ...) -> None: ...
+
+class Task(_message.Message):
+    __slots__ = ("task_state", "comm")
+    TASK_STATE_FIELD_NUMBER: _ClassVar[int]
+    COMM_FIELD_NUMBER: _ClassVar[int]
+    task_state: int
+    comm: bytes
+    def __init__(self, task_state: _Optional[int] = ..., comm: _Optional[bytes] = ...) -> None: ...
+
+class KernelObjects(_message.Message):
+    __slots__ = ("files_id",)
+    FILES_ID_FIELD_NUMBER: _ClassVar[int]
+    files_id: int
+    def __init__(self, files_id: _Optional[int] = ...) -> None: ...
+
+class Descriptor(_message.Message):
+    __slots__ = ("id", "type", "fd")
+    ID_FIELD_NUMBER: _ClassVar[int]
+    TYPE_FIELD_NUMBER: _ClassVar[int]
+    FD_FIELD_NUMBER: _ClassVar[int]
+    id: int
+    type: int
+    fd: int
+    def __init__(self, id: _Optional[int] = ..., type: _Optional[int] = ..., fd: _Optional[int] = ...) -> None: ...
+
+class AddressSpace(_message.Message):
+    __slots__ = ("vmas",)
+    VMAS_FIELD_NUMBER: _ClassVar[int]
+    vmas: _containers.RepeatedCompositeFieldContainer[Mapping]
+    def __init__(self, vmas: _Optional[_Iterable[_Union[Mapping, _Mapping]]] = ...) -> None: ...
+
+class Mapping(_message.Message):
+    __slots__ = ("start", "end", "pgoff", "shmid", "prot", "flags", "status")
+    START_FIELD_NUMBER: _ClassVar[int]
+    END_FIELD_NUMBER: _ClassVar[int]
+    PGOFF_FIELD_NUMBER: _ClassVar[int]
+    SHMID_FIELD_NUMBER: _ClassVar[int]
+    PROT_FIELD_NUMBER: _ClassVar[int]
+    FLAGS_FIELD_NUMBER: _ClassVar[int]
+    STATUS_FIELD_NUMBER: _ClassVar[int]
+    start: int
+    end: int
+    pgoff: int
+    shmid: int
+    prot: int
+    flags: int
+    status: int
+    def __init__(self, start: _Optional[int] = ..., end: _Optional[int] = ..., pgoff: _Optional[int] = ..., shmid: _Optional[int] = ..., prot: _Optional[int] = ..., flags: _Optional[int] = ..., status: _Optional[int] = ...) -> None: ...
+
+class MemoryFileInode(_message.Message):
+    __slots__ = ("name", "size", "shmid", "inode_id")
+    NAME_FIELD_NUMBER: _ClassVar[int]
+    SIZE_FIELD_NUMBER: _ClassVar[int]
+    SHMID_FIELD_NUMBER: _ClassVar[int]
+    INODE_ID_FIELD_NUMBER: _ClassVar[int]
+    name: bytes
+    size: int
+    shmid: int
+    inode_id: int
+    def __init__(self, name: _Optional[bytes] = ..., size: _Optional[int] = ..., shmid: _Optional[int] = ..., inode_id: _Optional[int] = ...) -> None: ...

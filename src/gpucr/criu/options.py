@@ -123,6 +123,7 @@ def _ghost_limit(pids: Sequence[int]) -> int:
         raise Unsupported(
             f"a deleted file of {largest_bytes} bytes is still in use, and CRIU keeps deleted files of up to 4 GiB",
             hint="close the file, or give it a name",
+            code="GPUCR-GHOST-TOO-LARGE",
         )
     return min(max(2 * largest_bytes, GHOST_LIMIT_DEFAULT_BYTES), GHOST_LIMIT_MAX_BYTES)
 

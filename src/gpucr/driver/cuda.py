@@ -156,6 +156,7 @@ class CudaDriver:
             raise Unsupported(
                 "this driver cannot restore to another GPU",
                 hint="install NVIDIA driver 580 or newer, or restore without a GPU map",
+                code="GPUCR-OLD-DRIVER",
             )
         if not self._initialized and gpus.persistence_mode() is False:
             self.ensure_initialized()
@@ -212,6 +213,7 @@ def load_driver(path: str | None = None) -> CudaDriver:
         raise DriverUnavailable(
             f"the NVIDIA driver has no checkpoint functions ({e})",
             hint="install NVIDIA driver 570 or newer",
+            code="GPUCR-OLD-DRIVER",
         ) from e
 
 

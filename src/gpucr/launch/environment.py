@@ -111,7 +111,7 @@ def _why_not_peer(driver_version: str, comes_back: Mapping[str, bool]) -> str | 
 
 
 def _torch_timers() -> Iterator[EnvironmentChange]:
-    """PyTorch's own timers go on while a job is suspended, and jump when it is restored."""
+    """PyTorch's own timers go on while a job is suspended. A restored job's go on where they stood (ADR 17)."""
     yield EnvironmentChange(
         "TORCH_NCCL_ENABLE_MONITORING",
         "0",
@@ -121,9 +121,9 @@ def _torch_timers() -> Iterator[EnvironmentChange]:
     yield EnvironmentChange(
         "TORCH_NCCL_ASYNC_ERROR_HANDLING",
         "0",
-        "PyTorch ends a process with a collective older than its group's timeout (10 minutes), frozen time included; "
-        + _SINGLE_HOST,
-        "a job frozen for longer than that timeout, in the middle of a collective, is ended by PyTorch when it goes on",
+        "PyTorch ends a process with a collective older than its group's timeout (10 minutes), suspended time "
+        "included; " + _SINGLE_HOST,
+        "a job suspended for longer than that, in the middle of a collective, is ended by PyTorch when it goes on",
     )
 
 

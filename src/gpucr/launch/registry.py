@@ -125,6 +125,7 @@ class Registry:
             hint=f"did you mean {' or '.join(near)}?"
             if near
             else "`gpucr jobs --all` lists the jobs that gpucr started",
+            code="GPUCR-NO-JOB",
         )
 
     def find_process(self, process: ProcessId) -> JobRecord | None:
@@ -264,7 +265,9 @@ def _flock(fd: int, name: str, deadline: float) -> None:
         except BlockingIOError as e:
             if time.monotonic() > deadline:
                 raise Unsupported(
-                    f"another gpucr is at work on the job {name}", hint="wait until it has finished, then try again"
+                    f"another gpucr is at work on the job {name}",
+                    hint="wait until it has finished, then try again",
+                    code="GPUCR-BUSY",
                 ) from e
         time.sleep(0.01)
 
@@ -317,4 +320,4 @@ def _in_the_way(job: ListedJob, therefore: str) -> InvalidRequest:
             "dumped": f"`gpucr restore {job.record.snapshot}` restores it; `gpucr jobs --forget {job.name}` forgets it",
             "elsewhere": f"it was started on {job.record.host}, maybe in a container: look there",
         }.get(job.state.word, hint)
-    return InvalidRequest(f"the job {job.name} is {job.state.word}: {therefore}", hint=hint)
+    return InvalidRequest(f"the job {job.name} is {job.state.word}: {therefore}", hint=hint, code="GPUCR-NAME-TAKEN")

@@ -137,3 +137,16 @@ def _reclaimable_bytes(folder: Path, version: Literal[1, 2]) -> int:
 def _unescaped(path: str) -> str:
     """A path of mountinfo with its octal escapes (``\\040`` is a space) undone."""
     return os.fsdecode(_ESCAPED.sub(lambda match: chr(int(match[1], 8)), path))
+
+
+def legacy_freezer(pid: int) -> str | None:
+    """The cgroup in which version 1's freezer would stop this process; None where it is in none of its own."""
+    try:
+        lines = (PROC / str(pid) / "cgroup").read_text().splitlines()
+    except (FileNotFoundError, ProcessLookupError):
+        return None
+    for line in lines:
+        _, controllers, path = line.split(":", 2)
+        if "freezer" in controllers.split(",") and path != "/":
+            return path
+    return None

@@ -205,12 +205,15 @@ def resolve_target(pid: int) -> int:
     describe(leader)
     if leader == os.getpid():
         raise InvalidRequest(
-            f"process {leader} is gpucr itself", hint="run gpucr from outside the job that it is to work on"
+            f"process {leader} is gpucr itself",
+            hint="run gpucr from outside the job that it is to work on",
+            code="GPUCR-OWN-JOB",
         )
     if leader in ancestors(os.getpid()):
         raise InvalidRequest(
             f"process {leader} is an ancestor of gpucr, which would stop itself with it",
             hint="run gpucr from outside the job, for example from another terminal",
+            code="GPUCR-OWN-JOB",
         )
     return leader
 
@@ -258,7 +261,9 @@ def claimed(pids: Iterable[int]) -> Iterator[tuple[int, ...]]:
                 continue
             except BlockingIOError as e:
                 raise Unsupported(
-                    f"another gpucr is at work on process {pid}", hint="wait until it has finished, then try again"
+                    f"another gpucr is at work on process {pid}",
+                    hint="wait until it has finished, then try again",
+                    code="GPUCR-BUSY",
                 ) from e
         yield tuple(fds)
 
@@ -283,6 +288,12 @@ def open_files(pid: int) -> tuple[OpenFile, ...]:
         with contextlib.suppress(FileNotFoundError, ProcessLookupError):  # closed meanwhile
             found.append(OpenFile(pid, int(name), os.readlink(folder / name)))
     return tuple(found)
+
+
+def age_s(process: ProcessId) -> float:
+    """Seconds since this process was started."""
+    ticks = process.start_time_ticks / os.sysconf("SC_CLK_TCK")
+    return max(time.clock_gettime(time.CLOCK_BOOTTIME) - ticks, 0.0)  # both through this process's time namespace
 
 
 def environment(pid: int) -> dict[str, str] | None:

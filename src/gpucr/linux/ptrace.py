@@ -136,6 +136,15 @@ class TracedThread:
                 if self.stop().kind is not StopKind.EXITED:
                     _ptrace(_DETACH, self.tid, data=self.last_stop.signal)
 
+    def let_go(self, signal: int = 0) -> None:
+        """As `detach`, for the last thing that a tracing thread does. It is not waited for where it is ending.
+
+        The first process of a pid namespace ends only when all others in it have been collected, and those that are
+        traced can be when their tracer lets go of them or ends. Two tracers that each waited would wait for ever.
+        """
+        with contextlib.suppress(ProcessLookupError):
+            _ptrace(_DETACH, self.tid, data=signal)
+
     @overload
     def wait(self) -> Stop: ...
 
@@ -387,7 +396,7 @@ class HeldThreads:
 
     def _detach_all(self) -> None:
         for thread in self._held:
-            thread.detach(thread.last_stop.signal)
+            thread.let_go(thread.last_stop.signal)
         self._held.clear()
 
 

@@ -10,6 +10,7 @@ import time
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
+from typing import Any
 
 from gpucr import gang as gangs
 from gpucr.criu.engine import Criu
@@ -49,19 +50,18 @@ _WAIT_S = 0.1
 _SANDBOX_END_LIMIT_S = _KILLED_LIMIT_S = 10.0
 
 
-@dataclass(frozen=True)
-class DumpContext:
-    """What the steps of one dump share. ``device_bytes``: per pid and GPU UUID, read before anything was locked.
+@dataclass(frozen=True, kw_only=True)
+class GangDump:
+    """What the steps of one dump share that concern the gang and its device memory, whoever writes the CPU's side.
 
-    ``staging`` and ``writer``: the device memory that goes around CRIU, and what saves it. ``protection`` is None for
-    a job without CUDA: nothing of it depends on gpucr, since CRIU undoes by itself when gpucr dies.
+    ``device_bytes``: per pid and GPU UUID, read before anything was locked. ``staging`` and ``writer``: the device
+    memory that goes around CRIU, and what saves it. ``protection`` is None for a job without CUDA: nothing of it
+    depends on gpucr, since CRIU undoes by itself when gpucr dies.
     """
 
     job: Job
     gang: Gang | None
     target: DumpTarget
-    criu: Criu
-    options: DumpOptions
     gpus: tuple[Gpu, ...]
     device_bytes: Mapping[int, Mapping[str, int]]
     deadline: float | None
@@ -70,10 +70,18 @@ class DumpContext:
     leave_running: bool
     checkpoint: CheckpointGang | None
     protection: Protection | None
-    launch: LaunchRecord | None = None
-    sandbox: Sandbox | None = None
     note: DumpNote | None = None
     overruled: tuple[OverruledFinding, ...] = ()
+
+
+@dataclass(frozen=True, kw_only=True)
+class DumpContext(GangDump):
+    """What the steps of a dump of gpucr's own share."""
+
+    criu: Criu
+    options: DumpOptions
+    launch: LaunchRecord | None = None
+    sandbox: Sandbox | None = None
 
 
 class PrepareTarget:
@@ -81,7 +89,7 @@ class PrepareTarget:
 
     name = "prepare"
 
-    def __init__(self, context: DumpContext) -> None:
+    def __init__(self, context: GangDump) -> None:
         self._context = context
 
     def describe(self) -> str:
@@ -113,7 +121,7 @@ class AllocateStaging:
 
     name = "allocate"
 
-    def __init__(self, context: DumpContext) -> None:
+    def __init__(self, context: GangDump) -> None:
         self._context = context
 
     def describe(self) -> str:
@@ -220,7 +228,7 @@ class CriuDump:
             raise JobChanged(
                 f"process {gone[0]} ended while it was dumped", pids=gone, hint="the rest of the job is as it was found"
             ) from error
-        started = _started_cuda(self._context)
+        started = started_cuda(self._context)
         if started:
             raise CudaStarted(
                 f"process {started[0]} began to use CUDA after the job had been checkpointed",
@@ -264,7 +272,7 @@ class CommitSnapshot:
         """Nothing: an unfinished snapshot is PrepareTarget's to discard."""
 
 
-def commit(context: DumpContext, draft: Manifest, interrupts: Interrupts, meter: Meter) -> JobSnapshot:
+def commit(context: GangDump, draft: Manifest, interrupts: Interrupts, meter: Meter) -> JobSnapshot:
     """Wait until all device memory is saved, make everything durable, write the manifest. Cannot be cut off at its end.
 
     The images are hashed and synced while device memory is still being written.
@@ -296,7 +304,7 @@ def commit(context: DumpContext, draft: Manifest, interrupts: Interrupts, meter:
     return snapshot
 
 
-def _started_cuda(context: DumpContext) -> list[int]:
+def started_cuda(context: GangDump) -> list[int]:
     """Processes of the tree that use CUDA now and are not in the gang."""
     tree = processes.tree(context.job.root.pid)
     driver = context.gang.driver if context.gang is not None else jobs.load_driver_for(tree)
@@ -308,24 +316,10 @@ def _started_cuda(context: DumpContext) -> list[int]:
 
 def _draft(context: DumpContext, tree: Sequence[ProcessInfo]) -> Manifest:
     """The manifest of the tree, which is frozen now, without its files."""
-    members = context.gang.members if context.gang is not None else ()
-    seen = {m.pid: seen_by(m.id, context.gpus, used=context.device_bytes.get(m.pid, {})) for m in members}
-    capabilities = context.gang.driver.capabilities() if context.gang and context.gang.members else None
     sandbox = context.sandbox
     outside = look_outside(tree, context.target.folder, is_sandboxed=sandbox is not None)
-    return Manifest(
-        created=datetime.datetime.now(datetime.timezone.utc).isoformat(timespec="seconds"),
-        root_pid=context.job.root.pid,
-        processes=tuple(_record(context, p, seen.get(p.pid)) for p in tree),
-        gpus=tuple(all_gpus([context.gpus, *seen.values()])),
-        cuda_version=capabilities.cuda_version if capabilities else None,
-        driver_version=driver_version() if capabilities else None,
-        criu_version=context.criu.install.version_text,
-        criu_options=context.options.as_dict(),
-        kernel=platform.release(),
-        architecture=platform.machine(),
-        gpucr_version=__version__,
-        left_running=context.leave_running,
+    return replace(
+        draft_of_gang(context, tree, context.criu.install.version_text, context.options.as_dict()),
         folders=_socket_folders(tree, is_sandboxed=sandbox is not None),
         launch=context.launch,
         sandbox=SandboxRecord(sandbox.network, sandbox.lineage, sandbox.log_path) if sandbox is not None else None,
@@ -334,6 +328,29 @@ def _draft(context: DumpContext, tree: Sequence[ProcessInfo]) -> Manifest:
         shared_files=outside.shared_files,
         endpoints=outside.endpoints,
         connections=outside.connections,
+    )
+
+
+def draft_of_gang(
+    context: GangDump, tree: Sequence[ProcessInfo], criu_version: str, criu_options: Mapping[str, Any]
+) -> Manifest:
+    """The part of the manifest that tells of the processes and their GPU state."""
+    members = context.gang.members if context.gang is not None else ()
+    seen = {m.pid: seen_by(m.id, context.gpus, used=context.device_bytes.get(m.pid, {})) for m in members}
+    capabilities = context.gang.driver.capabilities() if context.gang and context.gang.members else None
+    return Manifest(
+        created=datetime.datetime.now(datetime.timezone.utc).isoformat(timespec="seconds"),
+        root_pid=context.job.root.pid,
+        processes=tuple(_record(context, p, seen.get(p.pid)) for p in tree),
+        gpus=tuple(all_gpus([context.gpus, *seen.values()])),
+        cuda_version=capabilities.cuda_version if capabilities else None,
+        driver_version=driver_version() if capabilities else None,
+        criu_version=criu_version,
+        criu_options=dict(criu_options),
+        kernel=platform.release(),
+        architecture=platform.machine(),
+        gpucr_version=__version__,
+        left_running=context.leave_running,
         overruled=context.overruled,
     )
 
@@ -351,7 +368,7 @@ def _socket_folders(tree: Sequence[ProcessInfo], *, is_sandboxed: bool) -> tuple
     return tuple(records)
 
 
-def _record(context: DumpContext, process: ProcessInfo, seen: Sequence[Gpu] | None) -> ProcessRecord:
+def _record(context: GangDump, process: ProcessInfo, seen: Sequence[Gpu] | None) -> ProcessRecord:
     found = {m.pid: m.found for m in context.gang.members} if context.gang is not None else {}
     stopped = {p.id for p in context.job.processes if p.status == "T"}
     thread = context.checkpoint.restore_threads.get(process.pid) if context.checkpoint else None

@@ -32,7 +32,9 @@ class GpuRequest:
     def of(cls, gpu_map: GpuMap | str | None, gpu: str | None) -> GpuRequest:
         """From the arguments of `restore` and `resume`. Raises InvalidRequest where both are given, or malformed."""
         if gpu_map is not None and gpu is not None:
-            raise InvalidRequest("--gpu and --gpu-map both say where the job goes", hint="give one of them")
+            raise InvalidRequest(
+                "--gpu and --gpu-map both say where the job goes", hint="give one of them", code="GPUCR-BAD-GPU"
+            )
         if isinstance(gpu_map, str):
             return cls(pairs=gpu_pairs(gpu_map))
         if gpu_map is not None:
@@ -41,7 +43,11 @@ class GpuRequest:
             return cls(auto=gpu is not None)
         names = tuple(name.strip() for name in gpu.split(","))
         if not all(names):
-            raise InvalidRequest(f"{gpu!r} does not name GPUs", hint="write --gpu auto, --gpu 1 or --gpu GPU-6b1e,3")
+            raise InvalidRequest(
+                f"{gpu!r} does not name GPUs",
+                hint="write --gpu auto, --gpu 1 or --gpu GPU-6b1e,3",
+                code="GPUCR-BAD-GPU",
+            )
         return cls(onto=names)
 
     def __bool__(self) -> bool:
@@ -115,13 +121,16 @@ def find_gpu(name: str, gpus: Sequence[Gpu], where: str) -> Gpu:
         raise InvalidRequest(
             f"{name!r} names no GPU",
             hint="name a GPU by its index or the beginning of its UUID (GPU-...): `nvidia-smi -L`",
+            code="GPUCR-BAD-GPU",
         )
     if len(fitting) == 1:
         return fitting[0]
     known = ", ".join(f"{gpu.index}: {gpu.uuid}" for gpu in fitting or gpus) or "none"
     if fitting:
-        raise InvalidRequest(f"{name} can be {len(fitting)} GPUs {where}", hint=f"give more of the UUID ({known})")
-    raise InvalidRequest(f"there is no GPU {name} {where}", hint=f"its GPUs are {known}")
+        raise InvalidRequest(
+            f"{name} can be {len(fitting)} GPUs {where}", hint=f"give more of the UUID ({known})", code="GPUCR-BAD-GPU"
+        )
+    raise InvalidRequest(f"there is no GPU {name} {where}", hint=f"its GPUs are {known}", code="GPUCR-BAD-GPU")
 
 
 class _Job:
@@ -153,6 +162,7 @@ def _named_pairs(request: GpuRequest, job: _Job, here: Sequence[Gpu]) -> list[tu
             raise InvalidRequest(
                 f"the job uses {_counted(len(job.used))}, and --gpu names {len(request.onto)}",
                 hint=f"name one for each GPU that it uses ({uses}), or `--gpu auto`",
+                code="GPUCR-BAD-GPU",
             )
         pairs = [
             (old, find_gpu(name, here, "on this machine")) for old, name in zip(job.used, request.onto, strict=True)
@@ -169,6 +179,7 @@ def _named_pairs(request: GpuRequest, job: _Job, here: Sequence[Gpu]) -> list[tu
                     if request.pairs
                     else f"--gpu names {_label(pair[side])} twice",
                     hint="each GPU of the job goes to one of its own",
+                    code="GPUCR-BAD-GPU",
                 )
     return pairs
 
@@ -287,6 +298,7 @@ class _Places:
             f"model (its GPUs: {have}), and {_ALL_PLACED}: {missing} too few",
             hint="restore it on a machine with as many; started with CUDA_VISIBLE_DEVICES naming only the GPUs that it "
             "uses, a job needs no more than those",
+            code="GPUCR-NO-GPU",
         )
 
     def _no_room(self, used: Sequence[Gpu], model: str) -> Unsupported:
@@ -295,6 +307,7 @@ class _Places:
         return Unsupported(
             f"no choice of GPUs has room for the job: it needs {needs}; free are {free}",
             hint="end or suspend what uses the GPUs (`gpucr ps`), then try again",
+            code="GPUCR-GPU-FULL",
         )
 
 

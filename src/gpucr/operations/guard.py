@@ -52,6 +52,7 @@ class Guard:
             raise BrokenInstall(
                 f"the guard process cannot be started with {sys.executable or 'this Python'}: {e.strerror}",
                 hint="gpucr starts its own Python a second time; see that sys.executable names it",
+                code="GPUCR-GUARD",
             ) from e
 
     @property
@@ -130,6 +131,7 @@ class Guard:
             raise BrokenInstall(
                 f"the guard process took only {answer[1]} of {len(fds)} descriptors",
                 hint="allow more open files (ulimit -n)",
+                code="GPUCR-GUARD",
             )
 
     def _receive(self, deadline: float) -> list[str]:
@@ -141,6 +143,7 @@ class Guard:
             raise BrokenInstall(
                 f"the guard process {self.pid} has not answered for {ANSWER_LIMIT_S:g} s",
                 hint="see what stops it (`ps`), or try again when the machine is less busy",
+                code="GPUCR-GUARD",
             ) from e
         except ConnectionError as e:
             raise self._lost() from e
@@ -156,6 +159,7 @@ class Guard:
             f"the guard process {self.pid} ended with {self._process.returncode}" + (f": {said}" if said else ""),
             hint="without it a gpucr that is killed would leave the job stopped; a status of -9 may mean that memory "
             "ran out (dmesg)",
+            code="GPUCR-GUARD",
         )
 
 

@@ -27,6 +27,7 @@ def job_log(job: int | str, *, last_lines: int | None = None, follow: bool = Fal
         raise InvalidRequest(
             f"the record of the job {found.name} is damaged: {found.state.problem}",
             hint="its logs are in `gpucr/jobs` below the state folder",
+            code="GPUCR-REGISTRY",
         )
     try:
         fd = os.open(found.record.log_path, os.O_RDONLY | os.O_CLOEXEC)

@@ -218,6 +218,7 @@ def _why_not_isolated(wanted: bool | None) -> str | None:
         raise InvalidRequest(
             "namespaces of a job's own need CAP_SYS_ADMIN and CAP_SYS_PTRACE",
             hint="run gpucr as root, or leave out --isolate",
+            code="GPUCR-NO-SANDBOX",
         )
     return "namespaces of a job's own need CAP_SYS_ADMIN and CAP_SYS_PTRACE"
 
@@ -238,10 +239,16 @@ def _program(name: str, cwd: Path, environment: Mapping[str, str]) -> str:
         path = cwd / name
         if path.is_file() and os.access(path, os.X_OK):
             return str(path)
-        raise InvalidRequest(f"{path} is not a program that can be run", hint="is it there, and is it executable?")
+        raise InvalidRequest(
+            f"{path} is not a program that can be run",
+            hint="is it there, and is it executable?",
+            code="GPUCR-NO-PROGRAM",
+        )
     found = shutil.which(name, path=environment.get("PATH"))
     if found is None:
-        raise InvalidRequest(f"there is no program {name!r} in PATH", hint="give its whole path")
+        raise InvalidRequest(
+            f"there is no program {name!r} in PATH", hint="give its whole path", code="GPUCR-NO-PROGRAM"
+        )
     return os.path.abspath(found)
 
 

@@ -18,12 +18,16 @@ from gpucr.operations import jobs
 
 @dataclass(frozen=True)
 class ProcessState:
-    """One process. ``state`` is None where it does not use CUDA; ``device_bytes`` is per GPU UUID."""
+    """One process. ``state`` is None where it does not use CUDA; ``device_bytes`` is per GPU UUID.
+
+    ``age_s`` is the time since it was started or, of a restored process, restored.
+    """
 
     process: ProcessInfo
     state: CudaState | None
     resident_bytes: int
     device_bytes: Mapping[str, int] = field(default_factory=dict)
+    age_s: float = 0.0
 
 
 def list_cuda_processes() -> tuple[ProcessState, ...]:
@@ -65,7 +69,8 @@ def job_states(pid: int | str, *, only: bool = False) -> tuple[ProcessState, ...
 
 
 def _describe(process: ProcessInfo, state: CudaState | None, held: Mapping[int, Mapping[str, int]]) -> ProcessState:
-    return ProcessState(process, state, memory.resident_bytes(process.pid), held.get(process.pid, {}))
+    resident_bytes = memory.resident_bytes(process.pid)
+    return ProcessState(process, state, resident_bytes, held.get(process.pid, {}), processes.age_s(process.id))
 
 
 def _device_bytes() -> dict[int, dict[str, int]]:

@@ -8,7 +8,8 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
-from gpucr.criu.images import FilesImage, ImageError
+from gpucr.criu.image_entries import ImageError
+from gpucr.criu.images import FilesImage
 from gpucr.errors import CriuError
 from gpucr.linux import processes
 from gpucr.linux.files_in_use import FileInUse, files_in_use

@@ -10,7 +10,8 @@ import time
 from collections.abc import Iterator, Sequence
 from pathlib import Path
 
-from gpucr.criu.images import FilesImage, ImageError, changed_images
+from gpucr.criu.image_entries import ImageError
+from gpucr.criu.images import FilesImage, changed_images
 from gpucr.errors import DeadlineExceeded, SnapshotDamaged, Unsupported
 from gpucr.linux import cut_back, sock_diag
 from gpucr.linux.sock_diag import TcpSocket

@@ -1,6 +1,6 @@
 """What a user names: a folder of one snapshot, or a store and a snapshot in it.
 
-The libraries of a store are loaded only where one is meant.
+What dumps need is loaded only for one, and the libraries of a store only where one is meant.
 """
 
 from __future__ import annotations
@@ -14,11 +14,11 @@ from gpucr.errors import InvalidRequest, StoreError
 from gpucr.model import Job
 from gpucr.operations.job_snapshot import JobSnapshot
 from gpucr.operations.sources import FolderSource, RestoreSource
-from gpucr.operations.targets import DumpTarget, FolderTarget
-from gpucr.snapshot.folder import Snapshot
+from gpucr.snapshot.folder import GPU_PART_NAME, IMAGES_NAME, MANIFEST_NAME, Snapshot
 
 if TYPE_CHECKING:
     from gpucr.operations.store_snapshot import SnapshotInStore
+    from gpucr.operations.targets import DumpTarget
     from gpucr.store.keys import Secret
     from gpucr.store.location import Location
     from gpucr.store.opened import Store
@@ -42,6 +42,8 @@ class _Folder:
     path: Path
 
     def target(self, job: Job, device_bytes: int) -> DumpTarget:
+        from gpucr.operations.targets import FolderTarget  # what only looks at snapshots needs no preflight
+
         return FolderTarget(self.path)
 
 
@@ -78,6 +80,7 @@ def find_target(to: Place, *, compress: Compress, encrypt: bool, key: Secret | N
             f"the store {store.backend.url} is not encrypted",
             path=store.backend.url,
             hint="make another one with: gpucr store init --encrypt",
+            code="GPUCR-NOT-ENCRYPTED",
         )
     return _InStore(store, location.snapshot, compress)
 
@@ -85,11 +88,13 @@ def find_target(to: Place, *, compress: Compress, encrypt: bool, key: Secret | N
 def open_snapshot(place: Place, key: Secret | None = None) -> Snapshot | SnapshotInStore:
     """The snapshot that is meant: a folder, ``STORE#NAME``, ``STORE#latest``, or the only one of a store.
 
+    Of a container's images, and of the folder that `gpucr dump --container` has made, it is the GPU part.
+
     Raises InvalidRequest, SnapshotError and what is derived from it.
     """
     location = _store_location(place)
     if location is None:
-        return Snapshot.open(place)
+        return Snapshot.open(_folder_of(Path(place)))
     from gpucr.operations.store_snapshot import SnapshotInStore
 
     return SnapshotInStore.open(_open(location, key), location.snapshot)
@@ -122,6 +127,15 @@ def source_of(snapshot: JobSnapshot) -> RestoreSource:
     if not isinstance(snapshot, SnapshotInStore):
         raise TypeError(f"{snapshot!r} is no snapshot")
     return StoreSource(snapshot)
+
+
+def _folder_of(path: Path) -> Path:
+    """The folder that has the manifest."""
+    if not (path / MANIFEST_NAME).exists():
+        for part in (path / GPU_PART_NAME, path / IMAGES_NAME / GPU_PART_NAME):
+            if part.is_dir():
+                return part
+    return path
 
 
 def _store_location(place: Place) -> Location | None:

@@ -56,12 +56,15 @@ def last_probe() -> ProbeReport:
 
 def measurements(driver: Driver | None) -> preflight.Measurements:
     """What preflight can rely on: of each canary that was measured here, whether it comes back."""
-    if driver is None:
-        return {}
+    return {} if driver is None else measurements_in(_load(driver))
+
+
+def measurements_in(report: ProbeReport) -> preflight.Measurements:
+    """What preflight can rely on of this report."""
     decided = {CanaryOutcome.COMES_BACK: True, CanaryOutcome.REFUSED: False, CanaryOutcome.LOST: False}
     return {
         result.name: preflight.Measurement(decided[result.outcome], result.outcome.value, result.measured_on)
-        for result in _load(driver).results
+        for result in report.results
         if result.outcome in decided
     }
 

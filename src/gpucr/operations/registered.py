@@ -25,7 +25,9 @@ def registry() -> Registry:
     try:
         return Registry(state_folder() / "jobs")
     except OSError as e:
-        raise InvalidRequest(f"there is no registry of jobs: {e}", hint="set XDG_STATE_HOME to a private folder") from e
+        raise InvalidRequest(
+            f"there is no registry of jobs: {e}", hint="set XDG_STATE_HOME to a private folder", code="GPUCR-REGISTRY"
+        ) from e
 
 
 @contextlib.contextmanager
@@ -35,7 +37,9 @@ def registry_in_use() -> Iterator[None]:
         yield
     except OSError as e:
         raise Unsupported(
-            f"the registry of jobs cannot be used: {e}", hint="set XDG_STATE_HOME to a folder that can be written"
+            f"the registry of jobs cannot be used: {e}",
+            hint="set XDG_STATE_HOME to a folder that can be written",
+            code="GPUCR-REGISTRY",
         ) from e
 
 
@@ -59,15 +63,19 @@ def find_running(name: str) -> ListedJob:
         raise InvalidRequest(
             f"the record of the job {name} is damaged: {job.state.problem}",
             hint=f"name its pid instead; `gpucr jobs --forget {name}` removes the record",
+            code="GPUCR-REGISTRY",
         )
     if job.state.word == "dumped":
         raise InvalidRequest(
             f"the job {name} was dumped to {job.record.snapshot}",
             hint=f"`gpucr restore {job.record.snapshot}` brings it back",
+            code="GPUCR-JOB-NOT-RUNNING",
         )
     if job.state.word == "elsewhere":
         raise InvalidRequest(
-            f"the job {name} was started on {job.record.host}, maybe in a container", hint="look there"
+            f"the job {name} was started on {job.record.host}, maybe in a container",
+            hint="look there",
+            code="GPUCR-JOB-NOT-RUNNING",
         )
     if job.state.word != "running":
         snapshot = job.record.snapshot
@@ -75,6 +83,7 @@ def find_running(name: str) -> ListedJob:
         raise InvalidRequest(
             f"the job {name} does not run any more ({job.state.word})",
             hint=f"`gpucr logs {name}` shows what it said last{back}",
+            code="GPUCR-JOB-NOT-RUNNING",
         )
     return job
 
@@ -91,6 +100,7 @@ def find_by_pid_or_name(target: int | str) -> ListedJob:
         raise InvalidRequest(
             f"process {pid} is not a job that gpucr started",
             hint="`gpucr jobs` lists them; the first process of each counts",
+            code="GPUCR-NO-JOB",
         )
     return registry().find(record.name)
 

@@ -11,7 +11,9 @@ from pathlib import PurePosixPath
 from typing import TYPE_CHECKING, get_args
 
 from gpucr import preflight
+from gpucr.criu.credentials import capabilities_in
 from gpucr.criu.engine import Criu
+from gpucr.criu.image_entries import ImageError
 from gpucr.criu.images import have_clocks
 from gpucr.criu.install import find_criu
 from gpucr.criu.options import DumpOptions, RestoreOptions
@@ -28,7 +30,7 @@ from gpucr.errors import (
     SnapshotDamaged,
 )
 from gpucr.gang import Gang
-from gpucr.linux import processes
+from gpucr.linux import capabilities, processes
 from gpucr.model import Gpu, GpuMap
 from gpucr.operations import jobs, registered
 from gpucr.operations.freeze import HoldThreads, ReleaseThreads, RestoreGang, UnlockGang
@@ -54,6 +56,7 @@ from gpucr.operations.sandbox_steps import (
     check_clone,
     plan_sandbox,
 )
+from gpucr.operations.sources import RestoreSource
 from gpucr.operations.steps import OnProgress, Phase, Step, WithoutUndo, run_steps
 from gpucr.operations.threads import GangThreads
 from gpucr.operations.traps import findings_of_targets
@@ -130,6 +133,12 @@ def restore(
     deadline = jobs.deadline_after(timeout_s)
     if isinstance(snapshot, str | os.PathLike):
         snapshot = open_snapshot(snapshot, key)
+    if not snapshot.manifest.has_images:
+        raise InvalidRequest(
+            f"{snapshot.where} is the GPU part of a container's checkpoint",
+            hint="restore the container with its runtime (`gpucr hook status` shows whether it calls gpucr), or give "
+            "the folder that `gpucr dump --container` has made",
+        )
     request = GpuRequest.of(gpu_map, gpu)
     preflight.require_privileges(snapshot.manifest.root_pid)
     _require_modes(files, tcp)
@@ -137,15 +146,22 @@ def restore(
     here = list_gpus() if snapshot.manifest.has_gpu_state else ()
     uses = gpu_processes() if request.auto and here else ()
     placement = place_snapshot(snapshot.manifest, request, here, uses)
+    source = source_of(snapshot)
     with contextlib.ExitStack() as opened:
         registration, warnings = registered.restored_name_or_warning(snapshot, opened, name=name, clone=clone)
         plan = plan_sandbox(snapshot, registration, isolate=isolate, clone=clone, shell_job=options.shell_job)
-        findings = _findings(snapshot, placement.choice, here, plan) + _findings_outside(snapshot, files, tcp, plan)
+        findings = _findings(source, placement.choice, here, plan) + _findings_outside(snapshot, files, tcp, plan)
         findings += check_clone(snapshot.manifest) if clone else []
         preflight.require_no_blocking(findings, force=force)
         driver = _driver_for(snapshot)
         protection = opened.enter_context(Protection()) if driver is not None else None
-        context = RestoreContext(source_of(snapshot), Criu(find_criu()), options, deadline, protection)
+        context = RestoreContext(
+            source=source,
+            criu=Criu(find_criu()),
+            options=options,
+            deadline=deadline,
+            protection=protection,
+        )
         start = StartSandbox(context, plan) if plan is not None else StartKeeper(context, registration)
         in_our_network = plan is None or plan.network == "host"
         before_criu = [start, *outside_steps(context, files, tcp, in_our_network=in_our_network)]
@@ -250,15 +266,18 @@ def _options(snapshot: JobSnapshot) -> RestoreOptions:
 
 
 def _findings(
-    snapshot: JobSnapshot, choice: GpuChoice, here: Sequence[Gpu], plan: SandboxPlan | None
+    source: RestoreSource, choice: GpuChoice, here: Sequence[Gpu], plan: SandboxPlan | None
 ) -> list[preflight.Finding]:
-    manifest = snapshot.manifest
+    manifest = source.snapshot.manifest
     ours = [process for process in manifest.processes if len(process.ns_pids) == 1 and plan is None]
     pids = list(dict.fromkeys(tid for process in ours for tid in (process.pid, *process.threads)))
     processes.wait_for_reaping(pids, REAPING_TIMEOUT_S)
     findings = preflight.check_free_pids(pids)
-    images = (PurePosixPath(file.path).name for file in manifest.files)
-    findings += preflight.check_clocks(are_in_images=have_clocks(images))
+    names = [PurePosixPath(file.path).name for file in manifest.files]
+    findings += preflight.check_clocks(are_in_images=have_clocks(names))
+    with contextlib.suppress(OSError, ImageError):  # a damaged image is an error of its own, when it is provided
+        wanted = capabilities_in(names, source.open_image)
+        findings += preflight.check_capabilities(wanted, capabilities.own().after_exec())
     if manifest.has_gpu_state:
         staged_bytes = sum(data.size_bytes for data in manifest.device_data.values())
         findings += preflight.check_host_memory(preflight.needs_of_restore(staged_bytes))
@@ -273,6 +292,7 @@ def _findings(
                 f"this one is {platform.machine()}",
                 "its programs cannot run here",
                 "restore it on a machine of that kind",
+                code="GPUCR-ARCHITECTURE",
             )
         )
     return findings

@@ -42,19 +42,15 @@ from gpucr.staging import Gate
 _WAIT_S = 0.2
 
 
-@dataclass
-class RestoreContext:
-    """What the steps of one restore share.
+@dataclass(kw_only=True)
+class DeviceRestore:
+    """What the steps of one restore share that concern the gang and its device memory, whoever makes the processes.
 
     ``gang``, ``root_pid``, ``restored`` and ``pids`` (manifest pid → pid now) are filled as it goes on, and so are
-    ``files``, the staging files by manifest pid, and ``reader``, which fills them. ``images_dir`` is where CRIU gets
-    its images from, ``shared_root`` the folder of shared memory that the job will see, ``outputs`` which files take the
-    place of others in a sandbox. ``warnings`` is what steps have to tell the user.
+    ``files``, the staging files by manifest pid, and ``reader``, which fills them.
     """
 
     source: RestoreSource
-    criu: Criu
-    options: RestoreOptions
     deadline: float | None
     protection: Protection | None
     gang: Gang | None = None
@@ -63,14 +59,7 @@ class RestoreContext:
     pids: dict[int, int] = field(default_factory=dict)
     files: dict[int, StagingFile] = field(default_factory=dict)
     reader: DeviceLoader | None = None
-    shared_root: Path = shared_files.ROOT
-    outputs: Mapping[Path, Path] = field(default_factory=dict)
-    images_dir: Path = field(init=False)
-    warnings: list[str] = field(default_factory=list)
     on_close: contextlib.ExitStack = field(default_factory=contextlib.ExitStack)
-
-    def __post_init__(self) -> None:
-        self.images_dir = self.source.images
 
     @property
     def snapshot(self) -> JobSnapshot:
@@ -108,12 +97,32 @@ class RestoreContext:
         return [self.pids[r.pid] for r in records if r.found_state is None and not r.stopped and r.pid in self.pids]
 
 
+@dataclass(kw_only=True)
+class RestoreContext(DeviceRestore):
+    """What the steps of a restore of gpucr's own share.
+
+    ``images_dir`` is where CRIU gets its images from, ``shared_root`` the folder of shared memory that the job will
+    see, ``outputs`` which files take the place of others in a sandbox. ``warnings`` is what steps have to tell the
+    user.
+    """
+
+    criu: Criu
+    options: RestoreOptions
+    shared_root: Path = shared_files.ROOT
+    outputs: Mapping[Path, Path] = field(default_factory=dict)
+    images_dir: Path = field(init=False)
+    warnings: list[str] = field(default_factory=list)
+
+    def __post_init__(self) -> None:
+        self.images_dir = self.source.images
+
+
 class LoadDevice:
     """Begin to read device memory into staging files; it goes on until the driver has taken the last of it."""
 
     name = "load"
 
-    def __init__(self, context: RestoreContext) -> None:
+    def __init__(self, context: DeviceRestore) -> None:
         self._context = context
 
     def describe(self) -> str:
@@ -226,24 +235,7 @@ class CriuRestore:
                 deadline=context.deadline,
             )
             interrupts.postpone()
-        try:
-            tree = processes.tree(context.root_pid)
-        except ProcessNotFound as e:
-            raise JobChanged(
-                "the job's first process ended right after it was restored",
-                pids=[context.root_pid],
-                hint="its own log may say why; the snapshot is intact",
-            ) from e
-        context.restored = tuple(process.id for process in tree)
-        if context.protection is not None:
-            context.protection.change(kill=context.restored, criu=None, images=None)
-        by_namespace_pid = {process.ns_pids[-1]: process.id for process in tree}
-        for record in context.snapshot.manifest.processes:
-            restored = by_namespace_pid.get(record.ns_pids[-1])
-            if restored is not None:
-                context.pids[record.pid] = restored.pid
-            if context.gang is not None and record.found_state is not None:
-                context.gang.add([_member(record, restored)])
+        take_stock(context)
         return sum(file.size_bytes for file in context.snapshot.manifest.files)
 
     def _on_start(self, criu: ProcessId) -> None:
@@ -253,15 +245,41 @@ class CriuRestore:
 
     def undo(self) -> None:
         """End every process of the restored tree; the snapshot stays as it is."""
-        if not self._context.root_pid:
-            return
-        now: set[ProcessId] = set()
-        with contextlib.suppress(ProcessNotFound):  # the root may have ended by itself
-            now = {process.id for process in processes.tree(self._context.root_pid)}
-        left = processes.kill_and_wait(now | set(self._context.restored))
-        if left:
-            failures = [f"process {process.pid} does not end" for process in left]
-            raise JobDamaged("not every restored process could be ended: " + ", ".join(failures), failures=failures)
+        if self._context.root_pid:
+            end_restored(self._context)
+
+
+def take_stock(context: DeviceRestore) -> None:
+    """Find the processes of the manifest in the tree of ``context.root_pid``, which has just been restored."""
+    try:
+        tree = processes.tree(context.root_pid)
+    except ProcessNotFound as e:
+        raise JobChanged(
+            "the job's first process ended right after it was restored",
+            pids=[context.root_pid],
+            hint="its own log may say why; the snapshot is intact",
+        ) from e
+    context.restored = tuple(process.id for process in tree)
+    if context.protection is not None:
+        context.protection.change(kill=context.restored, criu=None, images=None)
+    by_namespace_pid = {process.ns_pids[-1]: process.id for process in tree}
+    for record in context.snapshot.manifest.processes:
+        restored = by_namespace_pid.get(record.ns_pids[-1])
+        if restored is not None:
+            context.pids[record.pid] = restored.pid
+        if context.gang is not None and record.found_state is not None:
+            context.gang.add([_member(record, restored)])
+
+
+def end_restored(context: DeviceRestore) -> None:
+    """End every process of the restored tree. Raises JobDamaged where one does not end."""
+    now: set[ProcessId] = set()
+    with contextlib.suppress(ProcessNotFound):  # the root may have ended by itself
+        now = {process.id for process in processes.tree(context.root_pid)}
+    left = processes.kill_and_wait(now | set(context.restored))
+    if left:
+        failures = [f"process {process.pid} does not end" for process in left]
+        raise JobDamaged("not every restored process could be ended: " + ", ".join(failures), failures=failures)
 
 
 class RestoreDevice:
@@ -269,7 +287,7 @@ class RestoreDevice:
 
     name = "restore"
 
-    def __init__(self, context: RestoreContext, restore: RestoreGang) -> None:
+    def __init__(self, context: DeviceRestore, restore: RestoreGang) -> None:
         self._context = context
         self._restore = restore
 

@@ -104,6 +104,7 @@ def _require_alone(manifest: Manifest, lineage: str) -> None:
         raise InvalidRequest(
             f"the job of this snapshot, or a copy of it, runs: process {', '.join(map(str, running))}",
             hint="--clone restores one more copy beside it; or end it first",
+            code="GPUCR-JOB-RUNS",
         )
 
 

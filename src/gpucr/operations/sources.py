@@ -4,19 +4,25 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from pathlib import Path
-from typing import Protocol
+from typing import TYPE_CHECKING, BinaryIO, Protocol
 
+from gpucr.criu.image_entries import images_in
 from gpucr.operations.interrupts import Interrupts
 from gpucr.operations.job_snapshot import JobSnapshot
-from gpucr.operations.protection import Protection
 from gpucr.operations.steps import Meter
 from gpucr.snapshot.device.loader import DeviceLoader
 from gpucr.snapshot.device.reader import Destination, DeviceReader
 from gpucr.snapshot.folder import IMAGES_NAME, Snapshot
 
+if TYPE_CHECKING:  # what only looks at a snapshot needs no driver
+    from gpucr.operations.protection import Protection
+
 
 class RestoreSource(Protocol):
-    """A snapshot on its way into a job. ``folder`` holds its files (``images``, ``shared``) once `provide` has run."""
+    """A snapshot on its way into a job. ``folder`` holds its files (``images``, ``shared``) once `provide` has run.
+
+    Nothing is made before that: `open_image` and `packed_bytes` are also for who only looks at a snapshot.
+    """
 
     folder: Path
 
@@ -41,6 +47,12 @@ class RestoreSource(Protocol):
 
     def loader(self, destinations: Sequence[Destination]) -> DeviceLoader:
         """What fills these staging files. Raises SnapshotDamaged, StoreDamaged."""
+
+    def open_image(self, name: str) -> BinaryIO:
+        """An image of CRIU's where it is stored, also before `provide` (see `OpenImage`)."""
+
+    def packed_bytes(self, pid: int | None = None) -> int | None:
+        """What this process's device memory takes there, or all of it; None: nothing is compressed."""
 
     def close(self) -> None:
         """Remove what was needed only while the operation lasted. Idempotent."""
@@ -82,6 +94,16 @@ class FolderSource:
     def loader(self, destinations: Sequence[Destination]) -> DeviceLoader:
         """A reader of the device folder."""
         return DeviceReader(self._snapshot.device, destinations)
+
+    def open_image(self, name: str) -> BinaryIO:
+        """One of the snapshot's, or of the container whose GPU part it is: the part lies among them."""
+        around = self.folder.resolve().parent
+        is_part = not self.images.exists() and (around / "pstree.img").is_file()
+        return images_in(around if is_part else self.images)(name)
+
+    def packed_bytes(self, pid: int | None = None) -> int | None:
+        """None: a folder is not compressed."""
+        return None
 
     def close(self) -> None:
         """Nothing: the folder is the snapshot."""

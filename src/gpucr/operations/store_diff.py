@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+import io
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 
-from gpucr.criu.page_images import PageMap, PageMapError
+from gpucr.criu.image_entries import ImageError
+from gpucr.criu.page_images import PageMap
 from gpucr.errors import InvalidRequest
 from gpucr.model import StagedExtent
 from gpucr.operations.places import Place, open_snapshot
@@ -102,8 +104,8 @@ class _Side:
             if area is None:
                 continue
             try:
-                pagemap = PageMap.parse(self.reader.read_all(area.pieces(self.reader)))
-            except PageMapError:
+                pagemap = PageMap.read(io.BytesIO(self.reader.read_all(area.pieces(self.reader))))
+            except ImageError:
                 continue
             if f"{_IMAGES}{pagemap.name}" in areas:
                 yield process, f"{_IMAGES}{pagemap.name}", pagemap

@@ -2,17 +2,19 @@
 
 from __future__ import annotations
 
+import errno
+import io
 import os
 import threading
 from collections.abc import Iterator, Mapping, Sequence
-from contextlib import ExitStack, contextmanager
+from contextlib import ExitStack, contextmanager, suppress
 from itertools import accumulate, zip_longest
 from pathlib import Path
+from typing import TYPE_CHECKING, BinaryIO
 
-from gpucr.errors import SnapshotError
+from gpucr.errors import SnapshotError, StoreDamaged
 from gpucr.operations.interrupts import Interrupts
 from gpucr.operations.job_snapshot import JobSnapshot
-from gpucr.operations.protection import Protection
 from gpucr.operations.steps import Meter
 from gpucr.operations.store_snapshot import SnapshotInStore, device_area
 from gpucr.operations.working_folder import WorkingFolder
@@ -24,6 +26,12 @@ from gpucr.store import snapshots
 from gpucr.store.backend import Buffer
 from gpucr.store.pieces import PieceRef
 from gpucr.store.reader import StoreReader
+
+if TYPE_CHECKING:  # what only looks at a snapshot needs no driver
+    from gpucr.operations.protection import Protection
+
+_SMALL_BYTES = 64 << 10
+_MAX_IMAGE_BYTES = 256 << 20
 
 
 class StoreSource:
@@ -42,6 +50,7 @@ class StoreSource:
             besides_bytes=sum(data.size_bytes for data in manifest.device_data.values()),
         )
         self.folder = self._working.snapshot
+        self._small_images: dict[str, bytes] | None = None
 
     @property
     def snapshot(self) -> JobSnapshot:
@@ -97,6 +106,45 @@ class StoreSource:
         pieces = {each.pid: self._pieces(device_area(each.pid)) for each in destinations}
         return StoreLoader(self._reader, pieces, destinations)
 
+    def open_image(self, name: str) -> BinaryIO:
+        """The whole of it in memory. Small images are read with one request for many, when the first is opened."""
+        if self._small_images is None:
+            self._small_images = self._read_small_images()
+        path = f"{IMAGES_NAME}/{name}"
+        if path not in {area.name for area in self._snapshot.stored.areas}:
+            raise FileNotFoundError(errno.ENOENT, "it is not in the snapshot", path)
+        data = self._small_images.get(path)
+        if data is None:
+            if self._snapshot.stored.area(path).size_bytes > _MAX_IMAGE_BYTES:
+                raise OSError(errno.EFBIG, f"it is larger than {_MAX_IMAGE_BYTES} bytes", path)
+            try:
+                data = self._reader.read_all(self._pieces(path))
+            except StoreDamaged as e:
+                raise OSError(errno.EIO, e.message, path) from e
+        return io.BytesIO(data)
+
+    def packed_bytes(self, pid: int | None = None) -> int | None:
+        """What the pieces take in their packs, each counted once."""
+        areas = self._snapshot.stored.areas if pid is None else [self._snapshot.stored.area(device_area(pid))]
+        return self._reader.stored_bytes(ref for area in areas for ref in area.pieces(self._reader))
+
+    def _read_small_images(self) -> dict[str, bytes]:
+        areas = [
+            area
+            for area in self._snapshot.stored.areas
+            if area.name.startswith(f"{IMAGES_NAME}/") and len(area.listed) == 1 and area.size_bytes <= _SMALL_BYTES
+        ]
+        found: dict[str, bytes] = {}
+
+        def deliver(number: int, data: Buffer | None) -> None:
+            area = areas[number]
+            found[area.name] = bytes(area.size_bytes) if data is None else bytes(data)
+
+        # Where one of them is damaged, it is looked at again when it is opened.
+        with suppress(StoreDamaged):
+            self._reader.stream((area.listed[0] for area in areas), deliver)
+        return found
+
     def close(self) -> None:
         """Remove the working folder."""
         self._working.remove()
@@ -110,6 +158,7 @@ class StoreSource:
                 f"CRIU's images cannot be put into {self._working.path.parent}: {e.strerror}",
                 path=str(e.filename or self.folder),
                 hint="free space there, or name another folder for temporary files with TMPDIR",
+                code="GPUCR-NO-SPACE",
             ) from e
 
     def _pieces(self, area: str) -> Sequence[PieceRef]:

@@ -12,7 +12,6 @@ from typing import NamedTuple
 
 from gpucr import preflight
 from gpucr.criu import page_images
-from gpucr.errors import SnapshotError
 from gpucr.linux import memory
 from gpucr.model import Job, StagedExtent
 from gpucr.operations.job_snapshot import JobSnapshot
@@ -24,8 +23,7 @@ from gpucr.operations.working_folder import WorkingFolder
 from gpucr.snapshot.device.crew import THREADS, PieceBuffer
 from gpucr.snapshot.device.sink import DeviceSink
 from gpucr.snapshot.device.writer import DeviceWriter
-from gpucr.snapshot.folder import IMAGES_NAME, UnfinishedSnapshot
-from gpucr.snapshot.json_reader import ManifestError
+from gpucr.snapshot.folder import IMAGES_NAME, UnfinishedSnapshot, completed
 from gpucr.snapshot.manifest import DeviceData, FileRecord, Manifest, encode
 from gpucr.snapshot.shared_files import FOLDER_NAME
 from gpucr.store import snapshots
@@ -35,6 +33,8 @@ from gpucr.store.opened import Store
 from gpucr.store.pieces import PieceRef
 from gpucr.store.session import WriteSession
 from gpucr.store.snapshots import Area
+
+_NO_SPACE_HINT = "free space in the folder for temporary files, or name another one with TMPDIR"
 
 
 class StoreTarget:
@@ -116,7 +116,7 @@ class StoreTarget:
     def seal_images(self) -> None:
         """Store the files."""
         if self._records is None:
-            with self._explained():
+            with completed(self.where, hint=_NO_SPACE_HINT):
                 self._records = self._store_files()
 
     def commit(self, draft: Manifest) -> JobSnapshot:
@@ -125,7 +125,7 @@ class StoreTarget:
         session, records = self._session, self._records
         assert session is not None and records is not None  # noqa: S101, PT018 - create, seal_images
         complete = replace(draft, files=records)
-        with self._explained():
+        with completed(self.where, hint=_NO_SPACE_HINT):
             stored = session.commit(
                 name=self._name,
                 manifest=encode(complete),
@@ -183,23 +183,6 @@ class StoreTarget:
                 ends = [*starts[1:], size_bytes] if starts else []
                 parts = [_Part(fd, start, end - start) for start, end in zip(starts, ends, strict=True)]
                 yield _File(f"{folder}/{name}", size_bytes, parts)
-
-    @contextlib.contextmanager
-    def _explained(self) -> Iterator[None]:
-        try:
-            yield
-        except ManifestError as e:
-            raise SnapshotError(
-                f"the snapshot {self.where} could not be completed: its manifest cannot be written, {e}",
-                path=self.where,
-                hint="dump the job in parts: it has more memory or processes than one snapshot can name",
-            ) from e
-        except OSError as e:
-            raise SnapshotError(
-                f"the snapshot {self.where} could not be completed: {e.strerror}",
-                path=str(e.filename or self.where),
-                hint="free space in the folder for temporary files, or name another one with TMPDIR",
-            ) from e
 
 
 class _Part(NamedTuple):

@@ -47,7 +47,10 @@ def _make_folder(path: Path) -> None:
         ) from e
     if others and "gpucr-store.json" not in others:  # of a store that is there, `Store.create` tells
         raise StoreError(
-            f"{path} is not empty", path=str(path), hint="name a folder that does not exist yet, or is empty"
+            f"{path} is not empty",
+            path=str(path),
+            hint="name a folder that does not exist yet, or is empty",
+            code="GPUCR-STORE-EXISTS",
         )
 
 

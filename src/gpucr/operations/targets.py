@@ -89,11 +89,11 @@ class DumpTarget(Protocol):
 
 
 class FolderTarget:
-    """A folder that becomes a plain snapshot (see `DumpTarget`)."""
+    """A folder that becomes a plain snapshot, or the GPU part of a container's checkpoint (see `DumpTarget`)."""
 
-    def __init__(self, path: Path) -> None:
+    def __init__(self, path: Path, *, with_images: bool = True) -> None:
         check_target(path)
-        self.folder = UnfinishedSnapshot(path)
+        self.folder = UnfinishedSnapshot(path, with_images=with_images)
         self._sink = FolderSink(self.folder.device)
         self._manifest: Manifest | None = None
 

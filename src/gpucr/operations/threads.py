@@ -90,4 +90,5 @@ def explained(*pids: int) -> Iterator[None]:
             f"process {names} cannot be traced: {e.strerror or e}",
             pid=pids[0],
             hint="another tracer (debugger, strace, profiler) holds it, or ptrace is forbidden here",
+            code="GPUCR-TRACED",
         ) from e

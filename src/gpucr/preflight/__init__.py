@@ -7,11 +7,12 @@ no privileges, a target folder that is taken) is an error of its own where it is
 
 from __future__ import annotations
 
+from gpucr.preflight.capabilities import check_capabilities
 from gpucr.preflight.clocks import check_clocks
 from gpucr.preflight.findings import Finding, require_no_blocking
 from gpucr.preflight.gpus import check_gpus, check_room, device_bytes_in_use
 from gpucr.preflight.measured import Measurement, Measurements, check_basics
-from gpucr.preflight.modes import check_driver, check_mig_targets
+from gpucr.preflight.modes import check_driver, check_mig_targets, mps_programs
 from gpucr.preflight.outside import (
     FilesMode,
     TcpMode,
@@ -50,6 +51,7 @@ __all__ = [
     "MemoryNeed",
     "TcpMode",
     "check_basics",
+    "check_capabilities",
     "check_clocks",
     "check_disk",
     "check_driver",
@@ -70,6 +72,7 @@ __all__ = [
     "check_traps",
     "device_bytes_in_use",
     "look",
+    "mps_programs",
     "needs_of_dump",
     "needs_of_restore",
     "needs_of_suspend",

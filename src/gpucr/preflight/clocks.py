@@ -21,6 +21,7 @@ def check_clocks(*, are_in_images: bool) -> list[Finding]:
             "CAP_SYS_TIME is missing",
             "CRIU lets them go on where they stood at the dump, and gives up where it may not",
             "give the container CAP_SYS_TIME, or restore outside it; the machine's own clock stays as it is",
+            code="GPUCR-CLOCKS",
         )
     ]
 
@@ -32,4 +33,5 @@ def _jump(evidence: str) -> Finding:
         evidence,
         "CLOCK_MONOTONIC and CLOCK_BOOTTIME may even go back: timeouts end at once, or much too late",
         "restore and dump on kernels with CONFIG_TIME_NS (Linux 5.6 and newer)",
+        code="GPUCR-CLOCKS",
     )

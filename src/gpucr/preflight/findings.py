@@ -11,7 +11,10 @@ from gpucr.errors import Unsupported
 
 @dataclass(frozen=True)
 class Finding:
-    """One thing that stands in the way. ``pid`` is None where it concerns the machine."""
+    """One thing that stands in the way. ``pid`` is None where it concerns the machine.
+
+    ``code`` names the situation, as in `gpucr.errors`. A blocking finding has one of its own.
+    """
 
     severity: Literal["blocking", "warning"]
     what: str
@@ -19,6 +22,7 @@ class Finding:
     consequence: str
     remedy: str
     pid: int | None = None
+    code: str = Unsupported.code
 
     def sentence(self) -> str:
         """What and evidence in one line."""
@@ -35,6 +39,7 @@ def require_no_blocking(findings: Iterable[Finding], *, force: bool = False) -> 
     raise Unsupported(
         f"{first.sentence()}: {first.consequence}{others}",
         hint=f"{first.remedy} (--force tries all the same; nothing was changed)",
+        code=first.code,
     )
 
 

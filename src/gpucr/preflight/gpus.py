@@ -40,6 +40,7 @@ def check_gpus(
                     f"this machine has {have}",
                     "there is nowhere to put its device memory",
                     "let gpucr choose with --gpu auto, or name this machine's GPUs with --gpu-map OLD=NEW",
+                    code="GPUCR-NO-GPU",
                 )
             )
             continue
@@ -61,6 +62,7 @@ def check_room(needed_bytes: Mapping[str, int], here: Sequence[Gpu], gpu_map: Gp
                     f"the job held {mib(needed)} on it",
                     f"{mib(needed - new.memory_free_bytes)} are missing, and a restore that runs out loses the job",
                     "end or suspend what uses that GPU, or choose another one with --gpu auto or --gpu-map",
+                    code="GPUCR-GPU-FULL",
                 )
             )
     return found
@@ -76,5 +78,6 @@ def _compare(old: Gpu, new: Gpu) -> list[Finding]:
             f"the job ran on a {old.name}",
             "the driver restores only to the same kind of GPU",
             "choose a GPU of the same kind with --gpu-map",
+            code="GPUCR-OTHER-MODEL",
         )
     ]

@@ -56,6 +56,7 @@ def check_basics(measured: Measurements) -> list[Finding]:
                 f"canary plain, {plain}",
                 "the job would be lost, or refused by the driver",
                 "`gpucr doctor --probe` measures again; the driver may need an update or the GPU a reset",
+                code="GPUCR-PROBE",
             )
         )
     for name, what in _BASICS.items():
@@ -68,6 +69,7 @@ def check_basics(measured: Measurements) -> list[Finding]:
                     f"canary {name}, {one}",
                     "a job that uses it would be lost, and whether one does cannot be seen from outside",
                     "`gpucr doctor --probe` measures again",
+                    code="GPUCR-PROBE",
                 )
             )
     return found

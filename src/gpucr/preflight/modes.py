@@ -55,13 +55,14 @@ def _mig(gpu: Gpu, why: str, severity: str) -> Finding:
         f"NVML; {why}",
         "no driver is known to checkpoint or restore on a MIG GPU",
         f"use a GPU without MIG (`nvidia-smi -i {gpu.index} -mig 0` turns it off)",
+        code="GPUCR-MIG",
     )
 
 
 def check_mps(job: JobTraits) -> list[Finding]:
     """Processes that use their GPU through MPS: NVML knows, or a server of MPS runs and its pipe is in their reach."""
     found = []
-    programs = _mps_programs() if job.processes else ()
+    programs = mps_programs() if job.processes else ()
     for each in job.processes:
         if each.pid in job.mps_clients:
             found.append(_mps(each, "NVML lists it as a client of MPS"))
@@ -80,10 +81,11 @@ def _mps(process: CudaTraits, evidence: str) -> Finding:
         "no driver is known to checkpoint a client of MPS",
         "start the job without MPS, for example with an empty folder as CUDA_MPS_PIPE_DIRECTORY",
         process.pid,
+        code="GPUCR-MPS",
     )
 
 
-def _mps_programs() -> tuple[str, ...]:
+def mps_programs() -> tuple[str, ...]:
     """The MPS programs that run, as ``name (pid N)``."""
     found = []
     for pid in processes.all_pids():
@@ -137,5 +139,6 @@ def check_driver(capabilities: DriverCapabilities, gpu_map: GpuMap | None) -> li
             f"it is of CUDA {capabilities.cuda_version // 1000}.{capabilities.cuda_version % 1000 // 10}",
             "it would ignore the GPU map in silence, or refuse it after the job was started",
             "install NVIDIA driver 580 (CUDA 13.0) or newer, or restore without a GPU map",
+            code="GPUCR-OLD-DRIVER",
         )
     ]

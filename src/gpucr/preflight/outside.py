@@ -53,6 +53,7 @@ def check_kept_connections(connections: Sequence[Connection], tcp: TcpMode, *, l
                 some,
                 "what the restored job sends is taken for old data: the other ends would see it garbled or not at all",
                 "restore with --tcp close, the default",
+                code="GPUCR-CONNECTIONS",
             )
         ]
     absent = [str(each) for each in connections if not _is_address_here(each.local)]
@@ -64,6 +65,7 @@ def check_kept_connections(connections: Sequence[Connection], tcp: TcpMode, *, l
                 _some(absent),
                 "they can only be kept where they were",
                 "restore with --tcp close, the default, or on the machine of the dump",
+                code="GPUCR-CONNECTIONS",
             )
         ]
     return [Finding("warning", f"{what}; they are taken up again", some, "the other ends may be gone", "--tcp close")]
@@ -83,6 +85,7 @@ def check_ports(endpoints: Collection[Endpoint]) -> list[Finding]:
             "the job's socket cannot be bound there again",
             "end that program; if it is the job itself, it is still running and needs no restore",
             owners.get(each.inode),
+            code="GPUCR-ADDRESS-IN-USE",
         )
         for endpoint, each in {each.local: each for each in taken}.items()
     ]
@@ -107,6 +110,7 @@ def check_files(files: Sequence[JobFile], folders: Sequence[str], mode: FilesMod
                 _some(missing),
                 "the job had them open, and CRIU restores no job without them",
                 "put them where they were",
+                code="GPUCR-FILE-MISSING",
             )
         )
     found += [_judge(file, size_bytes, mode) for file, size_bytes in changed]
@@ -128,6 +132,7 @@ def check_shared_files(in_use: Mapping[str, tuple[int, int]]) -> list[Finding]:
             "the job needs that name, with the content of the dump",
             "end that program; if it is the job itself, it is still running and needs no restore",
             owners[inode],
+            code="GPUCR-FILE-IN-USE",
         )
         for name, inode in in_use.items()
         if inode in owners
@@ -147,10 +152,16 @@ def _judge(file: JobFile, size_bytes: int, mode: FilesMode) -> Finding:
             "the job only read it: it may be another file by now, and positions in it mean something else",
             "put the file back as it was"
             + ("" if file.is_mapped else ", or insist if what is new was added at its end"),
+            code="GPUCR-FILE-CHANGED",
         )
     if file.is_mapped and not grown:
         return Finding(
-            "blocking", what, evidence, "memory of the job is pages of it that are gone", "put the file back as it was"
+            "blocking",
+            what,
+            evidence,
+            "memory of the job is pages of it that are gone",
+            "put the file back as it was",
+            code="GPUCR-FILE-CHANGED",
         )
     if mode == "keep":
         return Finding(
@@ -164,7 +175,14 @@ def _judge(file: JobFile, size_bytes: int, mode: FilesMode) -> Finding:
         return Finding(
             "warning", what, evidence, "it is cut back, and what is cut off is kept beside it", "--files keep"
         )
-    return Finding("blocking", what, evidence, "what is missing cannot be brought back", "restore with --files keep")
+    return Finding(
+        "blocking",
+        what,
+        evidence,
+        "what is missing cannot be brought back",
+        "restore with --files keep",
+        code="GPUCR-FILE-CHANGED",
+    )
 
 
 def _is_cut_back(file: JobFile, size_bytes: int) -> bool:
@@ -184,6 +202,7 @@ def _check_writers(paths: Sequence[str]) -> list[Finding]:
             "that program may be writing to it",
             "end that program, or restore with --files keep",
             pid,
+            code="GPUCR-FILE-IN-USE",
         )
         for inode, pid in (files_in_use.holders(set(inodes)) if inodes else {}).items()
     ]

@@ -29,6 +29,7 @@ def check_disk(job: Job, folder: Path, device_bytes: int) -> list[Finding]:
             f"device memory {mib(device_bytes)}, resident memory {mib(resident)}",
             f"the snapshot needs up to {mib(likely)}, {mib(likely - free)} more",
             "free some space, or name a folder on another disk with --to",
+            code="GPUCR-NO-SPACE",
         )
     ]
 
@@ -82,6 +83,7 @@ def check_host_memory(needs: Sequence[MemoryNeed]) -> list[Finding]:
                 f"MemAvailable in /proc/meminfo; the device memory in use needs {mib(total)}",
                 f"{mib(total - available)} are missing, and the kernel would kill processes",
                 "end other programs, or add memory",
+                code="GPUCR-HOST-MEMORY",
             )
         )
     # Processes often share a cgroup, and all of them one further up: a limit is charged for all below it.
@@ -106,4 +108,5 @@ def _limit_finding(limit: cgroups.MemoryLimit, needed_bytes: int) -> Finding:
         if limit.is_hard
         else f"{missing} are missing, and the kernel slows the processes of the cgroup down, perhaps to a standstill",
         f"raise {limit.path.name}, in a container its memory limit, or end other programs of that cgroup",
+        code="GPUCR-HOST-MEMORY",
     )

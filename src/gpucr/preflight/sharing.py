@@ -82,6 +82,7 @@ def _check_shared_memory(ranks: Sequence[CudaTraits], measured: Measurements) ->
             f"NCCL settings and mappings; {say(measured, ('shared_memory_ranks',))}",
             "this machine does not bring back such processes: " + _LOSS,
             "`gpucr doctor --probe --only shared_memory_ranks` measures again",
+            code="GPUCR-NCCL",
         )
     ]
 
@@ -93,6 +94,7 @@ def _only_files_seen(ranks: Sequence[CudaTraits]) -> Finding:
         f"both have {_SHARED_FILES}* mapped, which P2P has not; {_settings_seen(ranks)}",
         "should they use P2P as well, " + _LOSS,
         f"start the job with {_START_WITH}, as `gpucr run` does, to be sure",
+        code="GPUCR-NCCL",
     )
 
 
@@ -116,6 +118,7 @@ def _blocking(job: JobTraits, ranks: Sequence[CudaTraits], measured: Measurement
         "NCCL itself was not measured here: should something of it not come back, " + _LOSS if come_back else _LOSS,
         f"start the job with {_START_WITH}, as `gpucr run` does",
         ranks[0].pid,
+        code="GPUCR-NCCL",
     )
 
 
@@ -162,6 +165,7 @@ def check_peer_access(job: JobTraits, measured: Measurements) -> list[Finding]:
             "if it has copied between its GPUs with peer access, " + _LOSS,
             "insist if the program never copies between its GPUs, or give each GPU a process of its own",
             each.pid,
+            code="GPUCR-PEER-ACCESS",
         )
         for each in job.processes
         if each.gpus is not None and len(each.gpus) > 1 and job.can_reach(each.gpus)

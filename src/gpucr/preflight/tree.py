@@ -37,6 +37,7 @@ def check_states(job: Job) -> list[Finding]:
             if member.found is CudaState.FAILED
             else "wait until the other tool that works on this process has finished",
             member.pid,
+            code="GPUCR-CUDA-STATE",
         )
         for member in job.gang
         if member.found not in known
@@ -57,6 +58,7 @@ def check_tracers(job: Job) -> list[Finding]:
                     "CRIU cannot attach to it",
                     f"detach the debugger, strace or profiler with pid {tracer}",
                     process.pid,
+                    code="GPUCR-TRACED",
                 )
             )
     return found
@@ -100,6 +102,7 @@ def _judge(process: ProcessInfo, target: str, fd: int, *, in_gang: bool) -> Find
             "CRIU cannot dump one",
             "start the job without io_uring; for torch's TCPStore set USE_LIBUV=0",
             process.pid,
+            code="GPUCR-IO-URING",
         )
     if not in_gang and _UNDUMPABLE.match(target):
         return Finding(
@@ -109,6 +112,7 @@ def _judge(process: ProcessInfo, target: str, fd: int, *, in_gang: bool) -> Find
             "the dump would fail",
             "close it, or dump without the part of the program that needs it",
             process.pid,
+            code="GPUCR-UNSUPPORTED-FILE",
         )
     if not in_gang and _NVIDIA_DEVICE.match(target):
         return Finding(
@@ -118,6 +122,7 @@ def _judge(process: ProcessInfo, target: str, fd: int, *, in_gang: bool) -> Find
             "nothing can make it let go, and CRIU cannot dump it",
             "a program that watches GPUs through NVML does this: leave it out of the tree",
             process.pid,
+            code="GPUCR-GPU-HELD",
         )
     return None
 
@@ -140,6 +145,7 @@ def check_free_pids(pids: Sequence[int]) -> list[Finding]:
                 if zombie
                 else "end that process; if it is the job itself, it is still running and needs no restore",
                 pid,
+                code="GPUCR-PID-IN-USE",
             )
         )
     return found

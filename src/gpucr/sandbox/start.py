@@ -313,6 +313,7 @@ class _Keeper:
             raise BrokenInstall(
                 f"the keeper process has not answered for {ANSWER_LIMIT_S:g} s",
                 hint="see what stops it (`ps`), or try again when the machine is less busy",
+                code="GPUCR-KEEPER",
             ) from e
         except ConnectionError as e:
             raise self.lost() from e
@@ -332,6 +333,7 @@ class _Keeper:
         return BrokenInstall(
             "the keeper process of the job ended" + (f": {said}" if said else ""),
             hint="it may have been killed for want of memory (dmesg)",
+            code="GPUCR-KEEPER",
         )
 
     def _spawn(self, socket_fd: int) -> subprocess.Popen[bytes]:
@@ -358,6 +360,7 @@ class _Keeper:
                 raise BrokenInstall(
                     f"the keeper process cannot be started: {e.strerror}",
                     hint="gpucr starts its own Python a second time; see that sys.executable names it",
+                    code="GPUCR-KEEPER",
                 ) from e
 
     def _error(self, part: str, said: str) -> GpucrError:
@@ -366,6 +369,7 @@ class _Keeper:
                 f"the job's namespaces cannot be made: {said}",
                 hint="that needs root (CAP_SYS_ADMIN), a /dev/shm, and a container that allows it; "
                 "--no-isolate does without",
+                code="GPUCR-NO-SANDBOX",
             )
         if part == "log":
             return InvalidRequest(
@@ -373,7 +377,9 @@ class _Keeper:
             )
         program = self._specification["command"][0]
         return InvalidRequest(
-            f"{program} cannot be run: {said}", hint="see its mode, and its interpreter's if a script"
+            f"{program} cannot be run: {said}",
+            hint="see its mode, and its interpreter's if a script",
+            code="GPUCR-NO-PROGRAM",
         )
 
 

@@ -29,16 +29,47 @@ from gpucr.snapshot.outside import SharedFileRecord
 MANIFEST_NAME = "manifest.json"
 IMAGES_NAME = "images"
 DEVICE_NAME = "device"
+GPU_PART_NAME = "gpucr"
+"""The folder among a container's images that holds its GPU state: a manifest and device memory."""
 _UNFINISHED_NAME = f".{MANIFEST_NAME}.unfinished"
+
+_NO_SPACE_HINT = "free space on that disk, or name a folder on another one with --to"
+
+
+@contextlib.contextmanager
+def completed(where: str, *, hint: str) -> Iterator[None]:
+    """What keeps the snapshot ``where`` from being completed in this block, as a SnapshotError that says what to do.
+
+    ``hint`` is for a file that cannot be written.
+    """
+    try:
+        yield
+    except ManifestError as e:
+        raise SnapshotError(
+            f"the snapshot {where} could not be completed: its manifest cannot be written, {e}",
+            path=where,
+            hint="dump the job in parts: it has more memory or processes than one snapshot can name",
+        ) from e
+    except OSError as e:
+        raise SnapshotError(
+            f"the snapshot {where} could not be completed: {e.strerror}",
+            path=str(e.filename or where),
+            hint=hint,
+            code="GPUCR-NO-SPACE",
+        ) from e
 
 
 class UnfinishedSnapshot:
-    """A snapshot folder that is being filled. `commit` makes it a snapshot, `discard` removes it."""
+    """A snapshot folder that is being filled. `commit` makes it a snapshot, `discard` removes it.
 
-    def __init__(self, path: Path) -> None:
+    Without ``with_images`` it is the GPU part of a container's checkpoint: CRIU's images are the runtime's.
+    """
+
+    def __init__(self, path: Path, *, with_images: bool = True) -> None:
         self.path = path
+        self._with_images = with_images
         self._made_folder = False
-        self._made_images = False
+        self._is_begun = False
         self._mode_before: int | None = None
         self._sealed: tuple[FileRecord, ...] | None = None
 
@@ -47,7 +78,7 @@ class UnfinishedSnapshot:
         """What a process that died had made with `create`; ``mode_before`` as it said, None: the folder is new."""
         unfinished = cls(path)
         unfinished._made_folder = mode_before is None
-        unfinished._made_images = True
+        unfinished._is_begun = True
         unfinished._mode_before = mode_before
         return unfinished
 
@@ -86,8 +117,9 @@ class UnfinishedSnapshot:
                 self.path.mkdir(mode=0o700)
                 self._made_folder = True
             self.path.chmod(0o700)
-            self.images.mkdir(mode=0o700)
-            self._made_images = True
+            if self._with_images:
+                self.images.mkdir(mode=0o700)
+            self._is_begun = True
         except OSError as e:
             raise SnapshotError(
                 f"the snapshot folder {self.path} cannot be made: {e.strerror}",
@@ -97,12 +129,12 @@ class UnfinishedSnapshot:
 
     def save_shared_files(self, root: Path, inodes: Collection[int] | None) -> tuple[SharedFileRecord, ...]:
         """Take over the shared files under ``root`` (``inodes``: only these), as they are now (see shared_files.py)."""
-        with self._explained():
+        with completed(str(self.path), hint=_NO_SPACE_HINT):
             return shared_files.save(root, self.path, inodes=inodes)
 
     def seal_images(self) -> None:
         """Hash CRIU's images and the shared files, and make them durable: what can be done while others still write."""
-        with self._explained():
+        with completed(str(self.path), hint=_NO_SPACE_HINT):
             self._seal_images()
 
     def _seal_images(self) -> tuple[FileRecord, ...]:
@@ -129,37 +161,19 @@ class UnfinishedSnapshot:
 
         The device memory that the draft names must be durable already (`DeviceWriter.sync`).
         """
-        with self._explained():
+        with completed(str(self.path), hint=_NO_SPACE_HINT):
             device.check_shape(self.device, draft.device_data)  # a job may be ended for this snapshot
             complete = replace(draft, files=self._seal_images())
             _write_atomically(self.path / MANIFEST_NAME, manifest.encode(complete))
             files.sync_path(self.path.parent)
             return Snapshot(self.path, complete)
 
-    @contextlib.contextmanager
-    def _explained(self) -> Iterator[None]:
-        """What keeps the snapshot from being completed in this block, as an error that says what to do."""
-        try:
-            yield
-        except ManifestError as e:
-            raise SnapshotError(
-                f"the snapshot {self.path} could not be completed: its manifest cannot be written, {e}",
-                path=str(self.path / MANIFEST_NAME),
-                hint="dump the job in parts: it has more memory or processes than one snapshot can name",
-            ) from e
-        except OSError as e:
-            raise SnapshotError(
-                f"the snapshot {self.path} could not be completed: {e.strerror}",
-                path=str(e.filename or self.path),
-                hint="free space on that disk, or name a folder on another one with --to",
-            ) from e
-
     def discard(self) -> None:
         """Remove what `create`, CRIU and a `DeviceWriter` put there, and the folder itself if it was made here.
 
         What another dump put there, which made `create` fail, is not touched.
         """
-        if self._made_images:
+        if self._is_begun:
             # First, so that a half-removed folder is never taken for a snapshot.
             for name in (MANIFEST_NAME, _UNFINISHED_NAME):
                 (self.path / name).unlink(missing_ok=True)
@@ -270,6 +284,7 @@ def _check_target(path: Path) -> None:
             f"{path} belongs to uid {path.stat().st_uid}, who could change the snapshot before it is restored",
             path=str(path),
             hint="name a folder that does not exist yet with --to, or give that one to the user who dumps (chown)",
+            code="GPUCR-UNTRUSTED-SNAPSHOT",
         )
 
 
@@ -302,6 +317,7 @@ def _require_ours(folder: Path, manifest_stat: os.stat_result) -> None:
                 path=str(folder),
                 hint="restoring it would run whatever they put there; if you trust it: "
                 f"chown -R {os.geteuid()} and chmod -R go-rwx {folder}",
+                code="GPUCR-UNTRUSTED-SNAPSHOT",
             )
 
 

@@ -181,6 +181,11 @@ class Manifest:
         return any(process.found_state is not None for process in self.processes)
 
     @property
+    def has_images(self) -> bool:
+        """Whether CRIU's images are inside. Not in the GPU part of a container's checkpoint: its runtime has them."""
+        return any(file.path.startswith("images/") for file in self.files)
+
+    @property
     def size_bytes(self) -> int:
         """The size of all files together, without the holes in device memory."""
         stored = sum(data.stored_bytes for data in self.device_data.values())

@@ -93,7 +93,10 @@ class Gate:
         finally:
             if thread is not None:
                 with contextlib.suppress(OSError):
-                    thread.detach()
+                    if self._error is None:
+                        thread.detach()
+                    else:
+                        thread.let_go()  # the process has been killed
             self._ready.set()
 
     def _serve(self, thread: TracedThread, number: int) -> None:

@@ -61,7 +61,8 @@ class Store:
             backend.create(configuration.NAME, configuration.encode(made, _mac_key(ring) if ring else None))
         except Exists as e:
             hint = "use that one, or name another place"
-            raise StoreError(f"there is a store at {backend.url} already", path=backend.url, hint=hint) from e
+            message = f"there is a store at {backend.url} already"
+            raise StoreError(message, path=backend.url, hint=hint, code="GPUCR-STORE-EXISTS") from e
         except OSError as e:
             raise store.not_usable(e) from e
         return store
@@ -79,7 +80,8 @@ class Store:
             data = backend.read(name, 0, configuration.MAX_CONFIG_BYTES + 1)
         except Missing as e:
             hint = f"make one first (`gpucr store init {backend.url}`), or correct the name"
-            raise StoreError(f"there is no store at {backend.url}", path=backend.url, hint=hint) from e
+            message = f"there is no store at {backend.url}"
+            raise StoreError(message, path=backend.url, hint=hint, code="GPUCR-NO-STORE") from e
         except OSError as e:
             raise _not_usable(backend, e) from e
         try:
@@ -124,7 +126,7 @@ class Store:
     def add_key(self, secret: Secret) -> str:
         """Let one more secret open the store. The name of its key object. Raises StoreError."""
         if self.keys is None:
-            raise StoreError(f"the store {self.backend.url} is not encrypted", path=self.backend.url)
+            raise _not_encrypted(self.backend, "only an encrypted store has keys")
         name = f"{KEYS_PREFIX}{os.urandom(8).hex()}.json"
         try:
             self.backend.create(name, keys.wrap(self.keys.master, secret, self.config.store_id))
@@ -161,6 +163,11 @@ def _mac_key(ring: KeyRing) -> bytes:
     return ring.derive(b"configuration")
 
 
+def _not_encrypted(backend: Backend, hint: str) -> StoreError:
+    message = f"the store {backend.url} is not encrypted"
+    return StoreError(message, path=backend.url, hint=hint, code="GPUCR-NOT-ENCRYPTED")
+
+
 def _not_usable(backend: Backend, error: OSError) -> StoreError:
     what = f"{error.strerror or error}"
     return StoreError(
@@ -174,8 +181,7 @@ def _unlock(backend: Backend, config: StoreConfig, secret: Secret | None) -> Key
     if not config.encrypted:
         if secret is not None:
             # Not taken for one of ours: whoever can write there could have put a store without encryption in its place.
-            hint = "leave the key away if that is meant"
-            raise StoreError(f"the store {backend.url} is not encrypted", path=backend.url, hint=hint)
+            raise _not_encrypted(backend, "leave the key away if that is meant")
         return None
     if secret is None:
         hint = "give its key file or passphrase"

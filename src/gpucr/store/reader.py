@@ -90,6 +90,10 @@ class StoreReader:
         except PieceListError as e:
             raise self.store.damaged("packs/", f"has a list of pieces that is not valid: {e}") from e
 
+    def stored_bytes(self, refs: Iterable[PieceRef]) -> int:
+        """What these pieces take in their packs; one that is named twice is there once. Raises StoreDamaged."""
+        return sum(self._place(ref).stored_length for ref in dict.fromkeys(refs) if not ref.is_zero)
+
     def stream(self, refs: Iterable[PieceRef], deliver: Deliver) -> None:
         """Hand over every piece, checked, with its number in the order of ``refs``; None: it is all zero.
 

@@ -237,7 +237,8 @@ class StoreWriter:
             return self.store.not_usable(error)
         url = self.store.backend.url
         hint = "free space there (`gpucr prune` removes what no snapshot needs), or name another store"
-        return StoreError(f"the store {url} takes no more data: {error.strerror}", path=url, hint=hint)
+        message = f"the store {url} takes no more data: {error.strerror}"
+        return StoreError(message, path=url, hint=hint, code="GPUCR-NO-SPACE")
 
     def _count(self, **more: int) -> None:
         with self._lock:

@@ -90,6 +90,7 @@ class FolderSink:
                 hint="free space on that disk, or name a folder on another one with --to"
                 if is_full
                 else "check that disk (dmesg), or name a folder on another one with --to",
+                code="GPUCR-NO-SPACE" if is_full else None,
             ) from e
 
 

@@ -64,4 +64,5 @@ def fill(fd: int, position: int, data: memoryview, *, pid: int, needed_bytes: in
             f"device memory of process {pid} cannot be put into host memory: {e.strerror}",
             path=f"/proc/{os.getpid()}/fd/{fd}",
             hint=f"free host memory: {needed_bytes} bytes are needed for this process",
+            code="GPUCR-HOST-MEMORY",
         ) from e

@@ -1,0 +1,28 @@
+"""How Sphinx makes the documentation site of the pages that are read on the forge as well; scripts/docs runs it.
+
+The source folder is the root of the clone, so that a link from page to page is the same in both places.
+"""
+
+from __future__ import annotations
+
+import re
+from pathlib import Path
+
+ROOT = Path(__file__).parents[2]
+
+project = "gpucr"
+author = "the gpucr authors"
+release = re.findall(r'__version__ = "(.*)"', (ROOT / "src/gpucr/version.py").read_text())[0]
+
+extensions = ["myst_parser"]
+root_doc = "docs/site/index"
+include_patterns = ["docs/**", "src/gpucr/error_codes.md", "README.md", "CHANGELOG.md", "CONTRIBUTING.md"]
+myst_heading_anchors = 4  # the same anchors as the forge makes
+myst_links_external_new_tab = False
+
+html_theme = "furo"
+html_title = f"gpucr {release}"
+html_copy_source = False
+html_show_sphinx = False
+# Links to files that are no pages (scripts, sources) stand for those files in the clone.
+suppress_warnings = ["myst.header"]

@@ -1,0 +1,96 @@
+"""The doctor: every check of a machine, or of a job, and what mends it."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Callable
+from dataclasses import dataclass
+from pathlib import Path
+
+from gpucr.canaries.results import ProbeReport
+from gpucr.checkups import (
+    cuda_driver,
+    engine,
+    graphics,
+    job,
+    kernel,
+    measured,
+    memory,
+    privileges,
+    repairs,
+    runtimes,
+    storage,
+)
+from gpucr.checkups.checkup import Checkup
+from gpucr.checkups.repairs import Repair
+from gpucr.errors import DriverUnavailable, InvalidRequest
+from gpucr.operations.probe import last_probe
+
+
+@dataclass(frozen=True)
+class DoctorReport:
+    """What was found, in the order in which it was looked at; what was mended; and what was measured before.
+
+    ``probe`` is None for a job, and on a machine without a driver.
+    """
+
+    checkups: tuple[Checkup, ...]
+    repairs: tuple[Repair, ...] = ()
+    probe: ProbeReport | None = None
+
+    @property
+    def blocking(self) -> tuple[Checkup, ...]:
+        """Those because of which an operation would be refused, or fail."""
+        return tuple(each for each in self.checkups if each.verdict == "blocking")
+
+
+def doctor(
+    target: int | str | None = None,
+    *,
+    to: str | os.PathLike[str] | None = None,
+    fix: bool = False,
+    on_event: Callable[[str], None] | None = None,
+) -> DoctorReport:
+    """Look at this machine, or at a job (its pid, or its name), and say what stands in the way of gpucr.
+
+    Nothing is changed, unless ``fix`` asks to mend what of the machine can be mended safely; ``repairs`` then say what
+    was done, and how it is undone, and the rest is how things are afterwards. ``to``: where snapshots would go (None:
+    the current folder). Needs no privileges for a machine: what cannot be seen without them is ``unknown``. For a job
+    it needs access to the processes. ``on_event`` gets lines of talk while something is fetched.
+
+    Raises ProcessNotFound, InvalidRequest, NotPermitted, DriverUnavailable for a job that cannot be looked at.
+    """
+    folder, was_named = job.nearest_folder(to), to is not None
+    if target is not None:
+        if fix:
+            raise InvalidRequest("only the machine can be mended, not a job", hint="leave out --fix, or the job")
+        return DoctorReport(tuple(job.examine(target, folder, was_named=was_named)))
+    probe = _probe()
+    found = _machine(folder, probe, was_named=was_named)
+    if not fix:
+        return DoctorReport(found, (), probe)
+    done = repairs.repair(found, on_event)
+    return DoctorReport(_machine(folder, probe, was_named=was_named) if done else found, done, probe)
+
+
+def _machine(folder: Path, probe: ProbeReport | None, *, was_named: bool) -> tuple[Checkup, ...]:
+    graphics_facts = graphics.look()
+    gpus = graphics_facts.gpus
+    return (
+        *cuda_driver.check(cuda_driver.look()),
+        *graphics.check(graphics_facts),
+        *measured.check(probe),
+        *privileges.check(privileges.look()),
+        *kernel.check(kernel.look()),
+        *engine.check(engine.look()),
+        *memory.check(memory.look(gpus)),
+        *storage.check(storage.look(folder, gpus, was_named=was_named)),
+        *runtimes.check(runtimes.look()),
+    )
+
+
+def _probe() -> ProbeReport | None:
+    try:
+        return last_probe()
+    except DriverUnavailable:
+        return None

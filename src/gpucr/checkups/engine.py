@@ -1,0 +1,131 @@
+"""CRIU: whether there is one, whether it works on this kernel, and how it can lock a network."""
+
+from __future__ import annotations
+
+import shutil
+from dataclasses import dataclass
+
+from gpucr.checkups.checkup import Checkup, ok
+from gpucr.criu.engine import Criu
+from gpucr.criu.install import CriuInstall, find_criu, has_feature, least_version, version_text
+from gpucr.errors import CriuError, CriuUnavailable
+from gpucr.linux import processes
+
+_ABOUT = "CRIU"
+_NETWORK = "network lock"
+
+
+@dataclass(frozen=True)
+class CriuFacts:
+    """``install`` is None where no CRIU was found, and ``missing`` says why. ``least``: what this kernel needs.
+
+    ``failure`` is what `criu check` said (None: nothing is wrong). It needs privileges (``is_privileged``): without
+    them nothing is known.
+    """
+
+    install: CriuInstall | None
+    least: tuple[int, int, int]
+    is_privileged: bool
+    missing: str = ""
+    failure: CriuError | None = None
+    has_nftables: bool = False
+    has_iptables: bool = False
+
+
+def look() -> CriuFacts:
+    """Find CRIU and, with privileges, have it check the kernel."""
+    least, is_privileged = least_version(), processes.can_checkpoint_processes()
+    has_iptables = shutil.which("iptables-restore") is not None
+    try:
+        install = find_criu()
+    except CriuUnavailable as e:
+        return CriuFacts(None, least, is_privileged, e.message, has_iptables=has_iptables)
+    if not is_privileged:
+        return CriuFacts(install, least, is_privileged, has_iptables=has_iptables)
+    failure = None
+    try:
+        Criu(install).check()
+    except CriuError as e:
+        failure = e
+    has_nftables = has_feature(install, "network_lock_nftables")
+    return CriuFacts(install, least, is_privileged, "", failure, has_nftables, has_iptables)
+
+
+def check(facts: CriuFacts) -> list[Checkup]:
+    """CRIU itself, then its ways to lock a network."""
+    install = facts.install
+    if install is None:
+        return [
+            Checkup(
+                _ABOUT,
+                "blocking" if facts.is_privileged else "warning",  # root looks for it in places of its own
+                "there is no CRIU that can be used",
+                facts.missing,
+                "dump and restore are refused; suspend and resume work",
+                "gpucr criu fetches one on Debian and Ubuntu; elsewhere install CRIU "
+                f"{version_text(facts.least)} or newer",
+                code="GPUCR-NO-CRIU",
+                repair="fetch-criu",
+            )
+        ]
+    return [_engine(facts, install), *_network(facts)]
+
+
+def _engine(facts: CriuFacts, install: CriuInstall) -> Checkup:
+    where = f"{install.path}, origin: {install.origin}"
+    if facts.failure is not None:
+        return Checkup(
+            _ABOUT,
+            "blocking",
+            facts.failure.message,
+            f"criu check: {facts.failure.reason or 'it failed'}",
+            "dump and restore fail",
+            facts.failure.hint or "use a kernel with CONFIG_CHECKPOINT_RESTORE",
+        )
+    if install.version < facts.least:
+        return Checkup(
+            _ABOUT,
+            "warning",
+            f"CRIU {install.version_text} is too old for this kernel",
+            f"{where}; SO_PASSCRED is refused on network sockets, as by Linux 6.16 and newer",
+            "it can dump no job with a TCP or UDP socket",
+            f"use CRIU {version_text(facts.least)} or newer; `gpucr criu` fetches one where GPUCR_CRIU is not set",
+        )
+    if not facts.is_privileged:
+        return Checkup(
+            _ABOUT,
+            "unknown",
+            f"CRIU {install.version_text} starts; whether it works here was not seen",
+            f"{where}; criu check needs CAP_SYS_ADMIN and CAP_SYS_PTRACE",
+            "",
+            "sudo gpucr doctor",
+        )
+    return ok(_ABOUT, f"CRIU {install.version_text} works on this kernel", f"criu check; {where}")
+
+
+def _network(facts: CriuFacts) -> list[Checkup]:
+    if facts.has_nftables:
+        return [ok(_NETWORK, "connections can be silenced with nftables", "criu check --feature network_lock_nftables")]
+    if facts.has_iptables:
+        return [ok(_NETWORK, "connections can be silenced with iptables", "iptables-restore is on PATH")]
+    if not facts.is_privileged:
+        return [
+            Checkup(
+                _NETWORK,
+                "unknown",
+                "whether connections can be silenced was not seen",
+                "CRIU needs privileges to try nftables, and iptables-restore is not on PATH",
+                "",
+                "sudo gpucr doctor",
+            )
+        ]
+    return [
+        Checkup(
+            _NETWORK,
+            "warning",
+            "connections cannot be silenced while a job is dumped",
+            "CRIU cannot use nftables here, and iptables-restore is not on PATH",
+            "a packet that comes in the middle of a dump may break a TCP connection of the job",
+            "modprobe nf_tables, or install iptables",
+        )
+    ]

@@ -1,0 +1,157 @@
+"""A job: everything that preflight would say before a suspend or a dump of it, asked while nothing is to happen."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+
+from gpucr import preflight
+from gpucr.checkups import engine, privileges, storage
+from gpucr.checkups.checkup import Checkup, from_findings, ok
+from gpucr.criu.options import GHOST_LIMIT_MAX_BYTES, deleted_file_sizes
+from gpucr.driver.gpus import gpu_processes, list_gpus
+from gpucr.errors import Unsupported
+from gpucr.linux import processes
+from gpucr.model import CudaState, GangMember, GpuUse, Job
+from gpucr.operations import jobs, registered, suspended
+from gpucr.operations.traps import findings_of_traps
+from gpucr.preflight.findings import mib
+
+
+def examine(target: int | str, folder: Path, *, was_named: bool) -> list[Checkup]:
+    """Look at a job and judge it. Changes nothing; needs access to its processes.
+
+    ``folder``: where a snapshot would go; ``was_named``: the user has said so. Raises ProcessNotFound, InvalidRequest
+    or NotPermitted as `jobs.find_job` does, and DriverUnavailable.
+    """
+    try:
+        found = jobs.find_job(target)
+    except Unsupported as e:
+        return [
+            Checkup("job", "blocking", e.message, "/proc", "gpucr cannot work on it", e.hint or "", None, e.code),
+        ]
+    job = found.job
+    uses = gpu_processes() if job.gang else ()
+    findings = _summary(job, isolated=found.sandbox is not None)
+    findings += from_findings("CUDA state", preflight.check_states(job), _states(job))
+    findings += from_findings(
+        "sharing",
+        findings_of_traps(job, found.driver, uses),
+        ok("sharing", "nothing shows that would be lost", "environment, mapped and open files, NVML"),
+    )
+    findings += _processes(job)
+    findings += _room(job, uses, folder)
+    return [*findings, *_surroundings(folder, was_named=was_named)]
+
+
+def _summary(job: Job, *, isolated: bool) -> list[Checkup]:
+    record = registered.record_of(job.root.id)
+    name = f"job {record.name}" if record is not None else "a job that gpucr did not start"
+    place = "in a sandbox" if isolated else "in no sandbox"
+    counts = f"processes: {len(job.processes)}, with CUDA: {len(job.gang)}"
+    return [ok("job", f"{name}, {place}", f"{counts}; root {job.root.pid} ({job.root.name})")]
+
+
+def _states(job: Job) -> Checkup:
+    words = ", ".join(f"{member.pid} {member.found.word}" for member in job.gang)
+    return ok(
+        "CUDA state", words or "no process uses CUDA", "cuCheckpointProcessGetState" if words else "/proc/PID/maps"
+    )
+
+
+def _processes(job: Job) -> list[Checkup]:
+    return [
+        *from_findings(
+            "tracers",
+            preflight.check_tracers(job),
+            ok("tracers", "no debugger or profiler is attached", "TracerPid in /proc/PID/status"),
+        ),
+        *from_findings(
+            "open files",
+            [*preflight.check_open_files(job), *check_deleted_files(_largest_deleted(job))],
+            ok("open files", "CRIU can dump them", "/proc/PID/fd"),
+        ),
+        *from_findings(
+            "connections",
+            preflight.check_outside_connections(job),
+            ok("connections", "none leads outside the job", "sock_diag"),
+        ),
+        *from_findings(
+            "terminal", preflight.check_terminal(job), ok("terminal", "it has none", "tty_nr in /proc/PID/stat")
+        ),
+    ]
+
+
+def _largest_deleted(job: Job) -> Mapping[int, int]:
+    """The size of the largest deleted file in use, by pid."""
+    return {pid: max(deleted_file_sizes(pid), default=0) for pid in job.pids}
+
+
+def check_deleted_files(largest_bytes: Mapping[int, int]) -> list[preflight.Finding]:
+    """Deleted files that are too large for CRIU to keep in its images."""
+    return [
+        preflight.Finding(
+            "blocking",
+            f"process {pid} has a deleted file of {mib(size_bytes)} in use",
+            "/proc/PID/fd and map_files",
+            "CRIU keeps deleted files of up to 4 GiB: a dump is refused",
+            "close the file, or give it a name",
+            pid,
+            code="GPUCR-GHOST-TOO-LARGE",
+        )
+        for pid, size_bytes in largest_bytes.items()
+        if size_bytes > GHOST_LIMIT_MAX_BYTES
+    ]
+
+
+def _room(job: Job, uses: Sequence[GpuUse], folder: Path) -> list[Checkup]:
+    held = preflight.device_bytes_in_use(job, uses)
+    device_bytes = sum(sum(by_gpu.values()) for by_gpu in held.values())
+    is_privileged = processes.can_checkpoint_processes()
+    needs = preflight.needs_of_dump(held, folder) if is_privileged else preflight.needs_of_suspend(held, in_files=False)
+    found = from_findings(
+        "host memory",
+        preflight.check_host_memory(needs),
+        ok("host memory", f"there is room for {mib(device_bytes)} of device memory", "MemAvailable, limits of cgroups"),
+    )
+    found += from_findings(
+        "disk",
+        preflight.check_disk(job, folder, device_bytes),
+        ok("disk", f"a snapshot fits into {folder}", "statvfs, resident memory and device memory"),
+    )
+    away = [member for member in job.gang if member.found is CudaState.CHECKPOINTED]
+    return [*found, *_way_back(away)] if away else found
+
+
+def _way_back(away: Sequence[GangMember]) -> list[Checkup]:
+    """Whether those that are suspended would find room on the GPUs that they had."""
+    needed: dict[str, int] = {}
+    for member in away:
+        record = suspended.recall(member.id)
+        for uuid, size_bytes in record.device_bytes.items() if record is not None else ():
+            needed[uuid] = needed.get(uuid, 0) + size_bytes
+    return from_findings(
+        "GPU memory",
+        preflight.check_room(needed, list_gpus(), None),
+        ok("GPU memory", f"a resume needs {mib(sum(needed.values()))}, which is free", "what suspend noted, NVML")
+        if needed
+        else ok("GPU memory", "what a resume needs is not known", "another tool did the suspend, or another boot"),
+    )
+
+
+def _surroundings(folder: Path, *, was_named: bool) -> list[Checkup]:
+    """What the folder, the caller and its CRIU lack for a dump."""
+    looked = [
+        *storage.check(storage.look(folder, (), was_named=was_named)),
+        *privileges.check(privileges.look()),
+        *engine.check(engine.look()),
+    ]
+    return [each for each in looked if each.verdict != "ok"]
+
+
+def nearest_folder(folder: str | os.PathLike[str] | None) -> Path:
+    """The folder that would be written to: the one that is named, or the nearest above it that is there."""
+    path = Path(folder if folder is not None else ".").resolve()
+    # Path.is_dir raises where the caller may not look.
+    return next(each for each in [path, *path.parents] if os.path.isdir(each))

@@ -1,0 +1,138 @@
+"""The kernel: what CRIU, sandboxes and clocks need of it."""
+
+from __future__ import annotations
+
+import platform
+from dataclasses import dataclass
+from pathlib import Path
+
+from gpucr.checkups.checkup import Checkup, ok
+from gpucr.linux import sock_diag
+from gpucr.linux.namespaces import Kind, kinds_here
+
+_ABOUT = "kernel"
+_SANDBOX: tuple[Kind, ...] = ("pid", "mnt", "net", "ipc")
+_LAST_PID = Path("/proc/sys/kernel/ns_last_pid")
+_LIMITS = Path("/proc/sys/user")
+
+
+@dataclass(frozen=True)
+class KernelFacts:
+    """``kinds`` of namespaces are those that it has, ``forbidden`` those of which the machine's limit allows none.
+
+    ``can_choose_pids``: it was built with CONFIG_CHECKPOINT_RESTORE. ``lists_sockets``: by sock_diag.
+    """
+
+    release: str
+    architecture: str
+    can_choose_pids: bool
+    lists_sockets: bool
+    kinds: tuple[Kind, ...]
+    forbidden: tuple[Kind, ...]
+
+
+def look() -> KernelFacts:
+    """Read /proc."""
+    kinds = kinds_here()
+    return KernelFacts(
+        release=platform.release(),
+        architecture=platform.machine(),
+        can_choose_pids=_LAST_PID.exists(),
+        lists_sockets=_lists_sockets(),
+        kinds=kinds,
+        forbidden=tuple(kind for kind in kinds if _limit(kind) == 0),
+    )
+
+
+def check(facts: KernelFacts) -> list[Checkup]:
+    """Architecture, CONFIG_CHECKPOINT_RESTORE, sockets, namespaces."""
+    found = []
+    if facts.architecture != "x86_64":
+        found.append(
+            Checkup(
+                _ABOUT,
+                "warning",
+                f"this is a {facts.architecture} machine",
+                "uname -m",
+                "gpucr was only tried on x86-64; staging is not captured here",
+                "use an x86-64 machine",
+            )
+        )
+    if facts.can_choose_pids:
+        found.append(ok(_ABOUT, f"Linux {facts.release} can give a restored process its pid", f"{_LAST_PID} is there"))
+    else:
+        found.append(
+            Checkup(
+                _ABOUT,
+                "blocking",
+                f"Linux {facts.release} was built without CONFIG_CHECKPOINT_RESTORE",
+                f"{_LAST_PID} is not there",
+                "CRIU cannot dump or restore; suspend and resume work",
+                "use a kernel of a distribution",
+            )
+        )
+    if not facts.lists_sockets:
+        found.append(
+            Checkup(
+                _ABOUT,
+                "warning",
+                "the kernel does not list TCP sockets",
+                "sock_diag gives an error",
+                "jobs with network connections can be neither dumped nor restored",
+                "modprobe tcp_diag",
+            )
+        )
+    return [*found, *_namespaces(facts)]
+
+
+def _namespaces(facts: KernelFacts) -> list[Checkup]:
+    usable = [kind for kind in facts.kinds if kind not in facts.forbidden]
+    absent = [kind for kind in _SANDBOX if kind not in usable]
+    found = []
+    if absent:
+        limits = [f"{_LIMITS / _limit_file(kind)} is 0" for kind in facts.forbidden]
+        found.append(
+            Checkup(
+                _ABOUT,
+                "warning",
+                f"there can be no sandboxes: no new {', '.join(absent)} namespaces",
+                ", ".join(limits) or f"/proc/self/ns has only {', '.join(facts.kinds)}",
+                "`gpucr run` starts jobs with the machine's own pids and ports, which must be free at a restore",
+                "raise that limit with sysctl"
+                if limits
+                else "use a kernel with CONFIG_PID_NS, CONFIG_NET_NS and CONFIG_IPC_NS",
+            )
+        )
+    else:
+        found.append(ok(_ABOUT, "jobs can have sandboxes", f"namespaces: {', '.join(usable)}"))
+    if "time" not in usable:
+        found.append(
+            Checkup(
+                _ABOUT,
+                "warning",
+                "there are no time namespaces",
+                "/proc/self/ns/time is not there" if "time" not in facts.kinds else "max_time_namespaces is 0",
+                "the clocks of restored jobs jump: timeouts end at once, or much too late",
+                "use a kernel with CONFIG_TIME_NS (Linux 5.6 and newer)",
+            )
+        )
+    return found
+
+
+def _lists_sockets() -> bool:
+    try:
+        sock_diag.tcp_sockets()
+    except OSError:
+        return False
+    return True
+
+
+def _limit_file(kind: Kind) -> str:
+    return f"max_{kind}_namespaces"
+
+
+def _limit(kind: Kind) -> int | None:
+    try:
+        return int((_LIMITS / _limit_file(kind)).read_text())
+    except (OSError, ValueError):
+        return None

@@ -1,0 +1,201 @@
+"""Host memory: huge pages for staging, and room for device memory, under the limits of cgroups as well."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Literal
+
+from gpucr.checkups.checkup import Checkup, RepairName, ok
+from gpucr.linux import cgroups, memory, processes
+from gpucr.linux.tmpfs import StagingFile
+from gpucr.model import Gpu
+from gpucr.preflight.findings import mib
+
+_PAGES, _MEMORY, _CGROUPS = "huge pages", "host memory", "cgroups"
+_MEMINFO, _MOUNTS = Path("/proc/meminfo"), Path("/proc/self/mountinfo")
+_POLICIES = Path("/sys/kernel/mm/transparent_hugepage")
+SHARED_POLICY, PRIVATE_POLICY = _POLICIES / "shmem_enabled", _POLICIES / "enabled"
+_CHOSEN = re.compile(r"\[(\w+)\]")
+_MUCH_OF_THE_MACHINE = 0.25
+
+Hierarchy = Literal["v1", "v2", "hybrid", "none"]
+
+
+@dataclass(frozen=True)
+class MemoryFacts:
+    """Sizes in bytes. ``why_small``: why a staging file made now has no huge pages (None: it has them).
+
+    ``shared_policy`` and ``private_policy`` are the chosen words of the two files (None: this kernel has none).
+    ``reserved_bytes`` is what lies free in the pools of hugetlb pages. ``device_total_bytes`` and ``device_used_bytes``
+    are those of all GPUs together. ``limits`` are those of the caller's cgroups.
+    """
+
+    is_privileged: bool
+    why_small: str | None
+    shared_policy: str | None
+    private_policy: str | None
+    total_bytes: int
+    available_bytes: int
+    reserved_bytes: int
+    device_total_bytes: int
+    device_used_bytes: int
+    hierarchy: Hierarchy
+    limits: tuple[cgroups.MemoryLimit, ...]
+
+
+def look(gpus: Sequence[Gpu]) -> MemoryFacts:
+    """Read /proc and /sys, and make an empty staging file, which is gone at once."""
+    sizes = _meminfo()
+    return MemoryFacts(
+        is_privileged=processes.can_checkpoint_processes(),
+        why_small=_why_small(),
+        shared_policy=chosen(SHARED_POLICY),
+        private_policy=chosen(PRIVATE_POLICY),
+        total_bytes=sizes["MemTotal"],
+        available_bytes=memory.machine_available_bytes(),
+        reserved_bytes=sizes.get("HugePages_Free", 0) * sizes.get("Hugepagesize", 0),
+        device_total_bytes=sum(gpu.memory_total_bytes for gpu in gpus),
+        device_used_bytes=sum(gpu.memory_total_bytes - gpu.memory_free_bytes for gpu in gpus),
+        hierarchy=hierarchy(),
+        limits=cgroups.memory_limits(),
+    )
+
+
+def check(facts: MemoryFacts) -> list[Checkup]:
+    """Huge pages, room, cgroups."""
+    return [_staging_files(facts), _private(facts), *_reserved(facts), _room(facts), *_cgroups(facts)]
+
+
+def chosen(policy: Path) -> str | None:
+    """The word in brackets of such a file; None where there is no such file."""
+    try:
+        found = _CHOSEN.search(policy.read_text())
+    except OSError:
+        return None
+    return found[1] if found else None
+
+
+def _staging_files(facts: MemoryFacts) -> Checkup:
+    if facts.why_small is None:
+        return ok(_PAGES, "staging files have huge pages", "one was made and removed")
+    if not facts.is_privileged:
+        return Checkup(
+            _PAGES,
+            "unknown",
+            "whether staging files can have huge pages was not seen",
+            facts.why_small,
+            "only root makes them; a suspend without root uses private memory",
+            "sudo gpucr doctor",
+        )
+    is_denied = facts.shared_policy == "deny"
+    return Checkup(
+        _PAGES,
+        "warning",
+        "staging files have no huge pages",
+        facts.why_small,
+        "dump and restore take longer; a suspend takes private memory instead",
+        f"echo never > {SHARED_POLICY} (the kernel's default, under which gpucr's own files still have them)"
+        if is_denied
+        else "use a kernel with CONFIG_TRANSPARENT_HUGEPAGE, in a container let it mount a tmpfs (CAP_SYS_ADMIN)",
+        repair="huge-pages-shared" if is_denied else None,
+    )
+
+
+def _private(facts: MemoryFacts) -> Checkup:
+    if facts.private_policy in ("always", "madvise"):
+        return ok(_PAGES, "private memory can have huge pages", f"{PRIVATE_POLICY} is {facts.private_policy}")
+    repair: RepairName | None = "huge-pages-private" if facts.private_policy == "never" else None
+    return Checkup(
+        _PAGES,
+        "warning",
+        "private memory has no huge pages",
+        f"{PRIVATE_POLICY} is {facts.private_policy}" if facts.private_policy else "this kernel has none",
+        "a suspend without root takes longer",
+        f"echo madvise > {PRIVATE_POLICY}: only programs that ask for them get them"
+        if repair
+        else "use a kernel with CONFIG_TRANSPARENT_HUGEPAGE",
+        repair=repair,
+    )
+
+
+def _reserved(facts: MemoryFacts) -> list[Checkup]:
+    if facts.reserved_bytes < facts.total_bytes * _MUCH_OF_THE_MACHINE:
+        return []
+    return [
+        Checkup(
+            _PAGES,
+            "warning",
+            f"{mib(facts.reserved_bytes)} of host memory are reserved for hugetlb pages and not used",
+            f"HugePages_Free in {_MEMINFO}",
+            "gpucr uses transparent huge pages: it cannot have that memory",
+            "lower vm.nr_hugepages (sysctl) where no other program needs them",
+        )
+    ]
+
+
+def _room(facts: MemoryFacts) -> Checkup:
+    have, used = mib(facts.available_bytes), mib(facts.device_used_bytes)
+    evidence = f"MemAvailable; the GPUs have {mib(facts.device_total_bytes)}, of which {used} are in use"
+    if facts.available_bytes >= facts.device_used_bytes:
+        return ok(_MEMORY, f"{have} of host memory are available", evidence)
+    return Checkup(
+        _MEMORY,
+        "warning",
+        f"{have} of host memory are available",
+        evidence,
+        "jobs that hold more device memory than that are refused, and so are several that hold it together",
+        "end other programs, add memory, or suspend one job at a time",
+    )
+
+
+def _cgroups(facts: MemoryFacts) -> list[Checkup]:
+    names = {
+        "v1": "cgroups are of version 1",
+        "v2": "cgroups are of version 2",
+        "hybrid": "cgroups of both versions are mounted (hybrid)",
+        "none": "no cgroups are mounted here",
+    }
+    found = [ok(_CGROUPS, names[facts.hierarchy], str(_MOUNTS))]
+    found += [
+        Checkup(
+            _CGROUPS,
+            "warning",
+            f"a cgroup has {mib(limit.available_bytes)} of its host memory left",
+            f"{limit.path} is {mib(limit.limit_bytes)}; {mib(facts.device_used_bytes)} of device memory are in use",
+            "jobs that hold more device memory than that are refused: "
+            + ("the kernel would kill" if limit.is_hard else "the kernel would slow down")
+            + " processes of the cgroup",
+            f"raise {limit.path.name}, in a container its memory limit",
+        )
+        for limit in facts.limits
+        if limit.available_bytes < facts.device_used_bytes
+    ]
+    return found
+
+
+def _meminfo() -> dict[str, int]:
+    """Its lines: sizes in bytes, and numbers of pages, which have no unit."""
+    lines = (line.partition(":") for line in _MEMINFO.read_text().splitlines())
+    return {name: int(value.split()[0]) * (1024 if value.endswith("kB") else 1) for name, _, value in lines}
+
+
+def _why_small() -> str | None:
+    try:
+        with StagingFile.create(1) as file:
+            return file.reason
+    except OSError as e:
+        return f"none can be made: {e.strerror or e}"
+
+
+def hierarchy() -> Hierarchy:
+    """Which versions of cgroups are mounted."""
+    lines = _MOUNTS.read_text(errors="replace").splitlines()
+    kinds = {line.partition(" - ")[2].split(" ", 1)[0] for line in lines} & {"cgroup", "cgroup2"}
+    if len(kinds) == 2:
+        return "hybrid"
+    if not kinds:
+        return "none"
+    return "v2" if "cgroup2" in kinds else "v1"

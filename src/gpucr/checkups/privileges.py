@@ -1,0 +1,165 @@
+"""What this caller may do: capabilities, ptrace, system call filters, user namespaces."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from pathlib import Path
+
+from gpucr.checkups.checkup import Checkup, ok
+from gpucr.linux import capabilities
+from gpucr.linux.capabilities import Capabilities
+
+_ABOUT = "privileges"
+_PTRACE = "ptrace"
+_SECCOMP = "seccomp"
+_PTRACE_SCOPE = Path("/proc/sys/kernel/yama/ptrace_scope")
+_UID_MAP = Path("/proc/self/uid_map")
+_WHOLE_UID_MAP = ["0", "0", "4294967295"]
+
+_FOR_CRIU = ("SYS_ADMIN", "SYS_PTRACE")
+# What is missed without it, and whether gpucr refuses then. Root in a container often lacks some of these.
+_FURTHER = {
+    "SYS_TIME": ("blocking", "restore is refused: CRIU gives up where it may not set a job's clocks"),
+    "SYS_RESOURCE": ("warning", "CRIU cannot dump processes of another user than its own"),
+    "NET_ADMIN": ("warning", "CRIU cannot dump a job with a TCP connection: it may not silence it"),
+}
+
+
+@dataclass(frozen=True)
+class PrivilegeFacts:
+    """``ptrace_scope``: Yama's (None: this kernel has none). ``seccomp``: the mode in /proc/self/status (None: none).
+
+    ``in_user_namespace``: other than the machine's first one.
+    """
+
+    own: Capabilities
+    ptrace_scope: int | None
+    seccomp: int | None
+    in_user_namespace: bool
+
+
+def look() -> PrivilegeFacts:
+    """Read /proc."""
+    try:
+        scope = int(_PTRACE_SCOPE.read_text())
+    except (OSError, ValueError):
+        scope = None
+    status = capabilities.STATUS.read_text(errors="replace").splitlines()
+    mode = next((int(line.split()[1]) for line in status if line.startswith("Seccomp:")), None)
+    return PrivilegeFacts(
+        own=capabilities.own(),
+        ptrace_scope=scope,
+        seccomp=mode,
+        in_user_namespace=_UID_MAP.read_text().split() != _WHOLE_UID_MAP,
+    )
+
+
+def check(facts: PrivilegeFacts) -> list[Checkup]:
+    """Capabilities, user namespace, ptrace, seccomp."""
+    return [*_capabilities(facts.own), *_user_namespace(facts), _ptrace(facts), _seccomp(facts)]
+
+
+def _capabilities(own: Capabilities) -> list[Checkup]:
+    missing = [f"CAP_{name}" for name in _FOR_CRIU if not own.has(name)]
+    if missing and not own.is_root:
+        return [
+            Checkup(
+                _ABOUT,
+                "warning",
+                "this user can suspend and resume jobs of its own, and nothing else",
+                f"{' and '.join(missing)}: not in CapEff of /proc/self/status",
+                "dump and restore are refused, and other users' jobs are out of reach",
+                "sudo gpucr doctor shows what root can do",
+            )
+        ]
+    if missing:
+        return [
+            Checkup(
+                _ABOUT,
+                "blocking",
+                "this is root, without the capabilities that CRIU needs",
+                f"{' and '.join(missing)}: not in CapEff of /proc/self/status",
+                "dump and restore are refused",
+                f"give the container {', '.join(missing)} (`--cap-add`), or run gpucr outside it",
+                code="GPUCR-NOT-PERMITTED",
+            )
+        ]
+    found = [
+        Checkup(
+            _ABOUT,
+            "blocking" if severity == "blocking" else "warning",
+            f"CAP_{name} is missing",
+            "CapEff of /proc/self/status",
+            consequence,
+            f"give the container CAP_{name} (`--cap-add`), or run gpucr outside it",
+        )
+        for name, (severity, consequence) in _FURTHER.items()
+        if not own.has(name)
+    ]
+    return found or [ok(_ABOUT, "this user can dump and restore every job", "CapEff of /proc/self/status")]
+
+
+def _user_namespace(facts: PrivilegeFacts) -> list[Checkup]:
+    if not facts.in_user_namespace:
+        return []
+    return [
+        Checkup(
+            _ABOUT,
+            "warning",
+            "gpucr runs in a user namespace",
+            f"{_UID_MAP} does not map all users",
+            "its capabilities hold inside only; CRIU usually cannot work with that, as in rootless containers",
+            "run gpucr on the host, outside rootless containers",
+        )
+    ]
+
+
+def _ptrace(facts: PrivilegeFacts) -> Checkup:
+    scope, is_privileged = facts.ptrace_scope, facts.own.has("SYS_PTRACE")
+    evidence = f"{_PTRACE_SCOPE} is {scope}"
+    if scope is None:
+        return ok(_PTRACE, "processes of the same user can be traced", "this kernel has no Yama")
+    if scope == 0 or (scope < 3 and is_privileged):
+        return ok(_PTRACE, "processes can be traced", evidence)
+    if scope >= 3:
+        return Checkup(
+            _PTRACE,
+            "blocking",
+            "no process can be traced, by nobody",
+            evidence,
+            "CRIU cannot dump; suspend takes the driver's plain way, which is slower",
+            "it can be lowered only by a reboot: remove kernel.yama.ptrace_scope=3 from /etc/sysctl.d",
+        )
+    return Checkup(
+        _PTRACE,
+        "warning",
+        "this user cannot trace processes that it did not start itself",
+        evidence,
+        "suspend takes the driver's plain way, which is slower",
+        "run gpucr as root; sysctl kernel.yama.ptrace_scope=0 would do too, and lets every program of a user look into "
+        "the others",
+    )
+
+
+def _seccomp(facts: PrivilegeFacts) -> Checkup:
+    if facts.seccomp is None:
+        return Checkup(
+            _SECCOMP,
+            "warning",
+            "this kernel has no system call filters",
+            "no Seccomp line in /proc/self/status",
+            "`gpucr run` cannot keep a job from io_uring, which CRIU cannot dump",
+            "use a kernel with CONFIG_SECCOMP_FILTER; for torch's TCPStore set USE_LIBUV=0",
+        )
+    if facts.seccomp:
+        return Checkup(
+            _SECCOMP,
+            "warning",
+            "gpucr itself runs under a system call filter",
+            f"Seccomp: {facts.seccomp} in /proc/self/status",
+            "the kernel then lets it suspend no filter of a job: a dump of a job that has one too fails, and a suspend "
+            "takes the plain way",
+            "run gpucr outside the container, or the container with `--security-opt seccomp=unconfined`, which lowers "
+            "its security",
+        )
+    return ok(_SECCOMP, "gpucr runs under no system call filter", "Seccomp: 0 in /proc/self/status")

@@ -1,0 +1,72 @@
+"""Container runtimes: which are here, and whether their CRIU calls gpucr."""
+
+from __future__ import annotations
+
+import shutil
+from dataclasses import dataclass
+
+from gpucr.checkups.checkup import Checkup, ok
+from gpucr.checkups.memory import hierarchy
+from gpucr.hooks import criu_config
+from gpucr.hooks.criu_config import HookStatus
+
+_ABOUT = "containers"
+_RUNTIMES = ("runc", "crun", "podman", "docker", "containerd", "crio", "kubelet")
+
+
+@dataclass(frozen=True)
+class RuntimeFacts:
+    """``found`` are the runtimes on PATH. ``is_hybrid``: cgroups of both versions are mounted."""
+
+    found: tuple[str, ...]
+    hook: HookStatus
+    is_hybrid: bool
+
+
+def look() -> RuntimeFacts:
+    """Search PATH, and read CRIU's configuration files."""
+    return RuntimeFacts(
+        found=tuple(name for name in _RUNTIMES if shutil.which(name)),
+        hook=criu_config.status(),
+        is_hybrid=hierarchy() == "hybrid",
+    )
+
+
+def check(facts: RuntimeFacts) -> list[Checkup]:
+    """What happens to the GPU state of a container that its runtime checkpoints."""
+    if not facts.found:
+        return [ok(_ABOUT, "there is no container runtime", f"none of {', '.join(_RUNTIMES)} is on PATH")]
+    return [_hook(facts), *_crun(facts)]
+
+
+def _hook(facts: RuntimeFacts) -> Checkup:
+    names = ", ".join(facts.found)
+    if facts.hook.is_installed:
+        files = ", ".join(map(str, facts.hook.configured))
+        return ok(_ABOUT, f"containers of {names} are checkpointed with their GPU state", f"{files} calls gpucr")
+    is_outdated = bool(facts.hook.configured)
+    return Checkup(
+        _ABOUT,
+        "warning",
+        "the hook is of another gpucr, or its script is missing" if is_outdated else "the hook is not installed",
+        f"{facts.hook.script}; on PATH: {names}" if is_outdated else f"gpucr hook status; on PATH: {names}",
+        "when a runtime checkpoints a container that uses a GPU, CRIU fails, or works with another gpucr"
+        if is_outdated
+        else "runtimes checkpoint containers that use GPUs only with CRIU's own CUDA plugin, or not at all",
+        "gpucr hook install, as root",
+    )
+
+
+def _crun(facts: RuntimeFacts) -> list[Checkup]:
+    if "crun" not in facts.found or not facts.is_hybrid:
+        return []
+    return [
+        Checkup(
+            _ABOUT,
+            "warning",
+            "crun cannot checkpoint containers here",
+            "cgroups of both versions are mounted (seen with crun 1.28)",
+            "it checkpoints only where it sees cgroups of version 2 alone",
+            "boot with systemd.unified_cgroup_hierarchy=1, or use runc",
+        )
+    ]

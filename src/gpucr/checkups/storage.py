@@ -1,0 +1,122 @@
+"""The file system where snapshots would go."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Sequence
+from dataclasses import dataclass
+from pathlib import Path
+
+from gpucr.checkups.checkup import Checkup, ok
+from gpucr.linux import memory
+from gpucr.model import Gpu
+from gpucr.preflight.findings import mib
+
+_ABOUT = "disk"
+
+
+@dataclass(frozen=True)
+class StorageFacts:
+    """``problem``: why nothing can be written there (None: it can).
+
+    ``is_direct``: whether files can bypass the page cache (O_DIRECT). ``was_named``: by the user,
+    and not just where the doctor was called.
+    """
+
+    folder: Path
+    problem: str | None
+    free_bytes: int
+    is_memory: bool
+    is_direct: bool
+    device_used_bytes: int
+    was_named: bool
+
+
+def look(folder: Path, gpus: Sequence[Gpu], *, was_named: bool) -> StorageFacts:
+    """Ask the file system of a folder, and open a file without a name there, which is gone at once."""
+    problem, is_direct = _try(folder)
+    return StorageFacts(
+        folder=folder,
+        problem=problem,
+        free_bytes=memory.free_disk_bytes(folder),
+        is_memory=memory.lies_in_memory(folder),
+        is_direct=is_direct,
+        device_used_bytes=sum(gpu.memory_total_bytes - gpu.memory_free_bytes for gpu in gpus),
+        was_named=was_named,
+    )
+
+
+def check(facts: StorageFacts) -> list[Checkup]:
+    """Whether a snapshot can be written there, whether it fits, and how fast a way there is."""
+    if facts.problem is not None:
+        return [
+            Checkup(
+                _ABOUT,
+                "blocking" if facts.was_named else "warning",
+                f"no snapshot can be written to {facts.folder}",
+                facts.problem,
+                "a dump to it is refused",
+                "name another folder with --to, or change its owner or mode",
+            )
+        ]
+    return [_space(facts), *_way(facts)]
+
+
+def _space(facts: StorageFacts) -> Checkup:
+    what = f"{facts.folder} has {mib(facts.free_bytes)} free"
+    evidence = f"statvfs; {mib(facts.device_used_bytes)} of device memory are in use on all GPUs"
+    if facts.free_bytes >= facts.device_used_bytes:
+        return ok(_ABOUT, what, evidence)
+    return Checkup(
+        _ABOUT,
+        "warning",
+        what,
+        evidence,
+        "jobs that hold more device memory than that cannot be dumped there",
+        "free some space, or name a folder on another disk with --to",
+    )
+
+
+def _way(facts: StorageFacts) -> list[Checkup]:
+    if facts.is_memory:
+        return [
+            Checkup(
+                _ABOUT,
+                "warning",
+                f"{facts.folder} is in memory",
+                "statfs: tmpfs or ramfs",
+                "snapshots there do not survive a reboot, and a dump needs host memory for device memory twice",
+                "name a folder on a disk with --to",
+            )
+        ]
+    if not facts.is_direct:
+        return [
+            Checkup(
+                _ABOUT,
+                "warning",
+                f"files in {facts.folder} go through the page cache",
+                "the file system refuses O_DIRECT",
+                "dumps and restores take longer, and take memory from other programs meanwhile",
+                "name a folder on another file system with --to, such as ext4 or xfs",
+            )
+        ]
+    return [ok(_ABOUT, "files there can bypass the page cache", "O_DIRECT")]
+
+
+def _try(folder: Path) -> tuple[str | None, bool]:
+    """Why nothing can be written there, and whether it could be with O_DIRECT."""
+    try:
+        os.close(os.open(folder, os.O_TMPFILE | os.O_WRONLY | os.O_DIRECT | os.O_CLOEXEC, 0o600))
+    except OSError:
+        return _why_not_writable(folder), False
+    return None, True
+
+
+def _why_not_writable(folder: Path) -> str | None:
+    try:
+        is_read_only = bool(os.statvfs(folder).f_flag & os.ST_RDONLY)
+    except OSError as e:
+        return f"{e.strerror or e}"
+    if is_read_only:
+        return "its file system is mounted read-only"
+    return None if os.access(folder, os.W_OK | os.X_OK, effective_ids=True) else "this user may not write there"

@@ -1,0 +1,37 @@
+"""What `gpucr dump --container` and the restore of a container share."""
+
+from __future__ import annotations
+
+from collections.abc import Collection
+from dataclasses import asdict
+
+import click
+from click.core import ParameterSource
+
+from gpucr.cli.output import print_json
+from gpucr.hooks.containers import ContainerReport
+
+_ALWAYS = ("as_json", "quiet", "verbose")
+
+
+def refuse_other_options(what: str, allowed: Collection[str]) -> None:
+    """Raise click's usage error for an option of the running command that means nothing to a container."""
+    context = click.get_current_context()
+    for parameter in context.command.params:
+        name = parameter.name or ""
+        given = context.get_parameter_source(name) not in (ParameterSource.DEFAULT, ParameterSource.DEFAULT_MAP, None)
+        if given and context.params.get(name) is not None and name not in (*allowed, *_ALWAYS):
+            raise click.UsageError(f"{parameter.opts[-1]} means nothing with {what}: the container's runtime does that")
+
+
+def print_container(kind: str, report: ContainerReport, *, as_json: bool) -> None:
+    """Print what a runtime has done."""
+    if as_json:
+        print_json(f"{kind}.container", {**asdict(report), "folder": str(report.folder)})
+        return
+    gpu = "with" if report.has_gpu_part else "without"
+    if kind == "restore":
+        did = f"restored by {report.runtime}, first process {report.pid}"
+    else:
+        did = f"dumped by {report.runtime}; it {'goes on' if report.left_running else 'was ended'}"
+    click.echo(f"{report.folder}: container {report.container} ({gpu} GPU state) {did}, {report.seconds:.1f} s")

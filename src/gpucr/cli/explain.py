@@ -1,0 +1,65 @@
+"""`gpucr explain`: the page about an error code, from the installed package."""
+
+from __future__ import annotations
+
+import difflib
+import re
+from importlib.resources import files
+from typing import TYPE_CHECKING, Any
+
+import click
+
+from gpucr.errors import InvalidRequest
+
+if TYPE_CHECKING:
+    from click.shell_completion import CompletionItem
+
+_SECTION = re.compile(r"^## (GPUCR-[A-Z0-9-]+)\n(.*?)(?=^## |\Z)", re.MULTILINE | re.DOTALL)
+_LINK = re.compile(r"\[([^\]]+)\]\([^)\s]+\)")
+
+
+def pages() -> dict[str, str]:
+    """Every code and what is written about it, in the order of the file; links are left as their words."""
+    text = (files("gpucr") / "error_codes.md").read_text(encoding="utf-8")
+    return {code: _LINK.sub(r"\1", body).strip() for code, body in _SECTION.findall(text)}
+
+
+class _Code(click.ParamType):  # type: ignore[type-arg]  # click 8.1 knows no arguments
+    name = "code"
+
+    def convert(self, value: Any, param: click.Parameter | None, ctx: click.Context | None) -> str:
+        return f"GPUCR-{str(value).upper().removeprefix('GPUCR-')}"
+
+    def shell_complete(self, ctx: click.Context, param: click.Parameter, incomplete: str) -> list[CompletionItem]:
+        from click.shell_completion import CompletionItem
+
+        return [CompletionItem(code) for code in pages() if code.startswith(incomplete.upper())]
+
+
+@click.command("explain")
+@click.argument("code", type=_Code(), required=False, metavar="[CODE]")
+def command(*, code: str | None) -> None:
+    """Print what the error code CODE means, why it comes and what to do. Without CODE, list all codes.
+
+    \b
+    Example:
+      gpucr explain GPUCR-LOCK-TIMEOUT
+      gpucr explain lock-timeout
+    """
+    known = pages()
+    if code is None:
+        width = max(map(len, known))
+        for each, body in known.items():
+            click.echo(f"{each:<{width}}  {_first_sentence(body)}")
+        return
+    if code not in known:
+        near = difflib.get_close_matches(code, known, n=3)
+        raise InvalidRequest(
+            f"there is no error code {code}",
+            hint=f"did you mean {' or '.join(near)}?" if near else "`gpucr explain` lists all codes",
+        )
+    click.echo(f"{code}\n\n{known[code]}")
+
+
+def _first_sentence(body: str) -> str:
+    return re.split(r"(?<=[.:;])\s", body, maxsplit=1)[0].rstrip(".:;")

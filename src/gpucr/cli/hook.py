@@ -1,0 +1,130 @@
+"""`gpucr hook`: GPU state of containers, through CRIU's action scripts."""
+
+from __future__ import annotations
+
+import os
+from dataclasses import asdict
+from pathlib import Path
+
+import click
+
+from gpucr.cli.options import json_option
+from gpucr.cli.output import print_json, say
+from gpucr.hooks import criu_config
+from gpucr.hooks.action import run_hook
+from gpucr.hooks.criu_config import DEFAULT_FOLDER, RUNTIMES, Change, Runtime
+
+_config_dir_option = click.option(
+    "--config-dir",
+    type=click.Path(path_type=Path),
+    default=DEFAULT_FOLDER,
+    show_default=True,
+    metavar="DIR",
+    help="The folder of CRIU's configuration files.",
+)
+
+
+@click.group("hook")
+def command() -> None:
+    """Let container runtimes checkpoint and restore containers that use GPUs, without CRIU's CUDA plugin.
+
+    The runtime calls CRIU as ever, and CRIU calls gpucr: before it freezes the container, when it has written it, and
+    when it has restored it. Containers that use no GPU are left alone.
+
+    \b
+    Example:
+      gpucr hook install
+      podman container checkpoint --export /var/snapshots/web.tar web
+    """
+
+
+@command.command("install")
+@click.option(
+    "--runtime",
+    type=click.Choice(RUNTIMES),
+    help="Whose CRIU is to call gpucr; criu means every CRIU of this machine. Without it: runc, crun, and what uses "
+    "them (podman, containerd, CRI-O).",
+)
+@_config_dir_option
+@json_option
+def install(*, runtime: Runtime | None, config_dir: Path, as_json: bool) -> None:
+    """Set gpucr up in CRIU's configuration files. Needs root.
+
+    What else is configured there stays. Doing it again changes nothing, or brings an older set-up up to date.
+
+    \b
+    Example:
+      gpucr hook install --runtime runc
+    """
+    _tell("hook.install", criu_config.install(runtime, config_dir), as_json=as_json)
+
+
+@command.command("uninstall")
+@_config_dir_option
+@json_option
+def uninstall(*, config_dir: Path, as_json: bool) -> None:
+    """Take gpucr out of CRIU's configuration files. Needs root.
+
+    A container that used a GPU when it was checkpointed can then not be restored by its runtime any more.
+
+    \b
+    Example:
+      gpucr hook uninstall
+    """
+    _tell("hook.uninstall", criu_config.uninstall(config_dir), as_json=as_json)
+
+
+@command.command("status")
+@_config_dir_option
+@json_option
+def status(*, config_dir: Path, as_json: bool) -> None:
+    """Show which configuration files name the hook; exit code 1 where it is not in force.
+
+    \b
+    Example:
+      gpucr hook status --json
+    """
+    found = criu_config.status(config_dir)
+    if as_json:
+        print_json(
+            "hook.status",
+            {
+                "installed": found.is_installed,
+                "script": str(found.script),
+                "script_is_current": found.is_current,
+                "configured": [str(path) for path in found.configured],
+            },
+        )
+    else:
+        for path in found.configured:
+            click.echo(f"{path}: calls {found.script}")
+        if not found.configured:
+            click.echo(f"no file in {config_dir} calls gpucr")
+        elif not found.is_current:
+            say(f"warning: {found.script} is missing, or starts another gpucr than this one")
+            say("hint:  gpucr hook install")
+    if not found.is_installed:
+        raise SystemExit(1)
+
+
+@command.command("run")
+def run() -> None:
+    """Do the work of the hook at which CRIU has called; CRIU's environment variables say which.
+
+    The script that `gpucr hook install` writes does the same and starts faster. A failure makes CRIU fail, and leaves
+    the container as it was, or ends it where it was being restored.
+
+    \b
+    Example (in CRIU's configuration, as a script of one's own):
+      exec gpucr hook run
+    """
+    for line in run_hook(os.environ):
+        say(line)
+
+
+def _tell(kind: str, changes: tuple[Change, ...], *, as_json: bool) -> None:
+    if as_json:
+        print_json(kind, {"changes": [{**asdict(change), "path": str(change.path)} for change in changes]})
+        return
+    for change in changes:
+        click.echo(f"{change.path}: {change.what}")

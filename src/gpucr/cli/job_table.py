@@ -1,0 +1,172 @@
+"""The rows of `gpucr ps` and `gpucr top`: processes and jobs that use GPUs."""
+
+from __future__ import annotations
+
+import pwd
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import asdict
+from typing import Any
+
+from gpucr.cli.columns import Column, fit
+from gpucr.cli.output import format_bytes, format_seconds, printable
+from gpucr.cli.processes import as_json_record
+from gpucr.model import CudaState, Gpu
+from gpucr.operations.gpu_jobs import GpuJob
+from gpucr.operations.listing import ProcessState
+
+_LONGEST_USER = 10
+_SHORT_COMMAND = 30
+"""Where another column comes behind it."""
+
+_SHARED_COLUMNS = (
+    Column("STATE"),
+    Column("USER", rank=4),
+    Column("AGE", rank=3, is_number=True),
+    Column("GPUS", rank=1),
+    Column("DEVICE", is_number=True),
+    Column("HOST", rank=2, is_number=True),
+)
+_COMMAND = Column("COMMAND", rank=9)
+_CHECK = Column("CHECKPOINTABLE")
+
+
+def process_lines(jobs: Sequence[GpuJob], gpus: Sequence[Gpu], width: int, *, checked: bool) -> list[str]:
+    """A table with a line a process, those of a job together."""
+    columns = (Column("PID", is_number=True), Column("JOB", rank=5), *_SHARED_COLUMNS)
+    rows = [
+        (
+            str(each.process.pid),
+            job.name or str(job.pid),
+            *_process_cells(each, gpus),
+            *_last(job, each, checked=checked),
+        )
+        for job in jobs
+        for each in job.processes
+    ]
+    return fit((*columns, _COMMAND, *((_CHECK,) if checked else ())), rows, width)
+
+
+def job_lines(jobs: Sequence[GpuJob], gpus: Sequence[Gpu], width: int) -> list[str]:
+    """A table with a line a job."""
+    columns = (Column("PID", is_number=True), Column("NAME", rank=5), Column("N", rank=6, is_number=True))
+    rows = [(str(job.pid), job.name or "-", str(len(job.processes)), *_job_cells(job, gpus)) for job in jobs]
+    return fit((*columns, *_SHARED_COLUMNS, _COMMAND), rows, width)
+
+
+def as_json_records(jobs: Sequence[GpuJob]) -> dict[str, Any]:
+    """The members ``processes`` and ``jobs`` of the JSON."""
+    states = [as_json_record(each) | {"job_pid": job.pid} for job in jobs for each in job.processes]
+    return {
+        "processes": sorted(states, key=lambda each: each["pid"]),
+        "jobs": [
+            {
+                "pid": job.pid,
+                "name": job.name,
+                "pids": [each.process.pid for each in job.processes],
+                "state": job.state_word,
+                "device_bytes": job.device_bytes,
+                "resident_bytes": job.resident_bytes,
+                "age_s": round(job.age_s, 2),
+                "checkpointable": job.is_checkpointable,
+                "findings": None if job.findings is None else [asdict(finding) for finding in job.findings],
+            }
+            for job in jobs
+        ],
+    }
+
+
+def chosen(
+    jobs: Iterable[GpuJob],
+    *,
+    job: int | str | None = None,
+    gpu: Gpu | None = None,
+    state: str | None = None,
+    user: str | None = None,
+) -> list[GpuJob]:
+    """The jobs with only those processes that fit everything that is given; jobs without one are left out.
+
+    ``job`` is a name, or the pid of any process of it; ``user`` a name or a number.
+    """
+
+    def fits(whole: GpuJob, each: ProcessState) -> bool:
+        pids = {whole.pid, *(process.process.pid for process in whole.processes)}
+        return (
+            (job is None or job == whole.name or job in pids)
+            and (gpu is None or gpu.uuid in each.device_bytes)
+            and (state is None or (each.state is not None and each.state.word == state))
+            and (user is None or user in (user_name(each.process.uid), str(each.process.uid)))
+        )
+
+    found = []
+    for whole in jobs:
+        left = tuple(each for each in whole.processes if fits(whole, each))
+        if left:
+            found.append(GpuJob(whole.root, whole.name, left, whole.findings))
+    return found
+
+
+def gpu_numbers(device_bytes: Mapping[str, int], gpus: Sequence[Gpu]) -> str:
+    """The indices of the GPUs with memory: ``0,2``; ``-`` for none. ``?`` is one that NVML does not list."""
+    indices = {gpu.uuid: gpu.index for gpu in gpus}
+    known = sorted(indices[uuid] for uuid in device_bytes if uuid in indices)
+    return ",".join([*map(str, known), *("?" for uuid in device_bytes if uuid not in indices)]) or "-"
+
+
+def age(seconds: float) -> str:
+    """``7 s``, ``2 min 5 s``, ``1 h 12 min``, ``3 d 4 h``."""
+    days, rest = divmod(seconds, 86400)
+    return f"{days:.0f} d {rest // 3600:.0f} h" if days else format_seconds(rest)
+
+
+def user_name(uid: int) -> str:
+    """The user's name, or the number where there is none."""
+    try:
+        return pwd.getpwuid(uid).pw_name
+    except KeyError:
+        return str(uid)
+
+
+def obstacle(job: GpuJob) -> str:
+    """``yes``, or in short why not, as preflight has found it."""
+    findings = job.findings or ()
+    blocking = [finding for finding in findings if finding.severity == "blocking"]
+    if blocking:
+        return printable(f"no: {blocking[0].what}")
+    return "yes" if not findings else f"yes, {len(findings)} warning{'' if len(findings) == 1 else 's'}"
+
+
+def command_of(job: GpuJob) -> str:
+    """The command of its first process."""
+    return printable(" ".join(job.root.command_line) or f"[{job.root.name}]")
+
+
+def _process_cells(each: ProcessState, gpus: Sequence[Gpu]) -> tuple[str, ...]:
+    state = each.state.word if each.state is not None else "-"
+    return _cells(state, each.process.uid, each.age_s, each.device_bytes, each.resident_bytes, gpus)
+
+
+def _last(job: GpuJob, each: ProcessState, *, checked: bool) -> tuple[str, ...]:
+    command = printable(" ".join(each.process.command_line) or f"[{each.process.name}]")
+    return (command[:_SHORT_COMMAND], obstacle(job)) if checked else (command,)
+
+
+def _job_cells(job: GpuJob, gpus: Sequence[Gpu]) -> tuple[str, ...]:
+    cells = _cells(job.state_word, job.root.uid, job.age_s, job.device_bytes, job.resident_bytes, gpus)
+    return (*cells, command_of(job))
+
+
+def _cells(
+    state: str, uid: int, age_s: float, device_bytes: Mapping[str, int], resident_bytes: int, gpus: Sequence[Gpu]
+) -> tuple[str, ...]:
+    return (
+        state,
+        user_name(uid)[:_LONGEST_USER],
+        age(age_s),
+        gpu_numbers(device_bytes, gpus),
+        format_bytes(sum(device_bytes.values())),
+        format_bytes(resident_bytes),
+    )
+
+
+STATE_WORDS = tuple(state.word for state in CudaState)
+"""What can be filtered by."""

@@ -1,0 +1,83 @@
+"""`gpucr top`: the jobs that use GPUs, as they are at this moment, and keys to suspend and resume them."""
+
+from __future__ import annotations
+
+import os
+import sys
+from collections.abc import Callable
+
+import click
+
+from gpucr.cli.columns import output_width
+from gpucr.cli.job_table import chosen, job_lines
+from gpucr.cli.options import JobTarget
+from gpucr.cli.output import printable, say
+from gpucr.cli.top_work import Seen
+from gpucr.driver.gpus import list_gpus
+from gpucr.errors import GpucrError, InvalidRequest, JobDamaged
+from gpucr.operations.gpu_jobs import list_gpu_jobs
+
+
+@click.command("top")
+@click.argument("targets", nargs=-1, type=JobTarget(), metavar="[PID|NAME]...")
+@click.option(
+    "--interval",
+    "interval_s",
+    type=click.FloatRange(min=0.1),
+    default=2.0,
+    show_default=True,
+    metavar="S",
+    help="Look at the machine every S seconds.",
+)
+@click.option("--once", is_flag=True, help="Print the jobs once and end; needs no terminal.")
+def command(*, targets: tuple[int | str, ...], interval_s: float, once: bool) -> None:
+    """Show the jobs that use GPUs, again and again; suspend and resume the selected one with a key, after a question.
+
+    With PID or NAME: only these jobs.
+
+    Keys: arrows (or j, k) select, s suspends, r resumes, c shows what stands in the way of a checkpoint, q leaves.
+    While something is under way, x cancels and undoes it.
+
+    \b
+    Example:
+      gpucr top
+      gpucr top train
+      gpucr top --once
+    """
+
+    def look() -> Seen:
+        jobs = list_gpu_jobs()
+        wanted = [job for job in jobs if any(chosen([job], job=target) for target in targets)] if targets else jobs
+        return Seen(wanted, list_gpus())
+
+    if not once:
+        _run(look, interval_s)
+        return
+    seen = look()
+    lines = job_lines(seen.jobs, seen.gpus, output_width())
+    click.echo("\n".join(lines) if seen.jobs else "no process uses CUDA")
+
+
+def _run(look: Callable[[], Seen], interval_s: float) -> None:
+    hint = "`gpucr top --once` and `gpucr ps` need none"
+    if not (sys.stdin.isatty() and sys.stdout.isatty()):
+        raise InvalidRequest("gpucr top needs a terminal, and stdin or stdout is none", hint=hint)
+    try:
+        import curses
+
+        from gpucr.cli.top_screen import TopScreen
+    except ImportError as e:
+        raise InvalidRequest("gpucr top needs curses, which this Python has not", hint=hint) from e
+    top = TopScreen(look, interval_s)
+    try:
+        top.run()
+    except curses.error as e:
+        term = os.environ.get("TERM", "")
+        raise InvalidRequest(f"the terminal {term!r} cannot be used: {e}", hint=hint) from e
+    finally:
+        for outcome in top.outcomes:  # the screen is gone, and with it what was said there
+            for line in outcome.notice.lines:
+                say(printable(line))
+    for error in (outcome.error for outcome in top.outcomes):
+        if isinstance(error, JobDamaged) or (error is not None and not isinstance(error, GpucrError)):
+            raise error

@@ -1,0 +1,122 @@
+"""The screen of `gpucr top` as lines of text, each with what it is."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+from typing import Literal
+
+from gpucr.cli.job_table import command_of, gpu_numbers, job_lines
+from gpucr.cli.output import format_bytes, printable
+from gpucr.cli.progress import how_far
+from gpucr.cli.top_state import Question, TopState
+from gpucr.model import Gpu
+from gpucr.preflight import Finding
+
+Style = Literal["plain", "title", "heading", "selected", "error", "question", "keys"]
+
+_MOST_GPU_LINES = 8
+_FEWEST_ROWS = 3
+
+_KEYS = "↑↓ select   s suspend   r resume   c can it be checkpointed?   q quit"
+_KEYS_WHILE_RUNNING = "x cancel and undo"
+
+
+@dataclass(frozen=True)
+class Line:
+    """One line of the screen."""
+
+    text: str
+    style: Style = "plain"
+
+
+def screen(state: TopState, width: int, height: int) -> list[Line]:
+    """At most ``height`` lines of at most ``width`` characters. The selected job is always among them."""
+    processes = sum(len(job.processes) for job in state.jobs)
+    head = [Line(f"gpucr top: {len(state.jobs)} jobs, {processes} processes with CUDA", "title")]
+    head += [Line(_gpu_line(gpu)) for gpu in state.gpus[:_MOST_GPU_LINES]]
+    foot = [*_pane(state), _keys(state)]
+    rows = height - len(head) - len(foot) - 1
+    if rows < _FEWEST_ROWS:  # a small terminal: what is asked comes before what is told
+        head = head[:1]
+        rows = max(height - len(head) - len(foot) - 1, 1)
+    lines = [*head, *_table(state, width, rows)]
+    foot = foot[-max(height - len(lines), 0) :] if height > len(lines) else []
+    lines += [Line("")] * (height - len(lines) - len(foot))
+    return [Line(line.text[:width], line.style) for line in (*lines, *foot)][:height]
+
+
+def _table(state: TopState, width: int, rows: int) -> Iterator[Line]:
+    if not state.jobs:
+        yield Line("no process uses CUDA")
+        return
+    heading, *jobs = job_lines(state.jobs, state.gpus, width)
+    yield Line(heading.ljust(width), "heading")
+    first = max(min(state.selected - rows // 2, len(jobs) - rows), 0)
+    for number, text in enumerate(jobs[first : first + rows], first):
+        yield Line(text.ljust(width), "selected") if number == state.selected else Line(text)
+
+
+def _gpu_line(gpu: Gpu) -> str:
+    used = gpu.memory_total_bytes - gpu.memory_free_bytes
+    return f"GPU {gpu.index} {gpu.name}: {format_bytes(used)} of {format_bytes(gpu.memory_total_bytes)} in use"
+
+
+def _pane(state: TopState) -> list[Line]:
+    """What is under the table: the operation, the question, what happened last, or more on the selected job."""
+    if state.running is not None:
+        return _running_lines(state)
+    if state.question is not None:
+        return [*_question_lines(state, state.question), *_finding_lines(state)]
+    notice = [Line(printable(line), "error" if state.notice.is_error else "plain") for line in state.notice.lines]
+    return [*notice, *_finding_lines(state)] or [Line(f"{job.pid} {command_of(job)}") for job in (state.job,) if job]
+
+
+def _running_lines(state: TopState) -> list[Line]:
+    running, progress = state.running, state.progress
+    doing = f"{running.action} {running.root.pid}" if running is not None else ""
+    if progress is None:
+        return [Line(f"{doing}: begins", "question")]
+    if progress.event in ("undo", "signal-ignored"):
+        return [Line(f"{doing}: undoing {progress.phase}", "question")]
+    far = f", {how_far(progress)}" if progress.total_bytes else ""
+    wait = "; cancelled, it is undone as soon as this can be left" if state.is_cancelled else ""
+    return [Line(printable(f"{doing}: {progress.description}{far}{wait}"), "question")]
+
+
+def _question_lines(state: TopState, question: Question) -> list[Line]:
+    job = question.job
+    count = f"{len(job.processes)} process{'' if len(job.processes) == 1 else 'es'}"
+    name = f"{job.name} ({job.pid})" if job.name is not None else str(job.pid)
+    if question.action == "suspend":
+        on = gpu_numbers(job.device_bytes, state.gpus)
+        what = f"{format_bytes(sum(job.device_bytes.values()))} on GPU {on} go to host memory"
+    else:
+        what = "device memory goes back to its GPUs"
+    lines = [Line(f"{question.action} job {name}, {count}: {what}. y yes   n no", "question")]
+    if question.parent is not None:
+        others = f"{question.siblings} other job{'' if question.siblings == 1 else 's'}"
+        pid = question.parent.pid
+        lines.append(Line(f"its parent {pid} started {others} too: p {question.action}s all below {pid}", "question"))
+    return lines
+
+
+def _finding_lines(state: TopState) -> list[Line]:
+    if state.findings is None:
+        return []
+    pid, findings = state.findings
+    if findings is None:
+        return [Line(f"preflight looks at job {pid}")]
+    if not findings:
+        return [Line(f"nothing stands in the way of a checkpoint of job {pid}")]
+    return [line for finding in findings for line in _finding(finding)]
+
+
+def _finding(finding: Finding) -> Sequence[Line]:
+    style: Style = "error" if finding.severity == "blocking" else "plain"
+    text = f"{finding.severity}: {finding.what}: {finding.consequence}"
+    return Line(printable(text), style), Line(printable(f"  {finding.remedy}"), style)
+
+
+def _keys(state: TopState) -> Line:
+    return Line(_KEYS_WHILE_RUNNING if state.running is not None else _KEYS, "keys")

@@ -1,0 +1,179 @@
+"""`gpucr top` on a terminal: curses draws and reads keys. Only the thread that runs this touches the terminal.
+
+curses gives the terminal back however the block ends: by a key, an exception, or a signal, which is noted and ends the
+loop. An operation that is under way is cancelled then, and waited for.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import curses
+import locale
+import queue
+import select
+import signal
+import sys
+from collections.abc import Callable, Iterator
+from types import FrameType
+
+from gpucr.cli.output import say
+from gpucr.cli.top_lines import Style, screen
+from gpucr.cli.top_state import Cancel, Command, Look, Notice, Operate, Quit, TopState
+from gpucr.cli.top_work import Blind, Ended, Judged, News, NewsQueue, Seen, Watch, Work, judge
+from gpucr.errors import Interrupted
+from gpucr.operations.steps import Progress
+
+_KEY_WAIT_MS = 100
+_ESCAPE_DELAY_MS = 25
+_KEYS = {
+    curses.KEY_UP: "up",
+    curses.KEY_DOWN: "down",
+    curses.KEY_PPAGE: "page-up",
+    curses.KEY_NPAGE: "page-down",
+    curses.KEY_HOME: "home",
+    curses.KEY_END: "end",
+    27: "escape",
+}
+
+
+class TopScreen:
+    """The loop: keys and news in, lines out. ``outcomes`` are the operations that have ended, in their order."""
+
+    def __init__(self, look: Callable[[], Seen], interval_s: float) -> None:
+        """``look`` finds the jobs. Raises what it raises."""
+        seen = look()
+        self._state = TopState(seen.jobs, seen.gpus)
+        self._news: NewsQueue = queue.SimpleQueue()
+        self._watch = Watch(self._news, look, interval_s)
+        self._work: Work | None = None
+        self._must_end = False
+        self.outcomes: list[Ended] = []
+
+    def run(self) -> None:
+        """Run until the user leaves. Raises Interrupted where a signal or the terminal's end ended it.
+
+        Raises curses.error for a terminal of which nothing is known.
+        """
+        curses.setupterm()  # initscr would end the program
+        locale.setlocale(locale.LC_CTYPE, "")
+        with self._signals():
+            self._watch.start()
+            try:
+                curses.wrapper(self._loop)
+            except curses.error:
+                if not _has_hung_up():
+                    raise
+                self._must_end = True
+            finally:
+                self._watch.stop()
+                self._finish()
+            if self._must_end:
+                raise Interrupted("interrupted")
+
+    @contextlib.contextmanager
+    def _signals(self) -> Iterator[None]:
+        """Signals end the loop. Ctrl-Z does nothing: it would stop an operation half-way, with the job locked."""
+
+        def note(number: int, frame: FrameType | None) -> None:
+            self._must_end = self._must_end or number != signal.SIGTSTP
+
+        signals = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP, signal.SIGTSTP)
+        before = {number: signal.signal(number, note) for number in signals}
+        try:
+            yield
+        finally:
+            for number, handler in before.items():
+                signal.signal(number, handler)
+
+    def _loop(self, window: curses.window) -> None:
+        attributes = _attributes()
+        with contextlib.suppress(curses.error):
+            curses.curs_set(0)
+        curses.set_escdelay(_ESCAPE_DELAY_MS)
+        window.timeout(_KEY_WAIT_MS)
+        while not self._must_end:
+            self._take_news()
+            _draw(window, self._state, attributes)
+            code = window.getch()
+            if code == curses.KEY_RESIZE:
+                window.clear()  # what terminals do with their content then differs: it is drawn anew
+            key = _key(code)
+            if key is None:
+                self._must_end = self._must_end or _has_hung_up()
+            elif isinstance(command := self._state.press(key), Quit):
+                return
+            elif command is not None:
+                self._do(command)
+
+    def _do(self, command: Command) -> None:
+        if isinstance(command, Operate):
+            self._work = Work(self._news, command)
+        elif isinstance(command, Look):
+            judge(self._news, command.pid)
+        elif isinstance(command, Cancel) and self._work is not None:
+            self._work.cancel()
+
+    def _take_news(self) -> None:
+        while True:
+            try:
+                self._take(self._news.get_nowait())
+            except queue.Empty:
+                return
+
+    def _take(self, news: News) -> None:
+        if isinstance(news, Seen):
+            self._state.take_jobs(news.jobs, news.gpus)
+        elif isinstance(news, Blind):
+            self._state.notice = Notice((news.problem,), is_error=True)
+        elif isinstance(news, Judged):
+            self._state.take_findings(news.pid, news.findings)
+        elif isinstance(news, Progress):
+            self._state.take_progress(news)
+        else:
+            self.outcomes.append(news)
+            self._work = None
+            self._state.ended(news.notice)
+            self._watch.look_now()
+
+    def _finish(self) -> None:
+        """After the screen: what is under way is undone, and waited for."""
+        if self._work is not None:
+            say("what is under way is being undone")
+            self._work.cancel()
+            self._work.wait()
+        self._take_news()
+
+
+def _attributes() -> dict[Style, int]:
+    """NO_COLOR needs no case: these are no colours."""
+    return {
+        "plain": curses.A_NORMAL,
+        "title": curses.A_BOLD,
+        "heading": curses.A_UNDERLINE,
+        "selected": curses.A_REVERSE,
+        "error": curses.A_BOLD,
+        "question": curses.A_BOLD,
+        "keys": curses.A_DIM,
+    }
+
+
+def _draw(window: curses.window, state: TopState, attributes: dict[Style, int]) -> None:
+    height, width = window.getmaxyx()
+    window.erase()
+    for row, line in enumerate(screen(state, width, height)):
+        with contextlib.suppress(curses.error):  # the terminal has become smaller meanwhile
+            window.insnstr(row, 0, line.text, width, attributes[line.style])  # unlike addnstr, it never wraps
+    window.refresh()
+
+
+def _key(code: int) -> str | None:
+    """The name of a key; None where none was pressed. An empty name: one that means nothing here."""
+    if code == -1:
+        return None
+    return _KEYS.get(code) or (chr(code) if 32 < code < 127 else "")
+
+
+def _has_hung_up() -> bool:
+    poll = select.poll()
+    poll.register(sys.stdin.fileno(), 0)
+    return bool(poll.poll(0))

@@ -1,0 +1,147 @@
+"""What `gpucr top` does beside its screen: look at the machine again and again, and one operation at a time.
+
+Each has a thread; what they find out comes to the screen's thread through a queue.
+"""
+
+from __future__ import annotations
+
+import queue
+import threading
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+
+from gpucr.cli.output import format_bytes
+from gpucr.cli.top_state import Notice, Operate
+from gpucr.driver.gpus import nvml_kept_open
+from gpucr.errors import GpucrError, JobChanged
+from gpucr.linux import processes
+from gpucr.model import Gpu
+from gpucr.operations.gpu_jobs import GpuJob, findings_of
+from gpucr.operations.steps import Progress
+from gpucr.operations.suspend import ChangeReport, resume, suspend
+from gpucr.preflight import Finding
+
+
+@dataclass(frozen=True)
+class Seen:
+    """The jobs and GPUs of this moment."""
+
+    jobs: Sequence[GpuJob]
+    gpus: Sequence[Gpu]
+
+
+@dataclass(frozen=True)
+class Blind:
+    """The machine could not be looked at, and why."""
+
+    problem: str
+
+
+@dataclass(frozen=True)
+class Judged:
+    """What preflight says of a job."""
+
+    pid: int
+    findings: tuple[Finding, ...]
+
+
+@dataclass(frozen=True)
+class Ended:
+    """The operation is over. ``error`` is why it failed; None: it did what was asked."""
+
+    operate: Operate
+    notice: Notice
+    error: BaseException | None = None
+
+
+News = Seen | Blind | Judged | Progress | Ended
+NewsQueue = queue.SimpleQueue[News]
+
+
+class Watch:
+    """Looks at the machine every ``interval_s`` seconds, and whenever it is told to."""
+
+    def __init__(self, news: NewsQueue, look: Callable[[], Seen], interval_s: float) -> None:
+        """``look`` may raise GpucrError: that is news as well."""
+        self._news, self._look, self._interval_s = news, look, interval_s
+        self._now = threading.Event()
+        self._is_over = False
+        self._thread = threading.Thread(target=self._run, name="gpucr top: watch", daemon=True)
+
+    def start(self) -> None:
+        """Begin."""
+        self._thread.start()
+
+    def look_now(self) -> None:
+        """Do not wait for the next time."""
+        self._now.set()
+
+    def stop(self) -> None:
+        """End, without waiting for a look that is under way."""
+        self._is_over = True
+        self._now.set()
+
+    def _run(self) -> None:
+        with nvml_kept_open():
+            while not self._is_over:
+                self._now.wait(self._interval_s)
+                self._now.clear()
+                try:
+                    self._news.put(self._look())
+                except (GpucrError, OSError) as e:
+                    self._news.put(Blind(str(e)))
+
+
+def judge(news: NewsQueue, pid: int) -> None:
+    """Ask preflight about a job, in a thread of its own."""
+    threading.Thread(
+        target=lambda: news.put(Judged(pid, findings_of(pid))), name="gpucr top: preflight", daemon=True
+    ).start()
+
+
+class Work:
+    """One operation. The program does not end before it has, however the screen ends."""
+
+    def __init__(self, news: NewsQueue, operate: Operate) -> None:
+        self._news, self._operate = news, operate
+        self._is_cancelled = False
+        self._thread = threading.Thread(target=self._run, name=f"gpucr top: {operate.action}")
+        self._thread.start()
+
+    def cancel(self) -> None:
+        """Have it undone as soon as it can be left."""
+        self._is_cancelled = True
+
+    def wait(self) -> None:
+        """Wait until it is over."""
+        self._thread.join()
+
+    def _run(self) -> None:
+        try:
+            if not processes.is_alive(self._operate.root):
+                pid = self._operate.root.pid
+                raise JobChanged(f"process {pid} has ended", pids=(pid,), hint="choose another job")
+            change = suspend if self._operate.action == "suspend" else resume
+            report = change(self._operate.root.pid, on_progress=self._listen)
+            self._news.put(Ended(self._operate, Notice((_outcome(report), *_warnings(report)))))
+        except GpucrError as e:
+            what = f"{self._operate.action} {self._operate.root.pid}: {e.message}"
+            lines = (what, f"hint: {e.hint}") if e.hint else (what,)
+            self._news.put(Ended(self._operate, Notice(lines, is_error=True), e))
+        except BaseException as e:  # noqa: BLE001 - raised by the command when the screen is gone
+            self._news.put(Ended(self._operate, Notice((f"{type(e).__name__}: {e}",), is_error=True), e))
+
+    def _listen(self, progress: Progress) -> None:
+        if self._is_cancelled and progress.event not in ("undo", "signal-ignored"):
+            raise KeyboardInterrupt  # as Ctrl-C does: the operation undoes what it has done
+        self._news.put(progress)
+
+
+def _outcome(report: ChangeReport) -> str:
+    states = (f"{change.pid} {change.now.word if change.now is not None else 'ended'}" for change in report.processes)
+    moved = f"{format_bytes(report.size_bytes)} moved in " if report.size_bytes else ""
+    return f"{', '.join(states)}: {moved}{report.seconds:.1f} s"
+
+
+def _warnings(report: ChangeReport) -> tuple[str, ...]:
+    return tuple(f"warning: {warning}" for warning in report.warnings)

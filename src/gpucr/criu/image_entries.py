@@ -1,0 +1,104 @@
+"""The form that CRIU's images have in common: two magic numbers, then entries, each a length and a protobuf message.
+
+See https://criu.org/Images. A snapshot may be damaged, or made by someone else: no length is believed before it is
+compared with what is left of the file and with what such an entry can have.
+"""
+
+from __future__ import annotations
+
+import io
+import os
+import struct
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import BinaryIO, TypeVar
+
+from google.protobuf.message import DecodeError, Message
+
+_COMMON_MAGIC = 0x54564319
+_HEAD = struct.Struct("<II")
+_LENGTH = struct.Struct("<I")
+
+OpenImage = Callable[[str], BinaryIO]
+"""Opens an image by its bare name, to be read and sought in. Raises FileNotFoundError and other OSErrors."""
+
+M = TypeVar("M", bound=Message)
+
+
+class ImageError(ValueError):
+    """The image is not what CRIU writes. The message says why; the caller knows the path."""
+
+
+def head(magic: int) -> bytes:
+    """What an image of this kind begins with."""
+    return _HEAD.pack(_COMMON_MAGIC, magic)
+
+
+def images_in(folder: Path) -> OpenImage:
+    """The images of a folder."""
+
+    def open_image(name: str) -> BinaryIO:
+        # Without O_NONBLOCK the open of a named pipe waits for a writer that never comes.
+        fd = os.open(folder / name, os.O_RDONLY | os.O_NOFOLLOW | os.O_NONBLOCK | os.O_CLOEXEC)
+        return os.fdopen(fd, "rb")
+
+    return open_image
+
+
+class ImageReader:
+    """One image, read from its begin to its end. Holds one entry at a time.
+
+    ``kind`` is for messages, ``max_bytes`` and ``max_entry_bytes`` what the image and an entry can have at most.
+    """
+
+    def __init__(
+        self, stream: BinaryIO, magic: int, kind: str, *, max_bytes: int, max_entry_bytes: int = 1 << 20
+    ) -> None:
+        """Raises ImageError where it is no image of this kind, and OSError."""
+        self._stream = stream
+        self._size_bytes = stream.seek(0, os.SEEK_END)
+        self._max_entry_bytes = max_entry_bytes
+        self._position = _HEAD.size
+        if self._size_bytes > max_bytes:
+            raise ImageError(f"it is larger than {max_bytes} bytes")
+        stream.seek(0)
+        if stream.read(_HEAD.size) != head(magic):
+            raise ImageError(f"it does not begin as an image of {kind}")
+
+    @classmethod
+    def of_bytes(cls, data: bytes, magic: int, kind: str, *, max_bytes: int) -> ImageReader:
+        """An image that is in memory."""
+        return cls(io.BytesIO(data), magic, kind, max_bytes=max_bytes)
+
+    def one(self, message: type[M]) -> M:
+        """The next entry. Raises ImageError where there is none, or one that is damaged."""
+        for entry in self.entries(message):
+            return entry
+        raise ImageError("it ends too early")
+
+    def entries(self, message: type[M]) -> Iterator[M]:
+        """All entries that are left. Raises ImageError where one is damaged."""
+        while self._position < self._size_bytes:
+            yield self._next(message)
+
+    def _next(self, message: type[M]) -> M:
+        start = self._position + _LENGTH.size
+        if start > self._size_bytes:
+            raise ImageError("it is cut off")
+        (length,) = _LENGTH.unpack(self._read(_LENGTH.size))
+        if length > self._max_entry_bytes or start + length > self._size_bytes:
+            raise ImageError(f"the entry at byte {self._position} is longer than can be")
+        self._position = start + length
+        try:
+            entry = message.FromString(self._read(length))
+        except DecodeError as e:
+            raise ImageError(f"the entry at byte {start} is damaged") from e
+        if not entry.IsInitialized():
+            raise ImageError(f"the entry at byte {start} lacks a member")
+        return entry
+
+    def _read(self, size_bytes: int) -> bytes:
+        data = self._stream.read(size_bytes)
+        if len(data) != size_bytes:  # someone cuts it off while it is read
+            raise ImageError("it is cut off")
+        return data

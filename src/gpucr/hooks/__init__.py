@@ -1,0 +1,1 @@
+"""Entry points that other software calls: CRIU's action script, for container runtimes (docs/architecture.md)."""

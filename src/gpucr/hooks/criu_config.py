@@ -1,0 +1,221 @@
+"""Sets gpucr up as CRIU's action script, in CRIU's configuration files, beside what is configured there already.
+
+A runtime that calls CRIU reads a file of its own, in CRIU's syntax: runc ``runc.conf``; crun ``crun.conf``, and where
+that is missing ``runc.conf`` (seen with 1.28); podman and CRI-O run one of the two, containerd runc. Every CRIU reads
+``default.conf``. CRIU passes no arguments to an action script, so the script is a small file that knows how to start
+this gpucr.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import shlex
+import stat
+import sys
+import tempfile
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Literal, get_args
+
+from gpucr.errors import BrokenInstall, InvalidRequest, NotPermitted
+from gpucr.hooks import action
+
+Runtime = Literal["runc", "crun", "podman", "criu"]
+RUNTIMES: tuple[Runtime, ...] = get_args(Runtime)
+
+DEFAULT_FOLDER = Path("/etc/criu")
+SCRIPT_NAME = "gpucr-hook"
+
+_COMMENT = "# GPU state of containers; `gpucr hook uninstall` removes these two lines"
+_SCRIPT_MODE = 0o755
+_SOURCE = Path(__file__).parents[2]
+_FILES = ("runc.conf", "crun.conf", "default.conf")
+
+
+@dataclass(frozen=True)
+class Change:
+    """What became of one file: ``made``, ``changed``, ``removed`` or ``unchanged``."""
+
+    path: Path
+    what: Literal["made", "changed", "removed", "unchanged"]
+
+
+@dataclass(frozen=True)
+class HookStatus:
+    """Which files name the script, and whether the script would start this gpucr."""
+
+    script: Path
+    configured: tuple[Path, ...]
+    is_current: bool
+
+    @property
+    def is_installed(self) -> bool:
+        """Whether some runtime's CRIU calls this gpucr."""
+        return bool(self.configured) and self.is_current
+
+
+def install(runtime: Runtime | None = None, folder: Path = DEFAULT_FOLDER) -> tuple[Change, ...]:
+    """Have the CRIU of a runtime (None: of runc, crun and all that use them) call gpucr. Again: brings it up to date.
+
+    Needs write access to ``folder``. What else is in the files stays as it is. Raises InvalidRequest, NotPermitted,
+    BrokenInstall; then no file names a script that is not there.
+    """
+    _check_folder(folder)
+    script = folder / SCRIPT_NAME
+    try:
+        folder.mkdir(mode=0o755, parents=True, exist_ok=True)
+        changes = [_write(script, script_text().encode(), _SCRIPT_MODE)]
+        default = folder / "default.conf"
+        if runtime == "criu":  # from now on it is in force for all: a second line would run it twice
+            changes += [_without_line(path) for path in _runtime_files(folder)]
+            changes.append(_with_line(default, script))
+        elif _has_line(default):
+            changes += [_with_line(default, script)]
+        else:
+            changes += [_with_line(path, script) for path in _files_of(runtime, folder)]
+    except OSError as e:
+        raise _explained(e, folder) from e
+    return tuple(changes)
+
+
+def uninstall(folder: Path = DEFAULT_FOLDER) -> tuple[Change, ...]:
+    """Take everything out again that `install` has put in; files that hold nothing else are removed.
+
+    Checkpoints that were made with the hook can then no longer be restored by the runtimes. Raises NotPermitted.
+    """
+    script = folder / SCRIPT_NAME
+    try:
+        changes = [_without_line(folder / name) for name in _FILES]
+        existed = script.exists()
+        script.unlink(missing_ok=True)
+    except OSError as e:
+        raise _explained(e, folder) from e
+    return (*changes, Change(script, "removed" if existed else "unchanged"))
+
+
+def status(folder: Path = DEFAULT_FOLDER) -> HookStatus:
+    """What is configured. Changes nothing."""
+    script = folder / SCRIPT_NAME
+    current = False
+    with contextlib.suppress(OSError):
+        current = script.read_text() == script_text() and os.access(script, os.X_OK)
+    return HookStatus(script, tuple(folder / name for name in _FILES if _has_line(folder / name)), current)
+
+
+def script_text() -> str:
+    """The action script: it starts this gpucr with this Python, at those hooks at which there is something to do."""
+    python = shlex.quote(sys.executable)
+    start = f"import sys; sys.path.insert(0, {str(_SOURCE)!r}); from {action.__name__} import main; main()"
+    return (
+        "#!/bin/sh\n"
+        "# CRIU's action script for the GPU state of containers, written by `gpucr hook install`.\n"
+        'case "$CRTOOLS_SCRIPT_ACTION" in\n'
+        f"{' | '.join(action.HOOKS)}) ;;\n"
+        "*) exit 0 ;;\n"
+        "esac\n"
+        f"if [ ! -x {python} ]; then\n"
+        f"    echo gpucr: error: {python} is gone, with which gpucr was set up as the action script of CRIU >&2\n"
+        "    exit 4\n"
+        "fi\n"
+        f"exec {python} -I -c {shlex.quote(start)}\n"
+    )
+
+
+def _runtime_files(folder: Path) -> list[Path]:
+    return [folder / "runc.conf", folder / "crun.conf"]
+
+
+def _files_of(runtime: Runtime | None, folder: Path) -> list[Path]:
+    """crun's own file hides runc's from it: where there is none, none is made."""
+    runc, crun = _runtime_files(folder)
+    own = [crun] if crun.exists() else [runc]
+    if runtime == "runc":
+        return [runc]
+    return own if runtime == "crun" else list(dict.fromkeys([runc, *own]))
+
+
+def _lines(path: Path) -> list[bytes]:
+    try:
+        return path.read_bytes().splitlines(keepends=True)
+    except FileNotFoundError:
+        return []
+
+
+def _is_ours(line: bytes) -> bool:
+    words = line.replace(b"=", b" ").split()
+    return line.strip() == _COMMENT.encode() or (
+        len(words) == 2
+        and words[0] == b"action-script"
+        and words[1].strip(b"\"'").endswith(b"/" + SCRIPT_NAME.encode())
+    )
+
+
+def _has_line(path: Path) -> bool:
+    return any(_is_ours(line) for line in _lines(path) if not line.startswith(b"#"))
+
+
+def _with_line(path: Path, script: Path) -> Change:
+    kept = [line for line in _lines(path) if not _is_ours(line)]
+    if kept and not kept[-1].endswith(b"\n"):
+        kept[-1] += b"\n"
+    return _write(path, b"".join([*kept, f"{_COMMENT}\naction-script {script}\n".encode()]), 0o644)
+
+
+def _without_line(path: Path) -> Change:
+    lines = _lines(path)
+    kept = [line for line in lines if not _is_ours(line)]
+    if kept == lines:
+        return Change(path, "unchanged")
+    if kept:
+        return _write(path, b"".join(kept), 0o644)
+    path.unlink()
+    return Change(path, "removed")
+
+
+def _write(path: Path, data: bytes, mode: int) -> Change:
+    """Replace the file as a whole, or make it with this mode. A link stays one."""
+    path = path.resolve()
+    existed = path.exists()
+    if existed and path.read_bytes() == data and (mode != _SCRIPT_MODE or os.access(path, os.X_OK)):
+        return Change(path, "unchanged")
+    found = path.stat() if existed else None
+    fd, temporary = tempfile.mkstemp(prefix=f".{path.name}.", dir=path.parent)
+    try:
+        with os.fdopen(fd, "wb") as stream:
+            stream.write(data)
+            os.fchmod(fd, mode if found is None or mode == _SCRIPT_MODE else stat.S_IMODE(found.st_mode))
+            if found is not None:
+                os.fchown(fd, found.st_uid, found.st_gid)
+            stream.flush()
+            os.fsync(fd)
+        os.replace(temporary, path)
+    except BaseException:
+        Path(temporary).unlink(missing_ok=True)
+        raise
+    return Change(path, "changed" if existed else "made")
+
+
+def _check_folder(folder: Path) -> None:
+    if not folder.is_absolute() or len(os.fspath(folder).split()) != 1:
+        raise InvalidRequest(
+            f"{os.fspath(folder)!r} cannot be the folder of CRIU's action script",
+            hint="CRIU takes an absolute path without blanks",
+        )
+    for path in (folder, *folder.parents, Path(sys.executable).resolve(), _SOURCE / "gpucr"):
+        with contextlib.suppress(FileNotFoundError):
+            found = path.stat()
+            writers = found.st_mode & (stat.S_IWOTH if found.st_gid == 0 else stat.S_IWOTH | stat.S_IWGRP)
+            if found.st_uid not in (0, os.geteuid()) or (writers and not found.st_mode & stat.S_ISVTX):
+                raise BrokenInstall(
+                    f"{path} can be changed by others than root, and CRIU would run what they put there as root",
+                    hint="install gpucr as root, where only root can write, and use a folder that belongs to root",
+                )
+
+
+def _explained(error: OSError, folder: Path) -> NotPermitted:
+    return NotPermitted(
+        f"CRIU's configuration in {folder} cannot be changed: {error.strerror}",
+        pid=os.getpid(),
+        hint="run the command as root, and see that the file system is not read-only",
+    )

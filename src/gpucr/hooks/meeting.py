@@ -1,0 +1,100 @@
+"""How the hooks of one dump reach the attendant that does their work: a socket that CRIU's identity names.
+
+Every hook is a process of its own, which CRIU starts and waits for. It connects, sends the name of its hook in one
+message, and gets one back: what to write into CRIU's log, and the error that it has to fail with, if there is one.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import json
+import socket
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+from gpucr.errors import BrokenInstall, GpucrError
+from gpucr.linux import processes
+from gpucr.model import ProcessId
+from gpucr.operations.process_records import ProcessRecords
+
+MEETINGS = ProcessRecords("hooks")
+MESSAGE_LIMIT_BYTES = 1 << 16
+_MAX_TEXT = 4000
+
+
+def listen(criu: ProcessId) -> socket.socket:
+    """The attendant's end, under a name that only root can reach. Raises OSError."""
+    path = socket_path(criu)
+    path.parent.mkdir(mode=0o700, parents=True, exist_ok=True)
+    _remove_ended(path.parent)
+    listening = socket.socket(socket.AF_UNIX, socket.SOCK_SEQPACKET)
+    try:
+        listening.bind(str(path))
+        listening.listen()
+    except BaseException:
+        listening.close()
+        raise
+    return listening
+
+
+def is_held(criu: ProcessId) -> bool:
+    """Whether there is an attendant for this CRIU, or was one that died."""
+    return socket_path(criu).exists()
+
+
+def forget(criu: ProcessId) -> None:
+    """Remove the name: nobody meets there any more."""
+    with contextlib.suppress(OSError):
+        socket_path(criu).unlink()
+
+
+def call(criu: ProcessId, hook: str) -> list[str]:
+    """Have the attendant do the work of a hook. Returns lines for CRIU's log. Raises the hook's error."""
+    with socket.socket(socket.AF_UNIX, socket.SOCK_SEQPACKET) as connection:
+        try:
+            connection.connect(str(socket_path(criu)))
+            connection.send(hook.encode())
+            message = connection.recv(MESSAGE_LIMIT_BYTES)
+        except OSError as e:
+            raise _attendant_is_gone(hook) from e
+    if not message:
+        raise _attendant_is_gone(hook)
+    answer = json.loads(message)
+    if answer["error"] is not None:
+        raise GpucrError(answer["error"], hint=answer["hint"], code=answer["code"])
+    return list(answer["lines"])
+
+
+def encode_answer(lines: Sequence[str], error: BaseException | None) -> bytes:
+    """The message that ends a hook."""
+    answer: Mapping[str, Any] = {
+        "lines": [line[:_MAX_TEXT] for line in lines[:10]],
+        "error": None if error is None else (str(error) or type(error).__name__)[:_MAX_TEXT],
+        "hint": getattr(error, "hint", None),
+        "code": getattr(error, "code", GpucrError.code),
+    }
+    return json.dumps(answer).encode()
+
+
+def socket_path(criu: ProcessId) -> Path:
+    """Where the attendant of this CRIU listens."""
+    return MEETINGS.folder() / f"{criu.pid}-{criu.start_time_ticks}.sock"
+
+
+def _remove_ended(folder: Path) -> None:
+    """What attendants that were killed have left."""
+    for path in folder.glob("*.sock"):
+        pid, _, start_time_ticks = path.stem.partition("-")
+        if pid.isdecimal() and start_time_ticks.isdecimal():
+            criu = ProcessId(int(pid), int(start_time_ticks))
+            if not processes.is_alive(criu):
+                forget(criu)
+
+
+def _attendant_is_gone(hook: str) -> GpucrError:
+    return BrokenInstall(
+        f"the process that attends to the container's GPU state has died before {hook} was done",
+        hint="its guard brings the container back; guard.log and hook.log in gpucr's log folder say more",
+        code="GPUCR-GUARD",
+    )

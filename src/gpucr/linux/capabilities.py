@@ -1,0 +1,70 @@
+"""Capabilities (capabilities(7)) of the caller, and of a program that it starts."""
+
+from __future__ import annotations
+
+import os
+from dataclasses import dataclass
+from pathlib import Path
+
+STATUS = Path("/proc/self/status")
+
+_NAMES = [  # by number: include/uapi/linux/capability.h
+    "CHOWN", "DAC_OVERRIDE", "DAC_READ_SEARCH", "FOWNER", "FSETID", "KILL", "SETGID", "SETUID", "SETPCAP",
+    "LINUX_IMMUTABLE", "NET_BIND_SERVICE", "NET_BROADCAST", "NET_ADMIN", "NET_RAW", "IPC_LOCK", "IPC_OWNER",
+    "SYS_MODULE", "SYS_RAWIO", "SYS_CHROOT", "SYS_PTRACE", "SYS_PACCT", "SYS_ADMIN", "SYS_BOOT", "SYS_NICE",
+    "SYS_RESOURCE", "SYS_TIME", "SYS_TTY_CONFIG", "MKNOD", "LEASE", "AUDIT_WRITE", "AUDIT_CONTROL", "SETFCAP",
+    "MAC_OVERRIDE", "MAC_ADMIN", "SYSLOG", "WAKE_ALARM", "BLOCK_SUSPEND", "AUDIT_READ", "PERFMON", "BPF",
+    "CHECKPOINT_RESTORE",
+]  # fmt: skip
+
+
+@dataclass(frozen=True)
+class Capabilities:
+    """The sets of one process as bit masks, whether it is root, and whether execve may give it more (no_new_privs)."""
+
+    permitted: int
+    effective: int
+    inheritable: int
+    bounding: int
+    ambient: int
+    is_root: bool
+    no_new_privs: bool
+
+    def has(self, name: str) -> bool:
+        """Whether it can use this one: ``SYS_ADMIN``."""
+        return bool(self.effective >> _NAMES.index(name) & 1)
+
+    def after_exec(self) -> int:
+        """What a plain program has that this process starts ("Transformation of capabilities during execve()").
+
+        Root gets back all that the bounding set allows, whatever it has dropped from the other sets.
+        """
+        if not self.is_root:
+            return self.ambient
+        gained = self.inheritable | self.bounding
+        return gained & self.permitted if self.no_new_privs else gained
+
+
+def own() -> Capabilities:
+    """The caller's sets."""
+    lines = STATUS.read_text(errors="replace").splitlines()
+    fields = {name: value.strip() for name, _, value in (line.partition(":") for line in lines)}
+    sets = {name: int(fields[name], 16) for name in ("CapPrm", "CapEff", "CapInh", "CapBnd", "CapAmb")}
+    return Capabilities(
+        permitted=sets["CapPrm"],
+        effective=sets["CapEff"],
+        inheritable=sets["CapInh"],
+        bounding=sets["CapBnd"],
+        ambient=sets["CapAmb"],
+        is_root=os.geteuid() == 0,
+        no_new_privs=fields.get("NoNewPrivs") == "1",
+    )
+
+
+def names_of(mask: int) -> tuple[str, ...]:
+    """The capabilities of a bit mask, by their names: ``CAP_SYS_ADMIN``. One that is not known keeps its number."""
+    return tuple(
+        f"CAP_{_NAMES[bit]}" if bit < len(_NAMES) else f"capability {bit}"
+        for bit in range(mask.bit_length())
+        if mask >> bit & 1
+    )

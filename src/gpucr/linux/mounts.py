@@ -1,0 +1,35 @@
+"""What is mounted where in the caller's mount namespace, and taking a mount away."""
+
+from __future__ import annotations
+
+import ctypes
+import os
+import re
+from pathlib import Path
+
+MOUNTINFO = Path("/proc/self/mountinfo")
+
+_MNT_DETACH = 2  # include/linux/fs.h
+_ESCAPED = re.compile(rb"\\([0-7]{3})")
+
+_libc = ctypes.CDLL(None, use_errno=True)
+_libc.umount2.argtypes = (ctypes.c_char_p, ctypes.c_int)
+
+
+def mount_points() -> tuple[Path, ...]:
+    """All of them, in the kernel's order (proc_pid_mountinfo(5): blanks and the like are octal escapes)."""
+    found: list[Path] = []
+    for line in MOUNTINFO.read_bytes().splitlines():
+        escaped = line.split()[4]
+        found.append(Path(os.fsdecode(_ESCAPED.sub(lambda match: bytes([int(match[1], 8)]), escaped))))
+    return tuple(found)
+
+
+def detach(mount_point: Path) -> None:
+    """Take a mount, and those below it, out of the tree at once; what is in use ends with its users. CAP_SYS_ADMIN.
+
+    Raises OSError.
+    """
+    if _libc.umount2(os.fsencode(mount_point), _MNT_DETACH) != 0:
+        number = ctypes.get_errno()
+        raise OSError(number, os.strerror(number), os.fspath(mount_point))

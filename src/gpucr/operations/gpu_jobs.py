@@ -1,0 +1,170 @@
+"""The jobs on this machine that use GPUs, as `gpucr ps` and `gpucr top` show them."""
+
+from __future__ import annotations
+
+import contextlib
+import os
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, replace
+
+from gpucr import preflight
+from gpucr.driver.gpus import gpu_processes
+from gpucr.errors import GpucrError, InvalidRequest, NotPermitted
+from gpucr.launch.record import JobRecord
+from gpucr.linux import processes
+from gpucr.model import CudaState, ProcessId, ProcessInfo
+from gpucr.operations import jobs, registered
+from gpucr.operations.listing import ProcessState, list_cuda_processes
+from gpucr.operations.traps import findings_of_traps
+
+
+@dataclass(frozen=True)
+class GpuJob:
+    """A job with processes that use CUDA.
+
+    ``root`` is the process that stands for it in every command, ``name`` that of a job which `gpucr run` started.
+    ``processes`` are those with CUDA, by pid. ``findings`` are what preflight says against a dump of it (None: it was
+    not asked).
+
+    Without a name, the job is a process with CUDA that has none above it, and what is below it. Ranks that a launcher
+    without CUDA has started are a job each then; they are known by the same ``parent_pid`` of their roots.
+    """
+
+    root: ProcessInfo
+    name: str | None
+    processes: tuple[ProcessState, ...]
+    findings: tuple[preflight.Finding, ...] | None = None
+
+    @property
+    def parent(self) -> ProcessId | None:
+        """What started its root, if it still runs."""
+        stat = processes.read_stat(self.root.parent_pid)
+        return ProcessId(self.root.parent_pid, stat.start_time_ticks) if stat is not None else None
+
+    @property
+    def pid(self) -> int:
+        """The pid that names it."""
+        return self.root.pid
+
+    @property
+    def states(self) -> tuple[CudaState, ...]:
+        """The CUDA states that its processes are in, each once."""
+        return tuple(sorted({each.state for each in self.processes if each.state is not None}))
+
+    @property
+    def state_word(self) -> str:
+        """That state, where all are in one; else ``mixed``."""
+        return self.states[0].word if len(self.states) == 1 else "mixed"
+
+    @property
+    def device_bytes(self) -> dict[str, int]:
+        """Device memory per GPU UUID."""
+        total: dict[str, int] = {}
+        for each in self.processes:
+            for uuid, size_bytes in each.device_bytes.items():
+                total[uuid] = total.get(uuid, 0) + size_bytes
+        return total
+
+    @property
+    def resident_bytes(self) -> int:
+        """Host memory of its processes with CUDA; what they share counts for each."""
+        return sum(each.resident_bytes for each in self.processes)
+
+    @property
+    def age_s(self) -> float:
+        """Seconds since its first process was started or restored."""
+        return processes.age_s(self.root.id)
+
+    @property
+    def is_checkpointable(self) -> bool | None:
+        """Whether preflight has nothing against a dump; None where it was not asked."""
+        if self.findings is None:
+            return None
+        return not any(finding.severity == "blocking" for finding in self.findings)
+
+
+def list_gpu_jobs(*, check: bool = False) -> tuple[GpuJob, ...]:
+    """Every job of the machine that uses CUDA, suspended ones included, as far as the caller may look. By pid.
+
+    ``check`` asks preflight about each, which reads the memory maps and descriptors of all their processes. Raises
+    DriverUnavailable.
+    """
+    states = list_cuda_processes()
+    parents = _parents()
+    records = _running_records()
+    using = {state.process.pid for state in states}
+    members: dict[int, list[ProcessState]] = {}
+    for state in states:
+        members.setdefault(_root_of(state.process.pid, parents, records, using), []).append(state)
+    found = []
+    for pid, held in sorted(members.items()):
+        with contextlib.suppress(GpucrError, PermissionError):  # its root has ended meanwhile
+            record = records.get(pid)
+            root = next((state.process for state in held if state.process.pid == pid), None)
+            job = GpuJob(root or processes.describe(pid), record.name if record is not None else None, tuple(held))
+            found.append(replace(job, findings=findings_of(pid)) if check else job)
+    return tuple(found)
+
+
+def findings_of(pid: int) -> tuple[preflight.Finding, ...]:
+    """What stands in the way of a suspend or a dump of the job of ``pid``, wherever the snapshot would go.
+
+    What keeps gpucr from looking is a blocking finding as well. Changes nothing.
+    """
+    try:
+        found = jobs.find_job(pid)
+        uses = gpu_processes() if found.job.gang else ()
+        needs = preflight.needs_of_suspend(
+            preflight.device_bytes_in_use(found.job, uses), in_files=processes.can_checkpoint_processes()
+        )
+        return (
+            *jobs.findings_before_freeze(found.job, needs),
+            *findings_of_traps(found.job, found.driver, uses),
+            *preflight.check_tracers(found.job),
+            *preflight.check_open_files(found.job),
+        )
+    except (GpucrError, OSError) as e:
+        message, hint = (e.message, e.hint or "") if isinstance(e, GpucrError) else (str(e), "")
+        evidence = "seen while preflight looked at it"
+        code = e.code if isinstance(e, GpucrError) else NotPermitted.code
+        return (preflight.Finding("blocking", message, evidence, "gpucr cannot work on it", hint, pid, code=code),)
+
+
+def beside(job: GpuJob, others: Sequence[GpuJob]) -> tuple[GpuJob, ...]:
+    """Jobs that were started by the same process, and may be ranks of the same program.
+
+    None where that process is init, or gpucr is below it: a shell.
+    """
+    parent_pid = job.root.parent_pid
+    if job.name is not None or parent_pid <= 1 or parent_pid in {os.getpid(), *processes.ancestors(os.getpid())}:
+        return ()
+    return tuple(
+        other for other in others if other.name is None and other.pid != job.pid and other.root.parent_pid == parent_pid
+    )
+
+
+def _parents() -> dict[int, int]:
+    found = {}
+    for pid in processes.all_pids():
+        with contextlib.suppress(PermissionError):
+            stat = processes.read_stat(pid)
+            if stat is not None:
+                found[pid] = stat.parent_pid
+    return found
+
+
+def _running_records() -> dict[int, JobRecord]:
+    """By the pid of the first process. Without a registry nothing has a name."""
+    with contextlib.suppress(OSError, InvalidRequest):
+        listed = [job.record for job in registered.registry().jobs() if job.state.word == "running"]
+        return {record.pid: record for record in listed if record is not None and processes.is_alive(record.root)}
+    return {}
+
+
+def _root_of(pid: int, parents: Mapping[int, int], records: Mapping[int, JobRecord], using: set[int]) -> int:
+    """The first process of the registered job that it belongs to; else the outermost with CUDA that it is below."""
+    line = [pid]
+    while parents.get(line[-1], 0) > 0 and parents[line[-1]] not in line:
+        line.append(parents[line[-1]])
+    named = [each for each in line if each in records]
+    return named[-1] if named else [each for each in line if each in using][-1]

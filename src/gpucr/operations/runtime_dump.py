@@ -1,0 +1,326 @@
+"""The GPU's part of a dump that a container runtime has begun: CRIU is the runtime's, and calls gpucr at its hooks.
+
+The steps are those of `gpucr dump`; only the one in the middle waits for a CRIU that others have started. CRIU tells
+its action scripts neither whether the container will be left running nor whether the dump has succeeded in the end. So
+device memory is on disk before CRIU may go on, and what has become of the container is looked at when CRIU has ended.
+"""
+
+from __future__ import annotations
+
+import contextlib
+from dataclasses import replace
+from pathlib import Path
+from typing import Protocol
+
+from gpucr import preflight
+from gpucr.criu import abandoned
+from gpucr.driver.gpus import gpu_processes, list_gpus
+from gpucr.errors import CriuError, CudaStarted, GpucrError, JobChanged, SnapshotExists
+from gpucr.gang import Gang
+from gpucr.linux import cgroups, processes
+from gpucr.model import ProcessId
+from gpucr.operations import jobs
+from gpucr.operations.dump_steps import (
+    AllocateStaging,
+    GangDump,
+    PrepareTarget,
+    commit,
+    draft_of_gang,
+    started_cuda,
+)
+from gpucr.operations.freeze import (
+    AttachStaging,
+    CheckpointGang,
+    DetachStaging,
+    HoldThreads,
+    LockGang,
+    ReleaseThreads,
+    RestoreGang,
+    StopThreads,
+    UnlockGang,
+)
+from gpucr.operations.interrupts import Interrupts
+from gpucr.operations.protection import Protection
+from gpucr.operations.staged import GangStaging
+from gpucr.operations.steps import Meter, Step, run_steps
+from gpucr.operations.targets import FolderTarget
+from gpucr.operations.threads import GangThreads
+from gpucr.operations.traps import findings_of_traps
+from gpucr.snapshot.device.writer import DeviceWriter
+from gpucr.snapshot.folder import GPU_PART_NAME, UnfinishedSnapshot
+from gpucr.snapshot.manifest import Manifest
+
+UNKNOWN = "unknown"
+"""The version of a CRIU that the runtime has started."""
+
+_LOOK_EVERY_S = 0.1
+_KILLED_LIMIT_S = 10.0
+
+
+class RuntimeHooks(Protocol):
+    """The hooks of one dump, as CRIU calls them."""
+
+    @property
+    def criu(self) -> ProcessId:
+        """The CRIU that calls them."""
+        ...
+
+    def answer(self, error: BaseException | None) -> bool:
+        """Let the hook that waits succeed, or fail for this reason. False: none waits."""
+        ...
+
+    def say(self, line: str) -> None:
+        """Something for CRIU's log, where the hook that waits writes it when it is answered."""
+        ...
+
+    def wait_for_call(self, timeout_s: float) -> bool:
+        """Wait for the next hook, post-dump. False: it has not come yet."""
+        ...
+
+
+def uses_cuda(root_pid: int) -> bool:
+    """Whether any process in the tree of ``root_pid`` uses CUDA. Changes nothing. Raises as `jobs.find_job`."""
+    return bool(jobs.find_job(root_pid).job.gang)
+
+
+def clear_target(images: Path) -> None:
+    """Remove what a dump that was cut off has left of a GPU part in this folder of images.
+
+    Raises SnapshotExists for a complete one: beside new images it would pass for theirs.
+    """
+    folder = UnfinishedSnapshot.left_behind(images / GPU_PART_NAME, None)
+    if folder.is_committed:
+        raise SnapshotExists(
+            f"{folder.path} is the GPU part of another checkpoint",
+            path=str(folder.path),
+            hint="checkpoint into a folder of its own, or remove that one",
+        )
+    folder.discard()
+
+
+def dump_for_runtime(root_pid: int, images: Path, hooks: RuntimeHooks) -> bool:
+    """Take the GPU state of the tree of ``root_pid`` through a runtime's dump into the folder ``images``.
+
+    Called in CRIU's pre-dump hook: RUNNING → CHECKPOINTED, stopped, device memory taken out; then ``hooks`` is
+    answered and CRIU dumps. At its post-dump hook the GPU part is committed. When CRIU has ended, the processes are
+    gone, or come back to the state in which they were found; returns whether they do. Needs root.
+
+    Whatever fails leads back to the state in which the processes were found; a hook that waits is answered after that
+    (in post-dump: before, since CRIU holds the processes until then). Raises as `gpucr.dump`.
+    """
+    with contextlib.ExitStack() as opened:
+        found = opened.enter_context(jobs.claimed_job(root_pid))
+        protection = opened.enter_context(Protection(found.claims))
+        context, threads, findings = _prepare(found, images, protection)
+        preflight.require_no_blocking(findings, force=False)
+        for finding in findings:
+            hooks.say(f"warning: {finding.sentence()}")
+        run = RuntimeDump(context, hooks)
+        try:
+            run_steps(_steps(context, threads, run))
+        finally:
+            context.writer.cancel()
+            context.staging.close()
+        return run.left_running
+
+
+def _prepare(
+    found: jobs.FoundJob, images: Path, protection: Protection
+) -> tuple[GangDump, GangThreads, list[preflight.Finding]]:
+    job = found.job
+    if found.driver is None or not job.gang:
+        raise JobChanged(f"no process below {job.root.pid} uses CUDA any more", pids=[job.root.pid])
+    preflight.require_privileges(job.root.pid)
+    uses = gpu_processes()
+    held = preflight.device_bytes_in_use(job, uses)
+    expected_bytes = sum(sum(by_gpu.values()) for by_gpu in held.values())
+    target = FolderTarget(images / GPU_PART_NAME, with_images=False)
+    findings = [
+        *jobs.findings_before_freeze(job, preflight.needs_of_dump(held, images)),
+        *findings_of_traps(job, found.driver, uses),
+        *preflight.check_tracers(job),
+        *_check_freezer(job.root.pid),
+        *target.findings(job, expected_bytes),
+    ]
+    gang = Gang(found.driver, job.gang)
+    writer = DeviceWriter(target.sink)
+    staged = GangStaging(use_files=True, writer=writer)
+    threads = GangThreads()
+    context = GangDump(
+        job=job,
+        gang=gang,
+        target=target,
+        gpus=list_gpus(),
+        device_bytes=held,
+        deadline=None,
+        staging=staged,
+        writer=writer,
+        leave_running=True,  # for all that is known: then nothing that the container may still need is given up early
+        checkpoint=CheckpointGang(
+            gang, job.root.pid, staged, protection, expected_bytes=expected_bytes, threads=threads
+        ),
+        protection=protection,
+    )
+    return context, threads, findings
+
+
+def _check_freezer(root_pid: int) -> list[preflight.Finding]:
+    """The runtime's CRIU freezes the container by its cgroup, with the processes stopped already.
+
+    Seen with Linux 6.18, runc 1.1 and CRIU 4.2.1: with version 1's freezer, CRIU's ptrace(PTRACE_SEIZE) of a process
+    that was stopped before it was frozen does not return, and nothing but a thaw ends it. Version 2 does not do that.
+    """
+    path = cgroups.legacy_freezer(root_pid)
+    if path is None:
+        return []
+    return [
+        preflight.Finding(
+            "blocking",
+            "the container is in a cgroup of version 1's freezer",
+            f"its process {root_pid} is in {path}",
+            "CRIU would hang when it freezes the container",
+            "boot the machine with cgroup version 2 alone (systemd.unified_cgroup_hierarchy=1)",
+            pid=root_pid,
+            code="GPUCR-CGROUP-V1",
+        )
+    ]
+
+
+def _steps(context: GangDump, threads: GangThreads, run: RuntimeDump) -> list[Step]:
+    gang, checkpoint, protection = context.gang, context.checkpoint, context.protection
+    if gang is None or checkpoint is None or protection is None:
+        raise AssertionError("a dump for a runtime has a gang")
+    detach = DetachStaging(checkpoint, context.staging, protection)
+    thaw: list[Step] = [
+        HoldThreads(threads),
+        AttachStaging(detach),
+        RestoreGang(gang, None, down_to=lambda member: member.found),
+        UnlockGang(gang, down_to=lambda member: member.found),
+        ReleaseThreads(threads, protection),
+    ]
+    return [
+        PrepareTarget(context),
+        AllocateStaging(context),
+        LockGang(gang, protection),
+        checkpoint,
+        detach,
+        StopThreads(threads, gang, protection),
+        run,
+        *(_IfLeftRunning(step, run) for step in thaw),
+    ]
+
+
+class RuntimeDump:
+    """The runtime's CRIU writes the process tree; the GPU part is committed before CRIU lets go of it."""
+
+    name = "dump"
+
+    def __init__(self, context: GangDump, hooks: RuntimeHooks) -> None:
+        self._context = context
+        self._hooks = hooks
+        self.left_running = False
+
+    def describe(self) -> str:
+        """Whose CRIU."""
+        return f"wait for the runtime's CRIU (process {self._hooks.criu.pid}), commit {self._context.target.where}"
+
+    def run(self, interrupts: Interrupts, meter: Meter) -> int:
+        """Answer pre-dump, commit at post-dump, and wait until CRIU has ended. Returns the bytes that were saved."""
+        self._tell_guard(self._hooks.criu)
+        self._hooks.answer(None)
+        try:
+            self._wait_for_post_dump(interrupts)
+            size_bytes = self._commit(interrupts, meter)
+        except BaseException as error:
+            # A hook that fails makes CRIU undo and end. Where none waits, it is told by other means.
+            if not (self._hooks.answer(error) and abandoned.wait(self._hooks.criu)):
+                abandoned.end_dump(self._hooks.criu)
+            raise
+        self._hooks.answer(None)
+        while not abandoned.wait(self._hooks.criu, _LOOK_EVERY_S):  # it ends the tree, or lets it go
+            if self._hooks.wait_for_call(0):
+                self._hooks.answer(None)  # the script is configured twice
+        self.left_running = self._is_left()
+        self._tell_guard(None)
+        return size_bytes
+
+    def undo(self) -> None:
+        """Nothing: CRIU has ended, and lets the tree go on when its dump fails; PrepareTarget removes the folder."""
+
+    def _wait_for_post_dump(self, interrupts: Interrupts) -> None:
+        while not self._hooks.wait_for_call(_LOOK_EVERY_S):
+            interrupts.check()
+            if not processes.is_alive(self._hooks.criu):
+                raise self._failure()
+
+    def _commit(self, interrupts: Interrupts, meter: Meter) -> int:
+        context = self._context
+        tree = processes.tree(context.job.root.pid)
+        draft: Manifest = draft_of_gang(context, tree, UNKNOWN, {})
+        left = _asks_to_leave_running(self._hooks.criu)
+        snapshot = commit(context, replace(draft, left_running=left), interrupts, meter)
+        return snapshot.manifest.size_bytes
+
+    def _tell_guard(self, criu: ProcessId | None) -> None:
+        if self._context.protection is not None:
+            self._context.protection.change(criu=criu)
+
+    def _failure(self) -> GpucrError:
+        gone = [p.pid for p in self._context.job.processes if not processes.is_alive(p.id)]
+        if gone:
+            return JobChanged(f"process {gone[0]} ended while the container was dumped", pids=gone)
+        started = started_cuda(self._context)
+        if started:
+            return CudaStarted(f"process {started[0]} began to use CUDA while the container was dumped", pids=started)
+        return CriuError(
+            "the runtime's CRIU ended before it had dumped the container",
+            phase="dump",
+            hint="CRIU's log, dump.log in the runtime's work folder, has the reason",
+        )
+
+    def _is_left(self) -> bool:
+        """Whether CRIU has let the tree go on, rather than killed it."""
+        known = [process.id for process in self._context.job.processes]
+        root = self._context.job.root.id
+        if processes.is_alive(root) and not processes.is_about_to_end(root):
+            return True
+        processes.wait_for_the_killed(known, _KILLED_LIMIT_S)
+        return False
+
+
+class _IfLeftRunning:
+    """A step for processes that CRIU has not ended."""
+
+    def __init__(self, step: Step, dumped: RuntimeDump) -> None:
+        self._step = step
+        self._dumped = dumped
+
+    @property
+    def name(self) -> str:
+        """The step's own."""
+        return self._step.name
+
+    def describe(self) -> str:
+        """The step's own."""
+        return self._step.describe()
+
+    def run(self, interrupts: Interrupts, meter: Meter) -> int:
+        """The step's own, where there are processes."""
+        return self._step.run(interrupts, meter) if self._dumped.left_running else 0
+
+    def undo(self) -> None:
+        """The step's own, where there are processes."""
+        if self._dumped.left_running:
+            self._step.undo()
+
+
+def _asks_to_leave_running(criu: ProcessId) -> bool:
+    """What the command lines of CRIU and of the runtime that has started it say: CRIU itself does not tell."""
+    stat = processes.read_stat(criu.pid)
+    pids = [criu.pid] if stat is None else [criu.pid, stat.parent_pid]
+    for pid in pids:
+        with contextlib.suppress(OSError):
+            words = Path(f"/proc/{pid}/cmdline").read_bytes().split(b"\0")
+            if b"--leave-running" in words or b"-R" in words:
+                return True
+    return False

@@ -1,0 +1,1 @@
+"""Tests of what `gpucr doctor` looks at."""

@@ -1,0 +1,259 @@
+"""`gpucr doctor`, `gpucr.doctor` of the machine, and what --fix does and undoes."""
+
+from __future__ import annotations
+
+import json
+import os
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+import gpucr
+from gpucr import Checkup, DoctorReport
+from gpucr.checkups import memory, repairs
+from gpucr.cli import doctor as cli
+from gpucr.criu import provide
+from gpucr.criu.install import CriuInstall
+from gpucr.errors import CriuUnavailable, Unsupported
+from tests.checkups.judging import verdicts
+from tests.command import run
+from tests.unit.children import NOBODY_UID, sleeper
+
+BLOCKING = Checkup("disk", "blocking", "it is full", "statvfs", "no dump", "empty it", code="GPUCR-NO-SPACE")
+SPOILT = Checkup("huge pages", "warning", "none", "deny", "slow", "echo", repair="huge-pages-shared")
+
+
+@pytest.fixture(autouse=True)
+def machine_with_peers(sim_only: None, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> pytest.MonkeyPatch:
+    """Two GPUs that reach each other, and nothing measured yet."""
+    monkeypatch.setenv("GPUCR_SIM_PEERS", "1")
+    monkeypatch.setenv("XDG_STATE_HOME", str(tmp_path / "state"))
+    return monkeypatch
+
+
+def printed(*arguments: object) -> dict[str, Any]:
+    """What `gpucr doctor --json` prints, whatever stands in the way on this machine."""
+    done = run("doctor", *arguments, "--json")
+    assert done.returncode in (0, 3), done.stderr
+    found: dict[str, Any] = json.loads(done.stdout)
+    assert found["is_blocked"] is (done.returncode == 3)
+    assert found["is_blocked"] is any(each["verdict"] == "blocking" for each in found["findings"])
+    return found
+
+
+def findings(found: dict[str, Any], about: str) -> list[dict[str, Any]]:
+    return [each for each in found["findings"] if each["about"] == about]
+
+
+# --- the machine ------------------------------------------------------------------------------------------------
+
+
+def test_every_part_of_the_machine_is_looked_at() -> None:
+    found = gpucr.doctor().checkups
+    verdicts(found)
+    assert {each.about for each in found} == {
+        "driver", "GPUs", "probe", "privileges", "ptrace", "seccomp", "kernel", "CRIU", "network lock", "huge pages",
+        "host memory", "cgroups", "disk", "containers",
+    }  # fmt: skip
+
+
+@pytest.mark.skipif(os.geteuid() != 0, reason="must be able to give up privileges")
+def test_without_privileges_it_says_what_it_could_not_see(tmp_path: Path) -> None:
+    code = (
+        "import os, gpucr; gpucr.doctor()\n"  # loads all that nobody may not read in every checkout
+        f"os.setuid({NOBODY_UID}); os.environ['HOME'] = '/nonexistent'\n"
+        "for each in gpucr.doctor(to='/usr').checkups: print(each.about, each.verdict, sep=': ')\n"
+        f"print(*[each.what for each in gpucr.doctor(to={str(tmp_path / 'new')!r}).checkups if each.about == 'disk'])"
+    )
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, timeout=60, check=False)
+    assert done.returncode == 0, done.stderr
+    said = set(done.stdout.splitlines())
+    assert {"privileges: warning", "huge pages: unknown", "disk: blocking"} <= said
+    assert str(tmp_path) not in done.stdout, "a folder that nobody may look into"
+    assert {"CRIU: unknown", "CRIU: warning"} & said, "one that only root can have tried, or that only root finds"
+
+
+def test_a_machine_without_a_driver() -> None:
+    """It has no GPU either: that is a warning, since jobs without CUDA can be dumped there."""
+    done = subprocess.run(
+        [sys.executable, "-m", "gpucr", "doctor", "--json"],
+        env={**os.environ, "LD_LIBRARY_PATH": ""},
+        capture_output=True,
+        text=True,
+        check=False,
+        timeout=60,
+    )
+    found = json.loads(done.stdout)
+    assert [each["verdict"] for each in findings(found, "driver")] == ["warning"]
+    assert found["probe"] is None
+
+
+def test_no_criu_ends_with_exit_code_3(machine_with_peers: pytest.MonkeyPatch) -> None:
+    machine_with_peers.setenv("GPUCR_CRIU", "/nonexistent/criu")
+    found = printed()
+    (one,) = findings(found, "CRIU")
+    assert one["repair"] == "fetch-criu"
+    assert one["verdict"] == ("blocking" if os.geteuid() == 0 else "warning")
+
+
+# --- what was measured ------------------------------------------------------------------------------------------
+
+
+def test_without_results() -> None:
+    assert "nothing was measured on this machine yet" in run("doctor").stdout
+    assert printed()["probe"] is None
+
+
+def test_one_is_measured_and_shown_later() -> None:
+    done = run("doctor", "--probe", "--only", "managed", "--only", "plain")
+    said = [line.partition(" (")[0] for line in done.stderr.splitlines()]
+    assert said[:2] == ["plain: comes back", "managed: refused"]
+    table = done.stdout.partition("CANARY")[2].splitlines()[1:]
+    assert [line.split()[0] for line in table] == ["plain", "managed"]
+    assert run("doctor").stdout.partition("CANARY")[2] == done.stdout.partition("CANARY")[2]
+    results = printed()["probe"]["results"]
+    assert [(result["name"], result["result"]) for result in results] == [("plain", None), ("managed", 801)]
+
+
+def test_a_machine_that_brings_nothing_back(machine_with_peers: pytest.MonkeyPatch) -> None:
+    machine_with_peers.setenv("GPUCR_SIM_FAULTS", "restore=999")
+    done = run("doctor", "--probe", "--only", "plain", "-q")
+    assert done.returncode == 3
+    assert "this machine does not bring back even a plain CUDA program" in done.stderr
+    assert "code:  GPUCR-PROBE" in done.stderr
+    assert "plain " in done.stdout
+
+
+def test_results_that_cannot_be_used() -> None:
+    report = gpucr.probe(["plain"])
+    assert report.path is not None
+    Path(report.path).write_text("{}")
+    done = run("doctor")
+    assert f"warning: {report.path} is left out: it is not gpucr.probe-results" in done.stderr
+    assert "nothing was measured" in done.stdout
+
+
+# --- the command ------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    "arguments",
+    [("--only", "plain"), ("--probe", "--only", "parrot"), ("7", "--probe"), ("7", "--fix")],
+)
+def test_what_does_not_go_together(arguments: tuple[str, ...]) -> None:
+    assert run("doctor", *arguments).returncode == 2
+
+
+def test_a_job() -> None:
+    with sleeper() as child:
+        found = printed(child.pid)
+    assert [each["verdict"] for each in findings(found, "job")] == ["ok"]
+    assert found["probe"] is None
+
+
+def test_a_name_cannot_steer_the_terminal(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
+    shown(monkeypatch, Checkup("job", "ok", "a \x1b[31mred\x1b[0m name", "/proc"))
+    assert "\x1b" not in capsys.readouterr().out
+
+
+def test_warnings_do_not_fail_and_blocking_does(monkeypatch: pytest.MonkeyPatch) -> None:
+    shown(monkeypatch, SPOILT)
+    with pytest.raises(Unsupported, match=r"blocking: it is full \(statvfs\), and 1 more") as caught:
+        shown(monkeypatch, SPOILT, BLOCKING, BLOCKING)
+    assert (caught.value.exit_code, caught.value.code, caught.value.hint) == (3, "GPUCR-NO-SPACE", "empty it")
+
+
+def test_a_finding_has_its_evidence_consequence_and_remedy(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    shown(monkeypatch, SPOILT)
+    lines = [line.strip() for line in capsys.readouterr().out.splitlines()[1:]]
+    assert [line.split()[0] for line in lines] == ["warning", "seen:", "so:", "do:"]
+    assert lines[3].endswith("(gpucr doctor --fix does it)")
+
+
+def shown(monkeypatch: pytest.MonkeyPatch, *checkups: Checkup) -> None:
+    """Run the command as if this had been found."""
+    monkeypatch.setattr(cli, "doctor", lambda *_, **__: DoctorReport(checkups))
+    cli.command.main([], standalone_mode=False)
+
+
+# --- --fix ------------------------------------------------------------------------------------------------------
+
+
+@pytest.fixture
+def policies(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> tuple[Path, Path]:
+    """A machine with all huge pages forbidden, in files of the test's own."""
+    shared, private = tmp_path / "shmem_enabled", tmp_path / "enabled"
+    shared.write_text("always within_size advise never [deny] force\n")
+    private.write_text("always madvise [never]\n")
+    for module in (memory, repairs):
+        monkeypatch.setattr(module, "SHARED_POLICY", shared)
+        monkeypatch.setattr(module, "PRIVATE_POLICY", private)
+    monkeypatch.setattr(memory, "_why_small", lambda: "the machine forbids it")
+    monkeypatch.setattr("gpucr.linux.processes.can_checkpoint_processes", lambda: True)
+    return shared, private
+
+
+def test_huge_pages_are_allowed_again(policies: tuple[Path, Path]) -> None:
+    shared, private = policies
+    report = gpucr.doctor(fix=True)
+    done = {each.name: each for each in report.repairs}
+    assert set(done) >= {"huge-pages-shared", "huge-pages-private"}
+    assert (shared.read_text(), private.read_text()) == ("never", "madvise")
+    assert done["huge-pages-shared"].undo == f"echo deny > {shared}"
+    assert done["huge-pages-private"].undo == f"echo never > {private}"
+
+
+def test_without_fix_nothing_is_changed(policies: tuple[Path, Path]) -> None:
+    before = [path.read_text() for path in policies]
+    assert gpucr.doctor().repairs == ()
+    assert [path.read_text() for path in policies] == before
+
+
+def test_what_cannot_be_written_stays_and_is_said(policies: tuple[Path, Path], tmp_path: Path) -> None:
+    shared, _ = policies
+    shared.unlink()
+    shared.mkdir()
+    (done,) = repairs.repair([SPOILT])
+    assert (done.undo, done.problem) == (None, "Is a directory")
+
+
+def test_each_thing_is_mended_once(policies: tuple[Path, Path]) -> None:
+    assert len(repairs.repair([SPOILT, SPOILT, BLOCKING])) == 1
+
+
+def test_criu_is_fetched(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    program = tmp_path / "4.2.1-forky/usr/sbin/criu"
+    install = CriuInstall((str(program),), (4, 2, 1), "provided", program)
+    monkeypatch.setattr(provide, "provide_criu", lambda _say: install)
+    (done,) = repairs.repair([Checkup("CRIU", "blocking", "none", "PATH", "no dump", "fetch", repair="fetch-criu")])
+    assert (done.what, done.undo) == ("CRIU 4.2.1 was fetched", f"rm -r {tmp_path / '4.2.1-forky'}")
+
+
+def test_criu_cannot_be_fetched(monkeypatch: pytest.MonkeyPatch) -> None:
+    def refuse(_say: object) -> CriuInstall:
+        raise CriuUnavailable("apt knows no mirror", hint="set one")
+
+    monkeypatch.setattr(provide, "provide_criu", refuse)
+    (done,) = repairs.repair([Checkup("CRIU", "blocking", "none", "PATH", "no dump", "fetch", repair="fetch-criu")])
+    assert (done.undo, done.problem) == (None, "apt knows no mirror; set one")
+
+
+def test_what_was_mended_is_said_with_its_undo(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    done = (
+        gpucr.Repair("huge-pages-shared", "x was deny and is never", "echo deny > x"),
+        gpucr.Repair("fetch-criu", "CRIU was not fetched", None, "no mirror"),
+    )
+    monkeypatch.setattr(cli, "doctor", lambda *_, **__: DoctorReport((), done))
+    cli.command.main(["--fix"], standalone_mode=False)
+    assert capsys.readouterr().err.splitlines() == [
+        "mended: x was deny and is never",
+        "undo:   echo deny > x",
+        "not mended: CRIU was not fetched: no mirror",
+    ]

@@ -1,0 +1,452 @@
+"""CRIU, privileges, kernel, memory, disk, containers: each condition made real, or injected where it is read."""
+
+from __future__ import annotations
+
+import errno
+import os
+import subprocess
+import sys
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from gpucr.checkups import engine, kernel, memory, privileges, runtimes, storage
+from gpucr.checkups.engine import CriuFacts
+from gpucr.checkups.kernel import KernelFacts
+from gpucr.checkups.memory import MemoryFacts
+from gpucr.checkups.privileges import PrivilegeFacts
+from gpucr.checkups.runtimes import RuntimeFacts
+from gpucr.checkups.storage import StorageFacts
+from gpucr.criu import install as criu_install_module
+from gpucr.criu.install import CriuInstall
+from gpucr.errors import CriuError
+from gpucr.hooks.criu_config import HookStatus
+from gpucr.linux import capabilities, processes, sock_diag
+from gpucr.linux.capabilities import Capabilities
+from gpucr.linux.cgroups import MemoryLimit
+from gpucr.linux.tmpfs import StagingFile
+from gpucr.model import Gpu
+from tests.checkups.judging import only, verdicts
+from tests.unit.children import NOBODY_UID
+
+GIB = 1 << 30
+needs_root = pytest.mark.skipif(os.geteuid() != 0, reason="must be able to give up privileges")
+
+
+# --- CRIU -------------------------------------------------------------------------------------------------------
+
+INSTALL = CriuInstall(("/usr/sbin/criu",), (4, 2, 1), "path", Path("/usr/sbin/criu"))
+CRIU = CriuFacts(INSTALL, (4, 2, 0), is_privileged=True, has_nftables=True)
+
+
+def test_a_criu_that_works() -> None:
+    assert verdicts(engine.check(CRIU)) == ["ok", "ok"]
+
+
+@pytest.mark.parametrize(("is_privileged", "verdict"), [(True, "blocking"), (False, "warning")])
+def test_no_criu(is_privileged: bool, verdict: str) -> None:
+    facts = CriuFacts(None, (4, 2, 0), is_privileged, "there is no `criu` on PATH")
+    one = only(engine.check(facts))
+    assert (one.verdict, one.repair, one.code) == (verdict, "fetch-criu", "GPUCR-NO-CRIU")
+    assert "CRIU 4.2 or newer" in one.remedy
+
+
+def test_a_criu_that_cannot_work_here() -> None:
+    failure = CriuError(
+        "CRIU 4.2.1 cannot work here: no", phase="check", reason="Kernel lacks it", hint="another kernel"
+    )
+    one = only(engine.check(replace(CRIU, failure=failure)))
+    assert (one.verdict, one.remedy) == ("blocking", "another kernel")
+    assert "Kernel lacks it" in one.evidence
+
+
+def test_a_criu_that_is_too_old_for_the_kernel() -> None:
+    """Only one that GPUCR_CRIU names gets as far as this."""
+    one = only(engine.check(replace(CRIU, install=replace(INSTALL, version=(4, 1, 1)))))
+    assert (one.verdict, one.what) == ("warning", "CRIU 4.1.1 is too old for this kernel")
+
+
+def test_without_privileges_nothing_is_known_of_it() -> None:
+    found = engine.check(replace(CRIU, is_privileged=False, has_nftables=False))
+    assert verdicts(found) == ["unknown", "unknown"]
+
+
+def test_the_ways_to_lock_a_network() -> None:
+    assert "iptables" in engine.check(replace(CRIU, has_nftables=False, has_iptables=True))[1].what
+    assert only(engine.check(replace(CRIU, has_nftables=False))).verdict == "warning"
+
+
+def test_looking_where_no_criu_is(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    monkeypatch.setenv("PATH", str(tmp_path))
+    monkeypatch.setenv("XDG_DATA_HOME", str(tmp_path))
+    monkeypatch.delenv(criu_install_module.ENVIRONMENT_VARIABLE, raising=False)
+    facts = engine.look()
+    assert (facts.install, facts.has_iptables) == (None, False)
+    assert "none has been fetched" in facts.missing
+
+
+@pytest.mark.criu
+def test_looking_at_criu(criu_install: CriuInstall) -> None:
+    facts = engine.look()
+    assert facts.install == criu_install
+    assert facts.is_privileged == processes.can_checkpoint_processes()
+
+
+# --- privileges -------------------------------------------------------------------------------------------------
+
+ALL = (1 << 41) - 1
+ROOT = Capabilities(ALL, ALL, 0, ALL, 0, is_root=True, no_new_privs=False)
+USER = Capabilities(0, 0, 0, ALL, 0, is_root=False, no_new_privs=False)
+PRIVILEGES = PrivilegeFacts(ROOT, ptrace_scope=1, seccomp=0, in_user_namespace=False)
+
+
+def without(*numbers: int) -> Capabilities:
+    return replace(ROOT, effective=ALL & ~sum(1 << number for number in numbers))
+
+
+def test_root() -> None:
+    assert verdicts(privileges.check(PRIVILEGES)) == ["ok"] * 3
+
+
+@pytest.mark.parametrize(
+    ("number", "verdict", "what"),
+    [
+        (21, "blocking", "this is root, without the capabilities that CRIU needs"),
+        (19, "blocking", "this is root, without the capabilities that CRIU needs"),
+        (25, "blocking", "CAP_SYS_TIME is missing"),
+        (24, "warning", "CAP_SYS_RESOURCE is missing"),
+        (12, "warning", "CAP_NET_ADMIN is missing"),
+    ],
+)
+def test_root_in_a_container(number: int, verdict: str, what: str) -> None:
+    one = only(privileges.check(replace(PRIVILEGES, own=without(number), ptrace_scope=0)))
+    assert (one.verdict, one.what) == (verdict, what)
+
+
+def test_a_user() -> None:
+    found = privileges.check(replace(PRIVILEGES, own=USER, ptrace_scope=0))
+    assert only(found).verdict == "warning"
+
+
+@pytest.mark.parametrize(
+    ("own", "scope", "verdict"),
+    [
+        (ROOT, None, "ok"),
+        (ROOT, 0, "ok"),
+        (ROOT, 2, "ok"),
+        (ROOT, 3, "blocking"),
+        (USER, 0, "ok"),
+        (USER, 1, "warning"),
+        (USER, 2, "warning"),
+        (USER, 3, "blocking"),
+    ],
+)
+def test_ptrace_scope(own: Capabilities, scope: int | None, verdict: str) -> None:
+    found = privileges.check(replace(PRIVILEGES, own=own, ptrace_scope=scope))
+    (one,) = [each for each in found if each.about == "ptrace"]
+    assert one.verdict == verdict
+    assert one.repair is None, "it would lower the machine's security"
+
+
+@pytest.mark.parametrize("mode", [1, 2, None])
+def test_system_call_filters(mode: int | None) -> None:
+    one = only(privileges.check(replace(PRIVILEGES, seccomp=mode)))
+    assert (one.about, one.verdict, one.repair) == ("seccomp", "warning", None)
+
+
+def test_a_user_namespace() -> None:
+    assert only(privileges.check(replace(PRIVILEGES, in_user_namespace=True))).verdict == "warning"
+
+
+def _seen(first: str, *wrapper: str) -> str:
+    """What `privileges.look` sees in a process of its own that does ``first``."""
+    program = f"import ctypes, os\nfrom gpucr.checkups import privileges\n{first}\nprint(privileges.look())"
+    arguments = [*wrapper, sys.executable, "-c", program]
+    done = subprocess.run(arguments, capture_output=True, text=True, timeout=60, check=False)
+    assert done.returncode == 0, done.stderr
+    return done.stdout
+
+
+@needs_root
+def test_looking_as_nobody() -> None:
+    assert "effective=0," in _seen(f"os.setuid({NOBODY_UID})")
+
+
+@needs_root
+def test_looking_from_a_user_namespace() -> None:
+    assert "in_user_namespace=True" in _seen("os_error = ctypes.CDLL(None).unshare(0x10000000); assert os_error == 0")
+
+
+@needs_root
+def test_looking_from_under_a_filter() -> None:
+    assert "seccomp=2" in _seen("from gpucr.linux import seccomp; seccomp.refuse_io_uring()")
+
+
+def test_looking_at_yama(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    monkeypatch.setattr(privileges, "_PTRACE_SCOPE", tmp_path / "scope")
+    assert privileges.look().ptrace_scope is None
+    (tmp_path / "scope").write_text("2\n")
+    assert privileges.look().ptrace_scope == 2
+
+
+# --- the kernel -------------------------------------------------------------------------------------------------
+
+KERNEL = KernelFacts("6.18", "x86_64", True, True, ("pid", "mnt", "net", "ipc", "time"), ())
+
+
+def test_a_kernel_that_has_it_all() -> None:
+    assert verdicts(kernel.check(KERNEL)) == ["ok", "ok"]
+
+
+@pytest.mark.parametrize(
+    ("change", "verdict", "says"),
+    [
+        ({"architecture": "aarch64"}, "warning", "aarch64"),
+        ({"can_choose_pids": False}, "blocking", "CONFIG_CHECKPOINT_RESTORE"),
+        ({"lists_sockets": False}, "warning", "TCP sockets"),
+        ({"kinds": ("pid", "mnt", "net", "time")}, "warning", "no new ipc namespaces"),
+        ({"forbidden": ("pid",)}, "warning", "no new pid namespaces"),
+        ({"kinds": ("pid", "mnt", "net", "ipc")}, "warning", "time namespaces"),
+        ({"forbidden": ("time",)}, "warning", "time namespaces"),
+    ],
+)
+def test_a_kernel_that_lacks_something(change: dict[str, Any], verdict: str, says: str) -> None:
+    one = only(kernel.check(replace(KERNEL, **change)))
+    assert one.verdict == verdict
+    assert says in one.what
+
+
+def test_looking_at_the_kernel(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    def refuse() -> tuple[()]:
+        raise OSError(errno.ENOENT, "no such protocol")
+
+    (tmp_path / "max_net_namespaces").write_text("0\n")
+    monkeypatch.setattr(kernel, "_LIMITS", tmp_path)
+    monkeypatch.setattr(kernel, "_LAST_PID", tmp_path / "ns_last_pid")
+    monkeypatch.setattr(sock_diag, "tcp_sockets", refuse)
+    facts = kernel.look()
+    assert (facts.forbidden, facts.can_choose_pids, facts.lists_sockets) == (("net",), False, False)
+
+
+# --- memory -----------------------------------------------------------------------------------------------------
+
+MEMORY = MemoryFacts(True, None, "never", "madvise", 64 * GIB, 50 * GIB, 0, 140 * GIB, 40 * GIB, "v2", ())
+
+
+def test_a_machine_with_huge_pages_and_room() -> None:
+    assert verdicts(memory.check(MEMORY)) == ["ok"] * 4
+
+
+def test_huge_pages_that_are_denied() -> None:
+    one = only(memory.check(replace(MEMORY, why_small="forbidden", shared_policy="deny")))
+    assert (one.verdict, one.repair) == ("warning", "huge-pages-shared")
+
+
+def test_no_tmpfs_of_gpucrs_own() -> None:
+    one = only(memory.check(replace(MEMORY, why_small="no tmpfs with huge pages can be made")))
+    assert (one.verdict, one.repair) == ("warning", None)
+
+
+def test_a_user_does_not_see_what_root_would_get() -> None:
+    assert only(memory.check(replace(MEMORY, why_small="not permitted", is_privileged=False))).verdict == "unknown"
+
+
+@pytest.mark.parametrize(("policy", "repair"), [("never", "huge-pages-private"), (None, None)])
+def test_no_huge_pages_in_private_memory(policy: str | None, repair: str | None) -> None:
+    one = only(memory.check(replace(MEMORY, private_policy=policy)))
+    assert (one.verdict, one.repair) == ("warning", repair)
+
+
+def test_memory_that_is_reserved() -> None:
+    assert only(memory.check(replace(MEMORY, reserved_bytes=32 * GIB))).what.startswith("32.0 GiB of host memory")
+
+
+def test_less_host_memory_than_device_memory_in_use() -> None:
+    one = only(memory.check(replace(MEMORY, available_bytes=20 * GIB)))
+    assert (one.about, one.verdict) == ("host memory", "warning")
+
+
+@pytest.mark.parametrize("is_hard", [True, False])
+def test_a_cgroup_with_too_little(is_hard: bool) -> None:
+    limit = MemoryLimit(Path("/sys/fs/cgroup/a/memory.max"), 30 * GIB, 10 * GIB, is_hard)
+    roomy = replace(limit, available_bytes=45 * GIB)
+    one = only(memory.check(replace(MEMORY, limits=(limit, roomy))))
+    assert (one.about, one.verdict) == ("cgroups", "warning")
+    assert str(limit.path) in one.evidence
+    assert ("kill" in one.consequence) is is_hard
+
+
+def test_looking_at_memory(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    policy = tmp_path / "shmem_enabled"
+    policy.write_text("always within_size advise never [deny] force\n")
+    monkeypatch.setattr(memory, "SHARED_POLICY", policy)
+    monkeypatch.setattr(memory, "PRIVATE_POLICY", tmp_path / "enabled")
+    meminfo = tmp_path / "meminfo"
+    meminfo.write_text("MemTotal: 1024 kB\nHugePages_Free: 3\nHugepagesize: 2048 kB\n")
+    monkeypatch.setattr(memory, "_MEMINFO", meminfo)
+    facts = memory.look([Gpu(0, "GPU-x", "GPU", 4 * GIB, GIB)])
+    assert (facts.shared_policy, facts.private_policy) == ("deny", None)
+    assert (facts.total_bytes, facts.reserved_bytes) == (1 << 20, 6 << 20)
+    assert (facts.device_total_bytes, facts.device_used_bytes) == (4 * GIB, 3 * GIB)
+
+
+def test_a_staging_file_that_cannot_be_made(monkeypatch: pytest.MonkeyPatch) -> None:
+    def refuse(_size_bytes: int) -> StagingFile:
+        raise OSError(errno.EMFILE, "Too many open files")
+
+    monkeypatch.setattr(StagingFile, "create", refuse)
+    assert memory.look([]).why_small == "none can be made: Too many open files"
+
+
+@pytest.mark.parametrize(
+    ("kinds", "expected"), [(["cgroup"], "v1"), (["cgroup2"], "v2"), (["cgroup", "cgroup2"], "hybrid"), ([], "none")]
+)
+def test_which_cgroups_are_mounted(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path, kinds: list[str], expected: str
+) -> None:
+    mounts = tmp_path / "mountinfo"
+    lines = [f"{n} 1 0:{n} / /sys/{kind} rw shared:{n} - {kind} {kind} rw" for n, kind in enumerate(["tmpfs", *kinds])]
+    mounts.write_text("\n".join(lines))
+    monkeypatch.setattr(memory, "_MOUNTS", mounts)
+    assert memory.hierarchy() == expected
+
+
+# --- the disk ---------------------------------------------------------------------------------------------------
+
+STORAGE = StorageFacts(Path("/snapshots"), None, 100 * GIB, False, True, 40 * GIB, was_named=True)
+
+
+def test_a_disk_with_room() -> None:
+    assert verdicts(storage.check(STORAGE)) == ["ok", "ok"]
+
+
+@pytest.mark.parametrize(("was_named", "verdict"), [(True, "blocking"), (False, "warning")])
+def test_a_folder_that_cannot_be_written(was_named: bool, verdict: str) -> None:
+    facts = replace(STORAGE, problem="its file system is mounted read-only", was_named=was_named)
+    assert only(storage.check(facts)).verdict == verdict
+
+
+@pytest.mark.parametrize(
+    ("change", "says"),
+    [
+        ({"free_bytes": 30 * GIB}, "30.0 GiB free"),
+        ({"is_memory": True}, "is in memory"),
+        ({"is_direct": False}, "page cache"),
+    ],
+)
+def test_a_disk_that_is_not_the_best(change: dict[str, Any], says: str) -> None:
+    one = only(storage.check(replace(STORAGE, **change)))
+    assert one.verdict == "warning"
+    assert says in one.what
+
+
+def test_looking_at_a_disk(tmp_path: Path) -> None:
+    facts = storage.look(tmp_path, [], was_named=True)
+    assert (facts.folder, facts.problem) == (tmp_path, None)
+    assert facts.free_bytes > 0
+    assert list(tmp_path.iterdir()) == []
+
+
+def test_looking_at_memory_that_poses_as_a_disk() -> None:
+    assert storage.look(Path("/dev/shm"), [], was_named=True).is_memory
+
+
+@needs_root
+def test_looking_at_a_disk_that_is_mounted_read_only(tmp_path: Path) -> None:
+    look = (
+        f"from gpucr.checkups import storage; print(storage.look(Path({str(tmp_path)!r}), [], was_named=True).problem)"
+    )
+    code = (
+        "import ctypes\nfrom pathlib import Path\nfrom gpucr.linux import namespaces\n"
+        "namespaces.make_new('mnt'); namespaces.follow_host_mounts()\n"
+        f"assert ctypes.CDLL(None).mount(b'none', {os.fsencode(tmp_path)!r}, b'tmpfs', 1, None) == 0\n{look}"
+    )
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, timeout=60, check=False)
+    assert done.stdout.strip() == "its file system is mounted read-only", done.stderr
+
+
+@needs_root
+def test_looking_at_a_folder_of_someone_else() -> None:
+    code = (
+        "import os\nfrom pathlib import Path\nfrom gpucr.checkups import storage\n"
+        f"os.setuid({NOBODY_UID}); print(storage.look(Path('/proc/self'), [], was_named=True).problem)\n"
+        "print(storage.look(Path('/usr'), [], was_named=True).problem)"
+    )
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, timeout=60, check=False)
+    assert done.stdout.splitlines() == ["this user may not write there"] * 2, done.stderr
+
+
+# --- containers -------------------------------------------------------------------------------------------------
+
+SCRIPT = Path("/etc/criu/gpucr-hook")
+HOOK = HookStatus(SCRIPT, (Path("/etc/criu/runc.conf"),), is_current=True)
+RUNTIMES = RuntimeFacts(("runc", "crun"), HOOK, is_hybrid=False)
+
+
+def test_runtimes_whose_criu_calls_gpucr() -> None:
+    assert verdicts(runtimes.check(RUNTIMES)) == ["ok"]
+
+
+@pytest.mark.parametrize(
+    ("hook", "says"),
+    [
+        (HookStatus(SCRIPT, (), is_current=False), "the hook is not installed"),
+        (HookStatus(SCRIPT, HOOK.configured, is_current=False), "the hook is of another gpucr"),
+    ],
+)
+def test_runtimes_without_the_hook(hook: HookStatus, says: str) -> None:
+    one = only(runtimes.check(replace(RUNTIMES, hook=hook)))
+    assert one.verdict == "warning"
+    assert says in one.what
+
+
+def test_no_runtime_needs_no_hook() -> None:
+    facts = RuntimeFacts((), HookStatus(SCRIPT, (), is_current=False), is_hybrid=True)
+    assert verdicts(runtimes.check(facts)) == ["ok"]
+
+
+def test_crun_on_a_hybrid_machine() -> None:
+    assert "crun" in only(runtimes.check(replace(RUNTIMES, is_hybrid=True))).what
+    assert verdicts(runtimes.check(replace(RUNTIMES, is_hybrid=True, found=("runc",)))) == ["ok"]
+
+
+def test_looking_for_runtimes(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    for name in ("podman", "runc"):
+        (tmp_path / name).write_text("#!/bin/sh\n")
+        (tmp_path / name).chmod(0o755)
+    monkeypatch.setenv("PATH", str(tmp_path))
+    assert runtimes.look().found == ("runc", "podman")
+
+
+# --- capabilities -----------------------------------------------------------------------------------------------
+
+
+def test_what_a_program_has_that_is_started() -> None:
+    assert replace(ROOT, effective=0, permitted=0).after_exec() == ALL
+    assert replace(ROOT, bounding=5, inheritable=2).after_exec() == 7
+    assert replace(ROOT, permitted=3, no_new_privs=True).after_exec() == 3
+    assert replace(USER, ambient=8).after_exec() == 8
+
+
+def test_names_of_capabilities() -> None:
+    assert capabilities.names_of(1 << 21 | 1 << 40 | 1 << 60) == (
+        "CAP_SYS_ADMIN",
+        "CAP_CHECKPOINT_RESTORE",
+        "capability 60",
+    )
+
+
+@needs_root
+def test_the_prediction_is_what_the_kernel_does() -> None:
+    """Of a bounding set without CAP_SYS_BOOT (22)."""
+    code = (
+        "import ctypes, subprocess, sys\nfrom gpucr.linux import capabilities\n"
+        "assert ctypes.CDLL(None).prctl(24, 22, 0, 0, 0) == 0\nprint(capabilities.own().after_exec(), flush=True)\n"
+        "subprocess.run([sys.executable, '-c', 'from gpucr.linux import capabilities as c; print(c.own().permitted)'])"
+    )
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, timeout=60, check=True)
+    predicted, real = map(int, done.stdout.split())
+    assert predicted == real
+    assert not real >> 22 & 1

@@ -1,0 +1,216 @@
+"""Each error and each situation that users must tell apart has a code, each code a page, and the commands show both."""
+
+from __future__ import annotations
+
+import ast
+import json
+import re
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+
+from gpucr import Secret, init_store
+from gpucr.cli import dump, explain, failures
+from gpucr.cli.output import JsonWanted
+from gpucr.criu.diagnosis import KNOWN_FAILURES, diagnose
+from gpucr.errors import CriuError, GpucrError, InvalidRequest, SnapshotError, Unsupported
+from gpucr.operations.dump import DumpPlan
+from gpucr.preflight.findings import Finding, require_no_blocking
+from tests.command import run
+from tests.docs.pages import SOURCES, error_classes
+
+_CODE = re.compile(r"GPUCR(?:-[A-Z0-9]+)+")
+PAGES = explain.pages()
+
+
+def _calls() -> Iterator[tuple[Path, ast.Call]]:
+    for file in SOURCES.rglob("*.py"):
+        for node in ast.walk(ast.parse(file.read_text())):
+            if isinstance(node, ast.Call):
+                yield file, node
+
+
+def _given_codes() -> set[str]:
+    """The codes that raise sites and findings give."""
+    given = [keyword.value for _, call in _calls() for keyword in call.keywords if keyword.arg == "code"]
+    return {str(value.value) for value in given if isinstance(value, ast.Constant)}
+
+
+def test_every_class_has_a_code_of_its_own() -> None:
+    codes = [error.__dict__.get("code") for error in error_classes()]
+    assert None not in codes
+    assert len(codes) == len(set(codes))
+
+
+def test_every_blocking_finding_has_a_code_of_its_own() -> None:
+    findings = [
+        (file, call)
+        for file, call in _calls()
+        if (isinstance(call.func, ast.Name) and call.func.id == "Finding")
+        or (isinstance(call.func, ast.Attribute) and call.func.attr == "Finding")
+    ]
+    assert len(findings) > 30
+    for file, call in findings:
+        may_block = bool(call.args) and '"blocking"' in ast.unparse(call.args[0]).replace("'", '"')
+        given = {keyword.arg for keyword in call.keywords}
+        assert not may_block or "code" in given, f"{file.name}:{call.lineno}"
+
+
+def test_every_code_has_a_page_and_every_page_a_code() -> None:
+    codes = {error.code for error in error_classes()} | _given_codes() | {each.code for each in KNOWN_FAILURES}
+    assert codes == set(PAGES)
+    assert all(_CODE.fullmatch(code) for code in codes)
+
+
+@pytest.mark.parametrize("code", PAGES)
+def test_a_page_says_what_why_and_what_to_do(code: str) -> None:
+    what, *rest = PAGES[code].split("\n\n")
+    assert what.endswith(".")
+    assert [paragraph.partition(" ")[0] for paragraph in rest] == ["**Why.**", "**Do.**"]
+    assert "](" not in PAGES[code]
+
+
+def test_a_blocking_findings_code_is_that_of_the_refusal() -> None:
+    finding = Finding("blocking", "what", "evidence", "consequence", "remedy", code="GPUCR-MIG")
+    with pytest.raises(Unsupported) as caught:
+        require_no_blocking([Finding("warning", "w", "e", "c", "r"), finding])
+    assert caught.value.code == "GPUCR-MIG"
+
+
+def test_a_dry_run_shows_the_codes_of_what_blocks(
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    blocking = Finding("blocking", "what", "evidence", "consequence", "remedy", code="GPUCR-MIG")
+    findings = (blocking, Finding("warning", "w", "e", "c", "r"))
+    dump._print_plan(DumpPlan(7, ("step",), findings), as_json=False)
+    assert capsys.readouterr().err.splitlines() == [
+        "blocking: what (evidence): consequence",
+        "hint:  remedy",
+        "code:  GPUCR-MIG",
+        "warning: w (e): c",
+        "hint:  r",
+    ]
+
+
+def test_a_failure_of_criu_has_the_code_of_its_reason() -> None:
+    known = diagnose("(00.01) Error (criu/files.c:1): Can't dump file 5 of that type [100644]")
+    assert known.code == "GPUCR-UNSUPPORTED-FILE"
+    unknown = diagnose("(00.01) Error (criu/x.c:1): something new")
+    assert CriuError("x", phase="dump", code=unknown.code).code == "GPUCR-CRIU"
+
+
+def test_why_is_what_the_cause_adds() -> None:
+    def failure(cause: BaseException) -> GpucrError:
+        error = SnapshotError("the folder /a cannot be made", path="/a")
+        error.__cause__ = cause
+        return error
+
+    assert failure(PermissionError(13, "Permission denied", "/a")).why == "Permission denied"
+    assert failure(InvalidRequest("a bad value\nand more")).why == "a bad value"
+    assert failure(OSError("cannot be made")).why is None, "the message has said it"
+    assert failure(FileNotFoundError(2, "No such file or directory")).why is None
+    beyond = KeyError("a")
+    beyond.__cause__ = OSError(5, "Input/output error")
+    assert failure(beyond).why == "Input/output error"
+    assert SnapshotError("x", path="/a").why is None
+    assert CriuError("x", phase="dump", reason="its own line").why == "its own line"
+
+
+def test_an_error_on_stderr_and_in_json() -> None:
+    done = run("suspend", "--json", 2**22 + 1)
+    assert done.returncode == 2
+    said = dict(line.split(":", 1) for line in done.stderr.splitlines())
+    assert {name: text.strip() for name, text in said.items()} == {
+        "error": f"there is no process {2**22 + 1}",
+        "hint": "`gpucr ps` lists the CUDA processes",
+        "code": "GPUCR-NO-PROCESS",
+    }
+    assert json.loads(done.stdout) == {
+        "schema": "gpucr.error",
+        "schema_version": 1,
+        "code": "GPUCR-NO-PROCESS",
+        "exit_code": 2,
+        "message": f"there is no process {2**22 + 1}",
+        "why": None,
+        "hint": "`gpucr ps` lists the CUDA processes",
+        "data": {"pid": 2**22 + 1},
+    }
+
+
+@pytest.mark.parametrize(
+    ("arguments", "code"),
+    [
+        (("ls", "{place}"), "GPUCR-NO-STORE"),
+        (("verify", "{place}#a"), "GPUCR-NO-STORE"),
+        (("store", "init", "{place}"), "GPUCR-STORE-EXISTS"),
+        (("store", "init", "{place}/encrypted"), "GPUCR-STORE-EXISTS"),
+        (("prune", "{place}/encrypted"), "GPUCR-WRONG-KEY"),
+        (("rm", "{place}/plain"), "GPUCR-BAD-REQUEST"),
+        (("ls", "{place}/plain", "--key-file", "{place}/key"), "GPUCR-NOT-ENCRYPTED"),
+        (("copy", "{place}/plain", "{place}/damaged"), "GPUCR-STORE-DAMAGED"),
+        (("dump", "1", "--to", "{place}/plain#a", "--encrypt"), "GPUCR-NOT-ENCRYPTED"),
+    ],
+)
+def test_what_fails_with_a_store_is_shown_as_everything_else(
+    tmp_path: Path, arguments: tuple[str, ...], code: str
+) -> None:
+    (tmp_path / "key").write_bytes(bytes(32))
+    init_store(tmp_path / "plain")
+    init_store(tmp_path / "encrypted", key=Secret.key_file(bytes(32)))
+    init_store(tmp_path / "damaged")
+    (tmp_path / "damaged" / "gpucr-store.json").write_bytes(b"{")
+    done = run(*(text.format(place=tmp_path) for text in arguments), "--json")
+    printed = json.loads(done.stdout)
+    assert (printed["schema"], printed["code"], printed["exit_code"]) == ("gpucr.error", code, done.returncode)
+    assert done.stderr.startswith(f"error: {printed['message']}\n")
+    assert done.stderr.endswith(f"code:  {code}\n")
+
+
+@pytest.mark.parametrize("arguments", [("suspend", "--json"), ("suspend", "--no-such-option", "--json", "1")])
+def test_a_bad_command_line_in_json(arguments: tuple[str, ...]) -> None:
+    done = run(*arguments)
+    assert done.returncode == 2
+    printed = json.loads(done.stdout)
+    assert printed["code"] == "GPUCR-BAD-REQUEST"
+    assert printed["message"] in done.stderr
+    assert done.stderr.endswith("code:  GPUCR-BAD-REQUEST\n")
+
+
+def test_without_json_nothing_is_on_stdout() -> None:
+    assert run("suspend", 2**22 + 1).stdout == ""
+
+
+@pytest.mark.parametrize(("is_printed", "objects"), [(False, 1), (True, 0)])
+def test_never_two_objects(is_printed: bool, objects: int, capsys: pytest.CaptureFixture[str]) -> None:
+    failures.show(InvalidRequest("x"), JsonWanted(is_wanted=True, is_printed=is_printed))
+    assert capsys.readouterr().out.count('"schema"') == objects
+
+
+def test_one_object_where_a_command_prints_its_own_and_then_fails(tmp_path: Path) -> None:
+    broken = tmp_path / "criu"
+    broken.write_text("#!/bin/sh\ncase $1 in --version|-V) echo Version: 4.2.1;; *) echo broken; exit 1;; esac\n")
+    broken.chmod(0o755)
+    done = run("criu", "--no-fetch", "--json", env={"GPUCR_CRIU": str(broken)})
+    assert done.returncode != 0
+    assert json.loads(done.stdout)["schema"] == "gpucr.criu"
+    assert "code:  GPUCR-" in done.stderr
+
+
+@pytest.mark.parametrize("written", ["GPUCR-LOCK-TIMEOUT", "gpucr-lock-timeout", "lock-timeout"])
+def test_explain(written: str) -> None:
+    done = run("explain", written)
+    assert (done.returncode, done.stderr) == (0, "")
+    assert done.stdout == f"GPUCR-LOCK-TIMEOUT\n\n{PAGES['GPUCR-LOCK-TIMEOUT']}\n"
+
+
+def test_explain_without_a_code_lists_all() -> None:
+    listed = run("explain").stdout.splitlines()
+    assert [line.split()[0] for line in listed] == list(PAGES)
+    assert "GPU work was pending for too long" in "\n".join(listed)
+
+
+def test_explain_of_a_code_that_is_none() -> None:
+    done = run("explain", "lok-timeout")
+    assert done.returncode == 2
+    assert "did you mean GPUCR-LOCK-TIMEOUT" in done.stderr

@@ -1,0 +1,263 @@
+"""`gpucr top` on a pseudo-terminal."""
+
+from __future__ import annotations
+
+import os
+import signal
+import sys
+from collections.abc import Callable, Iterator
+from typing import Any
+
+import pytest
+
+from gpucr.driver.cuda import CudaDriver
+from gpucr.model import CudaState
+from tests.command import command, run
+from tests.counter import DEADLINE_S, Counter, CounterFactory, wait_until
+from tests.ranks import RanksFactory
+from tests.terminal import Terminal
+
+RUNNING, CHECKPOINTED = CudaState.RUNNING, CudaState.CHECKPOINTED
+Top = Callable[..., Terminal]
+
+
+@pytest.fixture
+def top() -> Iterator[Top]:
+    """Start `gpucr top` for these jobs, and wait until it shows them."""
+    terminals: list[Terminal] = []
+
+    def start(*pids: int, program: list[str] | None = None, **options: Any) -> Terminal:
+        arguments = program or command("top", *pids, "--interval", "0.1")
+        terminal = Terminal(arguments, **options)
+        terminals.append(terminal)
+        terminal.wait_for("q quit")
+        return terminal
+
+    yield start
+    for terminal in terminals:
+        terminal.close()
+
+
+def assert_given_back(terminal: Terminal) -> None:
+    """The terminal is as it was: its settings, the cursor, and the screen that was there before."""
+    assert terminal.modes == terminal.modes_before
+    assert terminal.raw.rindex(b"\x1b[?25h") > terminal.raw.rindex(b"\x1b[?25l"), "the cursor is hidden"
+    if b"\x1b[?1049h" in terminal.raw:
+        assert terminal.raw.rindex(b"\x1b[?1049l") > terminal.raw.rindex(b"\x1b[?1049h")
+
+
+def test_suspend_and_resume_with_a_key(counter: CounterFactory, driver: CudaDriver, top: Top) -> None:
+    job = counter("--mib", "2", "--fork", "1")
+    root, child = job.processes()
+    terminal = top(job.pid)
+    text = terminal.wait_for("running")
+    assert f"{job.pid}  -     2  running" in text
+    terminal.press("s")
+    terminal.wait_for(f"suspend job {job.pid}, 2 processes:")
+    terminal.wait_for(f"nothing stands in the way of a checkpoint of job {job.pid}")
+    assert driver.state(root) is RUNNING, "not before the answer"
+    terminal.press("y")
+    terminal.wait_for(f"{root} checkpointed, {child} checkpointed: ")
+    assert (driver.state(root), driver.state(child)) == (CHECKPOINTED, CHECKPOINTED)
+    terminal.wait_for(lambda text: "checkpointed" in text.splitlines()[4], "the table to show it")
+    terminal.press("r")
+    terminal.wait_for(f"resume job {job.pid}")
+    terminal.press("y")
+    terminal.wait_for(f"{root} running, {child} running: ")
+    assert (driver.state(root), driver.state(child)) == (RUNNING, RUNNING)
+    assert job.ask() == 101
+    terminal.press("q")
+    assert terminal.wait_ended() == 0
+    assert f"{root} checkpointed, {child} checkpointed" in terminal.text(), "what was done is said once more"
+    assert_given_back(terminal)
+
+
+def test_no_is_no(counter: CounterFactory, driver: CudaDriver, top: Top) -> None:
+    job = counter("--mib", "1")
+    terminal = top(job.pid)
+    terminal.press("s")
+    terminal.wait_for("y yes   n no")
+    terminal.press("n")
+    terminal.wait_for(lambda text: "y yes   n no" not in text, "the question to go")
+    terminal.press("q")
+    assert terminal.wait_ended() == 0
+    assert driver.state(job.pid) is RUNNING
+
+
+def test_arrows_select(counter: CounterFactory, driver: CudaDriver, top: Top) -> None:
+    one, other = sorted((counter("--mib", "1"), counter("--mib", "1")), key=lambda job: job.pid)
+    terminal = top(one.pid, other.pid, env_term="xterm-256color")
+    terminal.press("\x1bOB")  # as a terminal sends it in the mode that curses puts it in
+    terminal.press("s")
+    terminal.wait_for(f"suspend job {other.pid}")
+    terminal.press("\x1b")
+    terminal.wait_for(lambda text: "y yes   n no" not in text, "the question to go")
+    terminal.press("\x1bOA")
+    terminal.press("s")
+    terminal.wait_for(f"suspend job {one.pid}")
+
+
+def test_an_error_is_shown_in_its_place(counter: CounterFactory, sim_only: None, driver: CudaDriver, top: Top) -> None:
+    job = counter("--mib", "1", env={"GPUCR_SIM_FAULTS": "checkpoint=801"})
+    terminal = top(job.pid)
+    terminal.press("sy")
+    terminal.wait_for(lambda text: f"suspend {job.pid}: " in text and "hint:" in text, "the error")
+    assert job.ask() == 101
+    assert driver.state(job.pid) is RUNNING
+    terminal.press("q")
+    assert terminal.wait_ended() == 0
+    assert f"suspend {job.pid}: " in terminal.text()
+
+
+@pytest.fixture
+def slow_job(counter: CounterFactory, sim_environment: Callable[..., dict[str, str]]) -> Counter:
+    """A job that is locked for a while before its checkpoint is done."""
+    return counter("--mib", "1", env=sim_environment(faults="checkpoint=delay:1500"))
+
+
+def begin_suspend(terminal: Terminal, job: Counter, driver: CudaDriver) -> None:
+    terminal.press("sy")
+    wait_until(lambda: driver.state(job.pid) is CudaState.LOCKED, "the job to be locked")
+
+
+def test_cancelling_undoes(slow_job: Counter, driver: CudaDriver, top: Top) -> None:
+    terminal = top(slow_job.pid)
+    begin_suspend(terminal, slow_job, driver)
+    terminal.press("x")
+    terminal.wait_for("the job is as it was found")
+    assert driver.state(slow_job.pid) is RUNNING
+    terminal.press("q")
+    assert terminal.wait_ended() == 0
+
+
+def test_while_something_is_under_way_it_cannot_be_left(slow_job: Counter, driver: CudaDriver, top: Top) -> None:
+    terminal = top(slow_job.pid)
+    begin_suspend(terminal, slow_job, driver)
+    terminal.press("q\x1bsrn")
+    terminal.wait_for(f"{slow_job.pid} checkpointed: ")
+    assert driver.state(slow_job.pid) is CHECKPOINTED
+
+
+def test_the_end_of_a_job_is_survived(counter: CounterFactory, top: Top) -> None:
+    job = counter("--mib", "1")
+    terminal = top(job.pid)
+    terminal.press("s")
+    terminal.wait_for("y yes   n no")
+    job.kill()
+    terminal.wait_for(f"job {job.pid} has ended")
+    terminal.wait_for("no process uses CUDA")
+    terminal.press("syq")
+    assert terminal.wait_ended() == 0
+
+
+def test_ranks_can_be_taken_together(ranks: RanksFactory, driver: CudaDriver, top: Top) -> None:
+    job = ranks(2)
+    terminal = top(*job.ranks)
+    terminal.press("s")
+    terminal.wait_for(f"its parent {job.pid} started 1 other job too")
+    terminal.press("p")
+    terminal.wait_for(lambda text: text.count("checkpointed: ") == 1, "both to be suspended")
+    assert {driver.state(pid) for pid in job.ranks} == {CHECKPOINTED}
+
+
+def test_control_c_gives_the_terminal_back(counter: CounterFactory, top: Top) -> None:
+    terminal = top(counter("--mib", "1").pid)
+    terminal.press("\x03")
+    assert terminal.wait_ended() == 130
+    assert "error: interrupted" in terminal.text()
+    assert_given_back(terminal)
+
+
+def test_control_z_does_not_stop_an_operation_half_way(counter: CounterFactory, top: Top) -> None:
+    terminal = top(counter("--mib", "1").pid)
+    terminal.press("\x1as")
+    terminal.wait_for("y yes   n no")
+
+
+@pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM])
+def test_a_signal_undoes_what_is_under_way(
+    slow_job: Counter, driver: CudaDriver, top: Top, number: signal.Signals
+) -> None:
+    terminal = top(slow_job.pid)
+    begin_suspend(terminal, slow_job, driver)
+    os.kill(terminal.process.pid, number)
+    assert terminal.wait_ended() == 130
+    assert driver.state(slow_job.pid) is RUNNING
+    assert "the job is as it was found" in terminal.text()
+    assert_given_back(terminal)
+
+
+def test_a_terminal_that_goes_away_undoes_what_is_under_way(slow_job: Counter, driver: CudaDriver, top: Top) -> None:
+    terminal = top(slow_job.pid)
+    begin_suspend(terminal, slow_job, driver)
+    terminal.hang_up()
+    assert terminal.process.wait(DEADLINE_S) == 130
+    assert driver.state(slow_job.pid) is RUNNING
+
+
+def test_a_terminal_that_goes_away(counter: CounterFactory, top: Top) -> None:
+    terminal = top(counter("--mib", "1").pid)
+    terminal.hang_up()
+    assert terminal.process.wait(DEADLINE_S) == 130
+
+
+FAILING = """
+from gpucr.cli import top_screen
+from gpucr.cli.main import main
+import sys
+draw, count = top_screen._draw, []
+def fail(*arguments):
+    draw(*arguments)
+    count.append(1)
+    if len(count) == 3:
+        raise RuntimeError("a defect")
+top_screen._draw = fail
+sys.argv[:] = ["gpucr", "top", "--interval", "0.1", *sys.argv[1:]]
+main()
+"""
+
+
+def test_a_defect_gives_the_terminal_back(counter: CounterFactory, top: Top) -> None:
+    terminal = top(program=[sys.executable, "-c", FAILING, str(counter("--mib", "1").pid)])
+    assert terminal.wait_ended() == 1
+    assert "RuntimeError: a defect" in terminal.text()
+    assert_given_back(terminal)
+
+
+def test_another_size(counter: CounterFactory, top: Top) -> None:
+    job = counter("--mib", "1")
+    terminal = top(job.pid)
+    assert "HOST" in terminal.text()
+    terminal.resize(50, 12)
+    terminal.wait_for(lambda text: "HOST" not in text and "q quit" not in text and "select" in text, "fewer columns")
+    terminal.resize(120, 30)
+    terminal.wait_for(lambda text: "HOST" in text and "q quit" in text, "all columns again")
+
+
+# --- without a terminal ----------------------------------------------------------------------------------------
+
+
+def test_without_a_terminal_it_says_so() -> None:
+    done = run("top")
+    assert (done.returncode, done.stdout) == (2, "")
+    assert "gpucr top needs a terminal" in done.stderr
+    assert "gpucr top --once" in done.stderr
+
+
+@pytest.mark.parametrize("term", ["", "no-such-terminal"])
+def test_a_terminal_of_which_nothing_is_known(term: str, top: Top) -> None:
+    terminal = Terminal(command("top"), env_term=term)
+    try:
+        assert terminal.wait_ended() == 2
+        assert "cannot be used" in terminal.text()
+    finally:
+        terminal.close()
+
+
+def test_once(counter: CounterFactory) -> None:
+    job = counter("--mib", "2", "--fork", "1")
+    done = run("top", job.pid, "--once")
+    assert (done.returncode, done.stderr) == (0, "")
+    heading, line = done.stdout.splitlines()
+    assert heading.split()[:4] == ["PID", "NAME", "N", "STATE"]
+    assert line.split()[:4] == [str(job.pid), "-", "2", "running"]

@@ -1,0 +1,112 @@
+"""A program on a pseudo-terminal of its own, and what a person would see there."""
+
+from __future__ import annotations
+
+import contextlib
+import fcntl
+import os
+import select
+import signal
+import struct
+import subprocess
+import termios
+import threading
+import time
+from collections.abc import Callable
+from typing import Any
+
+import pyte
+import pytest
+
+from tests.counter import DEADLINE_S
+
+TERM = "linux"
+"""What pyte understands."""
+
+
+class Terminal:
+    """Runs a command in a session of its own, with this terminal as its controlling one."""
+
+    def __init__(self, command: list[str], *, columns: int = 120, lines: int = 30, env_term: str = TERM) -> None:
+        self.master, slave = os.openpty()
+        fcntl.ioctl(slave, termios.TIOCSWINSZ, struct.pack("HHHH", lines, columns, 0, 0))
+        self.modes_before = termios.tcgetattr(slave)
+        self.raw = b""
+        self._slave = slave
+        self._screen = pyte.Screen(columns, lines)
+        self._stream = pyte.ByteStream(self._screen)
+        self._is_closed = False
+        # setsid(1) of util-linux becomes the command: it takes its stdin for the controlling terminal.
+        self.process = subprocess.Popen(
+            ["setsid", "--ctty", *command],
+            stdin=slave,
+            stdout=slave,
+            stderr=slave,
+            env={**os.environ, "TERM": env_term, "LC_ALL": "C.UTF-8"},
+        )
+        self._reader = threading.Thread(target=self._read, daemon=True)
+        self._lock = threading.Lock()
+        self._reader.start()
+
+    def press(self, keys: str) -> None:
+        """Type."""
+        os.write(self.master, keys.encode())
+
+    def text(self) -> str:
+        """What is on the screen now."""
+        with self._lock:
+            return "\n".join(self._screen.display)
+
+    def wait_for(self, condition: str | Callable[[str], bool], what: str | None = None) -> str:
+        """Wait until the screen shows this, and return it."""
+        deadline = time.monotonic() + DEADLINE_S
+        while True:
+            text = self.text()
+            if condition in text if isinstance(condition, str) else condition(text):
+                return text
+            if time.monotonic() > deadline or self.process.poll() is not None:
+                ended = f"; it ended with {self.process.poll()}" if self.process.poll() is not None else ""
+                pytest.fail(f"waited in vain for {what or condition!r}{ended}; the screen:\n{self.text()}")
+            time.sleep(0.01)
+
+    def resize(self, columns: int, lines: int) -> None:
+        """Another size, of which the kernel tells the program (SIGWINCH)."""
+        with self._lock:
+            self._screen.resize(lines, columns)
+        fcntl.ioctl(self._slave, termios.TIOCSWINSZ, struct.pack("HHHH", lines, columns, 0, 0))
+
+    def wait_ended(self) -> int:
+        """Wait for the program's end, read what it said last, and return its exit code."""
+        code = self.process.wait(DEADLINE_S)
+        while select.select([self.master], [], [], 0)[0]:
+            time.sleep(0.01)
+        return code
+
+    @property
+    def modes(self) -> list[Any]:
+        """The terminal's settings (termios(3))."""
+        return termios.tcgetattr(self._slave)
+
+    def close(self) -> None:
+        """Kill what still runs and give the terminal back."""
+        if self.process.poll() is None:
+            with contextlib.suppress(ProcessLookupError):
+                os.kill(self.process.pid, signal.SIGKILL)
+            self.process.wait(DEADLINE_S)
+        self.hang_up()
+
+    def hang_up(self) -> None:
+        """Close the terminal, as when a connection breaks."""
+        if not self._is_closed:
+            self._is_closed = True
+            self._reader.join(DEADLINE_S)
+            os.close(self._slave)
+            os.close(self.master)
+
+    def _read(self) -> None:
+        while not self._is_closed:
+            if select.select([self.master], [], [], 0.05)[0]:
+                data = os.read(self.master, 1 << 16)
+                with self._lock:
+                    self.raw += data
+                    self._stream.feed(data)
