@@ -97,9 +97,9 @@ def skip_or_fail(need: str, reason: str) -> None:
 def pytest_runtest_setup(item: pytest.Item) -> None:
     if item.get_closest_marker("gpu") and item.config.stash[_PLATFORM] != "gpu":
         skip_or_fail("gpu", "needs a GPU with NVIDIA driver 570 or newer")
+    if (item.get_closest_marker("root") or item.get_closest_marker("criu")) and os.geteuid() != 0:
+        skip_or_fail("root", "needs root")
     if item.get_closest_marker("criu"):
-        if os.geteuid() != 0:
-            skip_or_fail("root", "CRIU needs root")
         try:
             find_criu()
         except CriuUnavailable as e:

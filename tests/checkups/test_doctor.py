@@ -60,7 +60,7 @@ def test_every_part_of_the_machine_is_looked_at() -> None:
     }  # fmt: skip
 
 
-@pytest.mark.skipif(os.geteuid() != 0, reason="must be able to give up privileges")
+@pytest.mark.root
 def test_without_privileges_it_says_what_it_could_not_see(tmp_path: Path) -> None:
     code = (
         "import os, gpucr; gpucr.doctor()\n"  # loads all that nobody may not read in every checkout

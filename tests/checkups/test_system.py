@@ -32,7 +32,6 @@ from tests.checkups.judging import only, verdicts
 from tests.unit.children import NOBODY_UID
 
 GIB = 1 << 30
-needs_root = pytest.mark.skipif(os.geteuid() != 0, reason="must be able to give up privileges")
 
 
 # --- CRIU -------------------------------------------------------------------------------------------------------
@@ -169,17 +168,17 @@ def _seen(first: str, *wrapper: str) -> str:
     return done.stdout
 
 
-@needs_root
+@pytest.mark.root
 def test_looking_as_nobody() -> None:
     assert "effective=0," in _seen(f"os.setuid({NOBODY_UID})")
 
 
-@needs_root
+@pytest.mark.root
 def test_looking_from_a_user_namespace() -> None:
     assert "in_user_namespace=True" in _seen("os_error = ctypes.CDLL(None).unshare(0x10000000); assert os_error == 0")
 
 
-@needs_root
+@pytest.mark.root
 def test_looking_from_under_a_filter() -> None:
     assert "seccomp=2" in _seen("from gpucr.linux import seccomp; seccomp.refuse_io_uring()")
 
@@ -353,7 +352,7 @@ def test_looking_at_memory_that_poses_as_a_disk() -> None:
     assert storage.look(Path("/dev/shm"), [], was_named=True).is_memory
 
 
-@needs_root
+@pytest.mark.root
 def test_looking_at_a_disk_that_is_mounted_read_only(tmp_path: Path) -> None:
     look = (
         f"from gpucr.checkups import storage; print(storage.look(Path({str(tmp_path)!r}), [], was_named=True).problem)"
@@ -367,7 +366,7 @@ def test_looking_at_a_disk_that_is_mounted_read_only(tmp_path: Path) -> None:
     assert done.stdout.strip() == "its file system is mounted read-only", done.stderr
 
 
-@needs_root
+@pytest.mark.root
 def test_looking_at_a_folder_of_someone_else() -> None:
     code = (
         "import os\nfrom pathlib import Path\nfrom gpucr.checkups import storage\n"
@@ -438,7 +437,7 @@ def test_names_of_capabilities() -> None:
     )
 
 
-@needs_root
+@pytest.mark.root
 def test_the_prediction_is_what_the_kernel_does() -> None:
     """Of a bounding set without CAP_SYS_BOOT (22)."""
     code = (

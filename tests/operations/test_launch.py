@@ -24,8 +24,6 @@ from gpucr.sim import build as simulator
 from tests import command
 from tests.counter import wait_until
 
-needs_root = pytest.mark.skipif(os.geteuid() != 0, reason="needs root")
-
 
 @pytest.fixture(autouse=True)
 def state(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Path]:
@@ -69,7 +67,7 @@ def _run(*arguments: object, **changes: str) -> dict[str, Any]:
 # --- starting --------------------------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize("isolation", [pytest.param("--isolate", marks=needs_root), "--no-isolate"])
+@pytest.mark.parametrize("isolation", [pytest.param("--isolate", marks=pytest.mark.root), "--no-isolate"])
 def test_a_job_runs_and_how_it_ended_is_kept(isolation: str, tmp_path: Path) -> None:
     printed = _run("--name", "short", isolation, "--cwd", tmp_path, "--", "sh", "-c", "pwd; echo oops >&2; exit 3")
     assert printed["isolated"] is (isolation == "--isolate")
@@ -222,7 +220,7 @@ def test_without_privileges_a_job_is_not_isolated_and_says_so() -> None:
     assert job.state.exit_code == 0
 
 
-@needs_root
+@pytest.mark.root
 def test_io_uring_is_refused() -> None:
     launch.run_job(["grep", "Seccomp:", "/proc/self/status"], name="filtered", isolate=False)
     _wait_for_end("filtered")
@@ -382,7 +380,7 @@ def test_a_log_that_was_removed(tmp_path: Path) -> None:
 # --- exec ------------------------------------------------------------------------------------------------------
 
 
-@needs_root
+@pytest.mark.root
 def test_exec_reaches_what_only_the_job_sees(tmp_path: Path) -> None:
     serve = (
         "import os, socket; s = socket.create_server(('127.0.0.1', 7411))\n"

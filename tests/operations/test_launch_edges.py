@@ -27,8 +27,6 @@ from tests.counter import DEADLINE_S, processes_in, wait_until
 from tests.sandboxed import end_all_in
 from tests.unit.children import NOBODY_UID
 
-needs_root = pytest.mark.skipif(os.geteuid() != 0, reason="needs root")
-
 
 @pytest.fixture(autouse=True)
 def registry_of_its_own(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -101,7 +99,7 @@ def nobody() -> Iterator[Nobody]:
         shutil.rmtree(home)
 
 
-@needs_root
+@pytest.mark.root
 def test_a_user_without_privileges(nobody: Nobody) -> None:
     started = nobody.gpucr("run", "--name", "job", "--", "sh", "-c", "id -u; exit 4")
     assert started.returncode == 0, started.stderr
@@ -115,7 +113,7 @@ def test_a_user_without_privileges(nobody: Nobody) -> None:
     assert launch.list_jobs() == (), "the registry is that user's own"
 
 
-@needs_root
+@pytest.mark.root
 def test_exec_without_privileges(nobody: Nobody, folder: Path) -> None:
     assert nobody.gpucr("run", "--name", "job", "sleep", "1000").returncode == 0
     assert nobody.gpucr("exec", "job", "--", "sh", "-c", "exit 6").returncode == 6
@@ -188,7 +186,7 @@ FULL = 'mount -t tmpfs -o size=64k gpucr-test "$S"; ! dd if=/dev/zero of="$S/fil
 READ_ONLY = 'mount --bind "$S" "$S"; mount -o remount,bind,ro "$S"'
 
 
-@needs_root
+@pytest.mark.root
 @pytest.mark.parametrize(("mount", "said"), [(FULL, "No space left on device"), (READ_ONLY, "Read-only file system")])
 def test_a_state_folder_that_cannot_be_written(mount: str, said: str, folder: Path) -> None:
     done = _run_with_state(folder, mount, "run", "--no-isolate", "touch", "ran")
@@ -292,7 +290,7 @@ class Terminal:
         os.close(self._master)
 
 
-@pytest.mark.parametrize("isolate", [pytest.param(True, marks=needs_root), False])
+@pytest.mark.parametrize("isolate", [pytest.param(True, marks=pytest.mark.root), False])
 def test_exec_on_a_terminal(isolate: bool, folder: Path) -> None:
     launch.run_job(["sleep", "1000"], name="job", cwd=folder, isolate=isolate)
     script = (

@@ -16,7 +16,7 @@ from tests.sim.libcuda import CHECKPOINTED, RUNNING, Libcuda, used_bytes
 FIRST_PID_NAMESPACE = Path("pid:[4026531836]")
 
 
-@pytest.mark.skipif(os.geteuid() != 0, reason="a pid namespace needs root")
+@pytest.mark.root
 def test_target_in_a_pid_namespace(libcuda: Libcuda, tmp_path: Path) -> None:
     output = tmp_path / "stdout"
     words = ["unshare", "--pid", "--fork", "--kill-child", "--mount-proc", str(build() / "counter"), "--port", "0"]
@@ -37,7 +37,7 @@ def test_target_in_a_pid_namespace(libcuda: Libcuda, tmp_path: Path) -> None:
         wait_until(lambda: not used_bytes(pid)[0], "the memory of the ended counter to be free")
 
 
-@pytest.mark.skipif(os.geteuid() != 0, reason="namespaces need root")
+@pytest.mark.root
 def test_a_job_in_a_sandbox_is_counted_with_the_others(
     libcuda: Libcuda, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

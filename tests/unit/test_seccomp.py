@@ -49,7 +49,7 @@ def _assert_hides_io_uring(before: dict[str, int], after: dict[str, int]) -> Non
     assert errno.ENOSYS not in {before[number] for number in others}
 
 
-@pytest.mark.skipif(os.geteuid() != 0, reason="needs CAP_SYS_ADMIN")
+@pytest.mark.root
 def test_it_hides_io_uring_and_nothing_else() -> None:
     done = _run(
         "print(json.dumps(answers())); assert seccomp.can_refuse_io_uring()\n"
@@ -58,14 +58,14 @@ def test_it_hides_io_uring_and_nothing_else() -> None:
     _assert_hides_io_uring(*_answers(done))
 
 
-@pytest.mark.skipif(os.geteuid() != 0, reason="needs CAP_SYS_ADMIN")
+@pytest.mark.root
 def test_programs_that_are_started_later_inherit_it() -> None:
     code = "import ctypes; libc = ctypes.CDLL(None, use_errno=True); libc.syscall(425, 0, 0); print(ctypes.get_errno())"
     done = _run(f"seccomp.refuse_io_uring()\nsubprocess.run([sys.executable, '-I', '-c', {code!r}], check=True)")
     assert done.stdout.split() == [str(errno.ENOSYS)], done.stderr
 
 
-@pytest.mark.skipif(os.geteuid() != 0, reason="must be able to become another user")
+@pytest.mark.root
 def test_without_privileges_it_is_refused_and_nothing_is_given_up_for_it() -> None:
     done = _run(
         "assert not seccomp.can_refuse_io_uring()\n"
