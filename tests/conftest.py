@@ -153,7 +153,8 @@ def driver() -> CudaDriver:
 @pytest.fixture
 def process_without_cuda() -> Iterator[int]:
     """The pid of a live process that never touches CUDA."""
-    with subprocess.Popen([sys.executable, "-c", "input()"], stdin=subprocess.PIPE) as process:
+    command = [sys.executable, "-c", "input()"]
+    with subprocess.Popen(command, stdin=subprocess.PIPE, start_new_session=True) as process:
         yield process.pid
         process.kill()
 

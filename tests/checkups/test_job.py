@@ -31,7 +31,9 @@ def about(target: int, *subjects: str, to: Path | None = None) -> list[Checkup]:
 
 def test_a_job_that_can_be_dumped(counter: CounterFactory, driver: CudaDriver, tmp_path: Path) -> None:
     program = counter("--mib", "1", "--fork", "1")
-    found = about(program.pid, "job", "CUDA state", "tracers", "open files", "host memory", "disk", to=tmp_path)
+    found = about(
+        program.pid, "job", "CUDA state", "tracers", "session", "open files", "host memory", "disk", to=tmp_path
+    )
     assert {each.verdict for each in found} == {"ok"}
     assert "processes: 2, with CUDA: 2" in found[0].evidence
     assert [driver.state(pid) for pid in program.processes()] == [CudaState.RUNNING] * 2

@@ -2,13 +2,14 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from pathlib import Path
 
 import pytest
 
 from gpucr.driver.gpus import list_gpus
 from gpucr.sim import build as simulator
+from tests.operations.stepping import Job, SandboxedJob, StartJob
 
 MakeMachine = Callable[..., list[str]]
 
@@ -24,3 +25,31 @@ def machine(sim_only: None, monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> 
         return [gpu.uuid for gpu in list_gpus()]
 
     return be_on
+
+
+@pytest.fixture
+def start(tmp_path: Path) -> Iterator[StartJob]:
+    """Start programs of `tests.operations.stepping`; they are killed at the end of the test."""
+    jobs: list[Job] = []
+
+    def start_job(code: str) -> Job:
+        jobs.append(Job(tmp_path / f"job-{len(jobs)}", code))
+        return jobs[-1]
+
+    yield start_job
+    for job in jobs:
+        job.kill()
+
+
+@pytest.fixture
+def start_sandboxed(tmp_path: Path) -> Iterator[StartJob]:
+    """The same in namespaces of their own."""
+    jobs: list[Job] = []
+
+    def start_job(code: str) -> Job:
+        jobs.append(SandboxedJob(tmp_path / f"sandboxed-{len(jobs)}", code))
+        return jobs[-1]
+
+    yield start_job
+    for job in jobs:
+        job.kill()

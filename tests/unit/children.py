@@ -41,6 +41,11 @@ class Child:
         """What it printed, as numbers."""
         return tuple(map(int, self.words))
 
+    def line(self) -> str:
+        """The next line that it, or a child of it, prints."""
+        assert self._process.stdout is not None
+        return self._process.stdout.readline().rstrip("\n")
+
     def make_zombie(self) -> None:
         """Kill it without collecting it."""
         os.kill(self.pid, signal.SIGKILL)

@@ -15,6 +15,7 @@ import pytest
 from gpucr import preflight
 from gpucr.errors import NotPermitted, Unsupported
 from gpucr.linux import cgroups, memory, processes
+from gpucr.linux.processes import OpenFile
 from gpucr.model import CudaState, GangMember, Gpu, GpuMap, GpuUse, Job, ProcessId, ProcessInfo
 from gpucr.preflight import Finding, MemoryNeed, room, tree
 from tests.conftest import skip_or_fail
@@ -69,6 +70,13 @@ def test_all_blocking_findings_are_in_one_message() -> None:
     assert caught.value.exit_code == 3
 
 
+def test_a_long_list_is_cut_short() -> None:
+    with pytest.raises(Unsupported) as caught:
+        preflight.require_no_blocking([_finding("blocking", f"<{i}>") for i in range(100)])
+    assert caught.value.message.endswith("also: <3> (evidence of <3>); and 96 more")
+    assert "<4>" not in caught.value.message
+
+
 def test_force_insists() -> None:
     preflight.require_no_blocking([_finding("blocking", "x")], force=True)
 
@@ -111,6 +119,27 @@ def test_a_tracer() -> None:
     assert (finding.severity, finding.pid) == ("blocking", child.pid)
     assert f"TracerPid {tracer.pid}" in finding.evidence
     assert str(tracer.pid) in finding.remedy
+
+
+def test_a_session_of_the_job_or_of_its_shell() -> None:
+    for own_session in (True, False):
+        with subprocess.Popen(["sleep", "60"], start_new_session=own_session) as child:
+            assert preflight.check_session(job_of(child.pid)) == []
+            child.kill()
+
+
+def test_a_session_that_began_outside_the_pid_namespace() -> None:
+    if os.geteuid() != 0:
+        skip_or_fail("root", "only root makes a pid namespace")
+    words = ["unshare", "--pid", "--fork", "--kill-child", "sh", "-c", "echo ready; exec sleep 60"]
+    with subprocess.Popen(words, stdout=subprocess.PIPE, start_new_session=True) as outside:
+        assert outside.stdout is not None
+        outside.stdout.readline()
+        inside = processes.tree(outside.pid)[-1].pid
+        finding = only(preflight.check_session(job_of(inside)))
+        outside.kill()
+    assert (finding.severity, finding.code, finding.pid) == ("blocking", "GPUCR-SESSION-OUTSIDE", inside)
+    assert "setsid" in finding.remedy
 
 
 def test_the_usual_files_of_a_program() -> None:
@@ -177,11 +206,11 @@ def test_a_real_userfaultfd() -> None:
     ],
 )
 def test_descriptors_that_a_test_cannot_make(target: str, in_gang: bool, says: str | None) -> None:
-    finding = tree._judge(process(), target, 5, in_gang=in_gang)
-    assert (finding is None) == (says is None)
-    if finding is not None:
+    found = tree._judge(process(), [OpenFile(7, 5, target), OpenFile(7, 6, target)], in_gang=in_gang)
+    assert (not found) == (says is None)
+    for finding in found:
         assert finding.what == f"process 7 (trainer) {says}"
-        assert finding.evidence == f"/proc/7/fd/5 is {target}"
+        assert finding.evidence == f"/proc/7/fd/5 is {target}, and 1 more"
 
 
 # --- room ------------------------------------------------------------------------------------------------------

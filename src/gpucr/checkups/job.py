@@ -68,6 +68,11 @@ def _processes(job: Job) -> list[Checkup]:
             ok("tracers", "no debugger or profiler is attached", "TracerPid in /proc/PID/status"),
         ),
         *from_findings(
+            "session",
+            preflight.check_session(job),
+            ok("session", "it has an id in the job's pid namespace", "NSsid in /proc/PID/status"),
+        ),
+        *from_findings(
             "open files",
             [*preflight.check_open_files(job), *check_deleted_files(_largest_deleted(job))],
             ok("open files", "CRIU can dump them", "/proc/PID/fd"),

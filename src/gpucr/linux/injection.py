@@ -33,7 +33,7 @@ from gpucr.linux.memory import Mapping
 from gpucr.linux.ptrace import StopKind, TracedThread
 from gpucr.linux.registers import Registers
 
-CLOSE, MMAP, MPROTECT, MUNMAP, MADVISE, RECVMSG, SOCKETPAIR = 3, 9, 10, 11, 28, 47, 53
+OPEN, CLOSE, MMAP, MPROTECT, MUNMAP, MADVISE, RECVMSG, SOCKETPAIR, DUP3 = 2, 3, 9, 10, 11, 28, 47, 53, 292
 """Numbers of system calls on x86-64 (arch/x86/entry/syscalls/syscall_64.tbl)."""
 
 SCRATCH_BYTES = 256

@@ -323,6 +323,14 @@ def has_terminal(pid: int) -> bool:
     return stat is not None and stat.terminal != 0
 
 
+def innermost_session_id(pid: int) -> int | None:
+    """The session's id in the process's own pid namespace: 0 where the session began outside it. None: it is gone."""
+    try:
+        return int(_status_fields(pid)["NSsid"].split()[-1])
+    except (FileNotFoundError, ProcessLookupError):
+        return None
+
+
 def innermost_thread_id(pid: int, tid: int) -> int:
     """The thread's id in its own pid namespace, which a restore gives it again. ``tid``: in the caller's namespace."""
     return int(_status_fields(pid, tid)["NSpid"].split()[-1])

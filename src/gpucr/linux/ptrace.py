@@ -85,31 +85,40 @@ class TracedThread:
         self.last_stop = Stop(StopKind.INTERRUPTED)
 
     @classmethod
-    def seize(cls, tid: int) -> TracedThread:
+    def seize(cls, tid: int, timeout_s: float | None = None) -> TracedThread:
         """Running, blocked or stopped → traced and stopped.
 
         Needs the right to trace the process (same user and dumpable, or CAP_SYS_PTRACE; Yama's ptrace_scope below 2).
         Raises PermissionError where that is refused, also for a zombie, and ProcessLookupError where there is no such
-        thread or it ends meanwhile.
+        thread or it ends meanwhile. A thread that is not stopped after ``timeout_s`` (blocked in the kernel, where
+        nothing interrupts it) raises TimeoutError and is traced until the calling OS thread ends, which it must do.
         """
         thread = cls(tid)
         _ptrace(_SEIZE, tid, data=_OPTIONS)
         try:
-            if thread.stop().kind is StopKind.EXITED:
+            if thread.stop(timeout_s).kind is StopKind.EXITED:
                 raise ProcessLookupError(f"thread {tid} ended")
+        except TimeoutError:
+            raise
         except BaseException:
             thread.detach()
             raise
         return thread
 
-    def stop(self) -> Stop:
-        """Running → stopped, never at a call's entry.
+    def stop(self, timeout_s: float | None = None) -> Stop:
+        """Running → stopped, never at a call's entry. Raises TimeoutError where it still runs after ``timeout_s``.
 
         Another stop may come first and is returned; an INTERRUPTED one then follows when the thread goes on.
         """
         _ptrace(_INTERRUPT, self.tid)
-        while (found := self.wait()).kind is StopKind.SYSCALL_ENTRY:
+        while (found := self._wait(timeout_s)).kind is StopKind.SYSCALL_ENTRY:
             self.resume()  # with the interruption under way, the call does not block
+        return found
+
+    def _wait(self, timeout_s: float | None) -> Stop:
+        found = self.wait() if timeout_s is None else self.wait(timeout_s)
+        if found is None:
+            raise TimeoutError(errno.ETIMEDOUT, f"thread {self.tid} did not stop within {timeout_s:g} s")
         return found
 
     def resume(self, signal: int = 0) -> None:

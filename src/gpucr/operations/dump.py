@@ -207,6 +207,7 @@ def _prepare(
         *jobs.findings_before_freeze(job, preflight.needs_of_dump(held, target.disk)),
         *findings_of_traps(job, found.driver, uses),
         *preflight.check_tracers(job),
+        *preflight.check_session(job),
         *preflight.check_open_files(job),
         *preflight.check_outside_connections(job),
         *(preflight.check_terminal(job) if leave_running and job.gang else ()),

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Iterable, Mapping, Sequence
 
 from gpucr import gang as gangs
 from gpucr import staging
@@ -10,7 +10,8 @@ from gpucr.driver.libcuda import INVALID_VALUE
 from gpucr.errors import CudaStarted, DriverError
 from gpucr.gang import Gang
 from gpucr.linux import processes
-from gpucr.model import CudaState, GangMember, StagedExtent
+from gpucr.linux.inherited import InheritedDevices, find_inherited, let_go
+from gpucr.model import CudaState, GangMember, ProcessInfo, StagedExtent
 from gpucr.operations.gpu_places import Placement
 from gpucr.operations.interrupts import Interrupts
 from gpucr.operations.protection import Protection
@@ -52,7 +53,8 @@ class CheckpointGang:
     """LOCKED → CHECKPOINTED for all, and for those that begin to use CUDA while this goes on.
 
     ``restore_threads`` is filled with the thread that does the driver's work, per pid. With ``threads`` all others are
-    held meanwhile, and afterwards.
+    held meanwhile, and afterwards. Children of fork lose the open devices that they have from these processes
+    (`gpucr.linux.inherited`), which are dead with the checkpoint.
     """
 
     name = "checkpoint"
@@ -89,8 +91,11 @@ class CheckpointGang:
             self._protection.change(restore_threads=dict(self.restore_threads))
             if self._threads is not None:
                 self._threads.hold(self.restore_threads)
-            with self._staged.captured(self._locked(), meter):
+            locked = self._locked()
+            inherited = find_inherited(self._tree(), locked)
+            with self._staged.captured(locked, meter):
                 self._gang.checkpoint()
+            self._let_go(inherited, meter)
             self._adopt_found(meter)
             late = self._late_members()
             if not late:
@@ -122,15 +127,27 @@ class CheckpointGang:
             if member.found is CudaState.CHECKPOINTED and not known and not self._staged.adopt(member.pid):
                 meter.note(f"process {member.pid} was suspended in private memory: CRIU writes it")
 
+    def _let_go(self, inherited: Sequence[InheritedDevices], meter: Meter) -> None:
+        """Nothing to undo: the children cannot use CUDA, and the driver has freed what the descriptors stood for."""
+        errors = let_go(inherited)
+        for each in inherited:
+            name = f"process {each.process.pid} ({each.process.name})"
+            if each.process.pid in errors:
+                meter.note(f"{name} still has the GPUs open that it was forked with: {errors[each.process.pid]}")
+            else:
+                meter.note(f"{name} let go of the GPUs that it was forked with: {len(each.fds)} descriptors")
+
+    def _tree(self) -> tuple[ProcessInfo, ...]:
+        return processes.tree(self._root_pid) if self._whole_tree else ()
+
     def _locked(self) -> dict[int, int]:
         states = {member.pid: self._gang.state(member.pid) for member in self._gang.members}
         return {pid: tid for pid, tid in self.restore_threads.items() if states[pid] is CudaState.LOCKED}
 
     def _late_members(self) -> list[GangMember]:
         known = {member.id for member in self._gang.members}
-        tree = processes.tree(self._root_pid) if self._whole_tree else ()
         # Members are not asked: their threads are held by now, which looks like a process that cannot answer.
-        return list(gangs.discover(self._gang.driver, [process for process in tree if process.id not in known]))
+        return list(gangs.discover(self._gang.driver, [process for process in self._tree() if process.id not in known]))
 
 
 class StopThreads:

@@ -139,6 +139,7 @@ def _prepare(
         *jobs.findings_before_freeze(job, preflight.needs_of_dump(held, images)),
         *findings_of_traps(job, found.driver, uses),
         *preflight.check_tracers(job),
+        *preflight.check_session(job),
         *_check_freezer(job.root.pid),
         *target.findings(job, expected_bytes),
     ]

@@ -35,6 +35,7 @@ from gpucr.preflight.traps import check_traps
 from gpucr.preflight.tree import (
     check_free_pids,
     check_open_files,
+    check_session,
     check_states,
     check_terminal,
     check_tracers,
@@ -65,6 +66,7 @@ __all__ = [
     "check_outside_connections",
     "check_ports",
     "check_room",
+    "check_session",
     "check_shared_files",
     "check_states",
     "check_terminal",

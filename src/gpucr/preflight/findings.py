@@ -8,6 +8,8 @@ from typing import Literal
 
 from gpucr.errors import Unsupported
 
+_MOST_TOLD = 4
+
 
 @dataclass(frozen=True)
 class Finding:
@@ -30,12 +32,14 @@ class Finding:
 
 
 def require_no_blocking(findings: Iterable[Finding], *, force: bool = False) -> None:
-    """Raise Unsupported with every blocking finding, unless ``force`` insists."""
+    """Raise Unsupported with the first blocking findings and the number of the others, unless ``force`` insists."""
     blocking = [finding for finding in findings if finding.severity == "blocking"]
     if not blocking or force:
         return
     first = blocking[0]
-    others = "".join(f"; also: {finding.sentence()}" for finding in blocking[1:])
+    others = "".join(f"; also: {finding.sentence()}" for finding in blocking[1:_MOST_TOLD])
+    if len(blocking) > _MOST_TOLD:
+        others += f"; and {len(blocking) - _MOST_TOLD} more"
     raise Unsupported(
         f"{first.sentence()}: {first.consequence}{others}",
         hint=f"{first.remedy} (--force tries all the same; nothing was changed)",

@@ -2,16 +2,14 @@
 
 from __future__ import annotations
 
-import re
 from collections.abc import Sequence
 
 from gpucr.errors import NotPermitted
 from gpucr.linux import processes
+from gpucr.linux.inherited import NVIDIA_DEVICE, UNDUMPABLE, find_inherited
+from gpucr.linux.processes import OpenFile
 from gpucr.model import CudaState, Job, ProcessInfo
 from gpucr.preflight.findings import Finding
-
-_UNDUMPABLE = re.compile(r"^anon_inode:\[?(userfaultfd|perf_event|bpf-prog|kvm-vm|kvm-vcpu|fscontext|landlock)")
-_NVIDIA_DEVICE = re.compile(r"^/dev/nvidia")
 
 
 def require_privileges(job_pid: int) -> None:
@@ -64,6 +62,25 @@ def check_tracers(job: Job) -> list[Finding]:
     return found
 
 
+def check_session(job: Job) -> list[Finding]:
+    """A session that began outside the job's pid namespace: it has no id in there that CRIU could write down."""
+    process = next((each for each in job.processes if processes.innermost_session_id(each.pid) == 0), None)
+    if process is None:
+        return []
+    return [
+        Finding(
+            "blocking",
+            f"the session of process {process.pid} ({process.name}) began outside the job's pid namespace",
+            f"NSsid ends with 0 in /proc/{process.pid}/status; a shell entered through `docker exec`, nsenter or "
+            "unshare has such a session",
+            "CRIU cannot dump it",
+            "start the job with `gpucr run` or setsid",
+            process.pid,
+            code="GPUCR-SESSION-OUTSIDE",
+        )
+    ]
+
+
 def check_terminal(job: Job) -> list[Finding]:
     """A terminal, whose shell notices that the job is stopped while CRIU dumps it."""
     if not processes.has_terminal(job.root.pid):
@@ -81,50 +98,64 @@ def check_terminal(job: Job) -> list[Finding]:
 
 
 def check_open_files(job: Job) -> list[Finding]:
-    """Descriptors that CRIU cannot dump. Those of running CUDA processes go away with the checkpoint."""
-    gang = {member.pid for member in job.gang if member.found is not CudaState.CHECKPOINTED}
+    """Descriptors that CRIU cannot dump; a finding for each process and kind.
+
+    Those of running CUDA processes go away with the checkpoint, and so do those that their children were forked with.
+    """
+    running = {member.pid for member in job.gang if member.found is not CudaState.CHECKPOINTED}
+    passing = {(each.process.pid, fd) for each in find_inherited(job.processes, running) for fd in each.fds}
     found: list[Finding] = []
     for process in job.processes:
-        for file in processes.open_files(process.pid):
-            finding = _judge(process, file.target, file.fd, in_gang=process.pid in gang)
-            if finding is not None:
-                found.append(finding)
+        files = [file for file in processes.open_files(process.pid) if (process.pid, file.fd) not in passing]
+        found += _judge(process, files, in_gang=process.pid in running)
     return found
 
 
-def _judge(process: ProcessInfo, target: str, fd: int, *, in_gang: bool) -> Finding | None:
-    evidence = f"/proc/{process.pid}/fd/{fd} is {target}"
-    if "io_uring" in target:
-        return Finding(
-            "blocking",
-            f"process {process.pid} ({process.name}) has an io_uring ring",
-            evidence,
+def _judge(process: ProcessInfo, files: Sequence[OpenFile], *, in_gang: bool) -> list[Finding]:
+    found = [
+        _blocking_file(
+            process,
+            [file for file in files if "io_uring" in file.target],
+            "has an io_uring ring",
             "CRIU cannot dump one",
             "start the job without io_uring; for torch's TCPStore set USE_LIBUV=0",
-            process.pid,
-            code="GPUCR-IO-URING",
+            "GPUCR-IO-URING",
         )
-    if not in_gang and _UNDUMPABLE.match(target):
-        return Finding(
-            "blocking",
-            f"process {process.pid} ({process.name}) has a descriptor that CRIU cannot dump",
-            evidence,
-            "the dump would fail",
-            "close it, or dump without the part of the program that needs it",
-            process.pid,
-            code="GPUCR-UNSUPPORTED-FILE",
-        )
-    if not in_gang and _NVIDIA_DEVICE.match(target):
-        return Finding(
-            "blocking",
-            f"process {process.pid} ({process.name}) holds an NVIDIA device without a CUDA context",
-            evidence,
-            "nothing can make it let go, and CRIU cannot dump it",
-            "a program that watches GPUs through NVML does this: leave it out of the tree",
-            process.pid,
-            code="GPUCR-GPU-HELD",
-        )
-    return None
+    ]
+    if not in_gang:
+        found += [
+            _blocking_file(
+                process,
+                [file for file in files if UNDUMPABLE.match(file.target)],
+                "has a descriptor that CRIU cannot dump",
+                "the dump would fail",
+                "close it, or dump without the part of the program that needs it",
+                "GPUCR-UNSUPPORTED-FILE",
+            ),
+            _blocking_file(
+                process,
+                [file for file in files if NVIDIA_DEVICE.match(file.target)],
+                "holds an NVIDIA device without a CUDA context",
+                "CRIU cannot dump it",
+                "leave programs that watch GPUs through NVML out of the tree; start a worker anew that was forked from "
+                "a CUDA process which another tool than gpucr has checkpointed since",
+                "GPUCR-GPU-HELD",
+            ),
+        ]
+    return [finding for finding in found if finding is not None]
+
+
+def _blocking_file(
+    process: ProcessInfo, files: Sequence[OpenFile], what: str, consequence: str, remedy: str, code: str
+) -> Finding | None:
+    if not files:
+        return None
+    evidence = f"/proc/{process.pid}/fd/{files[0].fd} is {files[0].target}"
+    if len(files) > 1:
+        evidence += f", and {len(files) - 1} more"
+    return Finding(
+        "blocking", f"process {process.pid} ({process.name}) {what}", evidence, consequence, remedy, process.pid, code
+    )
 
 
 def check_free_pids(pids: Sequence[int]) -> list[Finding]:

@@ -1,0 +1,144 @@
+"""Devices that a process has open only because it was forked from one that uses them, and how it lets go of them.
+
+A program that forks after CUDA has started (for the workers of torch's DataLoader) leaves its children all descriptors
+and most mappings of ``/dev/nvidia*``. They are of no use there: libcuda refuses all work in a child of fork. At a
+checkpoint the driver closes the parent's descriptors and frees what is behind them; the children's stay open on
+nothing, for ever (measured on driver 580), and CRIU cannot dump them.
+"""
+
+from __future__ import annotations
+
+import ctypes
+import os
+import re
+import threading
+from collections.abc import Iterable
+from dataclasses import dataclass
+from mmap import MAP_ANONYMOUS, MAP_PRIVATE, PROT_READ, PROT_WRITE
+
+from gpucr.linux import memory, processes
+from gpucr.linux.injection import CLOSE, DUP3, MMAP, OPEN, run_syscall, scratch_address
+from gpucr.linux.ptrace import TracedThread
+from gpucr.model import ProcessInfo
+
+NVIDIA_DEVICE = re.compile(r"^/dev/nvidia")
+"""What the driver's descriptors and mappings are of."""
+
+UNDUMPABLE = re.compile(r"^anon_inode:\[?(userfaultfd|perf_event|bpf-prog|kvm-vm|kvm-vcpu|fscontext|landlock)")
+"""Other descriptors that CRIU cannot dump."""
+
+_KCMP, _KCMP_FILE = 312, 0  # arch/x86/entry/syscalls/syscall_64.tbl, include/uapi/linux/kcmp.h
+_MAP_FIXED, _MAP_NORESERVE = 0x10, 0x4000  # include/uapi/asm-generic/mman*.h
+_NOTHING = b"/dev/null\0"
+_LIMIT_S = 5.0
+
+_libc = ctypes.CDLL(None, use_errno=True)
+_libc.syscall.argtypes = (ctypes.c_long,) * 6
+_libc.syscall.restype = ctypes.c_long
+
+
+@dataclass(frozen=True)
+class InheritedDevices:
+    """The descriptors of a process that are an owner's too: opened once, before the fork."""
+
+    process: ProcessInfo
+    owner_pid: int
+    fds: tuple[int, ...]
+
+
+def find_inherited(tree: Iterable[ProcessInfo], owner_pids: Iterable[int]) -> tuple[InheritedDevices, ...]:
+    """What the processes of the tree have of the devices of the owners, which are in the tree too and run.
+
+    Only descriptors that CRIU cannot dump are looked at. Needs ptrace access (read) to both sides; where it is refused,
+    where a process ends meanwhile, and on other machines than x86-64, nothing is found.
+    """
+    tree, owners = tuple(tree), set(owner_pids)
+    if not owners or os.uname().machine != "x86_64":
+        return ()
+    devices = {process.pid: _devices(process.pid) for process in tree}
+    found: list[InheritedDevices] = []
+    for process in tree:
+        if process.pid in owners or not devices[process.pid]:
+            continue
+        for owner in owners & devices.keys():
+            shared = devices[process.pid] & devices[owner]
+            fds = tuple(fd for fd in sorted(shared) if _is_same_file(process.pid, owner, fd))
+            if fds:
+                found.append(InheritedDevices(process, owner, fds))
+                break
+    return tuple(found)
+
+
+def let_go(inherited: Iterable[InheritedDevices]) -> dict[int, OSError]:
+    """Replace what the owners have closed since: descriptors by /dev/null, and mappings of NVIDIA devices by memory.
+
+    A number that were free could become another file's, and a late ``close`` or ``ioctl`` of the process would meet
+    that one. All processes at once. Returns the error of each (by pid) that kept it from being done there: tracing is
+    refused (PermissionError), or the process does not stop within 5 s (TimeoutError). One that has ended is no error.
+    """
+    tasks = [_Task(each) for each in inherited]
+    for task in tasks:
+        task.start()
+    return {task.pid: task.error for task in tasks if task.finish() is not None and task.error is not None}
+
+
+class _Task(threading.Thread):
+    """One process's. All of the tracing has to be done by one OS thread, and ends with it."""
+
+    def __init__(self, inherited: InheritedDevices) -> None:
+        super().__init__(name=f"let-go-{inherited.process.pid}", daemon=True)
+        self.pid = inherited.process.pid
+        self._inherited = inherited
+        self.error: OSError | None = None
+
+    def run(self) -> None:
+        try:
+            thread = TracedThread.seize(self.pid, _LIMIT_S)
+            try:
+                _replace(thread, self._inherited)
+            finally:
+                thread.detach(thread.last_stop.signal)
+        except ProcessLookupError:
+            pass
+        except OSError as error:
+            self.error = error
+
+    def finish(self) -> OSError | None:
+        """Wait for it."""
+        self.join()
+        return self.error
+
+
+def _replace(thread: TracedThread, inherited: InheritedDevices) -> None:
+    pid = inherited.process.pid
+    open_in_owner = _devices(inherited.owner_pid)
+    stale = [fd for fd in inherited.fds if not (fd in open_in_owner and _is_same_file(pid, inherited.owner_pid, fd))]
+    if not stale:
+        return
+    scratch = scratch_address(thread)
+    thread.write_memory(scratch, _NOTHING)
+    nothing = run_syscall(thread, OPEN, scratch, os.O_RDWR | os.O_CLOEXEC, 0)
+    try:
+        for fd in stale:
+            run_syscall(thread, DUP3, nothing, fd, os.O_CLOEXEC)
+    finally:
+        run_syscall(thread, CLOSE, nothing)
+    flags = MAP_PRIVATE | MAP_ANONYMOUS | _MAP_NORESERVE | _MAP_FIXED
+    for mapping in memory.read_maps(pid):
+        if NVIDIA_DEVICE.match(mapping.path):
+            size_bytes = mapping.end - mapping.start
+            run_syscall(thread, MMAP, mapping.start, size_bytes, PROT_READ | PROT_WRITE, flags, -1, 0)
+
+
+def _devices(pid: int) -> set[int]:
+    """The descriptors that CRIU cannot dump."""
+    try:
+        opened = processes.open_files(pid)
+    except PermissionError:
+        return set()
+    return {file.fd for file in opened if NVIDIA_DEVICE.match(file.target) or UNDUMPABLE.match(file.target)}
+
+
+def _is_same_file(pid: int, other_pid: int, fd: int) -> bool:
+    """Whether this number is one open file in both: opened once, and inherited (kcmp(2))."""
+    return bool(_libc.syscall(_KCMP, pid, other_pid, _KCMP_FILE, fd, fd) == 0)

@@ -1,0 +1,140 @@
+"""Devices that children of fork have from their parent: which they are, and how they let go of them."""
+
+from __future__ import annotations
+
+import os
+import re
+import subprocess
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+
+from gpucr.linux import inherited, memory, processes
+from gpucr.linux.inherited import find_inherited, let_go
+from gpucr.linux.ptrace import TracedThread
+from tests.counter import wait_until
+from tests.unit.children import Child, python, tracer_of
+
+pytestmark = pytest.mark.skipif(os.uname().machine != "x86_64", reason="system calls are run in x86-64 threads only")
+
+PARENT_AND_CHILD = """
+import ctypes, mmap, os, signal, sys
+signal.pthread_sigmask(signal.SIG_BLOCK, [signal.SIGUSR1, signal.SIGUSR2])
+libc = ctypes.CDLL(None)
+def device():
+    fd = libc.syscall(323, os.O_CLOEXEC | 1)  # userfaultfd, UFFD_USER_MODE_ONLY: CRIU refuses it
+    assert fd >= 0
+    return fd
+shared = [device(), device()]
+plain = os.open("/dev/zero", os.O_RDONLY)
+mapped = mmap.mmap(os.open(sys.argv[1], os.O_RDWR), 8192)
+mapped[:] = b"x" * 8192
+address = ctypes.addressof(ctypes.c_char.from_buffer(mapped))
+child = os.fork()
+own = device()
+if child == 0:
+    while True:
+        signal.sigwait([signal.SIGUSR1])
+        mapped[:4] = b"here"
+        os.write(1, b"%s %d\\n" % (mapped[2:6], os.fstat(plain).st_rdev))
+os.write(1, b"%d %d %d %d %d %d\\n" % (child, *shared, plain, own, address))
+signal.sigwait([signal.SIGUSR2])
+os.close(shared[0])
+os.write(1, b"closed\\n")
+signal.pause()
+"""
+
+
+@pytest.fixture
+def device(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    """A file that stands for an NVIDIA device in mappings."""
+    file = tmp_path / "nvidia"
+    file.write_bytes(bytes(8192))
+    monkeypatch.setattr(inherited, "NVIDIA_DEVICE", re.compile(re.escape(str(file))))
+    return file
+
+
+@pytest.fixture
+def parent(device: Path) -> Iterator[Child]:
+    with python(PARENT_AND_CHILD, device) as process:
+        yield process
+
+
+def _targets(pid: int) -> dict[int, str]:
+    return {file.fd: file.target for file in processes.open_files(pid)}
+
+
+def _close_first(parent: Child) -> None:
+    os.kill(parent.pid, 12)
+    assert parent.line() == "closed"
+
+
+def test_what_was_open_before_the_fork_is_found(parent: Child, device: Path) -> None:
+    child, first, second, plain, *_ = parent.numbers
+    (found,) = find_inherited(processes.tree(parent.pid), [parent.pid])
+    assert (found.process.pid, found.owner_pid, found.fds[:2]) == (child, parent.pid, (first, second))
+    assert {_targets(child)[fd] for fd in found.fds[2:]} == {str(device)}
+    assert plain not in found.fds
+
+
+def test_nothing_is_inherited_from_a_process_that_is_no_owner(parent: Child) -> None:
+    assert find_inherited(processes.tree(parent.pid), []) == ()
+    assert find_inherited(processes.tree(parent.pid), [parent.numbers[0]])[0].process.pid == parent.pid
+
+
+def test_only_what_the_owner_has_closed_is_replaced(parent: Child, device: Path) -> None:
+    child, first, second, _plain, own, address = parent.numbers
+    found = find_inherited(processes.tree(parent.pid), [parent.pid])
+    assert let_go(found) == {}
+    before = _targets(child)
+    assert "userfaultfd" in before[first]
+    _close_first(parent)
+    assert let_go(found) == {}
+    assert _targets(child) == {**before, first: "/dev/null"}
+    assert "userfaultfd" in before[second] == before[own]
+    flags = (Path(f"/proc/{child}/fdinfo") / str(first)).read_text()
+    assert int(re.findall(r"flags:\s+(\d+)", flags)[0], 8) & (os.O_CLOEXEC | os.O_ACCMODE) == os.O_CLOEXEC | os.O_RDWR
+    (mapping,) = [each for each in memory.read_maps(child) if each.start <= address < each.end]
+    assert mapping.permissions == "rw-p"
+    assert mapping.path != str(device)
+    os.kill(child, 10)  # it goes on, with memory of its own there
+    zero = os.stat("/dev/zero").st_rdev
+    assert parent.line() == f"re\0\0 {zero}"
+    assert device.read_bytes()[:4] == b"xxxx"
+
+
+def test_what_cannot_be_traced_is_told(parent: Child) -> None:
+    child = parent.numbers[0]
+    found = find_inherited(processes.tree(parent.pid), [parent.pid])
+    _close_first(parent)
+    before = _targets(child)
+    with tracer_of(child):
+        assert isinstance(let_go(found)[child], PermissionError)
+    assert _targets(child) == before
+
+
+def test_what_does_not_stop_is_told_and_let_go(parent: Child, monkeypatch: pytest.MonkeyPatch) -> None:
+    child = parent.numbers[0]
+    found = find_inherited(processes.tree(parent.pid), [parent.pid])
+    _close_first(parent)
+    monkeypatch.setattr(TracedThread, "wait", lambda thread, timeout_s: None)  # as one that waits for a dead server
+    before = _targets(child)
+    assert isinstance(let_go(found)[child], TimeoutError)
+    wait_until(lambda: processes.tracer_pid(child) == 0, "the tracing thread to end")
+    assert _targets(child) == before
+    os.kill(child, 10)
+    assert parent.line().startswith("re")
+
+
+def test_one_that_has_ended_is_no_error(parent: Child) -> None:
+    found = find_inherited(processes.tree(parent.pid), [parent.pid])
+    _close_first(parent)
+    os.kill(parent.numbers[0], 9)
+    assert let_go(found) == {}
+
+
+def test_processes_without_devices() -> None:
+    with subprocess.Popen(["sleep", "60"]) as child:
+        assert find_inherited(processes.tree(os.getpid()), [os.getpid()]) == ()
+        child.kill()
