@@ -133,9 +133,11 @@ class _Actions:
         return what, time.perf_counter() - begin, outcome
 
 
-def plan(sizes_gib: Sequence[float], place: Place) -> list[SizeResult]:
+def plan(sizes_gib: Sequence[float], place: Place, wanted: frozenset[str]) -> list[SizeResult]:
     """The sizes, still without measurements. Raises ClickException where there is room for none."""
-    results = [SizeResult(gib, skipped=lack_of_room(round(gib * 2**30), place)) for gib in sizes_gib]
+    is_dumped = not wanted <= {"suspend", "resume"}
+    skipped = [lack_of_room(round(gib * 2**30), place, is_dumped=is_dumped) for gib in sizes_gib]
+    results = [SizeResult(gib, skipped=reason) for gib, reason in zip(sizes_gib, skipped, strict=True)]
     for result in results:
         if result.skipped is not None:
             say(f"{result.gib:g} GiB: skipped: {result.skipped}")
@@ -276,7 +278,7 @@ def command(
     try:
         with some_driver(max(sizes_gib)):
             say("Using the simulated driver: no GPU is touched." if is_simulated() else "Using the NVIDIA driver.")
-            results = plan(sizes_gib, place)
+            results = plan(sizes_gib, place, wanted)
             most_gib = max(result.gib for result in results if result.skipped is None)
             limits = _measure_limits(place, limit_gib, warm_size_bytes(warm_gib, most_gib))
             measure(results, place, wanted, rounds)

@@ -87,14 +87,15 @@ def place_of(folder: Path) -> Place:
     return Place(folder, found)
 
 
-def lack_of_room(size_bytes: int, place: Place) -> str | None:
+def lack_of_room(size_bytes: int, place: Place, *, is_dumped: bool = True) -> str | None:
     """Why a target with so much device memory cannot be measured here; None where it can."""
     copy_bytes = size_bytes + (SIMULATED_OVERHEAD_BYTES if is_simulated() else REAL_OVERHEAD_BYTES)
     # Staging; the images where they lie in memory; and the simulator's device memory is host memory.
-    copies = 1 + place.in_memory + is_simulated()
+    copies = 1 + (place.in_memory and is_dumped) + is_simulated()
+    written_bytes = copy_bytes if is_dumped else 0
     wanted = [
         ("host memory", copies * copy_bytes + HOST_RESERVE_BYTES, memory.available_bytes()),
-        (f"room in {place.folder}", copy_bytes + DISK_RESERVE_BYTES, memory.free_disk_bytes(place.folder)),
+        (f"room in {place.folder}", written_bytes + DISK_RESERVE_BYTES, memory.free_disk_bytes(place.folder)),
         ("device memory", copy_bytes, max((gpu.memory_free_bytes for gpu in gpus.list_gpus()[:1]), default=0)),
     ]
     for what, needed_bytes, free_bytes in wanted:
