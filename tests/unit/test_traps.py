@@ -14,7 +14,7 @@ from gpucr import preflight
 from gpucr.driver.api import DriverCapabilities
 from gpucr.linux import processes
 from gpucr.model import CudaState, GangMember, Gpu, GpuMap, GpuUse, Job, ProcessId, ProcessInfo
-from gpucr.preflight import CudaTraits, Finding, JobTraits, Measurement, modes, sharing
+from gpucr.preflight import CudaTraits, Finding, JobTraits, Measurement, modes, sharing, traits
 from tests.unit.children import Child, python
 
 A, B, C = (f"GPU-{digit * 8}-0000-0000-0000-000000000000" for digit in "abc")
@@ -34,10 +34,12 @@ def rank(
     environment: Mapping[str, str] | None = None,
     mapped: tuple[str, ...] = (LIBRARY,),
     open_paths: tuple[str, ...] = (),
+    uvm_mappings: int = 1,
 ) -> CudaTraits:
     info = ProcessInfo(ProcessId(pid, 1), 1, pid, (pid,), 0, "S", "trainer", ("trainer",))
     known = frozenset(gpus) or None
-    return CudaTraits(info, {} if environment is None else environment, frozenset(mapped), frozenset(open_paths), known)
+    seen = {} if environment is None else environment
+    return CudaTraits(info, seen, frozenset(mapped), frozenset(open_paths), known, uvm_mappings)
 
 
 def job(*ranks: CudaTraits, machine: tuple[str, ...] = (A, B), apart: bool = False, **more: Any) -> JobTraits:
@@ -49,6 +51,27 @@ def only(findings: list[Finding]) -> Finding:
     (finding,) = findings
     assert all((finding.what, finding.evidence, finding.consequence, finding.remedy))
     return finding
+
+
+# --- managed memory --------------------------------------------------------------------------------------------
+
+
+def test_managed_memory_shows_as_a_second_mapping() -> None:
+    plain, managed = rank(7, A, mapped=()), rank(8, A, mapped=(), uvm_mappings=2)
+    finding = only(preflight.check_traps(job(plain, managed), {}))
+    assert (finding.severity, finding.pid) == ("warning", 8)
+    assert finding.what == "process 8 (trainer) seems to use managed memory"
+    assert "mapped 2 times" in finding.evidence
+    assert "not measured on this machine" in finding.evidence
+    refused = {"managed": Measurement(False, "refused", "2026-11-21")}
+    assert "2026-11-21: refused" in only(preflight.check_traps(job(managed), refused)).evidence
+    assert preflight.check_traps(job(managed), {"managed": COMES_BACK}) == []
+
+
+def test_what_several_gpus_map_is_not_judged() -> None:
+    assert preflight.check_traps(job(rank(7, A, B, mapped=(), uvm_mappings=2), apart=True), {}) == []
+    assert preflight.check_traps(job(rank(7, mapped=(), uvm_mappings=2), apart=True), {}) == []
+    only(preflight.check_traps(job(rank(7, mapped=(), uvm_mappings=2), machine=(A,)), {}))
 
 
 # --- NCCL ------------------------------------------------------------------------------------------------------
@@ -308,6 +331,19 @@ def test_what_is_seen_of_a_real_process(tmp_path: Path, monkeypatch: pytest.Monk
     assert seen.setting("NCCL_P2P_DISABLE") == "1"
     assert seen.setting("NCCL_CUMEM_ENABLE") is None, "what a program sets itself does not show"
     assert seen.gpus == frozenset((A, B))
+
+
+def test_mappings_of_the_unified_memory_device_are_counted(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    device = tmp_path / "nvidia-uvm"
+    device.write_bytes(bytes(4096))
+    monkeypatch.setattr(traits, "_UVM_DEVICE", str(device))
+    code = (
+        "import mmap, signal, sys; file = open(sys.argv[1], 'r+b')\n"
+        "kept = [mmap.mmap(file.fileno(), 4096) for _ in range(2)]; print('ready', flush=True); signal.pause()"
+    )
+    with python(code, device) as child:
+        (seen,) = preflight.look(_gang(child), []).processes
+    assert seen.uvm_mappings == 2
 
 
 def test_a_job_without_cuda_is_not_looked_at() -> None:

@@ -9,13 +9,16 @@ from gpucr.driver import gpus
 from gpucr.linux import memory, processes
 from gpucr.model import Gpu, GpuUse, Job, ProcessInfo
 
+_UVM_DEVICE = "/dev/nvidia-uvm"
+
 
 @dataclass(frozen=True)
 class CudaTraits:
     """One CUDA process.
 
     ``environment`` is that of its start (None: not readable), ``mapped`` the paths of the files that it has mapped,
-    ``gpus`` the UUIDs of those on which it holds memory (None: NVML does not know the process, as in most containers).
+    ``gpus`` the UUIDs of those on which it holds memory (None: NVML does not know the process, as in most containers),
+    ``uvm_mappings`` how often it has ``/dev/nvidia-uvm`` mapped.
     """
 
     process: ProcessInfo
@@ -23,6 +26,7 @@ class CudaTraits:
     mapped: frozenset[str]
     open_paths: frozenset[str]
     gpus: frozenset[str] | None
+    uvm_mappings: int = 0
 
     @property
     def pid(self) -> int:
@@ -68,13 +72,14 @@ def look(job: Job, uses: Sequence[GpuUse]) -> JobTraits:
 
 def _look_at(process: ProcessInfo, uses: Sequence[GpuUse]) -> CudaTraits:
     try:
-        mapped = frozenset(mapping.path for mapping in memory.read_maps(process.pid) if mapping.path)
+        paths = [mapping.path for mapping in memory.read_maps(process.pid) if mapping.path]
     except (FileNotFoundError, ProcessLookupError):
-        mapped = frozenset()
+        paths = []
     return CudaTraits(
         process=process,
         environment=processes.environment(process.pid),
-        mapped=mapped,
+        mapped=frozenset(paths),
         open_paths=frozenset(file.target for file in processes.open_files(process.pid)),
         gpus=frozenset(use.gpu_uuid for use in uses if use.pid == process.pid) or None,
+        uvm_mappings=paths.count(_UVM_DEVICE),
     )

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from gpucr.preflight.findings import Finding
+from gpucr.preflight.managed import check_managed
 from gpucr.preflight.measured import Measurements, check_basics
 from gpucr.preflight.modes import check_mig, check_mps, check_profilers
 from gpucr.preflight.sharing import check_imex, check_nccl, check_peer_access
@@ -12,8 +13,7 @@ from gpucr.preflight.traits import JobTraits
 def check_traps(job: JobTraits, measured: Measurements) -> list[Finding]:
     """Everything about a job with CUDA that decides whether it comes back, as far as it shows from outside.
 
-    Managed memory and CUDA IPC outside NCCL do not show. Of managed memory the driver refuses the checkpoint (801) and
-    nothing is lost.
+    CUDA IPC outside NCCL does not show.
     """
     if not job.processes:
         return []
@@ -21,6 +21,7 @@ def check_traps(job: JobTraits, measured: Measurements) -> list[Finding]:
         *check_basics(measured),
         *check_nccl(job, measured),
         *check_peer_access(job, measured),
+        *check_managed(job, measured),
         *check_imex(job),
         *check_mig(job),
         *check_mps(job),

@@ -153,9 +153,8 @@ def _blocking_file(
     evidence = f"/proc/{process.pid}/fd/{files[0].fd} is {files[0].target}"
     if len(files) > 1:
         evidence += f", and {len(files) - 1} more"
-    return Finding(
-        "blocking", f"process {process.pid} ({process.name}) {what}", evidence, consequence, remedy, process.pid, code
-    )
+    what = f"process {process.pid} ({process.name}) {what}"
+    return Finding("blocking", what, evidence, consequence, remedy, process.pid, code=code)
 
 
 def check_free_pids(pids: Sequence[int]) -> list[Finding]:
