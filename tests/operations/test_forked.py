@@ -93,6 +93,15 @@ def test_a_suspend_makes_it_let_go_too(start: StartJob, tmp_path: Path) -> None:
     assert job.go_on() == "2"
 
 
+def test_a_suspended_job_is_dumped_with_its_child(start: StartJob, tmp_path: Path) -> None:
+    job = start(FORKS)
+    gpucr.suspend(job.pid)
+    job.dump_and_end(tmp_path / "s")
+    gpucr.restore(tmp_path / "s")
+    gpucr.resume(job.pid)
+    assert [job.go_on(), job.go_on()] == ["1", "2"]
+
+
 def test_after_a_checkpoint_by_another_tool_the_dump_is_refused(start: StartJob, tmp_path: Path) -> None:
     job = start(FORKS)
     driver = find_job(job.pid).driver
