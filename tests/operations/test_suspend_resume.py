@@ -15,8 +15,10 @@ from gpucr.driver.cuda import CudaDriver
 from gpucr.driver.gpus import gpu_processes
 from gpucr.linux import processes
 from gpucr.model import CudaState
+from gpucr.operations.jobs import find_job
 from tests import command
 from tests.counter import Counter, CounterFactory, out_of_time, wait_until
+from tests.unit.children import sleeper
 
 RUNNING, LOCKED, CHECKPOINTED = CudaState.RUNNING, CudaState.LOCKED, CudaState.CHECKPOINTED
 
@@ -49,6 +51,17 @@ def test_a_pid_stands_for_its_whole_tree(counter: CounterFactory, driver: CudaDr
     gpucr.resume(job.pid)
     assert states(driver, job) == {RUNNING}
     assert job.ask() == 101
+
+
+def test_a_process_of_the_tree_that_ends_while_it_is_looked_at(
+    counter: CounterFactory, driver: CudaDriver, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    job = counter("--mib", "1")
+    with sleeper() as gone:
+        ended = processes.describe(gone.pid)
+    tree = processes.tree
+    monkeypatch.setattr(processes, "tree", lambda pid: (*tree(pid), ended))
+    assert find_job(job.pid).job.pids == (job.pid,)
 
 
 def test_only_leaves_the_descendants_alone(counter: CounterFactory, driver: CudaDriver) -> None:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 import re
+import signal
 import subprocess
 import sys
 from collections.abc import Sequence
@@ -122,10 +123,14 @@ def test_a_tracer() -> None:
 
 
 def test_a_session_of_the_job_or_of_its_shell() -> None:
-    for own_session in (True, False):
-        with subprocess.Popen(["sleep", "60"], start_new_session=own_session) as child:
-            assert preflight.check_session(job_of(child.pid)) == []
-            child.kill()
+    with subprocess.Popen(
+        ["sh", "-c", "sleep 60 & echo ready; wait"], stdout=subprocess.PIPE, start_new_session=True
+    ) as shell:
+        assert shell.stdout is not None
+        shell.stdout.readline()
+        for process in processes.tree(shell.pid):
+            assert preflight.check_session(job_of(process.pid)) == []
+        os.killpg(shell.pid, signal.SIGKILL)
 
 
 def test_a_session_that_began_outside_the_pid_namespace() -> None:

@@ -98,10 +98,11 @@ class _Task(threading.Thread):
                 _replace(thread, self._inherited)
             finally:
                 thread.detach(thread.last_stop.signal)
-        except ProcessLookupError:
-            pass
         except OSError as error:
-            self.error = error
+            process = self._inherited.process.id
+            # PermissionError is also the kernel's answer for a process that is ending, or a zombie.
+            if processes.is_alive(process) and not processes.is_about_to_end(process):
+                self.error = error
 
     def finish(self) -> OSError | None:
         """Wait for it."""

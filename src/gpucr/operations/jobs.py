@@ -10,7 +10,7 @@ from dataclasses import dataclass, replace
 from gpucr import gang, preflight, sandbox
 from gpucr.driver.api import Driver
 from gpucr.driver.cuda import load_driver
-from gpucr.errors import DriverUnavailable, InvalidRequest
+from gpucr.errors import DriverUnavailable, InvalidRequest, ProcessNotFound
 from gpucr.linux import processes
 from gpucr.model import Job, ProcessInfo
 from gpucr.operations import registered
@@ -56,9 +56,17 @@ def _tree_of(pid: int | str, *, only: bool) -> tuple[ProcessInfo, ...]:
     tree = processes.tree(processes.resolve_target(target if root is None else root.pid))
     if only:
         tree = tree[:1]
-    for process in tree:
+    processes.require_access(tree[0])
+    return (tree[0], *filter(_is_there_still, tree[1:]))
+
+
+def _is_there_still(process: ProcessInfo) -> bool:
+    """Whether it has not ended since the tree was listed: some jobs start and end small processes all the time."""
+    try:
         processes.require_access(process)
-    return tree
+    except ProcessNotFound:
+        return False
+    return True
 
 
 def _examine(tree: tuple[ProcessInfo, ...]) -> FoundJob:
