@@ -35,7 +35,10 @@ child = os.fork()
 own = device()
 if child == 0:
     while True:
-        signal.sigwait([signal.SIGUSR1])
+        if signal.sigwait([signal.SIGUSR1, signal.SIGUSR2]) == signal.SIGUSR2:
+            os.dup2(plain, shared[0])
+            os.write(1, b"replaced\\n")
+            continue
         mapped[:4] = b"here"
         os.write(1, b"%s %d\\n" % (mapped[2:6], os.fstat(plain).st_rdev))
 os.write(1, b"%d %d %d %d %d %d\\n" % (child, *shared, plain, own, address))
@@ -102,6 +105,16 @@ def test_only_what_the_owner_has_closed_is_replaced(parent: Child, device: Path)
     zero = os.stat("/dev/zero").st_rdev
     assert parent.line() == f"re\0\0 {zero}"
     assert device.read_bytes()[:4] == b"xxxx"
+
+
+def test_what_the_process_has_put_in_its_place_stays(parent: Child) -> None:
+    child, first, *_ = parent.numbers
+    found = find_inherited(processes.tree(parent.pid), [parent.pid])
+    _close_first(parent)
+    os.kill(child, 12)
+    assert parent.line() == "replaced"
+    assert let_go(found) == {}
+    assert _targets(child)[first] == "/dev/zero"
 
 
 def test_what_cannot_be_traced_is_told(parent: Child) -> None:

@@ -79,7 +79,9 @@ def let_go(inherited: Iterable[InheritedDevices]) -> dict[int, OSError]:
     tasks = [_Task(each) for each in inherited]
     for task in tasks:
         task.start()
-    return {task.pid: task.error for task in tasks if task.finish() is not None and task.error is not None}
+    for task in tasks:
+        task.join()
+    return {task.pid: task.error for task in tasks if task.error is not None}
 
 
 class _Task(threading.Thread):
@@ -104,16 +106,12 @@ class _Task(threading.Thread):
             if processes.is_alive(process) and not processes.is_about_to_end(process):
                 self.error = error
 
-    def finish(self) -> OSError | None:
-        """Wait for it."""
-        self.join()
-        return self.error
-
 
 def _replace(thread: TracedThread, inherited: InheritedDevices) -> None:
-    pid = inherited.process.pid
-    open_in_owner = _devices(inherited.owner_pid)
-    stale = [fd for fd in inherited.fds if not (fd in open_in_owner and _is_same_file(pid, inherited.owner_pid, fd))]
+    pid, owner_pid = inherited.process.pid, inherited.owner_pid
+    # Meanwhile the process may have closed some itself, and have other files at their numbers.
+    still_open, open_in_owner = _devices(pid) & set(inherited.fds), _devices(owner_pid)
+    stale = sorted(fd for fd in still_open if not (fd in open_in_owner and _is_same_file(pid, owner_pid, fd)))
     if not stale:
         return
     scratch = scratch_address(thread)
