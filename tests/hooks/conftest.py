@@ -11,7 +11,7 @@ import pytest
 from gpucr.criu.install import CriuInstall
 from tests.conftest import skip_or_fail
 from tests.hooks.container import Container
-from tests.hooks.runtimes import RuntimeMissing, check_cgroup2, find_crun, find_runc
+from tests.hooks.runtimes import RuntimeMissing, check_cgroup2, find_criu_4_1_1, find_crun, find_runc
 
 StartContainer = Callable[..., Container]
 
@@ -37,18 +37,31 @@ def _look_for(name: str) -> list[str] | RuntimeMissing:
         return e
 
 
+@pytest.fixture(scope="session")
+def criu_4_1_1() -> CriuInstall:
+    """CRIU 4.1.1; a visible skip where it cannot be fetched."""
+    try:
+        return find_criu_4_1_1()
+    except RuntimeMissing as e:
+        skip_or_fail("runtimes", f"no CRIU 4.1.1: {e}")
+        raise
+
+
 @pytest.fixture
 def container(
     sim_only: None, runtime: list[str], criu_install: CriuInstall, tmp_path: Path
 ) -> Iterator[StartContainer]:
-    """Start containers: ``container("--mib", "4", counters=3)``. They are ended with the test."""
+    """Start containers: ``container("--mib", "4", counters=3)``. They are ended with the test.
+
+    ``criu``: another CRIU than the one that gpucr would take.
+    """
     started: list[Container] = []
 
-    def start(*arguments: str, **options: object) -> Container:
+    def start(*arguments: str, criu: CriuInstall = criu_install, **options: object) -> Container:
         folder = tmp_path / f"container-{len(started)}"
         folder.mkdir()
         name = f"gpucr-{tmp_path.parent.name}-{tmp_path.name}-{len(started)}".replace("_", "-")
-        made = Container(folder, name, runtime, criu_install, arguments, **options)  # type: ignore[arg-type]
+        made = Container(folder, name, runtime, criu, arguments, **options)  # type: ignore[arg-type]
         started.append(made)
         made.start()
         return made

@@ -24,16 +24,26 @@ from gpucr.linux import processes
 from gpucr.sim import build as simulator
 from tests.counter import DEADLINE_S, wait_until
 from tests.hooks.runtimes import in_cgroup2
+from tests.hooks.talk import ByFile, ByPacket, Talk
 
 _COMMAND_LIMIT_S = 60
 _SIM_FOLDER = "/sim"
+# crun has CRIU restore the cgroups of all hierarchies, also of those that it does not see here.
+_IGNORE_CGROUPS = """for word do
+    shift
+    set -- "$@" "$word"
+    case $word in checkpoint | restore) set -- "$@" --manage-cgroups-mode ignore ;; esac
+done
+exec "$@"
+"""
 
 
 class Container:
     """One container, which can be dumped into its folder of images and restored from there again and again.
 
-    It shares the machine's network, so the counters in it are talked to as ever. ``sabotage``: a shell script that CRIU
-    runs at each hook before gpucr's.
+    It shares the machine's network, so the counters in it are talked to as ever, or ``by_file``. ``sabotage``: a shell
+    script that CRIU runs at each hook before gpucr's. ``annotations``: beside the one that names a configuration for
+    CRIU (``configured``). ``around``: a command before each command of the runtime.
     """
 
     def __init__(
@@ -48,20 +58,29 @@ class Container:
         faults: str = "",
         sabotage: str = "",
         with_hook: bool = True,
+        configured: bool = True,
+        annotations: Mapping[str, str] | None = None,
         cgroup2: bool = True,
+        by_file: bool = False,
+        around: tuple[str, ...] = (),
     ) -> None:
         self.folder, self.name, self.images, self.work = folder, name, folder / "images", folder / "work"
         self.port = free_ports(counters)
         self.counters = counters
         self.runtime_root = folder / "state"
-        self._runtime = [*runtime, "--root", str(self.runtime_root)]
+        self.environment = environment_for(folder, criu, runtime)
+        self.runtime_name = Path(runtime[-1]).name
+        self._runtime = [str(folder / "programs" / self.runtime_name), "--root", str(self.runtime_root)]
         self._cgroup2 = cgroup2
+        self._around = around
         self.bundle = folder / "bundle"
-        self._is_crun = "crun" in runtime[-1]
-        self.environment = _environment(folder, criu)
+        self._talk: Talk = ByFile(self.bundle / "rootfs" / "work") if by_file else ByPacket()
+        arguments = (*arguments, "--by-file") if by_file else arguments
         self._config = folder / "criu.conf"
         self._write_config(sabotage, with_hook=with_hook)
-        _make_bundle(self.bundle, ["/counter", "--port", str(self.port), *arguments], faults, self._config)
+        program = ["/counter", "--port", str(self.port), *arguments]
+        notes = {**(annotations or {}), **({"org.criu.config": str(self._config)} if configured else {})}
+        make_bundle(self.bundle, program, faults, notes)
         self.work.mkdir()
         self.pid = 0
         self._sitter = self._start_sitter()
@@ -80,14 +99,16 @@ class Container:
 
     def checkpoint(self, *options: str) -> subprocess.CompletedProcess[str]:
         """Dump it into its folder of images, as a user of the runtime would."""
-        return self.runtime(
-            "checkpoint", *self._cgroups(), *options, "--image-path", self.images, "--work-path", self.work, self.name
-        )
+        return self.runtime("checkpoint", *options, "--image-path", self.images, "--work-path", self.work, self.name)
+
+    def use_images(self, name: str) -> None:
+        """Dump into, and restore from, another folder from now on."""
+        self.images = self.folder / name
 
     def restore(self) -> subprocess.CompletedProcess[str]:
         """Restore it from its images; it must have been deleted, or ended by the dump."""
         return self.runtime(
-            "restore", *self._cgroups(), "--detach", "--bundle", self.bundle,
+            "restore", "--detach", "--bundle", self.bundle,
             "--image-path", self.images, "--work-path", self.work, self.name,
         )  # fmt: skip
 
@@ -104,6 +125,7 @@ class Container:
         self._sitter.communicate(b"\n")
 
     def _in_its_cgroups(self, command: list[str]) -> list[str]:
+        command = [*self._around, *command]
         return in_cgroup2(command) if self._cgroup2 else command
 
     def _sitters_pipe(self) -> tuple[int]:
@@ -173,26 +195,11 @@ class Container:
         return [self.send("verify", index) for index in range(self.counters)]
 
     def send(self, text: str, index: int = 0) -> str:
-        """The answer of a counter. To a packet that comes while the process is stopped it is given later."""
-        with socket.socket(socket.AF_INET, socket.SOCK_DGRAM) as connection:
-            connection.settimeout(DEADLINE_S)
-            connection.connect(("127.0.0.1", self.port + index))
-            connection.send(text.encode())
-            return connection.recv(4096).decode().strip()
+        """The answer of a counter. To what comes while the process is stopped it is given later."""
+        return self._talk.ask(self.port + index, text)
 
     def _answers(self, index: int) -> bool:
-        with socket.socket(socket.AF_INET, socket.SOCK_DGRAM) as connection:
-            connection.settimeout(0.5)
-            connection.connect(("127.0.0.1", self.port + index))
-            try:
-                connection.send(b"pid")
-                return bool(connection.recv(4096))
-            except OSError:
-                return False
-
-    def _cgroups(self) -> tuple[str, ...]:
-        # crun has CRIU restore the cgroups of all hierarchies, also of those that it does not see here.
-        return ("--manage-cgroups-mode", "ignore") if self._is_crun else ()
+        return self._talk.answers(self.port + index)
 
     def _write_config(self, sabotage: str, *, with_hook: bool) -> None:
         lines = []
@@ -219,17 +226,20 @@ def free_ports(count: int) -> int:
             return port
 
 
-def _environment(folder: Path, criu: CriuInstall) -> dict[str, str]:
-    """A PATH on which the runtime finds gpucr's CRIU."""
+def environment_for(folder: Path, criu: CriuInstall, runtime: list[str]) -> dict[str, str]:
+    """A PATH on which the runtime is found, and finds gpucr's CRIU."""
     programs = folder / "programs"
     programs.mkdir()
-    wrapper = programs / "criu"
-    wrapper.write_text(f'#!/bin/sh\nexec {shlex.join(criu.command)} "$@"\n')
-    wrapper.chmod(0o755)
+    name = Path(runtime[-1]).name
+    for program, text in (("criu", 'exec "$@"'), (name, _IGNORE_CGROUPS if name == "crun" else 'exec "$@"')):
+        command = runtime if program == name else criu.command
+        wrapper = programs / program
+        wrapper.write_text(f'#!/bin/sh\nset -- {shlex.join(command)} "$@"\n{text}\n')
+        wrapper.chmod(0o755)
     return {**os.environ, "PATH": f"{programs}:{os.environ['PATH']}"}
 
 
-def _make_bundle(bundle: Path, command: list[str], faults: str, config: Path) -> None:
+def make_bundle(bundle: Path, command: list[str], faults: str, annotations: Mapping[str, str]) -> None:
     root = bundle / "rootfs"
     for name in ("proc", "dev", "tmp", "work"):
         (root / name).mkdir(parents=True)
@@ -251,7 +261,7 @@ def _make_bundle(bundle: Path, command: list[str], faults: str, config: Path) ->
     tmpfs = {"type": "tmpfs", "source": "tmpfs", "options": ["nosuid", "mode=755", "size=4096k"]}
     settings = {
         "ociVersion": "1.0.2",
-        "annotations": {"org.criu.config": str(config)},
+        "annotations": annotations,
         "process": {
             "user": {"uid": 0, "gid": 0},
             "args": command,

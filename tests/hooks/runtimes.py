@@ -1,4 +1,4 @@
-"""Container runtimes to test with: runc of this machine, and crun, fetched as gpucr fetches CRIU."""
+"""What to test containers with: runc of this machine, and crun and an older CRIU, fetched as gpucr fetches CRIU."""
 
 from __future__ import annotations
 
@@ -7,11 +7,12 @@ import os
 import shutil
 import subprocess
 import tempfile
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from pathlib import Path
 
 from gpucr.criu.apt import NotInRelease, PrivateApt
+from gpucr.criu.install import OLDEST_VERSION, CriuInstall, probe
 from gpucr.criu.provide import Candidate, candidates
 from gpucr.errors import CriuUnavailable
 
@@ -23,7 +24,7 @@ _CGROUP2 = (
 
 
 class RuntimeMissing(Exception):
-    """The reason why a runtime cannot be used here."""
+    """The reason why a runtime, or a CRIU, cannot be used here."""
 
 
 def find_runc() -> list[str]:
@@ -39,13 +40,13 @@ def find_crun() -> list[str]:
     path = shutil.which("crun")
     if path is not None and _knows_criu([path]):
         return [path]
-    home = Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache") / "gpucr" / "test-runtimes"
-    home.mkdir(mode=0o700, parents=True, exist_ok=True)
-    with _exclusive(home):
-        folder = home / "crun"
-        if not folder.exists():
-            _fetch_crun(folder)
-        return _unpacked_crun(folder)
+    return _unpacked("crun", ("crun", "libcriu2"), _crun_in, lambda root: _knows_criu(_crun_in(root)))
+
+
+def find_criu_4_1_1() -> CriuInstall:
+    """The CRIU of Debian 13, which gpucr itself does not take on Linux 6.16 and newer: it cannot dump sockets there."""
+    command = _unpacked("criu-4.1.1", ("criu",), _criu_in, lambda root: _is_criu_4_1_1(_criu_in(root)))
+    return probe(tuple(command), "provided", Path(command[-1]), OLDEST_VERSION)
 
 
 def in_cgroup2(command: list[str]) -> list[str]:
@@ -60,41 +61,71 @@ def check_cgroup2() -> None:
         raise RuntimeMissing(f"cgroup version 2 cannot be mounted here: {done.stderr.strip()}")
 
 
-def _unpacked_crun(folder: Path) -> list[str]:
-    libraries = folder / _LIBRARIES
-    return [str(libraries / "ld-linux-x86-64.so.2"), "--library-path", str(libraries), str(folder / "usr/bin/crun")]
+def _unpacked(
+    name: str,
+    packages: tuple[str, ...],
+    command: Callable[[Path], list[str]],
+    is_wanted: Callable[[Path], bool],
+) -> list[str]:
+    """A program of the first release whose packages have the wanted one, kept for the next tests."""
+    home = Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache") / "gpucr" / "test-runtimes"
+    home.mkdir(mode=0o700, parents=True, exist_ok=True)
+    with _exclusive(home):
+        folder = home / name
+        if not folder.exists():
+            _fetch(folder, packages, is_wanted)
+        return command(folder)
 
 
-def _fetch_crun(folder: Path) -> None:
+def _fetch(folder: Path, packages: tuple[str, ...], is_wanted: Callable[[Path], bool]) -> None:
     try:
         for candidate in candidates():
             with tempfile.TemporaryDirectory(dir=folder.parent) as work:
                 root = Path(work) / "root"
-                if _unpack(candidate, Path(work) / "apt", root) and _knows_criu(_unpacked_crun(root)):
+                if _unpack(candidate, packages, Path(work) / "apt", root) and is_wanted(root):
                     root.rename(folder)
                     return
     except CriuUnavailable as e:
-        raise RuntimeMissing(f"crun cannot be fetched: {e}") from e
-    raise RuntimeMissing("no release that can be fetched from has a crun with CRIU")
+        raise RuntimeMissing(f"{folder.name} cannot be fetched: {e}") from e
+    raise RuntimeMissing(f"no release that can be fetched from has {folder.name}, as it is needed")
 
 
-def _unpack(candidate: Candidate, work: Path, root: Path) -> bool:
+def _unpack(candidate: Candidate, packages: tuple[str, ...], work: Path, root: Path) -> bool:
     work.mkdir()
     root.mkdir()
     try:
         private = PrivateApt(work, candidate.source, candidate.keyring)
         private.update()
-        private.download("crun")
-        private.unpack(private.download("libcriu2"), root)  # all that lies there by then
+        for package in packages:
+            downloaded = private.download(package)
+        private.unpack(downloaded, root)  # all that lies there by then
     except NotInRelease:
         return False
     return True
+
+
+def _in_closure(root: Path, program: str) -> list[str]:
+    libraries = root / _LIBRARIES
+    return [str(libraries / "ld-linux-x86-64.so.2"), "--library-path", str(libraries), str(root / program)]
+
+
+def _crun_in(root: Path) -> list[str]:
+    return _in_closure(root, "usr/bin/crun")
+
+
+def _criu_in(root: Path) -> list[str]:
+    return _in_closure(root, "usr/sbin/criu")
 
 
 def _knows_criu(command: list[str]) -> bool:
     """Whether it was built with CRIU, and takes CRIU's configuration from a container's annotation (1.28; 1.21 not)."""
     done = subprocess.run([*command, "--version"], capture_output=True, text=True, check=False)
     return "+CRIU" in done.stdout and b"org.criu.config" in Path(command[-1]).read_bytes()
+
+
+def _is_criu_4_1_1(command: list[str]) -> bool:
+    done = subprocess.run([*command, "--version"], capture_output=True, text=True, check=False)
+    return "Version: 4.1.1\n" in done.stdout
 
 
 @contextmanager

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import shutil
 import subprocess
 from pathlib import Path
 from typing import Any
@@ -13,6 +14,7 @@ from tests import command
 from tests.hooks.conftest import StartContainer
 from tests.hooks.container import Container, wait_gone
 from tests.hooks.runtimes import in_cgroup2
+from tests.hooks.test_containers import both_runtimes
 
 pytestmark = pytest.mark.criu
 
@@ -41,6 +43,7 @@ def printed(done: subprocess.CompletedProcess[str]) -> dict[str, Any]:
     return found
 
 
+@both_runtimes
 def test_a_container_is_dumped_and_restored(container: StartContainer, tmp_path: Path) -> None:
     made = container("--mib", "4", "--fork", "2", counters=3, with_hook=False)
     assert made.ask() == 101
@@ -49,7 +52,7 @@ def test_a_container_is_dumped_and_restored(container: StartContainer, tmp_path:
     report = printed(dump(made, first, "--leave-running", "--json"))
     assert report["left_running"] is True
     assert report["has_gpu_part"] is True
-    assert report["runtime"] == "runc"
+    assert report["runtime"] == made.runtime_name
     assert made.ask() == 102
 
     report = printed(dump(made, second, "--json"))
@@ -70,7 +73,7 @@ def test_a_container_is_dumped_and_restored(container: StartContainer, tmp_path:
     made.end()
     done = gpucr(made, "restore", first)
     assert done.returncode == 0, done.stderr
-    assert f"container {made.name} (with GPU state) restored by runc" in done.stdout
+    assert f"container {made.name} (with GPU state) restored by {made.runtime_name}" in done.stdout
     made.wait_ready()
     assert made.ask() == 102
 
@@ -101,3 +104,33 @@ def test_what_is_no_container_is_refused(container: StartContainer, tmp_path: Pa
     assert done.returncode == 2
     assert "--timeout means nothing with --container" in done.stderr
     assert not to.exists()
+
+
+def test_podmans_container_is_not_taken_from_it(container: StartContainer, tmp_path: Path) -> None:
+    made = container("--no-cuda", with_hook=False, annotations={"io.container.manager": "libpod"})
+    to = tmp_path / "snapshot"
+    done = dump(made, to, "--runtime", "runc")
+    assert done.returncode == 2
+    assert f"the container {made.name} belongs to podman" in done.stderr
+    assert "--runtime podman" in done.stderr
+    assert not to.exists()
+    assert made.ask() == 101
+    done = dump(made, to, "--runtime", "podman")
+    assert done.returncode == 2
+    assert "leave --runtime-root out" in done.stderr
+
+
+def test_a_dump_that_fails_when_the_container_has_ended_keeps_what_there_is(
+    container: StartContainer, tmp_path: Path
+) -> None:
+    made = container("--mib", "4", with_hook=False)
+    runc = shutil.which("runc")
+    fails_late = tmp_path / "programs" / "runc"
+    fails_late.parent.mkdir()
+    fails_late.write_text(f'#!/bin/sh\n{runc} "$@" || exit\ncase "$*" in *checkpoint*) exit 1 ;; esac\n')
+    fails_late.chmod(0o755)
+    made.environment["PATH"] = f"{fails_late.parent}:{made.environment['PATH']}"
+    done = dump(made, tmp_path / "snapshot")
+    assert done.returncode == 10
+    assert f"the container {made.name} has ended, and its dump is not complete" in done.stderr
+    assert command.run("verify", tmp_path / "snapshot" / "images").returncode == 0

@@ -2,12 +2,18 @@
 
 from __future__ import annotations
 
+import contextlib
+import os
+import signal
+from collections.abc import Iterator
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
 import pytest
 
 from gpucr.hooks import meeting
 from gpucr.linux import mounts, processes
+from gpucr.snapshot.folder import Snapshot
 from tests.counter import wait_until
 from tests.hooks.conftest import StartContainer
 from tests.hooks.container import Container
@@ -109,6 +115,25 @@ def test_a_failure_at_the_end_of_a_restore_ends_the_container(container: StartCo
     assert made.verify() == ["ok"] * 3
 
 
+def test_a_hook_that_is_killed_while_it_restores_leaves_no_container(container: StartContainer) -> None:
+    made = container("--mib", "4", faults="restore=hang")
+    assert made.checkpoint().returncode == 0
+    with ThreadPoolExecutor() as other:
+        restoring = other.submit(made.restore)
+        # It holds their threads: then the guard knows the container, and the driver's restore is next, which hangs.
+        hooks: list[int] = []
+
+        def seen() -> bool:
+            hooks.extend(hooks_that_hold(made))
+            return bool(hooks)
+
+        wait_until(seen, "the hook to hold the container's threads")
+        os.kill(hooks[0], signal.SIGKILL)
+        assert restoring.result().returncode == 0  # CRIU and the runtime take no notice
+    wait_until(lambda: running_in(made) == [], "the guard to end the container")
+    Snapshot.open(made.images / "gpucr").verify()
+
+
 def test_a_gpu_part_is_never_overwritten(container: StartContainer) -> None:
     made = container("--mib", "4")
     assert made.checkpoint("--leave-running").returncode == 0
@@ -119,6 +144,16 @@ def test_a_gpu_part_is_never_overwritten(container: StartContainer) -> None:
     assert "is the GPU part of another checkpoint" in done.stderr
     assert made.verify() == ["ok"]
     assert (made.images / "gpucr" / "manifest.json").read_bytes() == before
+
+
+def hooks_that_hold(container: Container) -> Iterator[int]:
+    """The hooks of gpucr's that trace a process of the container, as CRIU did before."""
+    for pid in running_in(container):
+        with contextlib.suppress(OSError):
+            status = Path(f"/proc/{pid}/status").read_text()
+            tracer = int(status.partition("TracerPid:")[2].split()[0])
+            if tracer and b"gpucr.hooks.action" in Path(f"/proc/{tracer}/cmdline").read_bytes():
+                yield tracer
 
 
 def running_in(container: Container) -> list[int]:

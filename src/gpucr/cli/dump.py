@@ -23,7 +23,8 @@ from gpucr.cli.output import format_bytes, print_json, say
 from gpucr.cli.progress import progress_printer
 from gpucr.cli.reports import lock_fields, print_phases, report_fields, snapshot_text
 from gpucr.errors import InvalidRequest
-from gpucr.hooks.containers import RUNTIMES, Runtime, dump_container
+from gpucr.hooks.container_record import RUNTIMES, Runtime
+from gpucr.hooks.containers import dump_container
 from gpucr.operations.dump import DumpPlan, Persist, dump, plan_dump
 from gpucr.operations.places import Compress, is_store
 from gpucr.snapshot.folder import Snapshot
@@ -45,13 +46,13 @@ class _Options(TypedDict):
     metavar="DIR|STORE[#NAME]",
     help="A folder that is made for it, or a store and a name there.",
 )
-@click.option("--container", metavar="ID", help="Instead of PID: a container of runc or crun, dumped by its runtime.")
+@click.option("--container", metavar="ID", help="Instead of PID: a container of runc, crun or podman, dumped by it.")
 @click.option("--runtime", type=click.Choice(RUNTIMES), help="With --container: whose it is. Found without it.")
 @click.option(
     "--runtime-root",
     type=click.Path(path_type=Path),
     metavar="DIR",
-    help="With --container: where its runtime keeps its state (the runtime's --root).",
+    help="With --container: where runc or crun keeps its state (their --root).",
 )
 @click.option("--leave-running", is_flag=True, help="Let the job go on afterwards instead of ending it.")
 @click.option(

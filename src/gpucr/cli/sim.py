@@ -69,6 +69,7 @@ def _quoted(value: str) -> str:
 @click.option("--cpu-parent", is_flag=True, help="Only the children use CUDA.")
 @click.option("--no-cuda", is_flag=True, help="Answer from host memory.")
 @click.option("--cuda-after", type=click.Path(), metavar="FILE", help="Start CUDA when FILE appears.")
+@click.option("--by-file", is_flag=True, help="No socket: PORT.ask and PORT.answer in the working folder instead.")
 def counter(**options: int | str | bool | None) -> None:
     """Run the counter program: a number in GPU memory, answered and incremented over UDP.
 

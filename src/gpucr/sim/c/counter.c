@@ -1,11 +1,13 @@
 /*
  * counter: keeps a number in GPU memory and answers each UDP packet on 127.0.0.1 with the incremented number.
  * Packets with a meaning of their own: "verify" (are the random bytes intact?), "busy MS" (occupy the GPU), "pid".
+ * With --by-file it opens no socket: PORT.ask and PORT.answer in the working folder take the place of the packets.
  */
 #include "counter.h"
 
 #include <arpa/inet.h>
 #include <errno.h>
+#include <fcntl.h>
 #include <inttypes.h>
 #include <poll.h>
 #include <signal.h>
@@ -73,13 +75,35 @@ static void answer_one(int socket_fd) {
     sendto(socket_fd, reply, strlen(reply), 0, (struct sockaddr *)&peer, length);
 }
 
+/* Both files come by a rename, so neither is ever seen half written. */
+static void answer_file(int port) {
+    char ask[32], unfinished[32], answered[32], question[TEXT_BYTES], reply[TEXT_BYTES];
+    snprintf(ask, sizeof ask, "%d.ask", port);
+    int fd = open(ask, O_RDONLY | O_CLOEXEC);
+    if (fd < 0)
+        return;
+    ssize_t got = read(fd, question, sizeof question - 1);
+    close(fd);
+    if (got < 0 || unlink(ask) < 0)
+        fail(ask);
+    question[got] = '\0';
+    answer(question, reply);
+    snprintf(unfinished, sizeof unfinished, "%d.unfinished", port);
+    snprintf(answered, sizeof answered, "%d.answer", port);
+    fd = open(unfinished, O_WRONLY | O_CREAT | O_TRUNC | O_CLOEXEC, 0600);
+    if (fd < 0 || write(fd, reply, strlen(reply)) < 0 || close(fd) < 0 || rename(unfinished, answered) < 0)
+        fail(answered);
+}
+
 static void serve(int socket_fd, const struct options *options) {
-    const int look_for_file_every_ms = 20;
+    const int look_for_file_every_ms = options->by_file ? 2 : 20;
     bool waits_for_file = options->cuda_after != NULL && !options->no_cuda;
     while (true) {
-        struct pollfd readable = {.fd = socket_fd, .events = POLLIN};
-        if (poll(&readable, 1, waits_for_file ? look_for_file_every_ms : -1) > 0)
+        struct pollfd readable = {.fd = socket_fd, .events = POLLIN}; /* without a socket: -1, which poll ignores */
+        if (poll(&readable, 1, waits_for_file || options->by_file ? look_for_file_every_ms : -1) > 0)
             answer_one(socket_fd);
+        if (options->by_file)
+            answer_file(options->port);
         if (waits_for_file && access(options->cuda_after, F_OK) == 0) {
             state_to_gpu();
             waits_for_file = false;
@@ -128,7 +152,7 @@ static void print_children(const int pipes[MAX_CHILDREN]) {
 
 static void usage(void) {
     fputs("usage: counter --port N [--mib M] [--devices 0,1] [--start 100] [--managed] [--fork N] [--cpu-parent]\n"
-          "               [--no-cuda] [--cuda-after FILE]\n",
+          "               [--no-cuda] [--cuda-after FILE] [--by-file]\n",
           stderr);
     exit(2);
 }
@@ -180,6 +204,8 @@ static bool parse_flag(struct options *options, const char *option) {
         options->no_cuda = true;
     else if (strcmp(option, "--cpu-parent") == 0)
         options->cpu_parent = true;
+    else if (strcmp(option, "--by-file") == 0)
+        options->by_file = true;
     else
         return false;
     return true;
@@ -212,7 +238,7 @@ int main(int count, char **arguments) {
         options.port += child;
     if (child == 0 && options.cpu_parent)
         options.no_cuda = true;
-    int socket_fd = open_socket(&options.port);
+    int socket_fd = options.by_file ? -1 : open_socket(&options.port);
     state_begin(&options);
     if (!options.no_cuda && options.cuda_after == NULL)
         state_to_gpu();

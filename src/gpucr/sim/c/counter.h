@@ -18,6 +18,7 @@ struct options {
     bool managed;
     bool no_cuda;
     bool cpu_parent;
+    bool by_file;
     int children;
     const char *cuda_after; /* NULL: at once */
 };
