@@ -21,7 +21,7 @@ from collections.abc import Callable, Iterable, Mapping, Sequence
 from gpucr.driver.api import Driver
 from gpucr.errors import DeadlineExceeded, GpucrError, IllegalState, JobChanged, LockTimeout, Unsupported
 from gpucr.hold_leader import MAX_LOCK_TIMEOUT_MS, LeaderHold, LocksFailed
-from gpucr.linux import memory, processes
+from gpucr.linux import cgroups, memory, processes
 from gpucr.model import CudaState, GangLock, GangMember, GpuMap, ProcessInfo
 
 DEFAULT_LOCK_TIMEOUT_S = 30.0
@@ -40,23 +40,34 @@ def discover(driver: Driver, tree: Iterable[ProcessInfo]) -> tuple[GangMember, .
     """The processes of the tree that use CUDA, with the state in which each is found now.
 
     Only processes that have libcuda loaded are asked. Raises Unsupported for one of them that is stopped (SIGSTOP,
-    Ctrl-Z, a debugger): measured on driver 580, the driver's question then hangs until the process goes on.
+    Ctrl-Z, a debugger) or frozen (a container that is paused): measured on driver 580 with a stopped one, the driver's
+    question then hangs until the process goes on.
     """
     members: list[GangMember] = []
     for process in tree:
         if not uses_libcuda(process.pid):
             continue
-        stat = processes.read_stat(process.pid)
-        if stat is not None and stat.status in "Tt":
-            raise Unsupported(
-                f"process {process.pid} ({process.name}) is stopped, and the driver can reach only a process that runs",
-                hint=f"let it go on with `kill -CONT {process.pid}`, or detach the debugger that holds it",
-                code="GPUCR-STOPPED",
-            )
+        _require_reachable(process)
         state = _state_if_alive(driver, process)
         if state is not None:
             members.append(GangMember(process.id, state))
     return tuple(members)
+
+
+def _require_reachable(process: ProcessInfo) -> None:
+    stat = processes.read_stat(process.pid)
+    cgroup = cgroups.frozen_by(process.pid)
+    if stat is not None and stat.status in "Tt":
+        held, hint = "stopped", f"let it go on with `kill -CONT {process.pid}`, or detach the debugger that holds it"
+    elif cgroup is not None:
+        held, hint = "frozen", f"let the container go on; it is the cgroup {cgroup} that is frozen"
+    else:
+        return
+    raise Unsupported(
+        f"process {process.pid} ({process.name}) is {held}, and the driver can reach only a process that runs",
+        hint=hint,
+        code="GPUCR-STOPPED",
+    )
 
 
 def uses_libcuda(pid: int) -> bool:

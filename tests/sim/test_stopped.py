@@ -6,11 +6,13 @@ import os
 import signal
 import threading
 from collections.abc import Callable, Iterator
+from pathlib import Path
 
 import pytest
 
-from gpucr.linux import processes
+from gpucr.linux import cgroups, processes
 from gpucr.linux.ptrace import HeldThreads
+from tests.conftest import skip_or_fail
 from tests.counter import CounterFactory, wait_until
 from tests.sim.libcuda import CHECKPOINTED, LOCKED, RUNNING, Libcuda
 
@@ -91,6 +93,35 @@ def test_answered_when_a_traced_restore_thread_goes_on(
     held.release()
     assert caller.result() == answer
     assert libcuda.state(program.pid) == (0, state)
+
+
+@pytest.fixture
+def freezer() -> Iterator[Path]:
+    """A cgroup of version 2 without processes; a visible skip where a test can make none."""
+    lines = Path("/proc/self/mountinfo").read_text().splitlines()
+    places = [line.split()[4] for line in lines if line.partition(" - ")[2].startswith("cgroup2 ")]
+    folder = Path(places[0] if places else "/nowhere") / f"gpucr-test-frozen-{os.getpid()}"
+    try:
+        folder.mkdir()
+    except OSError as e:
+        skip_or_fail("root", f"no cgroup of version 2 can be made: {e}")
+    yield folder
+    (folder / "cgroup.kill").write_text("1")
+    wait_until(lambda: "populated 0" in (folder / "cgroup.events").read_text(), "the cgroup to be empty")
+    folder.rmdir()
+
+
+def test_answered_when_a_frozen_target_goes_on(libcuda: Libcuda, counter: CounterFactory, freezer: Path) -> None:
+    program = counter()
+    (freezer / "cgroup.procs").write_text(str(program.pid))
+    (freezer / "cgroup.freeze").write_text("1")
+    wait_until(lambda: "frozen 1" in (freezer / "cgroup.events").read_text(), "the cgroup to be frozen")
+    assert cgroups.frozen_by(program.pid) == freezer
+    caller = Caller(lambda: libcuda.state(program.pid))
+    caller.assert_waits()
+    cgroups.thaw(freezer)
+    assert cgroups.frozen_by(program.pid) is None
+    assert caller.result() == (0, RUNNING)
 
 
 def test_the_restore_thread_is_enough(libcuda: Libcuda, counter: CounterFactory) -> None:

@@ -8,7 +8,7 @@ from pathlib import Path
 import pytest
 
 from gpucr.linux import cgroups, memory
-from gpucr.linux.cgroups import MemoryLimit, memory_limits
+from gpucr.linux.cgroups import MemoryLimit, frozen_by, memory_limits
 from tests.unit.children import python, unused_pid
 from tests.unit.memory_cgroup import ENTER, limited
 
@@ -187,3 +187,33 @@ def test_a_cgroup_that_was_removed_does_not_limit(machine: Machine) -> None:
 def test_no_cgroups_mounted(machine: Machine) -> None:
     machine("0::/a\n4:memory:/a\n")
     assert memory_limits(PID) == ()
+
+
+# --- freezers --------------------------------------------------------------------------------------------------
+
+V1_FREEZER = ("cgroup", "/", "rw,freezer")
+
+
+def test_the_nearest_frozen_cgroup_of_version_2_is_told(machine: Machine) -> None:
+    top = machine("0::/pods/web/inner\n", V2) / "0"
+    cgroup(top / "pods/web/inner", cgroup_freeze=0)
+    cgroup(top / "pods/web", cgroup_freeze=0)
+    cgroup(top / "pods", cgroup_freeze=0)
+    assert frozen_by(PID) is None
+    cgroup(top / "pods", cgroup_freeze=1)
+    assert frozen_by(PID) == top / "pods"
+    web = cgroup(top / "pods/web", cgroup_freeze=1)
+    assert frozen_by(PID) == web
+
+
+def test_version_1_freezes_in_a_hierarchy_of_its_own(machine: Machine) -> None:
+    top = machine("6:freezer:/web/inner\n4:memory:/else\n0::/\n", V1_MEMORY, V1_FREEZER, V2) / "1"
+    cgroup(top / "web/inner", freezer_self_freezing=0)
+    web = cgroup(top / "web", freezer_self_freezing=0)
+    assert frozen_by(PID) is None
+    cgroup(web, freezer_self_freezing=1)
+    assert frozen_by(PID) == web
+
+
+def test_a_process_that_ended_is_not_frozen() -> None:
+    assert frozen_by(unused_pid()) is None

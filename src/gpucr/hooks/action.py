@@ -16,7 +16,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from gpucr.errors import GpucrError, InvalidRequest, SnapshotError
-from gpucr.hooks import attendant, meeting
+from gpucr.hooks import attendant, meeting, plain_files
 from gpucr.linux import mounts, processes
 from gpucr.model import ProcessId
 from gpucr.operations import runtime_dump, runtime_restore
@@ -80,20 +80,26 @@ def _pre_dump(call: HookCall) -> list[str]:
         return []  # the script is configured twice, and the other one has done it
     images = call.images()
     runtime_dump.clear_target(images)
-    if not runtime_dump.uses_cuda(call.root_pid):
-        return []
-    attendant.start(call.criu, call.root_pid, images)
-    return meeting.call(call.criu, call.hook)
+    with runtime_dump.thawed(call.root_pid):
+        if not runtime_dump.uses_cuda(call.root_pid):
+            return []
+        attendant.start(call.criu, call.root_pid, images)
+        return meeting.call(call.criu, call.hook)
 
 
 def _post_dump(call: HookCall) -> list[str]:
     if not meeting.is_held(call.criu):
         return []  # no CUDA processes
-    return meeting.call(call.criu, call.hook)
+    images = call.images()
+    lines = meeting.call(call.criu, call.hook)
+    if plain_files.are_wanted(images):
+        plain_files.scatter(images)
+    return lines
 
 
 def _pre_restore(call: HookCall) -> list[str]:
     images = call.images()
+    plain_files.gather(images)
     if not runtime_restore.has_gpu_part(images):
         return []
     findings = runtime_restore.check_gpu_part(images)

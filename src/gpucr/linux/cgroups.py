@@ -1,7 +1,8 @@
-"""What the memory controller still lets a process have (cgroups(7); cgroup-v2.rst, cgroup-v1/memory.rst).
+"""What cgroups do to a process: how much memory it still gets, and whether it is frozen.
 
-A cgroup over its limit gets no error: the kernel kills a process of it, also for pages of files in memory. So whoever
-is about to allocate much has to look first.
+Sources: cgroups(7); the kernel's cgroup-v2.rst, cgroup-v1/memory.rst and cgroup-v1/freezer-subsystem.rst. A cgroup over
+its limit gets no error: the kernel kills a process of it, also for pages of files in memory. So whoever is about to
+allocate much has to look first.
 """
 
 from __future__ import annotations
@@ -16,6 +17,7 @@ from typing import Literal
 from gpucr.linux.processes import PROC
 
 _NO_LIMIT_BYTES = 1 << 62  # cgroup v1 writes "none" as the largest multiple of a page below 2^63
+_FREEZE = "cgroup.freeze"
 _ESCAPED = re.compile(r"\\([0-7]{3})")
 
 # What the kernel drops before it kills anyone, and what MemAvailable counts for the whole machine: the page cache of
@@ -49,30 +51,36 @@ def memory_limits(pid: int | None = None) -> tuple[MemoryLimit, ...]:
     those of a cgroup outside of it. Empty where the process has ended.
     """
     found: list[MemoryLimit] = []
-    for version, folder, top in _memory_cgroups(pid):
-        levels = [folder, *folder.parents]
-        for level in levels[: levels.index(top) + 1]:
-            found.extend(_limits_of(level, version))
+    for version, level in _levels(pid, "memory"):
+        found.extend(_limits_of(level, version))
     return tuple(found)
 
 
-def _memory_cgroups(pid: int | None) -> Iterator[tuple[Literal[1, 2], Path, Path]]:
+def _levels(pid: int | None, controller: str) -> Iterator[tuple[Literal[1, 2], Path]]:
+    """The folders of the process's cgroup and of all above it, with the version, from the inside out."""
+    for version, folder, top in _cgroups_of(pid, controller):
+        levels = [folder, *folder.parents]
+        for level in levels[: levels.index(top) + 1]:
+            yield version, level
+
+
+def _cgroups_of(pid: int | None, controller: str) -> Iterator[tuple[Literal[1, 2], Path, Path]]:
     """(version, the process's folder, the folder where that hierarchy is mounted), at most one per version.
 
-    A hybrid machine has both; the one without the memory controller has no limit files.
+    A hybrid machine has both; the one without the controller has no files of it.
     """
     try:
         lines = (PROC / ("self" if pid is None else str(pid)) / "cgroup").read_text(errors="surrogateescape")
     except (FileNotFoundError, ProcessLookupError):
         return
     mounted: dict[Literal[1, 2], tuple[PurePosixPath, Path]] = {}
-    for version, place in _mounts():
+    for version, place in _mounts(controller):
         mounted.setdefault(version, place)  # the system's own; a later one may be gone before it is read (CRIU's are)
     for line in lines.splitlines():
         hierarchy, controllers, path = line.split(":", maxsplit=2)
         if hierarchy == "0" and not controllers:
             version = 2
-        elif "memory" in controllers.split(","):
+        elif controller in controllers.split(","):
             version = 1
         else:
             continue
@@ -83,8 +91,8 @@ def _memory_cgroups(pid: int | None) -> Iterator[tuple[Literal[1, 2], Path, Path
                 yield version, top / below, top
 
 
-def _mounts() -> Iterator[tuple[Literal[1, 2], tuple[PurePosixPath, Path]]]:
-    """Where the hierarchies with (v1) or perhaps with (v2) the memory controller are mounted, and which part of each.
+def _mounts(controller: str) -> Iterator[tuple[Literal[1, 2], tuple[PurePosixPath, Path]]]:
+    """Where the hierarchies with (v1) or perhaps with (v2) this controller are mounted, and which part of each.
 
     The fields of proc_pid_mountinfo(5): a part of variable length ends at a lone hyphen.
     """
@@ -94,7 +102,7 @@ def _mounts() -> Iterator[tuple[Literal[1, 2], tuple[PurePosixPath, Path]]]:
         root, top = PurePosixPath(_unescaped(fields[3])), Path(_unescaped(fields[4]))
         if kind == "cgroup2":
             yield 2, (root, top)
-        elif kind == "cgroup" and "memory" in options.split(","):
+        elif kind == "cgroup" and controller in options.split(","):
             yield 1, (root, top)
 
 
@@ -150,3 +158,24 @@ def legacy_freezer(pid: int) -> str | None:
         if "freezer" in controllers.split(",") and path != "/":
             return path
     return None
+
+
+def frozen_by(pid: int) -> Path | None:
+    """The cgroup whose freezer holds this process, or is about to: its own or one above it. None where none does.
+
+    ``/proc/PID/stat`` does not tell: what version 2 has frozen looks asleep there (seen with Linux 6.18).
+    """
+    for version, level in _levels(pid, "freezer"):
+        if _read_number(level / (_FREEZE if version == 2 else "freezer.self_freezing")) == 1:
+            return level
+    return None
+
+
+def thaw(cgroup: Path) -> None:
+    """FROZEN → thawed, for a cgroup of version 2. Needs write access. Raises OSError."""
+    (cgroup / _FREEZE).write_text("0")
+
+
+def freeze(cgroup: Path) -> None:
+    """Thawed → FROZEN, or about to be, for a cgroup of version 2. Needs write access. Raises OSError."""
+    (cgroup / _FREEZE).write_text("1")

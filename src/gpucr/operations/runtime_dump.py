@@ -8,6 +8,8 @@ device memory is on disk before CRIU may go on, and what has become of the conta
 from __future__ import annotations
 
 import contextlib
+import time
+from collections.abc import Iterator
 from dataclasses import replace
 from pathlib import Path
 from typing import Protocol
@@ -16,7 +18,7 @@ from gpucr import preflight
 from gpucr.criu import abandoned
 from gpucr.driver.gpus import gpu_processes, list_gpus
 from gpucr.errors import CriuError, CudaStarted, GpucrError, JobChanged, SnapshotExists
-from gpucr.gang import Gang
+from gpucr.gang import Gang, uses_libcuda
 from gpucr.linux import cgroups, processes
 from gpucr.model import ProcessId
 from gpucr.operations import jobs
@@ -76,6 +78,26 @@ class RuntimeHooks(Protocol):
     def wait_for_call(self, timeout_s: float) -> bool:
         """Wait for the next hook, post-dump. False: it has not come yet."""
         ...
+
+
+@contextlib.contextmanager
+def thawed(root_pid: int) -> Iterator[None]:
+    """The tree of ``root_pid`` can be asked, and brought to stand still, while the block lasts. FROZEN → FROZEN.
+
+    containerd pauses a container before it has it dumped, and lets it go on afterwards. Does nothing where no process
+    has libcuda loaded. Raises Unsupported where a freezer holds it all the same.
+    """
+    cgroup = cgroups.frozen_by(root_pid)
+    if cgroup is None or not any(uses_libcuda(process.pid) for process in processes.tree(root_pid)):
+        yield
+        return
+    preflight.require_no_blocking(_check_freezer(root_pid), force=False)
+    cgroups.thaw(cgroup)
+    try:
+        yield
+    finally:
+        with contextlib.suppress(FileNotFoundError):  # the container has ended
+            cgroups.freeze(cgroup)
 
 
 def uses_cuda(root_pid: int) -> bool:
@@ -236,6 +258,7 @@ class RuntimeDump:
             # A hook that fails makes CRIU undo and end. Where none waits, it is told by other means.
             if not (self._hooks.answer(error) and abandoned.wait(self._hooks.criu)):
                 abandoned.end_dump(self._hooks.criu)
+            self._wait_until_thawed()
             raise
         self._hooks.answer(None)
         while not abandoned.wait(self._hooks.criu, _LOOK_EVERY_S):  # it ends the tree, or lets it go
@@ -243,6 +266,7 @@ class RuntimeDump:
                 self._hooks.answer(None)  # the script is configured twice
         self.left_running = self._is_left()
         self._tell_guard(None)
+        self._wait_until_thawed()
         return size_bytes
 
     def undo(self) -> None:
@@ -252,6 +276,7 @@ class RuntimeDump:
         while not self._hooks.wait_for_call(_LOOK_EVERY_S):
             interrupts.check()
             if not processes.is_alive(self._hooks.criu):
+                self._wait_until_thawed()
                 raise self._failure()
 
     def _commit(self, interrupts: Interrupts, meter: Meter) -> int:
@@ -261,6 +286,12 @@ class RuntimeDump:
         left = _asks_to_leave_running(self._hooks.criu)
         snapshot = commit(context, replace(draft, left_running=left), interrupts, meter)
         return snapshot.manifest.size_bytes
+
+    def _wait_until_thawed(self) -> None:
+        """CRIU leaves a container that was paused so. Whoever has paused it lets it go on, however late."""
+        root = self._context.job.root.id
+        while processes.is_alive(root) and cgroups.frozen_by(root.pid) is not None:
+            time.sleep(_LOOK_EVERY_S)
 
     def _tell_guard(self, criu: ProcessId | None) -> None:
         if self._context.protection is not None:

@@ -101,12 +101,14 @@ static bool target_lives(const struct link *link) {
 
 /*
  * The driver asks the restore thread for whatever it wants to know: while that thread is stopped (SIGSTOP, a tracer),
- * no call returns. Measured on driver 580, with all threads stopped and with all but this one. False: the target died.
+ * no call returns. Measured on driver 580, with all threads stopped and with all but this one; a frozen one cannot answer
+ * either. False: the target died.
  */
 static bool wait_runnable(const struct link *link) {
     const uint32_t look_every_ms = 20;
     char state;
-    while ((state = thread_state(link->leader, link->restore_tid)) == 'T' || state == 't')
+    while ((state = thread_state(link->leader, link->restore_tid)) == 'T' || state == 't' ||
+           thread_is_frozen(link->leader, link->restore_tid))
         sleep_ms(look_every_ms);
     return target_lives(link);
 }

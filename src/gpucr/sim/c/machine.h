@@ -51,6 +51,7 @@ bool same_start(uint64_t one_ms, uint64_t other_ms);
 uint64_t pid_namespace_of(pid_t pid); /* 0: no such process, or not ours to look into */
 pid_t pid_from_inner(uint64_t pid_namespace, pid_t inner_pid); /* -1: no such process can be seen */
 pid_t thread_from_inner(pid_t leader, pid_t inner_tid); /* -1: no such thread */
+bool thread_is_frozen(pid_t leader, pid_t tid);
 char thread_state(pid_t leader, pid_t tid); /* R, S, T, t, Z, ...; X: no such thread */
 
 /* ledger.c: one small file per process that holds device memory. All return 0 or a negative errno. */

@@ -97,6 +97,14 @@ char thread_state(pid_t leader, pid_t tid) {
     return state == NULL ? 'X' : state[8];
 }
 
+/* What a cgroup of version 2 has frozen looks asleep; it waits where signals are taken (seen with Linux 6.18). */
+bool thread_is_frozen(pid_t leader, pid_t tid) {
+    char path[96], text[4096];
+    snprintf(path, sizeof path, "/proc/%d/task/%d/wchan", leader, tid);
+    return read_text(path, text, sizeof text) &&
+           (strcmp(text, "get_signal") == 0 || strcmp(text, "do_freezer_trap") == 0);
+}
+
 uint64_t pid_namespace_of(pid_t pid) {
     char path[64];
     struct stat status;

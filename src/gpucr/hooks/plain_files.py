@@ -1,0 +1,67 @@
+"""A GPU part that lies among CRIU's images as plain files, for containerd.
+
+containerd has a container dumped into a folder of its own, takes what is there, and removes it. Where the kubelet has
+asked it takes plain files only: with a folder among them the kubelet's checkpoint fails (seen with containerd 2.1.9).
+So there ``gpucr/device/13.0`` becomes ``gpucr.device.13.0``, and a folder again before the restore. Files are renamed,
+not copied.
+"""
+
+from __future__ import annotations
+
+import contextlib
+from collections.abc import Iterator
+from pathlib import Path
+
+from gpucr.errors import SnapshotError
+from gpucr.snapshot import files
+from gpucr.snapshot.folder import DEVICE_NAME, GPU_PART_NAME, MANIFEST_NAME
+
+_CONTAINERDS_FOLDERS = ("ctrd-checkpoint", "ctd-checkpoint")
+"""How the names begin of the folders that containerd makes (seen with 2.1.9 and 1.7.24; with 1.6.20)."""
+
+_DEVICE_PREFIX = f"{GPU_PART_NAME}.{DEVICE_NAME}."
+_MANIFEST = f"{GPU_PART_NAME}.{MANIFEST_NAME}"
+
+
+def are_wanted(images: Path) -> bool:
+    """Whether who has begun the dump into this folder takes plain files only."""
+    return images.name.startswith(_CONTAINERDS_FOLDERS)
+
+
+def scatter(images: Path) -> None:
+    """Make plain files of the complete GPU part among these images, if there is one; durable. Raises SnapshotError."""
+    part = images / GPU_PART_NAME
+    if not (part / MANIFEST_NAME).exists():
+        return  # the script is configured twice, and the other one has done it
+    with _explained(images):
+        for file in sorted((part / DEVICE_NAME).iterdir()):
+            file.rename(images / f"{_DEVICE_PREFIX}{file.name}")
+        (part / DEVICE_NAME).rmdir()
+        (part / MANIFEST_NAME).rename(images / _MANIFEST)  # last: it says that there is all the rest
+        part.rmdir()
+        files.sync_path(images)
+
+
+def gather(images: Path) -> None:
+    """Undo `scatter`, if there is anything to undo; one that was cut off is gone on with. Raises SnapshotError."""
+    if not (images / _MANIFEST).exists():
+        return
+    part = images / GPU_PART_NAME
+    with _explained(images):
+        for folder in (part, part / DEVICE_NAME):
+            folder.mkdir(mode=0o700, exist_ok=True)
+        for file in sorted(images.glob(f"{_DEVICE_PREFIX}*")):
+            file.rename(part / DEVICE_NAME / file.name.removeprefix(_DEVICE_PREFIX))
+        (images / _MANIFEST).rename(part / MANIFEST_NAME)
+
+
+@contextlib.contextmanager
+def _explained(images: Path) -> Iterator[None]:
+    try:
+        yield
+    except OSError as e:
+        raise SnapshotError(
+            f"the GPU part in {images} cannot be moved: {e.strerror}",
+            path=str(e.filename or images),
+            hint="see that root can write there",
+        ) from e
