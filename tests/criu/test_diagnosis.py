@@ -41,6 +41,7 @@ def error(text: str, place: str = "criu/some.c:1") -> str:
             "mnt: Mount 77 ./x (master_id: 1 shared_id: 0) has unreachable sharing. Try --enable-external-masters.",
             "mounts",
         ),
+        ("Can't lookup mount=27 for fd=1 path=/var/log/job", "foreign-file"),
         ("page-pipe: write failed: No space left on device", "no-space"),
         ("Read 3 bytes while 9 expected from images/core-7.img: No such file or directory", "image-damaged"),
         ("Unable to interrupt task: 77 (No such process)", "process-gone"),

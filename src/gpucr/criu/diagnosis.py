@@ -190,6 +190,12 @@ KNOWN_FAILURES: tuple[FailurePattern, ...] = (
         "run `gpucr criu`, or install a newer CRIU",
     ),
     _known(
+        "foreign-file",
+        r"Can't lookup mount=-?\d+ for fd=-?\d+ path=(?P<path>\S+)",
+        "a process has the file {path} open, which was opened in another mount namespace",
+        "start the job with files that it opens itself, or that its own namespace has; `gpucr run` does so",
+    ),
+    _known(
         "mounts",
         r"^mnt: |Mount \d+ .*",
         "a mount of the job cannot be dumped or is not there",
