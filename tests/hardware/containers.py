@@ -39,6 +39,8 @@ from gpucr.criu.install import find_criu
 from gpucr.hooks import criu_config
 from gpucr.linux import processes
 from tests.hardware.main_job import Failed, first_difference, names, wait_for
+from tests.hooks.container import environment_for
+from tests.hooks.runtimes import find_runc, in_cgroup2
 
 ROOT = Path(__file__).resolve().parents[2]
 PROGRAM = ROOT / "tests" / "hardware" / "programs" / "driver_recurrence.py"
@@ -50,13 +52,12 @@ _DEADLINE_S = 60.0
 
 @dataclass
 class Row:
-    """One line of the results. ``said``: what gpucr's commands printed."""
+    """One line of the results."""
 
     part: str
     ok: bool
     seconds: float
-    detail: str = ""
-    said: str = ""
+    detail: str
 
 
 class Container:
@@ -67,8 +68,9 @@ class Container:
         self.work = folder / "work"
         self.work.mkdir(parents=True)
         self._steps = steps
-        self._runc = ["runc", "--root", str(folder / "state")]
-        self._environment = {**os.environ, "PATH": f"{_criu_on_path(folder)}:{os.environ['PATH']}"}
+        runc = find_runc()
+        self._runc = [*runc, "--root", str(folder / "state")]
+        self._environment = environment_for(folder, find_criu(), runc)
         criu_config.install("runc", folder / "hook")
         config = folder / "criu.conf"
         config.write_text(f"action-script {folder / 'hook' / criu_config.SCRIPT_NAME}\n")
@@ -125,20 +127,21 @@ class Container:
     def _logs(self, images: Path) -> Path:
         return images.with_name(f"{images.name}-logs")
 
-    def runc(self, *arguments: object) -> str:
+    def runc(self, *arguments: object) -> None:
         """Run runc. Raises Failed with what it and CRIU said."""
-        return self._run([*self._runc, *map(str, arguments)], detached=arguments[0] in ("run", "restore"))
+        self._run([*self._runc, *map(str, arguments)], detached=arguments[0] in ("run", "restore"))
 
-    def gpucr(self, *arguments: object) -> str:
+    def gpucr(self, *arguments: object) -> None:
         """Run gpucr."""
-        return self._run([sys.executable, "-m", "gpucr", *map(str, arguments)], detached=False)
+        self._run([sys.executable, "-m", "gpucr", *map(str, arguments)], detached=False)
 
-    def _run(self, command: Sequence[str], *, detached: bool) -> str:
+    def _run(self, command: Sequence[str], *, detached: bool) -> None:
+        is_cgroup2 = Path("/sys/fs/cgroup/cgroup.controllers").exists()
         # A container that is detached keeps these files open: pipes would never end.
         with (self.folder / "said").open("w+") as said:
             target = subprocess.DEVNULL if detached else said
             done = subprocess.run(
-                _in_cgroup2(command),
+                command if is_cgroup2 else in_cgroup2(list(command)),
                 env=self._environment,
                 stdin=subprocess.DEVNULL,
                 stdout=target,
@@ -150,7 +153,6 @@ class Container:
             text = said.read()
         if done.returncode != 0:
             raise Failed(f"{shlex.join(command)} ended with {done.returncode}: {text}\n{self._logs_tail()}")
-        return text
 
     def _logs_tail(self) -> str:
         return "\n".join(
@@ -161,26 +163,6 @@ class Container:
         """Kill it and have runc forget it."""
         with contextlib.suppress(Failed):
             self.runc("delete", "--force", self.name)
-
-
-def _in_cgroup2(command: Sequence[str]) -> list[str]:
-    """On a machine with both versions of cgroups: in a mount namespace that shows the second alone."""
-    if Path("/sys/fs/cgroup/cgroup.controllers").exists():
-        return list(command)
-    script = (
-        "umount -l /sys/fs/cgroup && mount -t cgroup2 none /sys/fs/cgroup && "
-        "touch /sys/fs/cgroup/cgroup.procs && exec \"$@\""
-    )  # fmt: skip
-    return ["unshare", "--mount", "--propagation", "private", "sh", "-c", script, "sh", *command]
-
-
-def _criu_on_path(folder: Path) -> Path:
-    programs = folder / "programs"
-    programs.mkdir()
-    wrapper = programs / "criu"
-    wrapper.write_text(f'#!/bin/sh\nexec {shlex.join(find_criu().command)} "$@"\n')
-    wrapper.chmod(0o755)
-    return programs
 
 
 def _make_bundle(bundle: Path, command: Sequence[str], work: Path, config: Path) -> None:
@@ -242,7 +224,7 @@ def _bind(destination: str, source: str, mode: str) -> dict[str, object]:
 # --- the parts -------------------------------------------------------------------------------------------------
 
 
-def by_hook(made: Container) -> str:
+def by_hook(made: Container) -> None:
     """runc's own commands, with the hook in CRIU's configuration."""
     first, second = made.folder / "first", made.folder / "second"
     made.checkpoint(first, "--leave-running")
@@ -253,22 +235,20 @@ def by_hook(made: Container) -> str:
     made.end()
     made.restore(second)
     made.wait_end()
-    return ""
 
 
-def by_command(made: Container) -> str:
+def by_command(made: Container) -> None:
     """gpucr's commands; nothing is configured."""
     first, second = made.folder / "first", made.folder / "second"
-    dump = ("dump", "--container", made.name, "--runtime-root", made.folder / "state", "--json")
-    said = made.gpucr(*dump, "--to", first, "--leave-running")
+    dump = ("dump", "--container", made.name, "--runtime-root", made.folder / "state")
+    made.gpucr(*dump, "--to", first, "--leave-running")
     made.wait_more()
-    said += made.gpucr(*dump, "--to", second)
-    said += made.gpucr("restore", second, "--json")
+    made.gpucr(*dump, "--to", second)
+    made.gpucr("restore", second)
     made.wait_end()
-    return said
 
 
-PARTS: dict[str, Callable[[Container], str]] = {"hook": by_hook, "command": by_command}
+PARTS: dict[str, Callable[[Container], None]] = {"hook": by_hook, "command": by_command}
 
 
 def reference_lines(folder: Path, steps: int) -> list[str]:
@@ -292,17 +272,16 @@ def container(name: str, folder: Path, steps: int, pace_s: float) -> Iterator[Co
 def try_part(part: str, out: Path, steps: int, pace_s: float) -> Row:
     """Run one part and compare."""
     begin = time.monotonic()
-    said = ""
     try:
         reference = reference_lines(out / part / "reference", steps)
         with container(f"gpucr-{part}", out / part / "container", steps, pace_s) as made:
             made.run()
-            said = PARTS[part](made)
+            PARTS[part](made)
             difference = first_difference(made.lines(), reference)
         detail = difference or "every line is that of the undisturbed run"
     except (Failed, OSError, subprocess.SubprocessError) as error:
         difference = detail = str(error)
-    return Row(part, difference is None, time.monotonic() - begin, detail, said)
+    return Row(part, difference is None, time.monotonic() - begin, detail)
 
 
 def main() -> int:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import functools
 from collections.abc import Callable, Iterator
 from pathlib import Path
+from typing import Any
 
 import pytest
 
@@ -57,11 +58,11 @@ def container(
     """
     started: list[Container] = []
 
-    def start(*arguments: str, criu: CriuInstall = criu_install, **options: object) -> Container:
+    def start(*arguments: str, criu: CriuInstall = criu_install, **options: Any) -> Container:
         folder = tmp_path / f"container-{len(started)}"
         folder.mkdir()
         name = f"gpucr-{tmp_path.parent.name}-{tmp_path.name}-{len(started)}".replace("_", "-")
-        made = Container(folder, name, runtime, criu, arguments, **options)  # type: ignore[arg-type]
+        made = Container(folder, name, runtime, criu, arguments, **options)
         started.append(made)
         made.start()
         return made

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import functools
 import json
 import os
 import re
@@ -25,6 +26,16 @@ from gpucr.sim import build as simulator
 from tests.counter import DEADLINE_S, wait_until
 from tests.hooks.runtimes import in_cgroup2
 from tests.hooks.talk import ByFile, ByPacket, Talk
+
+KILL_CRIU = "test $CRTOOLS_SCRIPT_ACTION != post-dump || kill -9 $PPID"
+"""Sabotage: CRIU is killed when it has written its images."""
+
+KILL_ATTENDANT = """test $CRTOOLS_SCRIPT_ACTION = post-dump || exit 0
+for each in /proc/[0-9]*; do
+    words=$(tr '\\0' ' ' <$each/cmdline 2>/dev/null)
+    case "$words" in *"gpucr.hooks.attendant 5 "*" $PPID "*) kill -9 ${each#/proc/} ;; esac
+done"""
+"""Sabotage: so is gpucr's attendant of this dump."""
 
 _COMMAND_LIMIT_S = 60
 _SIM_FOLDER = "/sim"
@@ -94,7 +105,7 @@ class Container:
     def wait_ready(self) -> None:
         """Wait until all counters answer, and take down the first process's pid."""
         for index in range(self.counters):
-            wait_until(lambda index=index: self._answers(index), f"counter {index} of container {self.name}")  # type: ignore[misc]
+            wait_until(functools.partial(self._answers, index), f"counter {index} of container {self.name}")
         self.pid = self.state()["pid"]
 
     def checkpoint(self, *options: str) -> subprocess.CompletedProcess[str]:
@@ -239,12 +250,11 @@ def environment_for(folder: Path, criu: CriuInstall, runtime: list[str]) -> dict
     return {**os.environ, "PATH": f"{programs}:{os.environ['PATH']}"}
 
 
-def make_bundle(bundle: Path, command: list[str], faults: str, annotations: Mapping[str, str]) -> None:
-    root = bundle / "rootfs"
-    for name in ("proc", "dev", "tmp", "work"):
+def make_root(root: Path) -> None:
+    """The files of a container: the counter, the libraries that it needs, and the simulated driver's."""
+    for name in ("proc", "sys", "dev", "run", "tmp", "work", "sim"):
         (root / name).mkdir(parents=True)
     built = simulator.build()
-    (root / "sim").mkdir()
     for name in ("libcuda.so.1", "libnvidia-ml.so.1"):
         shutil.copy(built / name, root / "sim" / name)
     shutil.copy(built / "counter", root / "counter")
@@ -252,6 +262,10 @@ def make_bundle(bundle: Path, command: list[str], faults: str, annotations: Mapp
         target = root / library.relative_to("/")
         target.parent.mkdir(parents=True, exist_ok=True)
         shutil.copy(library, target)
+
+
+def make_bundle(bundle: Path, command: list[str], faults: str, annotations: Mapping[str, str]) -> None:
+    make_root(bundle / "rootfs")
     state = os.environ["GPUCR_SIM_STATE"]
     variables: Mapping[str, str] = {
         "LD_LIBRARY_PATH": _SIM_FOLDER,

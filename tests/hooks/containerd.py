@@ -3,12 +3,11 @@
 from __future__ import annotations
 
 import contextlib
+import functools
 import hashlib
 import io
 import json
 import os
-import re
-import shlex
 import shutil
 import socket
 import subprocess
@@ -18,10 +17,9 @@ from pathlib import Path
 from gpucr.criu.install import CriuInstall
 from gpucr.hooks import criu_config
 from gpucr.linux import processes
-from gpucr.sim import build as simulator
 from tests.counter import DEADLINE_S, wait_until
-from tests.hooks.container import free_ports
-from tests.hooks.runtimes import RuntimeMissing
+from tests.hooks.container import environment_for, free_ports, make_root
+from tests.hooks.runtimes import RuntimeMissing, find_runc
 
 IMAGE = "counter.test/counter:1"
 
@@ -51,7 +49,10 @@ class Containerd:
         self.port = free_ports(self.counters)
         criu_config.install("runc", folder / "hook")
         (folder / "criu.conf").write_text(f"action-script {folder / 'hook' / criu_config.SCRIPT_NAME}\n")
-        self._environment = _environment(folder, criu)
+        temporary = folder / "temporary"  # where containerd puts a checkpoint down for a moment
+        temporary.mkdir()
+        variables = {"TMPDIR": str(temporary), "XDG_RUNTIME_DIR": ""}
+        self._environment = {**environment_for(folder, criu, find_runc()), **variables}
         self._daemon = self._start()
         self._import_image()
 
@@ -87,7 +88,7 @@ class Containerd:
 
     def _import_image(self) -> None:
         root, archive = self.folder / "rootfs", self.folder / "image.tar"
-        _make_root(root)
+        make_root(root)
         _write_image(root, archive)
         done = self.ctr("images", "import", archive)
         assert done.returncode == 0, done.stdout
@@ -111,7 +112,7 @@ class Containerd:
     def wait_ready(self) -> None:
         """Wait until all counters answer."""
         for port in range(self.port, self.port + self.counters):
-            wait_until(lambda port=port: _answers(port), f"the counter at {port}")  # type: ignore[misc]
+            wait_until(functools.partial(_answers, port), f"the counter at {port}")
 
     def remove(self) -> None:
         """Kill the container and have containerd forget it."""
@@ -166,31 +167,6 @@ def _send(port: int, text: str, timeout_s: float = DEADLINE_S) -> str:
         connection.connect(("127.0.0.1", port))
         connection.send(text.encode())
         return connection.recv(4096).decode().strip()
-
-
-def _environment(folder: Path, criu: CriuInstall) -> dict[str, str]:
-    """A PATH on which gpucr's CRIU is found, and a folder for what containerd puts down for a moment."""
-    programs, temporary = folder / "programs", folder / "temporary"
-    programs.mkdir()
-    temporary.mkdir()
-    wrapper = programs / "criu"
-    wrapper.write_text(f'#!/bin/sh\nexec {shlex.join(criu.command)} "$@"\n')
-    wrapper.chmod(0o755)
-    return {**os.environ, "PATH": f"{programs}:{os.environ['PATH']}", "TMPDIR": str(temporary), "XDG_RUNTIME_DIR": ""}
-
-
-def _make_root(root: Path) -> None:
-    """The files of a container: the counter, the libraries that it needs, and the simulated driver's."""
-    for name in ("proc", "sys", "dev", "run", "tmp", "work", "sim"):
-        (root / name).mkdir(parents=True)
-    built = simulator.build()
-    for name in ("libcuda.so.1", "libnvidia-ml.so.1"):
-        shutil.copy(built / name, root / "sim" / name)
-    shutil.copy(built / "counter", root / "counter")
-    needed = subprocess.run(["ldd", str(built / "counter")], capture_output=True, text=True, check=True).stdout
-    for library in re.findall(r"/(\S+) \(0x", needed):
-        (root / library).parent.mkdir(parents=True, exist_ok=True)
-        shutil.copy(f"/{library}", root / library)
 
 
 def _write_image(root: Path, archive: Path) -> None:

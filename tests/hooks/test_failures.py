@@ -16,7 +16,7 @@ from gpucr.linux import mounts, processes
 from gpucr.snapshot.folder import Snapshot
 from tests.counter import wait_until
 from tests.hooks.conftest import StartContainer
-from tests.hooks.container import Container
+from tests.hooks.container import KILL_ATTENDANT, KILL_CRIU, Container
 
 pytestmark = pytest.mark.criu
 
@@ -52,21 +52,14 @@ def test_a_failure_after_the_dump_leaves_it_as_it_was(container: StartContainer)
 
 
 def test_a_criu_that_is_killed_leaves_it_as_it_was(container: StartContainer) -> None:
-    made = container(
-        "--mib", "4", *THREE, counters=3, sabotage="test $CRTOOLS_SCRIPT_ACTION != post-dump || kill -9 $PPID"
-    )
+    made = container("--mib", "4", *THREE, counters=3, sabotage=KILL_CRIU)
     made.ask()
     assert made.checkpoint().returncode != 0
     assert_runs_on(made, 102)
 
 
 def test_an_attendant_that_is_killed_leaves_it_as_it_was(container: StartContainer) -> None:
-    kill = """test $CRTOOLS_SCRIPT_ACTION = post-dump || exit 0
-    for each in /proc/[0-9]*; do
-        words=$(tr '\\0' ' ' <$each/cmdline 2>/dev/null)
-        case "$words" in *"gpucr.hooks.attendant 5 "*" $PPID "*) kill -9 ${each#/proc/} ;; esac
-    done"""
-    made = container("--mib", "4", sabotage=kill)
+    made = container("--mib", "4", sabotage=KILL_ATTENDANT)
     made.ask()
     assert made.checkpoint().returncode != 0
     assert_runs_on(made, 102)

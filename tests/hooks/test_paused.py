@@ -10,7 +10,7 @@ from gpucr.snapshot.folder import Snapshot
 from tests import command
 from tests.counter import wait_until
 from tests.hooks.conftest import StartContainer
-from tests.hooks.container import Container, wait_gone
+from tests.hooks.container import KILL_ATTENDANT, KILL_CRIU, Container, wait_gone
 
 pytestmark = pytest.mark.criu
 
@@ -64,7 +64,6 @@ def test_a_paused_container_is_ended_by_the_dump(container: StartContainer) -> N
 
 
 LOSE = 'test $CRTOOLS_SCRIPT_ACTION != post-dump || rm -r "$CRTOOLS_IMAGE_DIR/gpucr/device"'
-KILL_CRIU = "test $CRTOOLS_SCRIPT_ACTION != post-dump || kill -9 $PPID"
 
 
 @pytest.mark.parametrize(
@@ -93,12 +92,7 @@ def test_a_paused_container_without_cuda_stays_paused(container: StartContainer)
 
 
 def test_an_attendant_that_is_killed_leaves_a_paused_container_as_it_was(container: StartContainer) -> None:
-    kill = """test $CRTOOLS_SCRIPT_ACTION = post-dump || exit 0
-    for each in /proc/[0-9]*; do
-        words=$(tr '\\0' ' ' <$each/cmdline 2>/dev/null)
-        case "$words" in *"gpucr.hooks.attendant 5 "*" $PPID "*) kill -9 ${each#/proc/} ;; esac
-    done"""
-    made = container("--mib", "4", sabotage=kill)
+    made = container("--mib", "4", sabotage=KILL_ATTENDANT)
     made.ask()
     assert checkpoint_paused(made, is_paused_after=False).returncode != 0
     assert made.ask() == 102

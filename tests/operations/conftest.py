@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 from collections.abc import Callable, Iterator
 from pathlib import Path
 
@@ -30,24 +31,23 @@ def machine(sim_only: None, monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> 
 @pytest.fixture
 def start(tmp_path: Path) -> Iterator[StartJob]:
     """Start programs of `tests.operations.stepping`; they are killed at the end of the test."""
-    jobs: list[Job] = []
-
-    def start_job(code: str) -> Job:
-        jobs.append(Job(tmp_path / f"job-{len(jobs)}", code))
-        return jobs[-1]
-
-    yield start_job
-    for job in jobs:
-        job.kill()
+    with _jobs(Job, tmp_path / "job") as start_job:
+        yield start_job
 
 
 @pytest.fixture
 def start_sandboxed(tmp_path: Path) -> Iterator[StartJob]:
     """The same in namespaces of their own."""
+    with _jobs(SandboxedJob, tmp_path / "sandboxed") as start_job:
+        yield start_job
+
+
+@contextlib.contextmanager
+def _jobs(kind: type[Job], folder: Path) -> Iterator[StartJob]:
     jobs: list[Job] = []
 
     def start_job(code: str) -> Job:
-        jobs.append(SandboxedJob(tmp_path / f"sandboxed-{len(jobs)}", code))
+        jobs.append(kind(folder.with_name(f"{folder.name}-{len(jobs)}"), code))
         return jobs[-1]
 
     yield start_job

@@ -17,7 +17,7 @@ from dataclasses import dataclass
 from mmap import MAP_ANONYMOUS, MAP_PRIVATE, PROT_READ, PROT_WRITE
 
 from gpucr.linux import memory, processes
-from gpucr.linux.injection import CLOSE, DUP3, MMAP, OPEN, run_syscall, scratch_address
+from gpucr.linux.injection import CLOSE, DUP3, MAP_FIXED, MAP_NORESERVE, MMAP, OPEN, run_syscall, scratch_address
 from gpucr.linux.ptrace import TracedThread
 from gpucr.model import ProcessInfo
 
@@ -28,7 +28,6 @@ UNDUMPABLE = re.compile(r"^anon_inode:\[?(userfaultfd|perf_event|bpf-prog|kvm-vm
 """Other descriptors that CRIU cannot dump."""
 
 _KCMP, _KCMP_FILE = 312, 0  # arch/x86/entry/syscalls/syscall_64.tbl, include/uapi/linux/kcmp.h
-_MAP_FIXED, _MAP_NORESERVE = 0x10, 0x4000  # include/uapi/asm-generic/mman*.h
 _NOTHING = b"/dev/null\0"
 _LIMIT_S = 5.0
 
@@ -122,7 +121,7 @@ def _replace(thread: TracedThread, inherited: InheritedDevices) -> None:
             run_syscall(thread, DUP3, nothing, fd, os.O_CLOEXEC)
     finally:
         run_syscall(thread, CLOSE, nothing)
-    flags = MAP_PRIVATE | MAP_ANONYMOUS | _MAP_NORESERVE | _MAP_FIXED
+    flags = MAP_PRIVATE | MAP_ANONYMOUS | MAP_NORESERVE | MAP_FIXED
     for mapping in memory.read_maps(pid):
         if NVIDIA_DEVICE.match(mapping.path):
             size_bytes = mapping.end - mapping.start

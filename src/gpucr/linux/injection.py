@@ -36,6 +36,9 @@ from gpucr.linux.registers import Registers
 OPEN, CLOSE, MMAP, MPROTECT, MUNMAP, MADVISE, RECVMSG, SOCKETPAIR, DUP3 = 2, 3, 9, 10, 11, 28, 47, 53, 292
 """Numbers of system calls on x86-64 (arch/x86/entry/syscalls/syscall_64.tbl)."""
 
+PROT_NONE, MAP_FIXED, MAP_NORESERVE = 0, 0x10, 0x4000
+"""Arguments of mmap that Python's module has no names for (include/uapi/asm-generic/mman*.h)."""
+
 SCRATCH_BYTES = 256
 """How much memory of the thread a caller may use for what a call reads or writes (see `scratch_address`)."""
 

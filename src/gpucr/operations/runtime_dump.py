@@ -44,7 +44,7 @@ from gpucr.operations.freeze import (
 from gpucr.operations.interrupts import Interrupts
 from gpucr.operations.protection import Protection
 from gpucr.operations.staged import GangStaging
-from gpucr.operations.steps import Meter, Step, run_steps
+from gpucr.operations.steps import AroundStep, Meter, Step, run_steps
 from gpucr.operations.targets import FolderTarget
 from gpucr.operations.threads import GangThreads
 from gpucr.operations.traps import findings_of_traps
@@ -320,30 +320,21 @@ class RuntimeDump:
         return False
 
 
-class _IfLeftRunning:
+class _IfLeftRunning(AroundStep):
     """A step for processes that CRIU has not ended."""
 
     def __init__(self, step: Step, dumped: RuntimeDump) -> None:
-        self._step = step
+        super().__init__(step)
         self._dumped = dumped
-
-    @property
-    def name(self) -> str:
-        """The step's own."""
-        return self._step.name
-
-    def describe(self) -> str:
-        """The step's own."""
-        return self._step.describe()
 
     def run(self, interrupts: Interrupts, meter: Meter) -> int:
         """The step's own, where there are processes."""
-        return self._step.run(interrupts, meter) if self._dumped.left_running else 0
+        return super().run(interrupts, meter) if self._dumped.left_running else 0
 
     def undo(self) -> None:
         """The step's own, where there are processes."""
         if self._dumped.left_running:
-            self._step.undo()
+            super().undo()
 
 
 def _asks_to_leave_running(criu: ProcessId) -> bool:

@@ -137,8 +137,8 @@ class Step(Protocol):
         ...
 
 
-class WithoutUndo:
-    """A step whose effects another step's undo takes back."""
+class AroundStep:
+    """A step that does what another one does; what differs is overridden."""
 
     def __init__(self, step: Step) -> None:
         self._step = step
@@ -155,6 +155,14 @@ class WithoutUndo:
     def run(self, interrupts: Interrupts, meter: Meter) -> int:
         """The step's own."""
         return self._step.run(interrupts, meter)
+
+    def undo(self) -> None:
+        """The step's own."""
+        self._step.undo()
+
+
+class WithoutUndo(AroundStep):
+    """A step whose effects another step's undo takes back."""
 
     def undo(self) -> None:
         """Nothing."""

@@ -12,11 +12,9 @@ from collections.abc import Iterator, Sequence
 from mmap import MAP_ANONYMOUS, MAP_PRIVATE, MAP_SHARED, PROT_READ, PROT_WRITE
 
 from gpucr.linux.descriptors import close_descriptor, send_descriptor
-from gpucr.linux.injection import MMAP, run_syscall
+from gpucr.linux.injection import MAP_FIXED, MAP_NORESERVE, MMAP, PROT_NONE, run_syscall
 from gpucr.linux.ptrace import TracedThread
 from gpucr.model import StagedExtent
-
-PROT_NONE, MAP_FIXED, MAP_NORESERVE = 0, 0x10, 0x4000  # include/uapi/asm-generic/mman*.h
 
 
 def detach(restore_thread: int, extents: Sequence[StagedExtent]) -> None:

@@ -22,14 +22,14 @@ from mmap import MAP_ANONYMOUS, MAP_PRIVATE, MAP_SHARED, PAGESIZE
 
 from gpucr.linux import memory
 from gpucr.linux.descriptors import close_descriptor, send_descriptor
-from gpucr.linux.injection import MADVISE, MMAP, run_syscall
+from gpucr.linux.injection import MADVISE, MAP_FIXED, MMAP, run_syscall
 from gpucr.linux.memory import HUGE_PAGE_BYTES
 from gpucr.linux.ptrace import StopKind, TracedThread
 from gpucr.linux.tmpfs import StagingFile
 from gpucr.model import StagedExtent
 from gpucr.staging.extents import filled_bytes
 
-_MAP_POPULATE, _MAP_FIXED, _MADV_HUGEPAGE = 0x8000, 0x10, 14  # include/uapi/asm-generic/mman*.h
+_MAP_POPULATE, _MADV_HUGEPAGE = 0x8000, 14  # include/uapi/asm-generic/mman*.h
 _STAGING_FLAGS = MAP_PRIVATE | MAP_ANONYMOUS | _MAP_POPULATE
 _SMALLEST_BYTES = 1 << 20
 _SYSCALL_INSTRUCTION_BYTES, _NO_CALL = 2, (1 << 64) - 1
@@ -140,7 +140,7 @@ class Capture:
             at.orig_rax == MMAP
             and at.rsi >= _SMALLEST_BYTES
             and at.r10 & _STAGING_FLAGS == _STAGING_FLAGS
-            and not at.r10 & _MAP_FIXED
+            and not at.r10 & MAP_FIXED
             and at.r8 & _U32 == _U32
         )
 
