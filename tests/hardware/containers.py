@@ -31,7 +31,7 @@ import shutil
 import subprocess
 import sys
 import time
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import asdict, dataclass
 from pathlib import Path
 
@@ -155,9 +155,9 @@ class Container:
             raise Failed(f"{shlex.join(command)} ended with {done.returncode}: {text}\n{self._logs_tail()}")
 
     def _logs_tail(self) -> str:
-        return "\n".join(
-            f"{log}:\n{log.read_text(errors='replace')[-1500:]}" for log in self.folder.glob("*-logs/*.log")
-        )
+        """The ends of CRIU's logs, and of what the program has printed."""
+        logs = [*self.folder.glob("*-logs/*.log"), self.work / "log"]
+        return "\n".join(f"{log}:\n{log.read_text(errors='replace')[-1500:]}" for log in logs if log.exists())
 
     def end(self) -> None:
         """Kill it and have runc forget it."""
@@ -180,11 +180,9 @@ def _make_bundle(bundle: Path, command: Sequence[str], work: Path, config: Path)
         elif entry.is_dir() and entry.name not in NOT_SHARED:
             (rootfs / entry.name).mkdir()
             mounts.append(_bind(f"/{entry.name}", str(entry), "ro"))
-    shared = tuple(f"{mount['destination']}/" for mount in mounts if mount["options"] == ["bind", "ro"])
+    shared = [str(mount["destination"]) for mount in mounts if mount["options"] == ["bind", "ro"]]
     # What is mounted in them, the driver's libraries for one: CRIU knows only what the runtime names to it.
-    mounts += [
-        _bind(point, point, "ro") for point in mount_points() if point.startswith(tuple(f"{s}/" for s in shared))
-    ]
+    mounts += [_bind(point, point, "ro") for point in mounted_below(shared, mount_points())]
     simulated = os.environ.get("GPUCR_SIM_STATE")
     if simulated:
         Path(simulated).mkdir(mode=0o700, parents=True, exist_ok=True)
@@ -211,10 +209,14 @@ def _make_bundle(bundle: Path, command: Sequence[str], work: Path, config: Path)
     (bundle / "config.json").write_text(json.dumps(settings, indent=1))
 
 
-def mount_points() -> list[str]:
-    """Of this mount namespace, those that hold others first (proc_pid_mountinfo(5))."""
-    lines = Path("/proc/self/mountinfo").read_text().splitlines()
-    return sorted({line.split()[4] for line in lines})
+def mount_points() -> set[str]:
+    """Of this mount namespace (proc_pid_mountinfo(5))."""
+    return {line.split()[4] for line in Path("/proc/self/mountinfo").read_text().splitlines()}
+
+
+def mounted_below(folders: Sequence[str], points: Iterable[str]) -> list[str]:
+    """The mount points that lie in one of these folders, those that hold others first."""
+    return sorted(point for point in points if any(Path(folder) in Path(point).parents for folder in folders))
 
 
 def _bind(destination: str, source: str, mode: str) -> dict[str, object]:

@@ -10,7 +10,7 @@ from pathlib import Path
 
 import pytest
 
-from tests.hardware import stores, whole_jobs
+from tests.hardware import containers, stores, whole_jobs
 from tests.hardware.main_job import ROOT, Failed, Job, continuation_difference, first_difference
 
 REFERENCE = [f"{step} {value}" for step, value in enumerate([7, 3, 9, 1, 4, 8])]
@@ -210,3 +210,25 @@ def test_what_goes_wrong_with_stores_is_told(store_parts: stores.Parts, monkeypa
     assert "too much was added" in second.detail
     assert not first.ok
     assert not second.ok
+
+
+# --- containers --------------------------------------------------------------------------------------------------
+
+
+def test_what_is_mounted_in_the_folders_of_a_container() -> None:
+    points = ["/", "/usr", "/usr/local/nvidia/lib", "/usr/local/nvidia", "/usrlocal", "/proc", "/opt"]
+    found = containers.mounted_below(["/usr", "/opt"], points)
+    assert found == ["/usr/local/nvidia", "/usr/local/nvidia/lib"]
+
+
+@pytest.mark.criu
+@pytest.mark.usefixtures("sim_only")
+def test_a_program_that_does_not_go_on_is_told_with_what_it_printed(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(containers, "find_runc", lambda: ["/usr/sbin/runc"])
+    monkeypatch.setattr(containers, "_DEADLINE_S", 0.0)
+    made = containers.Container("c", tmp_path / "c", steps=20, pace_s=0.0)
+    (made.work / "log").write_text("libcuda.so.1: cannot open shared object file")
+    with pytest.raises(Failed, match=r"(?s)line 10 of the program.*libcuda\.so\.1: cannot open"):
+        made.wait_more()
