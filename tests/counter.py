@@ -18,6 +18,7 @@ from typing import Any
 import pytest
 
 from gpucr.errors import DeadlineExceeded
+from gpucr.linux.processes import read_stat
 from gpucr.sim import build as simulator
 
 DEADLINE_S = 60.0
@@ -34,16 +35,20 @@ def wait_until(condition: Callable[[], bool], what: str, timeout_s: float = DEAD
 
 
 def processes_in(folder: Path) -> list[int]:
-    """The pids of all processes whose working folder this is; zombies left out."""
-    pids = []
+    """The pids of all processes whose working folder this is, a root first, then in the order of their creation.
+
+    That is not the order of their numbers: after the largest pid the kernel goes on with small ones. Zombies are left
+    out.
+    """
+    parents = {}
     for entry in Path("/proc").iterdir():
         if entry.name.isdigit():
-            try:
-                if (entry / "cwd").readlink() == folder:
-                    pids.append(int(entry.name))
-            except OSError:  # gone meanwhile, a kernel thread, or another user's
-                continue
-    return sorted(pids)
+            with contextlib.suppress(OSError):  # gone meanwhile, a kernel thread, or another user's
+                if (entry / "cwd").readlink() == folder and (stat := read_stat(int(entry.name))) is not None:
+                    parents[int(entry.name)] = stat.parent_pid
+    root = min((pid for pid, parent in parents.items() if parent not in parents), default=0)
+    largest = int(Path("/proc/sys/kernel/pid_max").read_text())
+    return sorted(parents, key=lambda pid: (pid - root) % largest)
 
 
 def processes_of_this_test() -> list[int]:

@@ -120,7 +120,7 @@ def test_the_driver_works_while_all_other_threads_are_held(
     if not leave_running:
         job.reap()
         gpucr.restore(tmp_path / "s")
-    assert sorted(calls) == job.processes()
+    assert sorted(calls) == sorted(job.processes())
     assert job.ask() == 101
 
 

@@ -84,7 +84,7 @@ def _children(program: Counter) -> dict[int, int]:
 def test_children_are_counters_of_their_own(libcuda: Libcuda, counter: CounterFactory, parent_has_cuda: bool) -> None:
     program = counter("--fork", "2", *([] if parent_has_cuda else ["--cpu-parent"]))
     children = _children(program)
-    assert sorted([program.pid, *children]) == program.processes()
+    assert [program.pid, *children] == program.processes()
     assert len({program.port, *children.values()}) == 3
     assert libcuda.state(program.pid) == ((0, 0) if parent_has_cuda else (3, -1))
     for pid in children:
