@@ -17,6 +17,7 @@ import queue
 import threading
 import time
 from collections.abc import Callable, Iterable, Mapping, Sequence
+from dataclasses import dataclass
 
 from gpucr.driver.api import Driver
 from gpucr.errors import DeadlineExceeded, GpucrError, IllegalState, JobChanged, LockTimeout, Unsupported
@@ -33,6 +34,18 @@ STUCK_AFTER_S = 120.0
 A call that begins after the deadline, as those of an undo do, is given this time from its own beginning.
 """
 
+HALTS = ("stopped", "frozen")
+"""What a process may be instead of running: stopped by a signal or a tracer, or frozen with its cgroup."""
+
+
+@dataclass(frozen=True)
+class Halt:
+    """Why a process does not run: ``word`` is one of HALTS, ``hint`` what lets it go on."""
+
+    word: str
+    hint: str
+
+
 _LADDER = (CudaState.RUNNING, CudaState.LOCKED, CudaState.CHECKPOINTED)
 
 
@@ -45,29 +58,34 @@ def discover(driver: Driver, tree: Iterable[ProcessInfo]) -> tuple[GangMember, .
     """
     members: list[GangMember] = []
     for process in tree:
-        if not uses_libcuda(process.pid):
-            continue
-        _require_reachable(process)
-        state = _state_if_alive(driver, process)
+        state = state_of(driver, process)
+        if isinstance(state, Halt):
+            named = f"process {process.pid} ({process.name})"
+            raise Unsupported(
+                f"{named} is {state.word}, and the driver can reach only a process that runs",
+                hint=state.hint,
+                code="GPUCR-STOPPED",
+            )
         if state is not None:
             members.append(GangMember(process.id, state))
     return tuple(members)
 
 
-def _require_reachable(process: ProcessInfo) -> None:
-    stat = processes.read_stat(process.pid)
-    cgroup = cgroups.frozen_by(process.pid)
+def state_of(driver: Driver, process: ProcessInfo) -> CudaState | Halt | None:
+    """The process's CUDA state, or what keeps the driver from telling; None where it has none, or has ended."""
+    if not uses_libcuda(process.pid):
+        return None
+    return _halt_of(process.pid) or _state_if_alive(driver, process)
+
+
+def _halt_of(pid: int) -> Halt | None:
+    stat = processes.read_stat(pid)
     if stat is not None and stat.status in "Tt":
-        held, hint = "stopped", f"let it go on with `kill -CONT {process.pid}`, or detach the debugger that holds it"
-    elif cgroup is not None:
-        held, hint = "frozen", f"let the container go on; it is the cgroup {cgroup} that is frozen"
-    else:
-        return
-    raise Unsupported(
-        f"process {process.pid} ({process.name}) is {held}, and the driver can reach only a process that runs",
-        hint=hint,
-        code="GPUCR-STOPPED",
-    )
+        return Halt("stopped", f"let it go on with `kill -CONT {pid}`, or detach the debugger that holds it")
+    cgroup = cgroups.frozen_by(pid)
+    if cgroup is not None:
+        return Halt("frozen", f"let the container go on; it is the cgroup {cgroup} that is frozen")
+    return None
 
 
 def uses_libcuda(pid: int) -> bool:

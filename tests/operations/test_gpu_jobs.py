@@ -163,6 +163,35 @@ def test_filters(child_stopped: Counter) -> None:
     assert (job["state"], job["checkpointable"], job["findings"]) == ("mixed", None, None)
 
 
+def test_a_job_that_is_stopped(counter: CounterFactory) -> None:
+    """The driver cannot be asked about it, but it has its GPU as before."""
+    program = counter("--mib", "2")
+    os.kill(program.pid, signal.SIGSTOP)
+    processes.wait_for_stop([program.pid], 10)
+    job = job_with(program.pid, check=True)
+    (process,) = job.processes
+    assert (process.state, process.halt, process.word) == (None, "stopped", "stopped")
+    assert (job.states, job.state_word, job.is_checkpointable) == ((), "stopped", False)
+    assert sum(job.device_bytes.values()) >= 2 * MIB
+    (finding,) = job.findings or ()
+    assert f"kill -CONT {program.pid}" in finding.remedy
+    assert program.pid in pids_of("--state", "stopped")
+    assert program.pid not in pids_of("--state", "running")
+    heading, line = run("ps", "--job", program.pid).stdout.splitlines()
+    assert line[heading.index("STATE") :].split()[0] == "stopped"
+    os.kill(program.pid, signal.SIGCONT)
+    wait_until(lambda: job_with(program.pid).state_word == "running", "it to go on")
+
+
+def test_a_job_with_a_stopped_process(counter: CounterFactory) -> None:
+    program = counter("--mib", "2", "--fork", "1")
+    _, child = program.processes()
+    os.kill(child, signal.SIGSTOP)
+    processes.wait_for_stop([child], 10)
+    job = job_with(program.pid)
+    assert (job.states, job.state_word) == ((CudaState.RUNNING,), "mixed")
+
+
 def test_filters_that_nothing_fits() -> None:
     done = run("ps", "--user", "nobody-at-all")
     assert (done.returncode, done.stdout) == (0, "no process that uses CUDA fits\n")

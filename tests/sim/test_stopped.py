@@ -10,6 +10,7 @@ from pathlib import Path
 
 import pytest
 
+import gpucr
 from gpucr.linux import cgroups, processes
 from gpucr.linux.ptrace import HeldThreads
 from tests.conftest import skip_or_fail
@@ -117,6 +118,8 @@ def test_answered_when_a_frozen_target_goes_on(libcuda: Libcuda, counter: Counte
     (freezer / "cgroup.freeze").write_text("1")
     wait_until(lambda: "frozen 1" in (freezer / "cgroup.events").read_text(), "the cgroup to be frozen")
     assert cgroups.frozen_by(program.pid) == freezer
+    (listed,) = [each for each in gpucr.list_cuda_processes() if each.process.pid == program.pid]
+    assert (listed.state, listed.halt) == (None, "frozen")
     caller = Caller(lambda: libcuda.state(program.pid))
     caller.assert_waits()
     cgroups.thaw(freezer)

@@ -10,6 +10,7 @@ from typing import Any
 from gpucr.cli.columns import Column, fit
 from gpucr.cli.output import format_bytes, format_seconds, printable
 from gpucr.cli.processes import as_json_record
+from gpucr.gang import HALTS
 from gpucr.model import CudaState, Gpu
 from gpucr.operations.gpu_jobs import GpuJob
 from gpucr.operations.listing import ProcessState
@@ -93,7 +94,7 @@ def chosen(
         return (
             (job is None or job == whole.name or job in pids)
             and (gpu is None or gpu.uuid in each.device_bytes)
-            and (state is None or (each.state is not None and each.state.word == state))
+            and (state is None or each.word == state)
             and (user is None or user in (user_name(each.process.uid), str(each.process.uid)))
         )
 
@@ -141,8 +142,7 @@ def command_of(job: GpuJob) -> str:
 
 
 def _process_cells(each: ProcessState, gpus: Sequence[Gpu]) -> tuple[str, ...]:
-    state = each.state.word if each.state is not None else "-"
-    return _cells(state, each.process.uid, each.age_s, each.device_bytes, each.resident_bytes, gpus)
+    return _cells(each.word or "-", each.process.uid, each.age_s, each.device_bytes, each.resident_bytes, gpus)
 
 
 def _last(job: GpuJob, each: ProcessState, *, checked: bool) -> tuple[str, ...]:
@@ -168,5 +168,5 @@ def _cells(
     )
 
 
-STATE_WORDS = tuple(state.word for state in CudaState)
+STATE_WORDS = (*(state.word for state in CudaState), *HALTS)
 """What can be filtered by."""

@@ -16,7 +16,7 @@ def as_json_record(each: ProcessState) -> dict[str, Any]:
         "name": each.process.name,
         "command_line": list(each.process.command_line),
         "uid": each.process.uid,
-        "state": each.state.word if each.state is not None else None,
+        "state": each.word,
         "resident_bytes": each.resident_bytes,
         "device_bytes": dict(each.device_bytes),
         "age_s": round(each.age_s, 2),

@@ -19,7 +19,12 @@ from gpucr.operations.gpu_jobs import findings_of, list_gpu_jobs
 @click.command("ps")
 @click.option("--job", type=JobTarget(), metavar="PID|NAME", help="Only the job of this name, or with this process.")
 @click.option("--gpu", metavar="GPU", help="Only processes with memory on this GPU, by index or UUID.")
-@click.option("--state", type=click.Choice(STATE_WORDS), metavar="STATE", help="Only processes in this CUDA state.")
+@click.option(
+    "--state",
+    type=click.Choice(STATE_WORDS),
+    metavar="STATE",
+    help="Only processes in this CUDA state, or stopped, or frozen.",
+)
 @click.option("--user", metavar="USER", help="Only processes of this user, by name or number.")
 @click.option("--check", is_flag=True, help="Also ask preflight whether each job can be checkpointed, or why not.")
 @json_option

@@ -53,8 +53,9 @@ class GpuJob:
 
     @property
     def state_word(self) -> str:
-        """That state, where all are in one; else ``mixed``."""
-        return self.states[0].word if len(self.states) == 1 else "mixed"
+        """What all are in, a state or a halt, in a word; else ``mixed``."""
+        words = {each.word for each in self.processes}
+        return (words.pop() or "-") if len(words) == 1 else "mixed"
 
     @property
     def device_bytes(self) -> dict[str, int]:

@@ -10,7 +10,7 @@ from dataclasses import dataclass, field
 from gpucr.driver.cuda import load_driver
 from gpucr.driver.gpus import gpu_processes
 from gpucr.errors import GpucrError, NotACudaProcess
-from gpucr.gang import discover
+from gpucr.gang import Halt, state_of
 from gpucr.linux import memory, processes
 from gpucr.model import CudaState, ProcessInfo
 from gpucr.operations import jobs
@@ -20,6 +20,9 @@ from gpucr.operations import jobs
 class ProcessState:
     """One process. ``state`` is None where it does not use CUDA; ``device_bytes`` is per GPU UUID.
 
+    ``halt`` is ``stopped`` (by a signal or a tracer) or ``frozen`` (with its cgroup) where it has the driver's library
+    loaded and cannot be asked for its state, which is None then too.
+
     ``age_s`` is the time since it was started or, of a restored process, restored.
     """
 
@@ -28,10 +31,18 @@ class ProcessState:
     resident_bytes: int
     device_bytes: Mapping[str, int] = field(default_factory=dict)
     age_s: float = 0.0
+    halt: str | None = None
+
+    @property
+    def word(self) -> str | None:
+        """Its state, or else its halt, in a word; None where it does not use CUDA."""
+        return self.state.word if self.state is not None else self.halt
 
 
 def list_cuda_processes() -> tuple[ProcessState, ...]:
     """Every process of the machine with a CUDA state, suspended ones included, as far as the caller may look.
+
+    One that is stopped or frozen is listed with its ``halt`` if it has the driver's library loaded.
 
     Raises DriverUnavailable where there is no driver with the checkpoint functions.
     """
@@ -41,10 +52,13 @@ def list_cuda_processes() -> tuple[ProcessState, ...]:
     for pid in sorted(processes.all_pids()):
         if pid == os.getpid():  # asking the driver makes the asking process one of the driver's own (driver 580)
             continue
-        # It may have ended meanwhile, belong to someone else, or be stopped: then it is left out.
-        with contextlib.suppress(GpucrError, PermissionError):
+        with contextlib.suppress(GpucrError, PermissionError):  # it has ended meanwhile, or is someone else's
             process = processes.describe(pid)
-            found += [_describe(process, member.found, held) for member in discover(driver, [process])]
+            state = state_of(driver, process)
+            if isinstance(state, Halt):
+                found.append(_describe(process, None, held, state.word))
+            elif state is not None:
+                found.append(_describe(process, state, held))
     return tuple(found)
 
 
@@ -68,9 +82,11 @@ def job_states(pid: int | str, *, only: bool = False) -> tuple[ProcessState, ...
     return tuple(_describe(process, states.get(process.pid), held) for process in job.processes)
 
 
-def _describe(process: ProcessInfo, state: CudaState | None, held: Mapping[int, Mapping[str, int]]) -> ProcessState:
+def _describe(
+    process: ProcessInfo, state: CudaState | None, held: Mapping[int, Mapping[str, int]], halt: str | None = None
+) -> ProcessState:
     resident_bytes = memory.resident_bytes(process.pid)
-    return ProcessState(process, state, resident_bytes, held.get(process.pid, {}), processes.age_s(process.id))
+    return ProcessState(process, state, resident_bytes, held.get(process.pid, {}), processes.age_s(process.id), halt)
 
 
 def _device_bytes() -> dict[int, dict[str, int]]:
