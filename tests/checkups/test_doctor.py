@@ -147,6 +147,12 @@ def test_what_does_not_go_together(arguments: tuple[str, ...]) -> None:
     assert run("doctor", *arguments).returncode == 2
 
 
+def test_a_bucket_is_no_folder_to_look_at() -> None:
+    done = run("doctor", "--to", "s3://bucket/prefix")
+    assert done.returncode == 2
+    assert "s3://bucket/prefix is no folder" in done.stderr
+
+
 def test_a_job() -> None:
     with sleeper() as child:
         found = printed(child.pid)

@@ -21,7 +21,8 @@ from gpucr.checkups.runtimes import RuntimeFacts
 from gpucr.checkups.storage import StorageFacts
 from gpucr.criu import install as criu_install_module
 from gpucr.criu.install import CriuInstall
-from gpucr.errors import CriuError
+from gpucr.errors import CriuError, NotPermitted
+from gpucr.hooks import criu_config
 from gpucr.hooks.criu_config import HookStatus
 from gpucr.linux import capabilities, processes, sock_diag
 from gpucr.linux.capabilities import Capabilities
@@ -417,6 +418,22 @@ def test_looking_for_runtimes(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -
         (tmp_path / name).chmod(0o755)
     monkeypatch.setenv("PATH", str(tmp_path))
     assert runtimes.look().found == ("runc", "podman")
+
+
+def test_a_configuration_that_cannot_be_read(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    (tmp_path / "runc.conf").mkdir()
+    read = criu_config.status
+    monkeypatch.setattr(criu_config, "status", lambda: read(tmp_path))
+    one = only(runtimes.check(replace(runtimes.look(), found=("runc",))))
+    assert one.verdict == "warning"
+    assert f"{tmp_path}/runc.conf cannot be read: Is a directory" in one.evidence
+
+
+def test_a_configuration_that_only_root_can_read() -> None:
+    problem = NotPermitted("CRIU's configuration in /etc/criu cannot be read: Permission denied", pid=1)
+    one = only(runtimes.check(replace(RUNTIMES, hook=None, problem=problem)))
+    assert (one.verdict, one.remedy) == ("unknown", "sudo gpucr doctor")
+    assert "Permission denied" in one.evidence
 
 
 # --- capabilities -----------------------------------------------------------------------------------------------

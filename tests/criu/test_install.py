@@ -50,6 +50,11 @@ def test_path(tmp_path: Path) -> None:
     assert found.version_text == "4.2"
 
 
+def test_a_bad_line_in_the_configuration_of_every_criu_hides_none(tmp_path: Path) -> None:
+    fake(tmp_path / "bin/criu", 'case "$*" in *--no-default-config*) echo Version: 4.2 ;; *) exit 1 ;; esac')
+    assert find_criu().version == (4, 2, 0)
+
+
 def test_environment_wins(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     fake(tmp_path / "bin/criu", "echo Version: 4.2")
     mine = fake(tmp_path / "mine", "echo Version: 4.1.1")

@@ -3,14 +3,25 @@
 from __future__ import annotations
 
 import json
+import os
+import re
 import shutil
+import signal
 import subprocess
 from pathlib import Path
 from typing import Any
 
 import pytest
 
+from gpucr.criu.options import DumpOptions
+from gpucr.errors import BrokenInstall, CriuError, JobDamaged
+from gpucr.hooks import containers, oci, runtime_call
+from gpucr.hooks.container_record import ContainerRecord
+from gpucr.hooks.found_container import FoundContainer
+from gpucr.linux import processes
+from gpucr.operations.interrupts import Interrupts
 from tests import command
+from tests.counter import wait_until
 from tests.hooks.conftest import StartContainer
 from tests.hooks.container import Container, wait_gone
 from tests.hooks.runtimes import in_cgroup2
@@ -34,6 +45,20 @@ def gpucr(container: Container, *arguments: object) -> subprocess.CompletedProce
 def dump(container: Container, to: Path, *options: str) -> subprocess.CompletedProcess[str]:
     return gpucr(
         container, "dump", "--container", container.name, "--runtime-root", container.runtime_root, "--to", to, *options
+    )
+
+
+def start_dump(container: Container, to: Path) -> subprocess.Popen[str]:
+    """`gpucr dump --container` in a process group of its own."""
+    words = command.command("dump", "--container", container.name, "--runtime-root", container.runtime_root, "--to", to)
+    return subprocess.Popen(
+        in_cgroup2(words),
+        env=container.environment,
+        stdin=subprocess.DEVNULL,
+        stdout=subprocess.PIPE,
+        stderr=subprocess.PIPE,
+        text=True,
+        start_new_session=True,
     )
 
 
@@ -134,3 +159,169 @@ def test_a_dump_that_fails_when_the_container_has_ended_keeps_what_there_is(
     assert done.returncode == 10
     assert f"the container {made.name} has ended, and its dump is not complete" in done.stderr
     assert command.run("verify", tmp_path / "snapshot" / "images").returncode == 0
+
+
+@pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM])
+@pytest.mark.parametrize("everybody", [False, True], ids=["gpucr alone", "its process group"])
+def test_a_dump_that_is_interrupted_leaves_the_container_and_no_folder(
+    container: StartContainer, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, number: signal.Signals, everybody: bool
+) -> None:
+    monkeypatch.setenv("GPUCR_SIM_FIXED_COST_MS", "1500")  # device memory takes its time
+    made = container("--mib", "4", "--fork", "1", counters=2, with_hook=False)
+    made.ask()
+    to = tmp_path / "snapshot"
+    dumping = start_dump(made, to)
+    wait_until(lambda: (to / "images").exists() or dumping.poll() is not None, "the dump to begin")
+    (os.killpg if everybody else os.kill)(dumping.pid, number)
+    _, said = dumping.communicate(timeout=command.TIMEOUT_S)
+    assert dumping.returncode == 130, said
+    assert not to.exists()
+    assert made.ask() == 102
+    assert made.verify() == ["ok"] * 2
+
+
+def test_a_restore_that_is_interrupted_is_completed(container: StartContainer, tmp_path: Path) -> None:
+    made = container("--mib", "4", with_hook=False)
+    made.ask()
+    to = tmp_path / "snapshot"
+    assert dump(made, to).returncode == 0
+    fifo = tmp_path / "begun"
+    os.mkfifo(fifo)
+    _before_criu(made, f'test -z "$CRIU_CONFIG_FILE" || echo >{fifo}')
+    restoring = subprocess.Popen(
+        in_cgroup2(command.command("restore", to)),
+        env=made.environment,
+        stdin=subprocess.DEVNULL,
+        stdout=subprocess.PIPE,
+        stderr=subprocess.PIPE,
+        text=True,
+        start_new_session=True,
+    )
+    fifo.read_text()
+    os.killpg(restoring.pid, signal.SIGTERM)
+    _before_criu(made, "")
+    os.close(os.open(fifo, os.O_RDWR))
+    fifo.unlink()
+    _, said = restoring.communicate(timeout=command.TIMEOUT_S)
+    assert restoring.returncode == 0, said
+    made.wait_ready()
+    assert made.ask() == 102
+    assert made.exists()
+
+
+def _before_criu(container: Container, line: str) -> None:
+    """Have the CRIU on the container's PATH begin with this line of shell."""
+    program = container.folder / "programs" / "criu"
+    text = re.sub(r"^#!/bin/sh\n(?:.*# a test's\n)?", "", program.read_text())
+    program.write_text(f"#!/bin/sh\n{line} # a test's\n{text}")
+
+
+def test_a_folder_is_kept_where_the_container_ends_after_the_dump_seemed_to_fail(
+    process_without_cuda: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def checkpoint(_record: object, images: Path, _interrupts: object, *, leave_running: bool) -> None:
+        (images / "inventory.img").touch()
+        raise CriuError("the runtime was killed", phase="dump")
+
+    def ends_meanwhile(pid: int, _before: object) -> None:
+        processes.kill_tree(pid, including_root=True)
+
+    found = FoundContainer("runc", "web", process_without_cuda, "running", "", is_podmans=False)
+    monkeypatch.setattr(containers, "_find", lambda *_: found)
+    monkeypatch.setattr(containers, "_wait_until_back", ends_meanwhile)
+    monkeypatch.setattr(oci, "checkpoint", checkpoint)
+    with pytest.raises(JobDamaged, match="has ended, and its dump is not complete: the runtime was killed"):
+        containers.dump_container("web", tmp_path / "snapshot")
+    assert (tmp_path / "snapshot" / "images" / "inventory.img").exists()
+
+
+OPTIONS = DumpOptions(leave_running=False, shell_job=False, ghost_limit_bytes=1 << 20, network_lock="nftables")
+
+CRIU = """#!/bin/sh
+[ "$1" = --version ] && echo Version: 4.2.1 && exit
+touch {folder}/begun
+while echo more >>{folder}/image; do sleep 0.02; done 2>/dev/null
+touch {folder}/ended
+"""
+"""It writes for as long as it can, and undoes then."""
+
+RUNTIME = """#!/bin/sh
+setsid criu swrk 3 &
+while ! test -e {folder}/begun; do sleep 0.02; done
+exit 1
+"""
+
+
+def test_no_criu_is_at_work_when_the_runtime_was_killed(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    for name, text in (("criu", CRIU), ("runtime", RUNTIME)):
+        (tmp_path / name).write_text(text.format(folder=tmp_path))
+        (tmp_path / name).chmod(0o755)
+    monkeypatch.setenv("GPUCR_CRIU", str(tmp_path / "criu"))
+    monkeypatch.setenv("XDG_DATA_HOME", str(tmp_path / "data"))
+    with runtime_call.programs(OPTIONS) as found, Interrupts() as interrupts:
+        assert runtime_call.call([str(tmp_path / "runtime")], found, interrupts) == 1
+        assert (tmp_path / "ended").exists()
+        assert found.crius() == []
+    assert list((tmp_path / "data" / "gpucr").iterdir()) == []
+
+
+def test_a_runtime_that_cannot_checkpoint_says_so(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    for name, text in (("criu", CRIU), ("crun", "#!/bin/sh\necho unknown command checkpoint >&2\nexit 1\n")):
+        (tmp_path / name).write_text(text)
+        (tmp_path / name).chmod(0o755)
+    monkeypatch.setenv("GPUCR_CRIU", str(tmp_path / "criu"))
+    monkeypatch.setenv("XDG_DATA_HOME", str(tmp_path / "data"))
+    monkeypatch.setenv("PATH", f"{tmp_path}:{os.environ['PATH']}")
+    record = ContainerRecord("crun", None, "web", "/bundle", OPTIONS)
+    with pytest.raises(CriuError, match="crun could not dump the container web: unknown command checkpoint") as caught:
+        oci.checkpoint(record, tmp_path / "images", Interrupts(), leave_running=False)
+    assert Path(str(caught.value.log_path)).is_file()
+
+
+def test_nowhere_to_put_programs_is_told(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    (tmp_path / "data").touch()
+    (tmp_path / "criu").write_text(CRIU)
+    (tmp_path / "criu").chmod(0o755)
+    monkeypatch.setenv("GPUCR_CRIU", str(tmp_path / "criu"))
+    monkeypatch.setenv("XDG_DATA_HOME", str(tmp_path / "data"))
+    with (
+        pytest.raises(BrokenInstall, match=f"cannot be put into {tmp_path}/data/gpucr: Not a directory"),
+        runtime_call.programs(OPTIONS),
+    ):
+        pass
+
+
+def test_a_folder_that_cannot_be_made_is_told(container: StartContainer, tmp_path: Path) -> None:
+    made = container("--no-cuda", with_hook=False)
+    where = tmp_path / "where"
+    where.mkdir()
+    subprocess.run(["mount", "-t", "tmpfs", "-o", "ro,size=64k", "none", str(where)], check=True)
+    try:
+        done = dump(made, where / "snapshot")
+    finally:
+        subprocess.run(["umount", str(where)], check=True)
+    assert done.returncode == 5
+    assert f"the snapshot folder {where}/snapshot cannot be made: Read-only file system" in done.stderr
+    assert made.ask() == 101
+
+
+def test_a_container_without_gpu_state_is_not_taken_for_an_unfinished_dump(
+    container: StartContainer, tmp_path: Path
+) -> None:
+    made = container("--no-cuda", with_hook=False)
+    to = tmp_path / "snapshot"
+    assert dump(made, to).returncode == 0
+    for name in ("inspect", "verify"):
+        done = command.run(name, to)
+        assert done.returncode == 2
+        assert f"{to} holds a container without GPU state" in done.stderr
+        done = command.run(name, to / "images")
+        assert done.returncode == 2
+        assert "holds CRIU's images, without GPU state" in done.stderr
+    assert gpucr(made, "restore", to).returncode == 0
+    done = gpucr(made, "restore", to)  # it runs
+    assert done.returncode == 1
+    assert f"runc could not restore the container {made.name}: container with given ID already exists\n" in done.stderr
+    log = re.search(r"^log:\s+(.*)$", done.stderr, re.MULTILINE)
+    assert log is not None
+    assert "already exists" in Path(log[1]).read_text()

@@ -117,6 +117,76 @@ def test_a_path_that_criu_cannot_read_is_refused(name: str) -> None:
         criu_config.install("runc", Path(name))
 
 
+@pytest.mark.parametrize("name", ["/etc/a b", "/etc/a#b", '/etc/a"b'])
+def test_a_path_that_criu_would_cut_short_is_refused(name: str) -> None:
+    with pytest.raises(InvalidRequest, match="cannot be the folder of CRIU's action script"):
+        criu_config.install("runc", Path(name))
+
+
+@pytest.mark.parametrize("which", ["the package", "the interpreter"])
+def test_a_gpucr_below_a_folder_that_others_can_write_is_refused(
+    which: str, folder: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    inner = tmp_path / "open" / "inner"
+    (inner / "gpucr").mkdir(parents=True)
+    (inner / "python").symlink_to(sys.executable)
+    (tmp_path / "open").chmod(0o777)
+    if which == "the package":
+        monkeypatch.setattr(criu_config, "_SOURCE", inner)
+    else:
+        monkeypatch.setattr(sys, "executable", str(inner / "python"))
+    with pytest.raises(BrokenInstall, match=f"{tmp_path / 'open'} can be changed by others than root"):
+        criu_config.install("runc", folder)
+    assert not folder.exists()
+
+
+@pytest.mark.parametrize(
+    "edited", ['action-script "{}"  # GPUs', "action-script {}# GPUs", "  action-script={}", "action-script\t'{}'"]
+)
+def test_a_line_that_was_edited_is_known_again(edited: str, folder: Path) -> None:
+    criu_config.install("runc", folder)
+    config = folder / "runc.conf"
+    config.write_text(f"tcp-established\n{edited.format(folder / criu_config.SCRIPT_NAME)}\n")
+    assert criu_config.status(folder).is_installed
+    criu_config.install("runc", folder)
+    assert config.read_text().count("action-script") == 1
+    criu_config.uninstall(folder)
+    assert config.read_text() == "tcp-established\n"
+
+
+@pytest.mark.parametrize("line", ["# action-script {}", "action-script {}-of-mine", "action-script /opt/other # {}"])
+def test_a_line_of_somebody_elses_stays(line: str, folder: Path) -> None:
+    folder.mkdir()
+    config = folder / "runc.conf"
+    text = line.format(folder / criu_config.SCRIPT_NAME) + "\n"
+    config.write_text(text)
+    assert not criu_config.status(folder).configured
+    criu_config.install("runc", folder)
+    criu_config.uninstall(folder)
+    assert config.read_text() == text
+
+
+def test_a_link_stays_one_and_what_it_leads_to_names_no_script_afterwards(folder: Path, tmp_path: Path) -> None:
+    folder.mkdir()
+    (tmp_path / "managed.conf").touch()
+    (folder / "runc.conf").symlink_to(tmp_path / "managed.conf")
+    criu_config.install("runc", folder)
+    assert b"gpucr-hook" in (tmp_path / "managed.conf").read_bytes()
+    criu_config.uninstall(folder)
+    assert (folder / "runc.conf").is_symlink()
+    assert (tmp_path / "managed.conf").read_bytes() == b""
+
+
+def test_a_file_that_cannot_be_read_is_told(folder: Path) -> None:
+    (folder / "runc.conf").mkdir(parents=True)
+    for name in ("status", "install", "uninstall"):
+        done = run("hook", name, "--config-dir", folder)
+        assert done.returncode == 4
+        assert f"CRIU's configuration in {folder}/runc.conf cannot be" in done.stderr
+        assert "Is a directory" in done.stderr
+        assert "run the command as root" not in done.stderr
+
+
 def test_the_command(folder: Path) -> None:
     done = run("hook", "status", "--config-dir", folder)
     assert done.returncode == 1
@@ -137,3 +207,33 @@ def test_a_call_that_is_not_criu_is_refused() -> None:
     done = run("hook", "run", env={"CRTOOLS_SCRIPT_ACTION": "pre-dump", "CRTOOLS_IMAGE_DIR": "/etc"})
     assert done.returncode == 2
     assert "this is a hook for CRIU to call" in done.stderr
+
+
+def call_hook(folder: Path, preparation: str, **variables: str) -> subprocess.CompletedProcess[str]:
+    """The script as CRIU starts it, by a shell that does something about its descriptors first."""
+    return subprocess.run(
+        ["sh", "-c", f'{preparation}; exec "$0"', str(folder / criu_config.SCRIPT_NAME)],
+        env={**os.environ, **variables},
+        capture_output=True,
+        text=True,
+        check=False,
+    )
+
+
+@pytest.mark.parametrize("preparation", ["exec 0<&- 1>&- 2>&-", "exec 2>/dev/full"])
+def test_a_log_that_cannot_be_written_decides_nothing(preparation: str, folder: Path) -> None:
+    criu_config.install("runc", folder)
+    here = f"/proc/{os.getpid()}/fd/0"  # no folder of images: nothing to do at these hooks
+    for hook in ("post-dump", "pre-restore", "post-resume"):
+        done = call_hook(folder, preparation, CRTOOLS_SCRIPT_ACTION=hook, CRTOOLS_IMAGE_DIR=here)
+        assert done.returncode == 0, done.stderr
+    done = call_hook(folder, preparation, CRTOOLS_SCRIPT_ACTION="pre-dump")
+    assert done.returncode == 2
+
+
+def test_what_the_system_refuses_is_one_line_of_gpucrs(folder: Path) -> None:
+    criu_config.install("runc", folder)
+    image_dir = f"/proc/{os.getpid()}/fd/999999"
+    done = call_hook(folder, ":", CRTOOLS_SCRIPT_ACTION="pre-dump", CRTOOLS_IMAGE_DIR=image_dir, CRTOOLS_INIT_PID="1")
+    assert done.returncode == 1
+    assert done.stderr == f"gpucr: error: No such file or directory ({image_dir})\n"

@@ -11,7 +11,7 @@ from gpucr.checkups import engine, privileges, storage
 from gpucr.checkups.checkup import Checkup, from_findings, ok
 from gpucr.criu.options import GHOST_LIMIT_MAX_BYTES, deleted_file_sizes
 from gpucr.driver.gpus import gpu_processes, list_gpus
-from gpucr.errors import Unsupported
+from gpucr.errors import InvalidRequest, Unsupported
 from gpucr.linux import processes
 from gpucr.model import CudaState, GangMember, GpuUse, Job
 from gpucr.operations import jobs, registered, suspended
@@ -156,7 +156,15 @@ def _surroundings(folder: Path, *, was_named: bool) -> list[Checkup]:
 
 
 def nearest_folder(folder: str | os.PathLike[str] | None) -> Path:
-    """The folder that would be written to: the one that is named, or the nearest above it that is there."""
+    """The folder that would be written to: the one that is named, or the nearest above it that is there.
+
+    Raises InvalidRequest for a URL.
+    """
+    if folder is not None and "://" in os.fspath(folder):
+        raise InvalidRequest(
+            f"{os.fspath(folder)} is no folder, and there is no disk to look at",
+            hint="leave --to out: what is written to a bucket needs no room here",
+        )
     path = Path(folder if folder is not None else ".").resolve()
     # Path.is_dir raises where the caller may not look.
     return next(each for each in [path, *path.parents] if os.path.isdir(each))

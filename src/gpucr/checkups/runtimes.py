@@ -7,6 +7,7 @@ from dataclasses import dataclass
 
 from gpucr.checkups.checkup import Checkup, ok
 from gpucr.checkups.memory import hierarchy
+from gpucr.errors import BrokenInstall, GpucrError, NotPermitted
 from gpucr.hooks import criu_config
 from gpucr.hooks.criu_config import HookStatus
 
@@ -16,40 +17,58 @@ _RUNTIMES = ("runc", "crun", "podman", "docker", "containerd", "crio", "kubelet"
 
 @dataclass(frozen=True)
 class RuntimeFacts:
-    """``found`` are the runtimes on PATH. ``is_hybrid``: cgroups of both versions are mounted."""
+    """``found`` are the runtimes on PATH. ``is_hybrid``: cgroups of both versions are mounted.
+
+    ``hook`` is None where a configuration file cannot be read, and ``problem`` says why.
+    """
 
     found: tuple[str, ...]
-    hook: HookStatus
+    hook: HookStatus | None
     is_hybrid: bool
+    problem: GpucrError | None = None
 
 
 def look() -> RuntimeFacts:
     """Search PATH, and read CRIU's configuration files."""
-    return RuntimeFacts(
-        found=tuple(name for name in _RUNTIMES if shutil.which(name)),
-        hook=criu_config.status(),
-        is_hybrid=hierarchy() == "hybrid",
-    )
+    found = tuple(name for name in _RUNTIMES if shutil.which(name))
+    is_hybrid = hierarchy() == "hybrid"
+    try:
+        return RuntimeFacts(found, criu_config.status(), is_hybrid)
+    except (NotPermitted, BrokenInstall) as e:
+        return RuntimeFacts(found, None, is_hybrid, e)
 
 
 def check(facts: RuntimeFacts) -> list[Checkup]:
     """What happens to the GPU state of a container that its runtime checkpoints."""
     if not facts.found:
         return [ok(_ABOUT, "there is no container runtime", f"none of {', '.join(_RUNTIMES)} is on PATH")]
-    return [_hook(facts), *_crun(facts)]
+    hook = _hook(facts, facts.hook) if facts.hook is not None else _unseen(facts)
+    return [hook, *_crun(facts)]
 
 
-def _hook(facts: RuntimeFacts) -> Checkup:
+def _unseen(facts: RuntimeFacts) -> Checkup:
+    is_forbidden = isinstance(facts.problem, NotPermitted)
+    return Checkup(
+        _ABOUT,
+        "unknown" if is_forbidden else "warning",
+        "whether the hook is installed was not seen",
+        facts.problem.message if facts.problem is not None else "",
+        "" if is_forbidden else "CRIU may not be able to read it either, and then no container can be checkpointed",
+        "sudo gpucr doctor" if is_forbidden else "mend that file, then gpucr hook install, as root",
+    )
+
+
+def _hook(facts: RuntimeFacts, hook: HookStatus) -> Checkup:
     names = ", ".join(facts.found)
-    if facts.hook.is_installed:
-        files = ", ".join(map(str, facts.hook.configured))
+    if hook.is_installed:
+        files = ", ".join(map(str, hook.configured))
         return ok(_ABOUT, f"containers of {names} are checkpointed with their GPU state", f"{files} calls gpucr")
-    is_outdated = bool(facts.hook.configured)
+    is_outdated = bool(hook.configured)
     return Checkup(
         _ABOUT,
         "warning",
         "the hook is of another gpucr, or its script is missing" if is_outdated else "the hook is not installed",
-        f"{facts.hook.script}; on PATH: {names}" if is_outdated else f"gpucr hook status; on PATH: {names}",
+        f"{hook.script}; on PATH: {names}" if is_outdated else f"gpucr hook status; on PATH: {names}",
         "when a runtime checkpoints a container that uses a GPU, CRIU fails, or works with another gpucr"
         if is_outdated
         else "runtimes checkpoint containers that use GPUs only with CRIU's own CUDA plugin, or not at all",

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import asdict
-from pathlib import Path
 from typing import Any
 
 import click
@@ -27,7 +26,7 @@ _BELOW = " " * len(_ROW.format("", "", ""))
 @click.argument("pid", type=JobTarget(), metavar="[PID|NAME]", required=False)
 @click.option(
     "--to",
-    type=click.Path(path_type=Path),
+    type=click.Path(path_type=str),  # a Path would hide that it is a URL
     metavar="DIR",
     help="Where snapshots would go; without it, the current folder.",
 )
@@ -54,7 +53,7 @@ _BELOW = " " * len(_ROW.format("", "", ""))
 def command(
     *,
     pid: int | str | None,
-    to: Path | None,
+    to: str | None,
     fix: bool,
     do_probe: bool,
     only: tuple[str, ...],

@@ -16,7 +16,7 @@ from gpucr.hooks.criu_config import DEFAULT_FOLDER, RUNTIMES, Change, Runtime
 
 _config_dir_option = click.option(
     "--config-dir",
-    type=click.Path(path_type=Path),
+    type=click.Path(path_type=Path, readable=False),  # what cannot be read is told by who wants to read it
     default=DEFAULT_FOLDER,
     show_default=True,
     metavar="DIR",

@@ -125,7 +125,7 @@ def probe(command: tuple[str, ...], origin: Origin, path: Path, least: tuple[int
     """Start ``command --version`` and read the answer. Raises CriuUnavailable where it fails or is too old."""
     try:
         result = subprocess.run(
-            [*command, "--version"],
+            [*command, "--version", "--no-default-config"],  # a bad line in there is not gpucr's
             stdin=subprocess.DEVNULL,
             capture_output=True,
             text=True,

@@ -156,13 +156,13 @@ def main() -> None:
     """The program that CRIU's action script starts. Ends with the exit code of what happened."""
     # CRIU's log shows what is said here, between its own lines.
     try:
-        lines = run_hook(os.environ)
+        lines, status = run_hook(os.environ), 0
     except GpucrError as error:
-        lines = [f"error: {error.message}", *([f"hint:  {error.hint}"] if error.hint else [])]
-        status = error.exit_code
-    else:
-        status = 0
-    for line in lines:
-        sys.stderr.write(f"gpucr: {line}\n")
-    sys.stderr.flush()
+        lines, status = [f"error: {error.message}", *([f"hint:  {error.hint}"] if error.hint else [])], error.exit_code
+    except OSError as error:
+        where = f" ({error.filename})" if error.filename is not None else ""
+        lines, status = [f"error: {error.strerror or error}{where}"], GpucrError.exit_code
+    # The log's disk may be full, and there may be no log: neither decides over the container.
+    with contextlib.suppress(OSError):
+        os.write(2, "".join(f"gpucr: {line}\n" for line in lines).encode(errors="backslashreplace"))
     sys.exit(status)

@@ -18,11 +18,10 @@ from typing import Literal, get_args
 
 from gpucr.criu.options import DumpOptions
 from gpucr.errors import SnapshotDamaged
+from gpucr.snapshot.folder import CONTAINER_RECORD_NAME
 
 Runtime = Literal["runc", "crun", "podman"]
 RUNTIMES: tuple[Runtime, ...] = get_args(Runtime)
-
-RECORD_NAME = "container.json"
 
 _FORMAT = "gpucr-container"
 _FORMAT_VERSION = 1
@@ -46,17 +45,17 @@ class ContainerRecord:
 def write_record(folder: Path, record: ContainerRecord) -> None:
     """Write it, durably. Raises OSError."""
     data = {"format": _FORMAT, "format_version": _FORMAT_VERSION, **asdict(record)}
-    temporary = folder / f".{RECORD_NAME}.unfinished"
+    temporary = folder / f".{CONTAINER_RECORD_NAME}.unfinished"
     with temporary.open("w", encoding="ascii") as stream:
         json.dump(data, stream, indent=1)
         stream.flush()
         os.fsync(stream.fileno())
-    temporary.replace(folder / RECORD_NAME)
+    temporary.replace(folder / CONTAINER_RECORD_NAME)
 
 
 def read_record(folder: Path) -> ContainerRecord:
     """The record of a folder. Raises SnapshotDamaged."""
-    path = folder / RECORD_NAME
+    path = folder / CONTAINER_RECORD_NAME
     try:
         if folder.stat().st_uid not in (0, os.geteuid()) or path.stat().st_size > _MAX_RECORD_BYTES:
             raise ValueError("it is too large, or belongs to another user")

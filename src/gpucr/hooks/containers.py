@@ -13,10 +13,9 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from gpucr.criu.options import choose_dump_options
-from gpucr.errors import GpucrError, InvalidRequest, JobDamaged, Unsupported
+from gpucr.errors import GpucrError, InvalidRequest, JobDamaged, SnapshotError, Unsupported
 from gpucr.hooks import oci, podman
 from gpucr.hooks.container_record import (
-    RECORD_NAME,
     RUNTIMES,
     ContainerRecord,
     Runtime,
@@ -27,7 +26,8 @@ from gpucr.hooks.found_container import FoundContainer
 from gpucr.linux import processes
 from gpucr.model import CudaState, ProcessId
 from gpucr.operations import jobs
-from gpucr.snapshot.folder import GPU_PART_NAME, check_target
+from gpucr.operations.interrupts import Interrupts
+from gpucr.snapshot.folder import CONTAINER_RECORD_NAME, GPU_PART_NAME, check_target, completed
 
 _THAW_LIMIT_S = 600.0
 _KILLED_LIMIT_S = 10.0
@@ -49,7 +49,7 @@ class ContainerReport:
 
 def is_container(folder: Path) -> bool:
     """Whether this folder was made by `dump_container`."""
-    return (folder / RECORD_NAME).is_file()
+    return (folder / CONTAINER_RECORD_NAME).is_file()
 
 
 def dump_container(
@@ -66,7 +66,8 @@ def dump_container(
     ``leave_running`` this returns when its GPU state is back. The folder must not exist, or be empty. Needs root.
 
     Raises InvalidRequest, SnapshotExists, CriuUnavailable (nothing was changed); CriuError (the container is as it was,
-    ``to`` is gone); JobDamaged (its GPU state is not back, or it has ended and ``to`` is not complete).
+    ``to`` is gone); KeyboardInterrupt (likewise: Ctrl-C or SIGTERM); SnapshotError (``to`` cannot be made or written);
+    JobDamaged (its GPU state is not back, or it has ended and ``to`` is not complete).
     """
     begin = time.monotonic()
     check_target(to)
@@ -78,28 +79,24 @@ def dump_container(
     root = None if runtime_root is None else str(runtime_root.absolute())
     record = ContainerRecord(found.runtime, root, found.container, found.bundle, options)
     existed = to.exists()
-    images = to / "images"
-    images.mkdir(mode=0o700, parents=True)
-    to.chmod(0o700)
     checkpoint = podman.checkpoint if found.runtime == "podman" else oci.checkpoint
-    try:
-        checkpoint(record, images.resolve(), leave_running=leave_running)
-        if leave_running:
+    with Interrupts() as interrupts:
+        images = _make_folder(to)
+        try:
+            checkpoint(record, images.resolve(), interrupts, leave_running=leave_running)
+            if leave_running:
+                _wait_until_back(pid, before)
+            with completed(str(to), hint="free space on that disk"):
+                write_record(to, record)
+        except JobDamaged:
+            raise  # what is in the folder is complete, and perhaps all that is left
+        except BaseException as error:
+            _check_not_ended(tree[0].id, container, to, error)
             _wait_until_back(pid, before)
-        write_record(to, record)
-    except JobDamaged:
-        raise  # what is in the folder is complete, and perhaps all that is left
-    except BaseException as error:
-        if _has_ended(tree[0].id):  # then what is in the folder is all that is left of it
-            raise JobDamaged(
-                f"the container {container} has ended, and its dump is not complete: {error}",
-                failures=[str(error)],
-                hint=f"what there is of it is in {to}, and has been left there",
-            ) from error
-        _wait_until_back(pid, before)
-        for made in (images, podman.beside(images)) if existed else (to,):
-            shutil.rmtree(made, ignore_errors=True)
-        raise
+            _check_not_ended(tree[0].id, container, to, error)
+            for made in (images, podman.beside(images)) if existed else (to,):
+                shutil.rmtree(made, ignore_errors=True)
+            raise
     return _report(to, record, pid, begin, left_running=leave_running)
 
 
@@ -161,9 +158,32 @@ def _find(container: str, runtime: Runtime | None, runtime_root: Path | None) ->
     )
 
 
-def _has_ended(root: ProcessId) -> bool:
+def _make_folder(to: Path) -> Path:
+    """The folder of a dump, with one for CRIU's images in it, which is returned."""
+    images = to / "images"
+    try:
+        images.mkdir(mode=0o700, parents=True)
+        to.chmod(0o700)
+    except OSError as e:
+        raise SnapshotError(
+            f"the snapshot folder {to} cannot be made: {e.strerror}",
+            path=str(to),
+            hint="check the file system (free space, read-only, permissions)",
+        ) from e
+    return images
+
+
+def _check_not_ended(root: ProcessId, container: str, to: Path, error: BaseException) -> None:
+    """Raise JobDamaged where the container has ended: then what is in the folder is all that is left of it."""
     processes.wait_for_the_killed([root], _KILLED_LIMIT_S)
-    return not processes.is_alive(root) or processes.is_about_to_end(root)
+    if processes.is_alive(root) and not processes.is_about_to_end(root):
+        return
+    why = str(error) or "it was interrupted"
+    raise JobDamaged(
+        f"the container {container} has ended, and its dump is not complete: {why}",
+        failures=[why],
+        hint=f"what there is of it is in {to}, and has been left there",
+    ) from error
 
 
 def _running(pid: int) -> set[int]:

@@ -9,7 +9,9 @@ this gpucr.
 from __future__ import annotations
 
 import contextlib
+import errno
 import os
+import re
 import shlex
 import stat
 import sys
@@ -31,6 +33,9 @@ _COMMENT = "# GPU state of containers; `gpucr hook uninstall` removes these two 
 _SCRIPT_MODE = 0o755
 _SOURCE = Path(__file__).parents[2]
 _FILES = ("runc.conf", "crun.conf", "default.conf")
+_OUR_LINE = re.compile(rb"\s*action-script(?:\s+|=)[\"']?[^\s\"'#]*/" + SCRIPT_NAME.encode() + rb"[\"']?\s*(?:#.*)?")
+"""However it was edited: CRIU takes quotes, an equals sign, and a comment behind (seen with 4.2.1)."""
+_NOT_ALLOWED = (errno.EACCES, errno.EPERM, errno.EROFS)
 
 
 @dataclass(frozen=True)
@@ -82,7 +87,8 @@ def install(runtime: Runtime | None = None, folder: Path = DEFAULT_FOLDER) -> tu
 def uninstall(folder: Path = DEFAULT_FOLDER) -> tuple[Change, ...]:
     """Take everything out again that `install` has put in; files that hold nothing else are removed.
 
-    Checkpoints that were made with the hook can then no longer be restored by the runtimes. Raises NotPermitted.
+    Checkpoints that were made with the hook can then no longer be restored by the runtimes. Raises NotPermitted,
+    BrokenInstall.
     """
     script = folder / SCRIPT_NAME
     try:
@@ -95,12 +101,16 @@ def uninstall(folder: Path = DEFAULT_FOLDER) -> tuple[Change, ...]:
 
 
 def status(folder: Path = DEFAULT_FOLDER) -> HookStatus:
-    """What is configured. Changes nothing."""
+    """What is configured. Changes nothing. Raises NotPermitted, BrokenInstall where a file cannot be read."""
     script = folder / SCRIPT_NAME
     current = False
     with contextlib.suppress(OSError):
-        current = script.read_text() == script_text() and os.access(script, os.X_OK)
-    return HookStatus(script, tuple(folder / name for name in _FILES if _has_line(folder / name)), current)
+        current = script.read_bytes() == script_text().encode() and os.access(script, os.X_OK)
+    try:
+        configured = tuple(folder / name for name in _FILES if _has_line(folder / name))
+    except OSError as e:
+        raise _explained(e, folder, "read") from e
+    return HookStatus(script, configured, current)
 
 
 def script_text() -> str:
@@ -142,17 +152,16 @@ def _lines(path: Path) -> list[bytes]:
         return []
 
 
+def _is_script(line: bytes) -> bool:
+    return _OUR_LINE.fullmatch(line.rstrip(b"\r\n")) is not None
+
+
 def _is_ours(line: bytes) -> bool:
-    words = line.replace(b"=", b" ").split()
-    return line.strip() == _COMMENT.encode() or (
-        len(words) == 2
-        and words[0] == b"action-script"
-        and words[1].strip(b"\"'").endswith(b"/" + SCRIPT_NAME.encode())
-    )
+    return line.strip() == _COMMENT.encode() or _is_script(line)
 
 
 def _has_line(path: Path) -> bool:
-    return any(_is_ours(line) for line in _lines(path) if not line.startswith(b"#"))
+    return any(map(_is_script, _lines(path)))
 
 
 def _with_line(path: Path, script: Path) -> Change:
@@ -167,7 +176,7 @@ def _without_line(path: Path) -> Change:
     kept = [line for line in lines if not _is_ours(line)]
     if kept == lines:
         return Change(path, "unchanged")
-    if kept:
+    if kept or path.is_symlink():  # removing a link would leave the lines in the file that it leads to
         return _write(path, b"".join(kept), 0o644)
     path.unlink()
     return Change(path, "removed")
@@ -197,12 +206,15 @@ def _write(path: Path, data: bytes, mode: int) -> Change:
 
 
 def _check_folder(folder: Path) -> None:
-    if not folder.is_absolute() or len(os.fspath(folder).split()) != 1:
+    if not folder.is_absolute() or re.search(r"[\s#\"']", os.fspath(folder)):
         raise InvalidRequest(
             f"{os.fspath(folder)!r} cannot be the folder of CRIU's action script",
-            hint="CRIU takes an absolute path without blanks",
+            hint="CRIU takes an absolute path without blanks, quotes and #",
         )
-    for path in (folder, *folder.parents, Path(sys.executable).resolve(), _SOURCE / "gpucr"):
+    python = Path(sys.executable)
+    started = (folder, python, python.resolve(), _SOURCE / "gpucr")
+    # Who may write to a folder above can put another one in the place of what is checked.
+    for path in dict.fromkeys(each for part in started for each in (part, *part.parents)):
         with contextlib.suppress(FileNotFoundError):
             found = path.stat()
             writers = found.st_mode & (stat.S_IWOTH if found.st_gid == 0 else stat.S_IWOTH | stat.S_IWGRP)
@@ -213,9 +225,9 @@ def _check_folder(folder: Path) -> None:
                 )
 
 
-def _explained(error: OSError, folder: Path) -> NotPermitted:
-    return NotPermitted(
-        f"CRIU's configuration in {folder} cannot be changed: {error.strerror}",
-        pid=os.getpid(),
-        hint="run the command as root, and see that the file system is not read-only",
-    )
+def _explained(error: OSError, folder: Path, done: str = "changed") -> NotPermitted | BrokenInstall:
+    message = f"CRIU's configuration in {error.filename or folder} cannot be {done}: {error.strerror}"
+    if error.errno in _NOT_ALLOWED:
+        hint = "run the command as root, and see that the file system is not read-only"
+        return NotPermitted(message, pid=os.getpid(), hint=hint)
+    return BrokenInstall(message, hint="see what is there, and that its file system has room")

@@ -11,6 +11,7 @@ from gpucr.criu.options import DumpOptions
 from gpucr.hooks.container_record import ContainerRecord, Runtime
 from gpucr.hooks.found_container import FoundContainer
 from gpucr.hooks.runtime_call import call, failure, programs
+from gpucr.operations.interrupts import Interrupts
 from gpucr.operations.logs import log_kept_on_failure
 
 _MADE_BY = "io.container.manager"  # an annotation that podman and CRI-O give to their containers
@@ -37,24 +38,31 @@ def find(runtime: Runtime, runtime_root: str | None, container: str) -> FoundCon
         return None
 
 
-def checkpoint(record: ContainerRecord, images: Path, *, leave_running: bool) -> None:
-    """Have it written to ``images``. Raises CriuUnavailable, InvalidRequest; CriuError (it is as it was)."""
+def checkpoint(record: ContainerRecord, images: Path, interrupts: Interrupts, *, leave_running: bool) -> None:
+    """Have it written to ``images``.
+
+    Raises CriuUnavailable, InvalidRequest; CriuError, KeyboardInterrupt (it is as it was).
+    """
     leave = ["--leave-running"] if leave_running else []
-    _run(record, "checkpoint", [*leave, "--image-path", str(images), *_flags(record.criu_options)], "dump")
+    options = [*leave, "--image-path", str(images), *_flags(record.criu_options)]
+    _run(record, "checkpoint", options, "dump", interrupts)
 
 
 def restore(record: ContainerRecord, images: Path) -> None:
     """Have it restored. Raises CriuUnavailable, InvalidRequest; CriuError (what had been restored has been ended)."""
     options = ["--detach", "--bundle", record.bundle, "--image-path", str(images), *_flags(record.criu_options)]
-    _run(record, "restore", options, "restore")
+    _run(record, "restore", options, "restore", None)
 
 
-def _run(record: ContainerRecord, action: str, options: Sequence[str], phase: str) -> None:
+def _run(
+    record: ContainerRecord, action: str, options: Sequence[str], phase: str, interrupts: Interrupts | None
+) -> None:
     with programs(record.criu_options) as found, log_kept_on_failure(phase) as log_path:
         said = log_path.with_name("runtime.log")
         command = [record.runtime, *_root(record.runtime_root), "--log", str(said), action, *options]
         command += ["--work-path", str(log_path.parent), record.container]
-        if call(command, found.environment) != 0:
+        # One that does not know the command does not get as far as its log. A restored container would keep the file.
+        if call(command, found, interrupts, said if phase == "dump" else None) != 0:
             raise failure(record, phase, log_path, said)
 
 

@@ -22,6 +22,7 @@ from gpucr.errors import InvalidRequest, JobDamaged
 from gpucr.hooks.container_record import ContainerRecord
 from gpucr.hooks.found_container import FoundContainer
 from gpucr.hooks.runtime_call import call, failure, programs
+from gpucr.operations.interrupts import Interrupts
 from gpucr.operations.logs import log_kept_on_failure
 
 _LINK_NAME = "checkpoint"
@@ -50,16 +51,17 @@ def find(container: str) -> FoundContainer | None:
         return None
 
 
-def checkpoint(record: ContainerRecord, images: Path, *, leave_running: bool) -> None:
+def checkpoint(record: ContainerRecord, images: Path, interrupts: Interrupts, *, leave_running: bool) -> None:
     """Have it written to ``images``, and what is beside them to ``podman`` beside it.
 
-    Raises CriuUnavailable, InvalidRequest; CriuError (it is as it was); JobDamaged (its images are somewhere else).
+    Raises CriuUnavailable, InvalidRequest; CriuError, KeyboardInterrupt (it is as it was); JobDamaged (its images are
+    somewhere else).
     """
     folder = Path(record.bundle)
     leave = ["--leave-running"] if leave_running else []
     with _linked(folder, images, record.container):
         try:
-            _run(record, "checkpoint", leave, "dump", folder)
+            _run(record, "checkpoint", leave, "dump", folder, interrupts)
         except BaseException:
             _remove(folder, _BESIDE)
             raise
@@ -101,7 +103,7 @@ def restore(record: ContainerRecord, images: Path) -> None:
             for name in _BESIDE:
                 if (beside(images) / name).is_file():
                     shutil.copy2(beside(images) / name, folder / name)
-            _run(record, "restore", [], "restore", folder)
+            _run(record, "restore", [], "restore", folder, None)
         finally:
             _remove(folder, _BESIDE)
 
@@ -135,12 +137,19 @@ def _remove(folder: Path, names: Sequence[str]) -> None:
         (folder / name).unlink(missing_ok=True)
 
 
-def _run(record: ContainerRecord, action: str, options: Sequence[str], phase: str, folder: Path) -> None:
+def _run(
+    record: ContainerRecord,
+    action: str,
+    options: Sequence[str],
+    phase: str,
+    folder: Path,
+    interrupts: Interrupts | None,
+) -> None:
     with programs(record.criu_options) as found, log_kept_on_failure(phase) as log_path:
         conmon = found.add_wrapper("conmon", _conmon(found.environment))
         command = ["podman", "--conmon", str(conmon), "container", action, "--keep", *_flags(record.criu_options)]
         said = log_path.with_name("podman.log")
-        status = call([*command, *options, record.container], found.environment, said)
+        status = call([*command, *options, record.container], found, interrupts, said)
         with contextlib.suppress(FileNotFoundError):
             shutil.move(folder / log_path.name, log_path)
         if status != 0:

@@ -11,20 +11,30 @@ from __future__ import annotations
 import contextlib
 import os
 import re
+import select
 import shlex
 import subprocess
 import tempfile
+import time
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
+from gpucr.criu import abandoned
 from gpucr.criu.install import find_criu, provided_folder
 from gpucr.criu.options import DumpOptions
-from gpucr.errors import CriuError, InvalidRequest
+from gpucr.errors import BrokenInstall, CriuError, InvalidRequest
 from gpucr.hooks.container_record import ContainerRecord
 from gpucr.hooks.criu_config import SCRIPT_NAME, script_text
+from gpucr.linux import processes
+from gpucr.model import ProcessId
+from gpucr.operations.interrupts import Interrupts
 
+_LOOK_EVERY_S = 0.05
+_START_TIME = 19
+"""Which field it is of /proc/PID/stat behind the program's name (proc(5): the 22nd of all)."""
 _OUR_LINES = re.compile(r"^gpucr: error: (.*)$", re.MULTILINE)
+_MESSAGE = re.compile(r'^time=.* level=error msg="(.*)"$')  # runc's log; crun's lines have no such fields
 _OUR_VARIABLES = re.compile(r"HOME|LD_LIBRARY_PATH|GPUCR_\w+|XDG_\w+")
 
 
@@ -39,18 +49,44 @@ class Programs:
         """One more: it starts ``program`` in that environment."""
         return _write_script(self.folder / name, f'PATH="{self.folder}:$PATH" exec {shlex.quote(program)} "$@"')
 
+    @property
+    def config(self) -> Path:
+        """The configuration of the CRIU of this call."""
+        return self.folder / "criu.conf"
+
+    @property
+    def started(self) -> Path:
+        """What the kernel said of each CRIU of this call as it began: CRIU itself changes its title and environment."""
+        return self.folder / "started"
+
+    def crius(self) -> list[ProcessId]:
+        """Those of this call that are at work, whatever has become of the runtime that has started them."""
+        found = []
+        for line in _read_text(self.started).splitlines():
+            pid, _, rest = line.partition(" ")
+            found.append(ProcessId(int(pid), int(rest.rpartition(") ")[2].split()[_START_TIME])))
+        return [criu for criu in found if processes.is_alive(criu)]
+
 
 @contextlib.contextmanager
 def programs(options: DumpOptions) -> Iterator[Programs]:
-    """Programs that are there while the block lasts. Raises CriuUnavailable, OSError."""
+    """Programs that are there while the block lasts. Raises CriuUnavailable, BrokenInstall."""
     criu = find_criu()
     # podman's monitor keeps the PATH for the container's life: nobody else may ever put something into this folder.
     parent = provided_folder().parent
-    parent.mkdir(mode=0o700, parents=True, exist_ok=True)
-    with tempfile.TemporaryDirectory(prefix="criu-for-runtime-", dir=parent) as work:
+    with contextlib.ExitStack() as made_here:
+        try:
+            parent.mkdir(mode=0o700, parents=True, exist_ok=True)
+            work = made_here.enter_context(tempfile.TemporaryDirectory(prefix="criu-for-runtime-", dir=parent))
+        except OSError as e:
+            raise BrokenInstall(
+                f"programs for the container's runtime cannot be put into {parent}: {e.strerror}",
+                hint="name another folder that only root can write with XDG_DATA_HOME",
+            ) from e
         folder = Path(work)
-        config = folder / "criu.conf"
-        config.write_text(
+        environment = {**os.environ, "PATH": f"{folder}:{os.environ.get('PATH', os.defpath)}"}
+        made = Programs(folder, environment)
+        made.config.write_text(
             f"action-script {folder / SCRIPT_NAME}\n"
             f"network-lock {options.network_lock}\n"
             f"ghost-limit {options.ghost_limit_bytes}\n"
@@ -59,10 +95,12 @@ def programs(options: DumpOptions) -> Iterator[Programs]:
         script = folder / SCRIPT_NAME
         script.write_text(script_text())
         script.chmod(0o700)
-        variables = {**_own_variables(), "CRIU_CONFIG_FILE": str(config)}
+        variables = {**_own_variables(), "CRIU_CONFIG_FILE": str(made.config)}
         exports = "".join(f"export {name}={shlex.quote(value)}\n" for name, value in variables.items())
-        _write_script(folder / "criu", f'{exports}exec {shlex.join(criu.command)} "$@"')
-        yield Programs(folder, {**os.environ, "PATH": f"{folder}:{os.environ.get('PATH', os.defpath)}"})
+        note_start = f'read -r stat </proc/$$/stat && echo "$stat" >>{shlex.quote(str(made.started))} || exit\n'
+        keep = "trap '' XFSZ\n"  # a write that is refused (`abandoned.end_dump`) must not kill CRIU: it has to undo
+        _write_script(folder / "criu", f'{exports}{note_start}{keep}exec {shlex.join(criu.command)} "$@"')
+        yield made
 
 
 def _own_variables() -> dict[str, str]:
@@ -75,30 +113,78 @@ def _write_script(path: Path, text: str) -> Path:
     return path
 
 
-def call(command: Sequence[str], environment: Mapping[str, str], said: Path | None = None) -> int:
+def call(command: Sequence[str], found: Programs, interrupts: Interrupts | None, said: Path | None = None) -> int:
     """Run a runtime's command; what it prints goes to the file ``said``. Returns its exit status.
 
-    A file, not a pipe: a container that is detached keeps what it was given open. Raises InvalidRequest.
+    A file, not a pipe: a container that is detached keeps what it was given open. Signals reach neither it nor its
+    CRIU, which would leave what they have begun. With ``interrupts``, those of a dump, a signal has CRIU undo and end;
+    without, it is over when the command is. When this returns from a dump, no CRIU is at work on the container.
+
+    Raises InvalidRequest, and KeyboardInterrupt where a dump was ended by a signal.
     """
     try:
         with open(said or os.devnull, "ab") as output:
-            return subprocess.run(
-                command, env=environment, stdin=subprocess.DEVNULL, stdout=output, stderr=output, check=False
-            ).returncode
+            runtime = subprocess.Popen(
+                command,
+                env=found.environment,
+                stdin=subprocess.DEVNULL,
+                stdout=output,
+                stderr=output,
+                start_new_session=True,
+            )
     except OSError as e:
         raise InvalidRequest(f"{command[0]} cannot be started: {e.strerror}", code="GPUCR-RUNTIME") from e
+    if interrupts is None:
+        with Interrupts():
+            return runtime.wait()
+    try:
+        with interrupts.allowed():
+            _wait(runtime)
+    except KeyboardInterrupt:
+        if _stop_dump(runtime, found) != 0:
+            raise
+        return 0  # it was complete before CRIU could be stopped
+    status = runtime.wait()
+    if status != 0:
+        _end_dumps(found)  # of a runtime that was killed
+    return status
+
+
+def _wait(runtime: subprocess.Popen[bytes]) -> None:
+    """Until it has ended. (After a signal Popen.wait would first give it a quarter of a second more.)"""
+    fd = os.pidfd_open(runtime.pid)
+    try:
+        select.select([fd], [], [])
+    finally:
+        os.close(fd)
+
+
+def _stop_dump(runtime: subprocess.Popen[bytes], found: Programs) -> int:
+    while runtime.poll() is None:
+        _end_dumps(found)
+        time.sleep(_LOOK_EVERY_S)
+    _end_dumps(found)
+    return runtime.returncode
+
+
+def _end_dumps(found: Programs) -> None:
+    for criu in found.crius():
+        abandoned.end_dump(criu)
 
 
 def failure(record: ContainerRecord, phase: str, log_path: Path, said: Path) -> CriuError:
     """Why the runtime's command failed: gpucr's own reason from CRIU's log, else the runtime's last line."""
     ours = _OUR_LINES.findall(_read_text(log_path))
-    theirs = [line for line in _read_text(said).splitlines() if line.strip()]
+    theirs = [_MESSAGE.sub(r"\1", line) for line in _read_text(said).splitlines() if line.strip()]
     reason = ours[0] if ours else (theirs[-1] if theirs else "it said nothing")
+    has_log = log_path.exists()
     return CriuError(
         f"{record.runtime} could not {phase} the container {record.container}: {reason}",
         phase=phase,
-        log_path=str(log_path),
-        hint="CRIU's log has the rest; gpucr's lines in it begin with `gpucr:`",
+        log_path=str(log_path if has_log else said) if has_log or said.exists() else None,
+        hint="CRIU's log has the rest; gpucr's lines in it begin with `gpucr:`"
+        if has_log
+        else f"{record.runtime} gave up before it started CRIU: mend what it says",
         code="GPUCR-RUNTIME",
     )
 

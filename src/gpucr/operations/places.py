@@ -14,7 +14,7 @@ from gpucr.errors import InvalidRequest, StoreError
 from gpucr.model import Job
 from gpucr.operations.job_snapshot import JobSnapshot
 from gpucr.operations.sources import FolderSource, RestoreSource
-from gpucr.snapshot.folder import GPU_PART_NAME, IMAGES_NAME, MANIFEST_NAME, Snapshot
+from gpucr.snapshot.folder import CONTAINER_RECORD_NAME, GPU_PART_NAME, IMAGES_NAME, MANIFEST_NAME, Snapshot
 
 if TYPE_CHECKING:
     from gpucr.operations.store_snapshot import SnapshotInStore
@@ -28,6 +28,7 @@ Compress = Literal["auto", "none", "fast", "strong"]
 """How a dump into a store compresses: where it saves time, not at all, or wherever it saves bytes."""
 
 _STORE_FILE = "gpucr-store.json"
+_INVENTORY = "inventory.img"
 
 
 class TargetPlace(Protocol):
@@ -130,12 +131,28 @@ def source_of(snapshot: JobSnapshot) -> RestoreSource:
 
 
 def _folder_of(path: Path) -> Path:
-    """The folder that has the manifest."""
+    """The folder that has the manifest. Raises InvalidRequest for a container's that has none: it may be complete."""
     if not (path / MANIFEST_NAME).exists():
         for part in (path / GPU_PART_NAME, path / IMAGES_NAME / GPU_PART_NAME):
             if part.is_dir():
                 return part
+        _require_no_container(path)
     return path
+
+
+def _require_no_container(path: Path) -> None:
+    if (path / f"{GPU_PART_NAME}.{MANIFEST_NAME}").is_file():
+        what = "the images of a container with its GPU state in plain files, as containerd takes them"
+    elif (path / CONTAINER_RECORD_NAME).is_file():
+        what = "a container without GPU state"
+    elif (path / _INVENTORY).is_file():
+        what = "CRIU's images, without GPU state"
+    else:
+        return
+    raise InvalidRequest(
+        f"{path} holds {what}: its runtime restores that, and gpucr has nothing to show or check",
+        hint="if these are the images of a snapshot, name the folder above",
+    )
 
 
 def _store_location(place: Place) -> Location | None:

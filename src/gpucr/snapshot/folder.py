@@ -31,6 +31,8 @@ IMAGES_NAME = "images"
 DEVICE_NAME = "device"
 GPU_PART_NAME = "gpucr"
 """The folder among a container's images that holds its GPU state: a manifest and device memory."""
+CONTAINER_RECORD_NAME = "container.json"
+"""The file that a dump of a container by its runtime ends with (hooks/container_record.py)."""
 _UNFINISHED_NAME = f".{MANIFEST_NAME}.unfinished"
 
 _NO_SPACE_HINT = "free space on that disk, or name a folder on another one with --to"
