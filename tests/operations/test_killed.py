@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import signal
 import subprocess
 import sys
@@ -12,8 +13,11 @@ import pytest
 import gpucr
 from gpucr.driver.cuda import CudaDriver
 from gpucr.linux import processes
+from gpucr.linux.descriptors import send_descriptor
+from gpucr.linux.tmpfs import StagingFile
 from gpucr.model import CudaState
 from gpucr.operations.dump import plan_dump
+from gpucr.staging.attach import traced
 from tests.counter import Counter, CounterFactory, wait_until
 
 RUNNING, CHECKPOINTED = CudaState.RUNNING, CudaState.CHECKPOINTED
@@ -94,6 +98,58 @@ def test_in_a_resume(counter: CounterFactory, driver: CudaDriver, event: str, ph
 
 DUMP_PHASES = ["prepare", "allocate", "lock", "checkpoint", "detach", "stop", "dump"]
 THAW_PHASES = ["hold", "attach", "restore", "unlock", "release", "save"]
+
+
+KILLED_IN_THE_CALL = """
+import os, signal, sys, gpucr
+from gpucr.staging.capture import Capture
+Capture._watch = lambda self, thread, number: os.kill(os.getpid(), signal.SIGKILL)
+getattr(gpucr, sys.argv[1])(int(sys.argv[2]), *sys.argv[3:])
+"""
+
+
+def _staging_files(pid: int) -> list[str]:
+    links = [os.readlink(entry.path) for entry in os.scandir(f"/proc/{pid}/fd")]
+    return [link for link in links if "gpucr-staging" in link]
+
+
+@pytest.mark.criu
+@pytest.mark.parametrize("operation", ["dump", "suspend"])
+def test_while_the_driver_fills_staging(
+    counter: CounterFactory, driver: CudaDriver, tmp_path: Path, operation: str
+) -> None:
+    """The process has the file open then. It would keep that memory, and could never be dumped again."""
+    job = counter("--mib", "16")
+    pids = job.processes()
+    arguments = [operation, str(job.pid), *([str(tmp_path / "s")] if operation == "dump" else [])]
+    done = subprocess.run(
+        [sys.executable, "-c", KILLED_IN_THE_CALL, *arguments], check=False, capture_output=True, timeout=60
+    )
+    assert done.returncode == -signal.SIGKILL, done.stderr.decode()
+    assert_goes_on(job, driver, pids, 101)
+    assert _staging_files(job.pid) == []
+    gpucr.dump(job.pid, tmp_path / "t")
+    job.reap()
+    gpucr.restore(tmp_path / "t")
+    assert_goes_on(job, driver, pids, 102)
+
+
+@pytest.mark.criu
+def test_a_staging_file_that_no_guard_has_closed_is_closed_by_the_next_dump(
+    counter: CounterFactory, driver: CudaDriver, tmp_path: Path
+) -> None:
+    job = counter("--mib", "16")
+    pids = job.processes()
+    with traced(driver.restore_thread_id(job.pid)) as thread:
+        file = StagingFile.create(1 << 20)
+        send_descriptor(thread, file.fd)
+        file.close()
+    assert len(_staging_files(job.pid)) == 1
+    gpucr.dump(job.pid, tmp_path / "s")
+    job.reap()
+    gpucr.restore(tmp_path / "s")
+    assert_goes_on(job, driver, pids, 101)
+    assert _staging_files(job.pid) == []
 
 
 @pytest.mark.criu

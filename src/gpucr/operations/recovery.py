@@ -209,6 +209,7 @@ def _bring_back(record: Recovery, descriptors: Mapping[int, int]) -> None:
             processes.continue_stopped(_alive(record.stopped) & {member.pid for member in members})
             _attach_all(record, members, descriptors)
             _return_to_found(members)
+            _close_left_behind(record, members)
     finally:
         threads.release()
         processes.continue_stopped(_alive(record.stopped))
@@ -250,6 +251,18 @@ def _attach_all(record: Recovery, members: Sequence[GangMember], descriptors: Ma
                     append_to_log("guard", f"the device memory of process {pid} cannot be put back yet: {error}")
         if waiting:
             time.sleep(_LOOK_EVERY_S)
+
+
+def _close_left_behind(record: Recovery, members: Sequence[GangMember]) -> None:
+    """While the driver fills a staging file, the process has it open: its capture can close it no more."""
+    from gpucr import staging  # late, as above
+
+    for member in members:
+        if member.pid in record.restore_threads:
+            try:
+                staging.close_left_behind(record.restore_threads[member.pid])
+            except OSError as error:  # it has ended, or cannot be traced: the next capture closes it
+                append_to_log("guard", f"a staging file stays open in process {member.pid}: {error}")
 
 
 def _is_reservation(pid: int, extent: StagedExtent) -> bool:

@@ -10,9 +10,19 @@ restore, and unmaps it. That one system call is what the modules here take hold 
 - ``gate``: putting it back while it is still being filled: the driver waits at the edge.
 """
 
-from gpucr.staging.attach import attach, detach
+from gpucr.staging.attach import attach, close_left_behind, detach
 from gpucr.staging.capture import Capture
 from gpucr.staging.extents import file_extents, locate, open_file, total_bytes
 from gpucr.staging.gate import Gate
 
-__all__ = ["Capture", "Gate", "attach", "detach", "file_extents", "locate", "open_file", "total_bytes"]
+__all__ = [
+    "Capture",
+    "Gate",
+    "attach",
+    "close_left_behind",
+    "detach",
+    "file_extents",
+    "locate",
+    "open_file",
+    "total_bytes",
+]

@@ -8,12 +8,14 @@ that nobody else traces; each single call in it is complete or not begun whateve
 from __future__ import annotations
 
 import contextlib
+import os
 from collections.abc import Iterator, Sequence
 from mmap import MAP_ANONYMOUS, MAP_PRIVATE, MAP_SHARED, PROT_READ, PROT_WRITE
 
 from gpucr.linux.descriptors import close_descriptor, send_descriptor
 from gpucr.linux.injection import MAP_FIXED, MAP_NORESERVE, MMAP, PROT_NONE, run_syscall
 from gpucr.linux.ptrace import TracedThread
+from gpucr.linux.tmpfs import FILE_NAME
 from gpucr.model import StagedExtent
 
 
@@ -33,6 +35,32 @@ def attach(restore_thread: int, fd: int, extents: Sequence[StagedExtent]) -> Non
     with traced(restore_thread) as thread, sent(thread, fd) as number:
         for extent in extents:
             map_part(thread, number, extent)
+
+
+def close_left_behind(restore_thread: int) -> None:
+    """Close what a gpucr that was killed had opened of its staging files in the process. Raises as `detach` does.
+
+    Such a file keeps its memory for as long as it is open, and CRIU dumps no process that has it. Nobody captures now.
+    """
+    if left_behind(restore_thread):
+        with traced(restore_thread) as thread:
+            close_left(thread)
+
+
+def close_left(thread: TracedThread) -> None:
+    """`close_left_behind` in a thread that is stopped."""
+    for number in left_behind(thread.tid):
+        close_descriptor(thread, number)
+
+
+def left_behind(tid: int) -> Sequence[int]:
+    """The descriptors of staging files in the process of this thread. Raises OSError."""
+    found = []
+    for entry in os.scandir(f"/proc/{tid}/fd"):
+        with contextlib.suppress(FileNotFoundError):  # closed meanwhile
+            if os.readlink(entry.path) == f"/{FILE_NAME} (deleted)":
+                found.append(int(entry.name))
+    return found
 
 
 def reserve(thread: TracedThread, extent: StagedExtent) -> None:

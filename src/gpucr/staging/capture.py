@@ -27,6 +27,7 @@ from gpucr.linux.memory import HUGE_PAGE_BYTES
 from gpucr.linux.ptrace import StopKind, TracedThread
 from gpucr.linux.tmpfs import StagingFile
 from gpucr.model import StagedExtent
+from gpucr.staging.attach import close_left
 from gpucr.staging.extents import filled_bytes
 
 _MAP_POPULATE, _MADV_HUGEPAGE = 0x8000, 14  # include/uapi/asm-generic/mman*.h
@@ -93,6 +94,7 @@ class Capture:
         thread = None
         try:
             thread = TracedThread.seize(self._restore_thread)
+            close_left(thread)
             number = send_descriptor(thread, self.file.fd) if self.file is not None else None
             self._ready.set()
             self._watch(thread, number)
