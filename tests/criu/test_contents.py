@@ -185,6 +185,20 @@ def test_descriptors_are_what_the_kernel_said(workspace: Workspace, start: Start
     }
 
 
+@pytest.mark.parametrize("kind", ["fifo", "folder", "link"])
+def test_what_lies_in_the_place_of_an_image_is_named(tmp_path: Path, kind: str) -> None:
+    image = tmp_path / "pstree.img"
+    if kind == "fifo":
+        os.mkfifo(image)
+    elif kind == "folder":
+        image.mkdir()
+    else:
+        image.symlink_to("/dev/zero")
+    problem = read_contents(images_in(tmp_path)).problems[0]
+    said = "Too many levels of symbolic links" if kind == "link" else "it is not a plain file"
+    assert problem == f"pstree.img: {said}"
+
+
 @pytest.mark.criu
 def test_an_image_that_is_gone_takes_only_its_own_with_it(workspace: Workspace, start: StartProgram) -> None:
     program = start(MEMORY)

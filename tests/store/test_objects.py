@@ -13,7 +13,7 @@ from pathlib import Path
 import pytest
 
 from gpucr.errors import StoreError
-from gpucr.store import copy, snapshots
+from gpucr.store import copy, objects, snapshots
 from gpucr.store.backend import Exists, Missing
 from gpucr.store.diff import diff
 from gpucr.store.keys import Secret
@@ -260,6 +260,52 @@ def test_a_part_that_is_cut_is_sent_again(server: Server, after: int) -> None:
         assert proxy.cuts == 2
     assert _backend(server.port, f"cut-part{after}").read("large") == count * block
     assert server.unfinished_uploads() == []
+
+
+# --- connections that are slow -----------------------------------------------------------------------------------
+
+
+@pytest.fixture
+def impatient(monkeypatch: pytest.MonkeyPatch) -> None:
+    """An answer is waited for no longer than a second."""
+    monkeypatch.setattr(objects, "_ANSWER_TIMEOUT_S", 1)
+
+
+def _held_back(method: bytes, seconds: float) -> Callable[[int, bytes], None]:
+    """The first request of this method takes so long until it is through."""
+    held: list[int] = []
+
+    def hold(number: int, request: bytes) -> None:
+        if request.startswith(method) and not held:
+            held.append(number)
+            threading.Event().wait(seconds)
+
+    return hold
+
+
+@pytest.mark.usefixtures("impatient")
+@pytest.mark.parametrize("size_bytes", [4 << 20, SINGLE_BYTES + 1])
+def test_what_takes_long_to_send_is_sent_once(server: Server, size_bytes: int) -> None:
+    """Over a slow line each request would be given up, made again, and given up again."""
+    data = os.urandom(1 << 20)
+    with CuttingProxy(server.port, _held_back(b"PUT", 2.5)) as proxy:
+        sink = _backend(proxy.port, f"slow-{size_bytes}").open_new("x")
+        for start in range(0, size_bytes, len(data)):
+            sink.write(data[: size_bytes - start])
+        sink.publish()
+        connections = proxy.connections
+    direct = _backend(server.port, f"slow-{size_bytes}")
+    assert direct.size("x") == size_bytes
+    # One request, or: begin, three parts, a look whether the name is free, and the end.
+    assert connections <= (1 if size_bytes <= SINGLE_BYTES else 6)
+
+
+@pytest.mark.usefixtures("impatient")
+def test_an_answer_that_does_not_come_is_asked_for_again(server: Server) -> None:
+    _backend(server.port, "silent").create("x", b"0123456789")
+    with CuttingProxy(server.port, _held_back(b"GET", 60)) as proxy:
+        assert _backend(proxy.port, "silent").read("x", 2, 3) == b"234"
+        assert proxy.connections == 2
 
 
 # --- whole stores ------------------------------------------------------------------------------------------------

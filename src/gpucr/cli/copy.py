@@ -6,7 +6,7 @@ from pathlib import Path
 
 import click
 
-from gpucr.cli.keys import given_key, key_file_option, read_key_file, with_key
+from gpucr.cli.keys import key_file_option, read_key_file, with_key
 from gpucr.cli.ls import snapshot_fields
 from gpucr.cli.options import json_option, quiet_option
 from gpucr.cli.output import print_json
@@ -48,7 +48,7 @@ def command(
     from gpucr.operations.stores import copy_snapshots
 
     listener = progress_printer(quiet=quiet or as_json)
-    to_key = read_key_file(to_key_file) if to_key_file is not None else None if to_plain else given_key(key_file)
+    to_key = read_key_file(to_key_file) if to_key_file is not None else None
     copied = with_key(
         key_file,
         lambda key: copy_snapshots(

@@ -49,7 +49,7 @@ class Duration(click.ParamType):  # type: ignore[type-arg]  # click 8.1 knows no
     default="1h",
     show_default=True,
     metavar="TIME",
-    help="A dump that has shown no sign of life for so long will not be completed.",
+    help="A dump that has shown no sign of life for so long will not be completed. It shows one each minute.",
 )
 @click.option("--repack", is_flag=True, help="Also empty packs of which less than half is needed into new ones.")
 @click.option("--dry-run", is_flag=True, help="Say what would be done, and change nothing.")

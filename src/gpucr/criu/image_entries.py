@@ -6,8 +6,10 @@ compared with what is left of the file and with what such an entry can have.
 
 from __future__ import annotations
 
+import errno
 import io
 import os
+import stat
 import struct
 from collections.abc import Callable, Iterator
 from pathlib import Path
@@ -40,6 +42,9 @@ def images_in(folder: Path) -> OpenImage:
     def open_image(name: str) -> BinaryIO:
         # Without O_NONBLOCK the open of a named pipe waits for a writer that never comes.
         fd = os.open(folder / name, os.O_RDONLY | os.O_NOFOLLOW | os.O_NONBLOCK | os.O_CLOEXEC)
+        if not stat.S_ISREG(os.fstat(fd).st_mode):
+            os.close(fd)
+            raise OSError(errno.EINVAL, "it is not a plain file", str(folder / name))
         return os.fdopen(fd, "rb")
 
     return open_image

@@ -79,13 +79,13 @@ def verify_snapshots(
 def remove_snapshot(store: Place, *, key: Secret | None = None) -> StoredSnapshot:
     """Remove the snapshot ``STORE#NAME``; its pieces stay until a prune. Raises InvalidRequest, StoreError, WrongKey.
 
-    Returns what was removed.
+    Returns what was removed. One that is damaged is removed by its id, and nothing else is known of it.
     """
     location = place_of_store(store)
     if location.snapshot is None:
         raise InvalidRequest(f"{store} names no snapshot", hint=f"name one: {store}#NAME")
     opened = open_store(store, key)
-    found = snapshots.find(opened, location.snapshot)
+    found = snapshots.find_to_remove(opened, location.snapshot)
     snapshots.remove(opened, found.id)
     return found
 

@@ -15,7 +15,7 @@ from __future__ import annotations
 
 import errno
 import re
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from typing import Protocol, TypeAlias
 
@@ -119,6 +119,20 @@ def check_name(name: str) -> None:
     """Raise ValueError for a name that is not made of plain parts: nothing may lead outside the place."""
     if len(name) > 512 or not all(_PART.fullmatch(part) for part in name.split("/")):
         raise ValueError(f"{name!r} cannot be the name of an object")
+
+
+def together(found: Iterable[ObjectInfo], most_bytes: int) -> Iterator[list[ObjectInfo]]:
+    """The objects in their order, in groups that have at most so many bytes, or one object: what is read at once."""
+    group: list[ObjectInfo] = []
+    size_bytes = 0
+    for info in found:
+        if group and size_bytes + info.size_bytes > most_bytes:
+            yield group
+            group, size_bytes = [], 0
+        group.append(info)
+        size_bytes += info.size_bytes
+    if group:
+        yield group
 
 
 def as_parts(data: Buffer | Sequence[Buffer]) -> Sequence[Buffer]:

@@ -11,10 +11,11 @@ from __future__ import annotations
 
 import os
 import struct
-from collections.abc import Collection, Iterable, Iterator
+from collections.abc import Callable, Collection, Iterable, Iterator
 from concurrent.futures import ThreadPoolExecutor
 
-from gpucr.store.backend import Buffer, Missing
+from gpucr.errors import StoreDamaged
+from gpucr.store.backend import Buffer, Missing, ObjectInfo, together
 from gpucr.store.crypto import Changed, CutShort
 from gpucr.store.opened import Store
 from gpucr.store.pack import (
@@ -102,23 +103,30 @@ def load(store: Store, *, without: Collection[bytes] = ()) -> Index:
     return index
 
 
-def load_objects(store: Store) -> Iterator[tuple[str, list[PackContents]]]:
-    """Every index object with the packs that it tells of. Raises StoreDamaged, StoreError."""
+def load_objects(
+    store: Store, on_damaged: Callable[[str, StoreDamaged], None] | None = None
+) -> Iterator[tuple[str, list[PackContents]]]:
+    """Every index object with the packs that it tells of.
 
-    def read(name: str) -> bytes | None:
-        try:
-            return store.backend.read(name, 0, MAX_INDEX_BYTES + 1)
-        except Missing:
-            return None
-
+    ``on_damaged`` is told the name of each one that cannot be read: the footers of the packs have the same. Raises
+    StoreError, and without it StoreDamaged.
+    """
     try:
-        names = [found.name for found in store.backend.list(PREFIX)]
-        with ThreadPoolExecutor(_READERS, "index") as pool:
-            for name, sealed in zip(names, pool.map(read, names), strict=True):
-                if sealed is not None:
-                    yield name, _decode_object(store, name, sealed)
+        found = list(store.backend.list(PREFIX))
     except OSError as e:
         raise store.not_usable(e) from e
+    with ThreadPoolExecutor(_READERS, "index") as pool:
+        for group in together(found, MAX_INDEX_BYTES):
+            for info, sealed in zip(group, pool.map(lambda each: _read_object(store, each), group), strict=True):
+                try:
+                    if isinstance(sealed, StoreDamaged):
+                        raise sealed
+                    if sealed is not None:
+                        yield info.name, _decode_object(store, info.name, sealed)
+                except StoreDamaged as e:
+                    if on_damaged is None:
+                        raise
+                    on_damaged(info.name, e)
 
 
 def publish(store: Store, packs: Iterable[PackContents]) -> list[str]:
@@ -147,7 +155,7 @@ def read_footer(store: Store, pack_id: bytes) -> PackContents:
     except Missing as e:
         raise store.damaged(name, "is missing") from e
     except OSError as e:
-        raise store.not_usable(e) from e
+        raise store.unreadable(name, e) from e
     except CutShort as e:
         raise store.damaged(name, f"is cut short: {e}") from e
     except Changed as e:
@@ -189,9 +197,21 @@ def decode(data: Buffer) -> list[PackContents]:
     return packs
 
 
+def _read_object(store: Store, info: ObjectInfo) -> bytes | StoreDamaged | None:
+    if info.size_bytes > MAX_INDEX_BYTES:
+        return store.damaged(info.name, f"is larger than {MAX_INDEX_BYTES} bytes")
+    try:
+        return store.backend.read(info.name, 0, MAX_INDEX_BYTES + 1)
+    except Missing:
+        return None
+    except OSError as e:
+        error = store.unreadable(info.name, e)
+        if isinstance(error, StoreDamaged):
+            return error
+        raise error from e
+
+
 def _decode_object(store: Store, name: str, sealed: bytes) -> list[PackContents]:
-    if len(sealed) > MAX_INDEX_BYTES:
-        raise store.damaged(name, f"is larger than {MAX_INDEX_BYTES} bytes")
     try:
         return decode(store.unseal(name, sealed))
     except Changed as e:

@@ -205,6 +205,11 @@ class LocalSink:
             # link(2): NFS may make the link, lose the answer, and find it there when it asks again.
             if os.fstat(self._fd).st_nlink != 2:
                 raise Exists(self._name) from e
+        except OSError as e:
+            if e.errno not in (errno.EPERM, errno.EOPNOTSUPP, errno.ENOSYS):
+                raise
+            what = "its file system has no hard links, which a store needs"
+            raise OSError(errno.EOPNOTSUPP, what, str(self._path)) from e
 
     def discard(self) -> None:
         """See `Sink.discard`."""

@@ -25,7 +25,12 @@ from gpucr.store.backend import Buffer, Exists, Missing, ObjectInfo, as_parts, c
 from gpucr.store.upload import ObjectsSink
 
 SCHEMES = ("s3", "gs", "az")
-_REQUEST_TIMEOUT_S = 60
+_ANSWER_TIMEOUT_S = 60
+"""For the beginning of an answer, and again for each further part of it."""
+_REQUEST_TIMEOUT_S = 600
+_UPLOAD_TIMEOUT_S = 300
+"""What is sent counts as waiting for an answer. A dump has 18 parts of 8 MiB under way at once: 4 Mbit/s are enough."""
+_UPLOAD_BYTES = 1 << 20
 _CONNECT_TIMEOUT_S = 5
 _MAY_PASS = frozenset({408, 409, 425, 429})
 _STATUS = re.compile(r"status code: (\d{3})")
@@ -63,18 +68,25 @@ class ObjectsBackend:
         self._url = url.rstrip("/")
         self._patience = patience or Patience()
         # Attempts are counted here: only so is it known whether an object in the way may be our own.
-        self._store = self._open(max_retries=0, options=options or {})
-        self._patient_store = self._open(max_retries=20, options=options or {})
-
-    def _open(self, *, max_retries: int, options: Mapping[str, Any]) -> Any:
-        client: dict[str, Any] = {
+        answers = {
             "timeout": timedelta(seconds=_REQUEST_TIMEOUT_S),
-            "connect_timeout": timedelta(seconds=_CONNECT_TIMEOUT_S),
+            "read_timeout": timedelta(seconds=_ANSWER_TIMEOUT_S),
         }
+        uploads = {"timeout": timedelta(seconds=_UPLOAD_TIMEOUT_S)}
+        self._store = self._open(answers, max_retries=0, options=options or {})
+        self._upload_store = self._open(uploads, max_retries=0, options=options or {})
+        self._patient_store = self._open(uploads, max_retries=20, options=options or {})
+
+    def _open(self, timeouts: Mapping[str, timedelta], *, max_retries: int, options: Mapping[str, Any]) -> Any:
+        client: dict[str, Any] = {**timeouts, "connect_timeout": timedelta(seconds=_CONNECT_TIMEOUT_S)}
         # obstore reads this one too, and then takes these settings in place of what it has read.
         if os.environ.get("AWS_ALLOW_HTTP", "").lower() in ("1", "true"):
             client["allow_http"] = True
-        retry = {"max_retries": max_retries, "retry_timeout": timedelta(seconds=self._patience.deadline_s)}
+        # For as long as one attempt may take it is no reason to give up.
+        retry = {
+            "max_retries": max_retries,
+            "retry_timeout": timedelta(seconds=self._patience.deadline_s) + timeouts["timeout"],
+        }
         stores = extra.load("obstore.store", f"the store {self._url}")
         # Not all that speak S3's protocol can delete many objects at once, which obstore does even for one.
         settings: dict[str, Any] = {"disable_bulk_delete": True} if self._url.startswith("s3:") else {}
@@ -146,13 +158,15 @@ class ObjectsBackend:
     def create(self, name: str, parts: Buffer | Sequence[Buffer]) -> None:
         """See `Backend.create`."""
         several = as_parts(parts)
+        is_large = sum(len(part) for part in several) >= _UPLOAD_BYTES
+        store = self._upload_store if is_large else self._store
         attempts = 0
 
         def attempt() -> None:
             nonlocal attempts
             attempts += 1
             try:
-                self._obstore.put(self._store, _checked(name), b"".join(several), mode="create", use_multipart=False)
+                self._obstore.put(store, _checked(name), b"".join(several), mode="create", use_multipart=False)
             except self._errors.AlreadyExistsError as e:
                 self._resolve(name, several, is_first=attempts == 1, cause=e)
 
@@ -214,7 +228,8 @@ class ObjectsBackend:
 
     def _again(self, name: str, attempt: Callable[[], T]) -> T:
         """Do it until it works, fails for good, or the deadline is over. Raises OSError in every other case."""
-        give_up_s = time.monotonic() + self._patience.deadline_s
+        # From the first failure on: what was sent slowly until its connection broke deserves another attempt.
+        give_up_s: float | None = None
         for wait_s in self._patience.waits_s():
             try:
                 return attempt()
@@ -222,6 +237,7 @@ class ObjectsBackend:
                 raise
             except (self._errors.BaseError, OSError) as e:
                 error = _translated(e, name, self._errors)
+                give_up_s = give_up_s or time.monotonic() + self._patience.deadline_s
                 if not isinstance(error, ConnectionError) or time.monotonic() + wait_s >= give_up_s:
                     raise error from e
             time.sleep(wait_s)

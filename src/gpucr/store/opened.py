@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import contextlib
+import errno
 import os
 from collections.abc import Iterator
 from dataclasses import dataclass, field
@@ -18,6 +20,10 @@ KEYS_PREFIX = "keys/"
 HINT_DAMAGED = "the disk, a copy or somebody damaged it: use another snapshot, or another copy of the store"
 _MASTER_BYTES = 32
 _MAX_KEYS = 64
+NO_SPACE = "GPUCR-NO-SPACE"
+_BAD_DISK = (errno.EIO, errno.EUCLEAN, errno.EBADMSG)
+_BAD_FILE = (*_BAD_DISK, errno.EINVAL, errno.ELOOP, errno.EPERM)
+"""What one object that cannot be read gives: a bad sector, a broken file system, something else in its place."""
 
 
 @dataclass(frozen=True)
@@ -102,6 +108,12 @@ class Store:
         """What an error of the place means to the user."""
         return _not_usable(self.backend, error)
 
+    def unreadable(self, name: str, error: OSError) -> StoreError:
+        """What an error of the place means that came when this object was read: where only that one is bad, damage."""
+        if error.errno in _BAD_FILE:
+            return self.damaged(name, f"cannot be read: {error.strerror}")
+        return self.not_usable(error)
+
     def damaged(self, name: str, what: str) -> StoreDamaged:
         """The error for an object that is not what was written; ``what`` goes on from its name."""
         return StoreDamaged(f"{self.path(name)} {what}", path=self.path(name), hint=HINT_DAMAGED)
@@ -124,9 +136,17 @@ class Store:
     # --- keys ------------------------------------------------------------------------------------------------
 
     def add_key(self, secret: Secret) -> str:
-        """Let one more secret open the store. The name of its key object. Raises StoreError."""
+        """Let one more secret open the store. The name of its key object. Raises StoreError, also for one too many."""
         if self.keys is None:
             raise _not_encrypted(self.backend, "only an encrypted store has keys")
+        try:
+            count = sum(1 for _ in self.backend.list(KEYS_PREFIX))
+        except OSError as e:
+            raise self.not_usable(e) from e
+        if count >= _MAX_KEYS:
+            # With one more nobody could open it: a store that somebody filled with keys is refused.
+            message = f"the store {self.backend.url} has {count} keys, and cannot have more"
+            raise StoreError(message, path=self.path(KEYS_PREFIX), hint="remove one that nobody needs first")
         name = f"{KEYS_PREFIX}{os.urandom(8).hex()}.json"
         try:
             self.backend.create(name, keys.wrap(self.keys.master, secret, self.config.store_id))
@@ -170,6 +190,10 @@ def _not_encrypted(backend: Backend, hint: str) -> StoreError:
 
 def _not_usable(backend: Backend, error: OSError) -> StoreError:
     what = f"{error.strerror or error}"
+    if error.errno in (errno.ENOSPC, errno.EDQUOT):
+        hint = "free space there (`gpucr prune` removes what no snapshot needs), or name another store"
+        message = f"the store {backend.url} takes no more data: {what}"
+        return StoreError(message, path=backend.url, hint=hint, code=NO_SPACE)
     return StoreError(
         f"the store {backend.url} cannot be used: {what}{f' ({error.filename})' if error.filename else ''}",
         path=backend.url,
@@ -214,9 +238,20 @@ def _key_objects(backend: Backend) -> Iterator[tuple[str, bytes]]:
                 hint=HINT_DAMAGED,
             )
         for name in names:
-            yield name, backend.read(name, 0, keys.MAX_KEY_OBJECT_BYTES + 1)
+            with contextlib.suppress(Missing):  # it was removed meanwhile: another one takes its place
+                yield name, _key_object(backend, name)
     except OSError as e:
         raise _not_usable(backend, e) from e
+
+
+def _key_object(backend: Backend, name: str) -> bytes:
+    """What is there; where the disk is bad nothing, which is no valid key: another one may open the store."""
+    try:
+        return backend.read(name, 0, keys.MAX_KEY_OBJECT_BYTES + 1)
+    except OSError as e:
+        if e.errno not in _BAD_DISK:
+            raise
+        return b""
 
 
 def _kind(key_object: bytes) -> str:

@@ -10,15 +10,16 @@ import time
 from collections.abc import Iterator, Sequence, Set
 from dataclasses import dataclass
 
-from gpucr.errors import StoreDamaged
+from gpucr.errors import StoreDamaged, StoreError
+from gpucr.store import index as indexes
 from gpucr.store import retired, snapshots, writers
 from gpucr.store.index import Index
-from gpucr.store.opened import Store
+from gpucr.store.opened import NO_SPACE, Store
 from gpucr.store.pack import iter_entries, pack_name
 from gpucr.store.pieces import PieceRef
 from gpucr.store.reader import StoreReader
 from gpucr.store.retired import Batch, Inventory, Pack
-from gpucr.store.snapshots import StoredSnapshot
+from gpucr.store.snapshots import Listing, StoredSnapshot
 from gpucr.store.writer import StoreWriter
 
 GRACE_S = 24 * 3600.0
@@ -70,9 +71,15 @@ def prune(store: Store, rules: PruneRules, *, dry_run: bool = False) -> PruneRep
     Where a snapshot that is kept lacks a piece, nothing but snapshots is removed: a damaged store is not thinned out.
     """
     try:
-        return _Prune(store, rules, dry_run=dry_run).run()
-    except OSError as e:
-        raise store.not_usable(e) from e
+        try:
+            return _Prune(store, rules, dry_run=dry_run).run()
+        except OSError as e:
+            raise store.not_usable(e) from e
+    except StoreError as e:
+        if e.code != NO_SPACE:
+            raise
+        hint = "free some KiB there by other means, and prune again: what is to go is written down before it goes"
+        raise StoreError(e.message, path=e.path, hint=hint, code=NO_SPACE) from e
 
 
 def choose(
@@ -96,12 +103,14 @@ class _Prune:
         self._rules = rules
         self._dry_run = dry_run
         self._now_s = time.time()
+        self._removed: list[StoredSnapshot] = []
+        self._damaged_writers: set[str] = set()
 
     def run(self) -> PruneReport:
         registration = None
         if not self._dry_run:
             # A prune is a writer: so it knows what time it is there, and may repack.
-            registration = writers.Registration.register(self._store)
+            registration = self._register()
             self._now_s = registration.clock_s
         try:
             return self._run(registration.snapshot_id if registration else "")
@@ -109,15 +118,35 @@ class _Prune:
             if registration is not None:
                 registration.end()
 
-    def _run(self, own_id: str) -> PruneReport:
-        dead = self._end_dead_writers(own_id)
-        # Batches, then writers, then snapshots: a writer of a batch that is not there has committed, and is listed.
-        batches = retired.batches(self._store)
-        alive = {key: each for key, each in writers.seen(self._store.backend).items() if key not in {own_id, *dead}}
-        kept, removed = choose(snapshots.list_all(self._store).intact(), self._rules, self._now_s)
+    def _register(self) -> writers.Registration:
+        try:
+            return writers.Registration.register(self._store)
+        except StoreError as e:
+            if e.code != NO_SPACE:
+                raise
+        # Not even a record has room. What can go without one goes first: each snapshot makes room for a record.
+        self._store.backend.sweep(max(self._rules.dead_after_s, DEAD_AFTER_S))
+        listing = snapshots.list_all(self._store)
+        # The clock of the store cannot be asked: it was no earlier than this, so nothing is taken for older than it is.
+        self._now_s = min(self._now_s, max(listing.stored_s.values(), default=0.0))
+        self._remove_snapshots(listing)
+        return writers.Registration.register(self._store)
+
+    def _remove_snapshots(self, listing: Listing) -> Sequence[StoredSnapshot]:
+        """Remove what the rules do not keep. What they keep."""
+        kept, removed = choose(listing.intact(), self._rules, self._now_s)
         if not self._dry_run:
             for each in removed:
                 snapshots.remove(self._store, each.id)
+        self._removed += removed
+        return kept
+
+    def _run(self, own_id: str) -> PruneReport:
+        dead = self._end_dead_writers(own_id)
+        # Batches, then writers, then snapshots: a writer of a batch that is not there has committed, and is listed.
+        batches = retired.batches(self._store, self._on_damaged_batch)
+        alive = {key: each for key, each in writers.seen(self._store.backend).items() if key not in {own_id, *dead}}
+        kept = self._remove_snapshots(snapshots.list_all(self._store))
         inventory = Inventory.load(self._store, batches)
         live = self._live_pieces(kept, inventory)
         deleted, waiting = self._delete(inventory, live, alive.keys())
@@ -130,10 +159,11 @@ class _Prune:
         if not self._dry_run:
             if dead_packs or sparse:
                 retired.retire(self._store, [pack.id for pack in (*dead_packs, *sparse)])
-            self._tidy()
+            self._mend_index(inventory, {pack.id for pack in deleted})
+            self._tidy(oldest_s)
         return PruneReport(
             kept=tuple(kept),
-            removed=tuple(removed),
+            removed=tuple(self._removed),
             dead_writers=tuple(dead),
             retired_packs=len(dead_packs) + len(sparse),
             retired_bytes=sum(pack.size_bytes for pack in (*dead_packs, *sparse)),
@@ -171,7 +201,8 @@ class _Prune:
 
     def _delete(self, inventory: Inventory, live: Set[bytes], alive: Set[str]) -> tuple[Sequence[Pack], Sequence[Pack]]:
         """Delete what was retired before and is not needed any more. What is deleted, and what must wait."""
-        held = {piece_id for pack in inventory.in_use() for piece_id in _pieces(pack) if piece_id in live}
+        whole = (pack for pack in inventory.in_use() if pack.is_whole)
+        held = {piece_id for pack in whole for piece_id in _pieces(pack) if piece_id in live}
         deleted: dict[bytes, Pack] = {}
         waiting: dict[bytes, Pack] = {}
         for batch in inventory.batches:
@@ -191,6 +222,8 @@ class _Prune:
     def _may_delete(self, batch: Batch, alive: Set[str]) -> bool:
         if batch.writers is None:
             if not self._dry_run:
+                if batch.writers_name in self._damaged_writers:
+                    self._store.backend.delete(batch.writers_name)
                 retired.note_writers(self._store, batch)
             return False
         return not batch.writers & alive and self._now_s - batch.retired_s >= self._rules.grace_s
@@ -211,7 +244,7 @@ class _Prune:
         emptied = {pack.id for pack in sparse}
         known = Index()
         for pack in inventory.in_use():
-            if pack.contents is not None and pack.id not in emptied:
+            if pack.contents is not None and pack.is_whole and pack.id not in emptied:
                 known.add(pack.contents)
         reader = StoreReader(self._store, inventory.index())
         writer = StoreWriter(self._store, known)
@@ -225,9 +258,29 @@ class _Prune:
             writer.discard()
         return writer.counts.bytes_written
 
-    def _tidy(self) -> None:
+    def _on_damaged_batch(self, name: str, error: StoreDamaged) -> None:
+        if name.endswith(".writers"):
+            self._damaged_writers.add(name)  # who is at work can be listed anew at any time
+            return
+        # Which packs it retired is not known, so none may be relied on, or deleted because another one has its pieces.
+        hint = "while no prune is at work, delete that file: the next prune lists anew what nothing needs"
+        raise StoreDamaged(error.message, path=error.path, hint=hint) from error
+
+    def _mend_index(self, inventory: Inventory, gone: Set[bytes]) -> None:
+        """Where an index object cannot be read, publish what footers say of packs that no other one tells of."""
+        names = [name for name in inventory.damaged if name.startswith(indexes.PREFIX)]
+        if not names:
+            return
+        told = {pack_id for pack_ids in inventory.index_objects.values() for pack_id in pack_ids}
+        untold = [pack for pack in inventory.packs.values() if pack.id not in told | gone]
+        indexes.publish(self._store, [pack.contents for pack in untold if pack.contents is not None])
+        for name in names:
+            self._store.backend.delete(name)
+
+    def _tidy(self, oldest_s: float) -> None:
+        """Remove remains; not those of writers at work, of whom the first began at ``oldest_s``."""
         backend = self._store.backend
-        backend.sweep(self._rules.dead_after_s)
+        backend.sweep(max(self._rules.dead_after_s, self._now_s - min(oldest_s, self._now_s)))
         for name in retired.leftovers(self._store):
             backend.delete(name)
         for info in snapshots.tombstones(self._store):

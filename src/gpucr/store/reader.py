@@ -129,7 +129,7 @@ class StoreReader:
         except Missing as e:
             raise self.store.damaged(name, "is missing") from e
         except OSError as e:
-            raise self.store.not_usable(e) from e
+            raise self.store.unreadable(name, e) from e
         data = buffer[:count]
         for number, ref, place in sorted(group.wanted):
             offset = place.offset - start
@@ -153,7 +153,7 @@ class StoreReader:
         except Missing as e:
             raise self.store.damaged(name, "is missing") from e
         except OSError as e:
-            raise self.store.not_usable(e) from e
+            raise self.store.unreadable(name, e) from e
 
     def _piece(self, ref: PieceRef, place: Place, stored: memoryview) -> Buffer:
         name = pack_name(place.pack_id)

@@ -24,9 +24,9 @@ from __future__ import annotations
 import json
 import os
 import re
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 
 from gpucr.errors import StoreDamaged
 from gpucr.store import index as indexes
@@ -41,6 +41,9 @@ PREFIX = "retired/"
 _NAME = re.compile(r"retired/([0-9a-f]{32})\.packs")
 _MAX_BYTES = 64 << 20
 _READERS = 8
+
+OnDamaged = Callable[[str, StoreDamaged], None]
+"""Told the name of an object that cannot be read, and why."""
 
 
 @dataclass(frozen=True)
@@ -83,16 +86,16 @@ def note_writers(store: Store, batch: Batch) -> None:
         return  # another prune has done it: also after the batch was created
 
 
-def batches(store: Store) -> Sequence[Batch]:
-    """All batches. Raises StoreDamaged, OSError."""
+def batches(store: Store, on_damaged: OnDamaged) -> Sequence[Batch]:
+    """All batches whose packs can be read; `Batch.writers` is None also where these cannot be. Raises StoreError."""
     found = []
     for info in store.backend.list(PREFIX):
         if match := _NAME.fullmatch(info.name):
             batch = Batch(match.group(1), frozenset(), info.modified_s, None)
-            packs = _read(store, batch.packs_name, 16)
+            packs = _read(store, batch.packs_name, 16, on_damaged)
             if packs is None:
                 continue  # its last pack is gone
-            there = _read(store, batch.writers_name, 16)
+            there = _read(store, batch.writers_name, 16, on_damaged)
             writer_ids = None if there is None else frozenset(writer_id.hex() for writer_id in there)
             found.append(Batch(batch.id, packs, info.modified_s, writer_ids))
     return found
@@ -120,29 +123,39 @@ class Pack:
     created_s: float
     contents: PackContents | None
 
+    @property
+    def is_whole(self) -> bool:
+        """Whether it has the size that it was written with: what is in it need not be stored, or kept, elsewhere."""
+        return self.contents is not None and self.contents.size_bytes == self.size_bytes
+
 
 @dataclass(frozen=True)
 class Inventory:
-    """All packs of a store, the batches of those that were retired, and of which packs each index object tells."""
+    """All packs of a store, the batches of those that were retired, and of which packs each index object tells.
+
+    ``damaged`` are objects that cannot be read, by name: of the index, and of batches where these were not given.
+    """
 
     packs: Mapping[bytes, Pack]
     batches: Sequence[Batch]
     index_objects: Mapping[str, Sequence[bytes]]
+    damaged: Mapping[str, StoreDamaged] = field(default_factory=dict)
 
     @classmethod
     def load(cls, store: Store, found: Sequence[Batch] | None = None, *, footers: bool = True) -> Inventory:
         """What is there now; ``found`` are the batches where they were listed already.
 
-        With ``footers`` also what packs hold of which no index tells. Raises StoreDamaged, StoreError, OSError.
+        With ``footers`` also what packs hold of which no index tells. Raises StoreError, OSError.
 
         The order matters: a pack that is listed and in no batch that was listed before was in use at that moment; a
         pack that an index tells of and that is not listed afterwards has been deleted.
         """
+        damaged: dict[str, StoreDamaged] = {}
         if found is None:
-            found = batches(store)
+            found = batches(store, damaged.__setitem__)
         told: dict[bytes, PackContents] = {}
         index_objects: dict[str, list[bytes]] = {}
-        for name, packs in indexes.load_objects(store):
+        for name, packs in indexes.load_objects(store, damaged.__setitem__):
             index_objects[name] = [contents.pack_id for contents in packs]
             told.update((contents.pack_id, contents) for contents in packs)
         existing = existing_packs(store)
@@ -152,7 +165,7 @@ class Inventory:
             pack_id: Pack(pack_id, size_bytes, created_s, told.get(pack_id))
             for pack_id, (size_bytes, created_s) in existing.items()
         }
-        return cls(packs_there, found, index_objects)
+        return cls(packs_there, found, index_objects, damaged)
 
     @property
     def retired(self) -> frozenset[bytes]:
@@ -165,37 +178,46 @@ class Inventory:
         return (pack for pack in self.packs.values() if pack.id not in retired)
 
     def index(self) -> Index:
-        """Where every piece can be read; packs in use first, since the others may go away."""
+        """Where every piece can be read; whole packs first, then those in use, since the others may go away."""
         index, retired = Index(), self.retired
-        for pack in sorted(self.packs.values(), key=lambda each: (each.id in retired, each.id)):
+        for pack in sorted(self.packs.values(), key=lambda each: (not each.is_whole, each.id in retired, each.id)):
             if pack.contents is not None:
                 index.add(pack.contents)
         return index
 
 
 def whole_index(store: Store, *, footers: bool = False) -> Index:
-    """Where every piece can be read; ``footers`` as in `Inventory.load`. Raises StoreDamaged, StoreError."""
+    """Where every piece can be read; ``footers`` as in `Inventory.load`. Raises StoreError."""
+    return inventory(store, footers=footers).index()
+
+
+def inventory(store: Store, *, footers: bool = False) -> Inventory:
+    """`Inventory.load` for who does not work on the place itself. Raises StoreError."""
     try:
-        return Inventory.load(store, footers=footers).index()
+        return Inventory.load(store, footers=footers)
     except OSError as e:
         raise store.not_usable(e) from e
 
 
 def known_index(store: Store) -> Index:
-    """What a writer that has made itself known may rely on: pieces in packs that are there and in use.
+    """What a writer that has made itself known may rely on: pieces in packs that are there, whole, and in use.
 
-    Raises StoreDamaged, StoreError.
+    Raises StoreError. Where it cannot be read which packs were retired, the writer may rely on none.
     """
+    damaged: dict[str, StoreDamaged] = {}
     try:
         # Batches first: one that is gone by now has taken its packs with it, and they are not listed either.
-        retired = frozenset[bytes]().union(*(batch.packs for batch in batches(store)))
-        usable = existing_packs(store).keys() - retired
+        retired = frozenset[bytes]().union(*(batch.packs for batch in batches(store, damaged.__setitem__)))
+        usable = {pack_id: at for pack_id, at in existing_packs(store).items() if pack_id not in retired}
     except OSError as e:
         raise store.not_usable(e) from e
     index = Index()
-    for _, packs in indexes.load_objects(store):
+    if any(name.endswith(".packs") for name in damaged):
+        return index
+    for _, packs in indexes.load_objects(store, damaged.__setitem__):
         for contents in packs:
-            if contents.pack_id in usable:
+            # A pack that was cut short would make the new snapshot one that cannot be restored.
+            if contents.pack_id in usable and usable[contents.pack_id][0] == contents.size_bytes:
                 index.add(contents)
     return index
 
@@ -217,11 +239,21 @@ def _footers(store: Store, pack_ids: Iterable[bytes]) -> Mapping[bytes, PackCont
         return {contents.pack_id: contents for contents in pool.map(read, pack_ids) if contents is not None}
 
 
-def _read(store: Store, name: str, id_bytes: int) -> frozenset[bytes] | None:
+def _read(store: Store, name: str, id_bytes: int, on_damaged: OnDamaged) -> frozenset[bytes] | None:
+    try:
+        return _read_ids(store, name, id_bytes)
+    except StoreDamaged as e:
+        on_damaged(name, e)
+        return None
+
+
+def _read_ids(store: Store, name: str, id_bytes: int) -> frozenset[bytes] | None:
     try:
         sealed = store.backend.read(name, 0, _MAX_BYTES + 1)
     except Missing:
         return None
+    except OSError as e:
+        raise store.unreadable(name, e) from e
     if len(sealed) > _MAX_BYTES:
         raise store.damaged(name, f"is larger than {_MAX_BYTES} bytes")
     try:

@@ -27,7 +27,8 @@ from typing import Any
 
 from gpucr.errors import InvalidRequest, StoreDamaged, StoreError
 from gpucr.store import pieces, retired, writers
-from gpucr.store.backend import Missing, ObjectInfo
+from gpucr.store.backend import Missing, ObjectInfo, together
+from gpucr.store.crypto import SEALED_OVERHEAD_BYTES
 from gpucr.store.opened import Store
 from gpucr.store.pack import PREFIX as PACKS_PREFIX
 from gpucr.store.pieces import PieceListError, PieceRef
@@ -165,11 +166,11 @@ def load(store: Store, snapshot_id: str) -> StoredSnapshot:
     """The snapshot with this id. Raises StoreError where there is none, StoreDamaged where it is not intact."""
     name = writers.snapshot_object(snapshot_id)
     try:
-        sealed = store.backend.read(name, 0, MAX_SNAPSHOT_BYTES + 4096)
+        sealed = store.backend.read(name, 0, MAX_SNAPSHOT_BYTES + SEALED_OVERHEAD_BYTES)
     except Missing as e:
         raise _no_such(store, snapshot_id) from e
     except OSError as e:
-        raise store.not_usable(e) from e
+        raise store.unreadable(name, e) from e
     if not sealed:
         raise _no_such(store, snapshot_id)
     try:
@@ -192,32 +193,59 @@ def tombstones(store: Store) -> Sequence[ObjectInfo]:
 
 @dataclass(frozen=True)
 class Listing:
-    """The snapshots of a store, oldest first, and those that cannot be read, by id."""
+    """The snapshots of a store, oldest first, and those that cannot be read, by id.
+
+    ``stored_s``: when each of all of them was put into this store, by the clock of the store.
+    """
 
     snapshots: tuple[StoredSnapshot, ...]
     damaged: Mapping[str, StoreDamaged]
+    stored_s: Mapping[str, float]
 
     def intact(self) -> tuple[StoredSnapshot, ...]:
         """All snapshots. Raises StoreDamaged where one cannot be read."""
-        for error in self.damaged.values():
-            raise error
+        for snapshot_id, error in self.damaged.items():
+            hint = f"get it back from another copy of the store, or remove it: gpucr rm STORE#{snapshot_id[:_SHORT_ID]}"
+            raise StoreDamaged(error.message, path=error.path, hint=hint) from error
         return self.snapshots
+
+    def latest(self) -> StoredSnapshot:
+        """The latest of at least one. Raises StoreDamaged where one that cannot be read may be later."""
+        found = self.snapshots[-1]
+        for snapshot_id, error in self.damaged.items():
+            if self.stored_s[snapshot_id] >= self.stored_s[found.id]:
+                hint = "name another snapshot by its name or id: gpucr ls lists them"
+                raise StoreDamaged(error.message, path=error.path, hint=hint) from error
+        return found
 
 
 def list_all(store: Store) -> Listing:
     """All snapshots. One that is removed meanwhile is passed over. Raises StoreError."""
     try:
-        ids = [info.name.rpartition("/")[2] for info in committed(store)]
+        infos = committed(store)
     except OSError as e:
         raise store.not_usable(e) from e
+    found: list[StoredSnapshot] = []
+    damaged: dict[str, StoreDamaged] = {}
     with ThreadPoolExecutor(_READERS, "snapshots") as pool:
-        results = list(pool.map(lambda each: _load_listed(store, each), ids))
-    found = [result for result in results if isinstance(result, StoredSnapshot)]
-    damaged = {each: result for each, result in zip(ids, results, strict=True) if isinstance(result, StoreDamaged)}
-    return Listing(tuple(sorted(found, key=lambda each: (each.created_s, each.id))), damaged)
+        for group in together(infos, MAX_SNAPSHOT_BYTES // 4):
+            for info, result in zip(group, pool.map(lambda each: _load_listed(store, each), group), strict=True):
+                if isinstance(result, StoredSnapshot):
+                    found.append(result)
+                elif result is not None:
+                    damaged[_id_in(info)] = result
+    stored_s = {_id_in(info): info.modified_s for info in infos}
+    return Listing(tuple(sorted(found, key=lambda each: (each.created_s, each.id))), damaged, stored_s)
 
 
-def _load_listed(store: Store, snapshot_id: str) -> StoredSnapshot | StoreDamaged | None:
+def _id_in(info: ObjectInfo) -> str:
+    return info.name.rpartition("/")[2]
+
+
+def _load_listed(store: Store, info: ObjectInfo) -> StoredSnapshot | StoreDamaged | None:
+    snapshot_id = _id_in(info)
+    if info.size_bytes > MAX_SNAPSHOT_BYTES + SEALED_OVERHEAD_BYTES:
+        return store.damaged(info.name, f"is larger than {MAX_SNAPSHOT_BYTES} bytes")
     try:
         return load(store, snapshot_id)
     except StoreDamaged as e:
@@ -238,12 +266,11 @@ def find(store: Store, wanted: str | None) -> StoredSnapshot:
     if not found:
         listing.intact()
         raise InvalidRequest(f"the store {url} holds no snapshot", hint="dump into it first")
-    if wanted is None and len(found) > 1:
-        raise InvalidRequest(
-            f"the store {url} holds {len(found)} snapshots", hint=f"name one: {url}#latest, {url}#NAME"
-        )
+    count = len(found) + len(listing.damaged)
+    if wanted is None and count > 1:
+        raise InvalidRequest(f"the store {url} holds {count} snapshots", hint=f"name one: {url}#latest, {url}#NAME")
     if wanted is None or wanted == LATEST:
-        return found[-1]
+        return listing.latest()
     named = [snapshot for snapshot in found if snapshot.name == wanted]
     if named:
         return named[-1]
@@ -255,6 +282,22 @@ def find(store: Store, wanted: str | None) -> StoredSnapshot:
             raise error
     what = f"{len(meant)} snapshots whose id begins with" if meant else "no snapshot"
     raise InvalidRequest(f"the store {url} holds {what} {wanted!r}", hint=f"list what it holds: gpucr ls {url}")
+
+
+def find_to_remove(store: Store, wanted: str) -> StoredSnapshot:
+    """What `find` finds; also one that cannot be read, by its id: of that only id and time are known.
+
+    Raises InvalidRequest, StoreDamaged, StoreError.
+    """
+    try:
+        return find(store, wanted)
+    except StoreDamaged:
+        listing = list_all(store)
+        meant = [each for each in listing.damaged if each.startswith(wanted)] if len(wanted) >= _SHORT_ID else []
+        if len(meant) != 1:
+            raise
+        stored = datetime.fromtimestamp(listing.stored_s[meant[0]], timezone.utc)
+        return StoredSnapshot(meant[0], None, stored.isoformat(timespec="milliseconds"), "", b"", ())
 
 
 def remove(store: Store, snapshot_id: str) -> None:

@@ -26,7 +26,10 @@ _READERS = 8
 
 @dataclass(frozen=True)
 class VerifyReport:
-    """What was looked at, and what is wrong: by snapshot id, one sentence each. Empty: all is well."""
+    """What was looked at, and what is wrong: by snapshot id, one sentence each. Empty: all is well.
+
+    Of a whole store also what is wrong with objects that no snapshot needs, by their names.
+    """
 
     snapshots: tuple[StoredSnapshot, ...]
     pieces: int
@@ -47,12 +50,15 @@ def verify(
     ``on_bytes`` is told the size of every piece that was read, by several threads.
     """
     problems: dict[str, list[str]] = {}
+    is_whole_store = wanted is None
     if wanted is None:
         listing = snapshots.list_all(store)
         wanted = listing.snapshots
         problems = {snapshot_id: [error.message] for snapshot_id, error in listing.damaged.items()}
-    index = retired.whole_index(store, footers=True)
-    check = _Check(store, index)
+    inventory = retired.inventory(store, footers=True)
+    check = _Check(store, inventory.index())
+    if is_whole_store:
+        problems |= {name: [_without(name, error)] for name, error in inventory.damaged.items()}
     needed = {snapshot.id: check.needed(snapshot, problems.setdefault(snapshot.id, [])) for snapshot in wanted}
     refs = list(dict.fromkeys(ref for each in needed.values() for ref in each))
     bad = check.places(refs)
@@ -135,6 +141,11 @@ class _Check:
             except StoreDamaged as e:
                 bad[ref.id] = e.message
         return bad
+
+
+def _without(name: str, error: StoreDamaged) -> str:
+    remedy = "while no prune is at work, delete it" if name.endswith(".packs") else "a prune replaces it"
+    return f"{error.message}; no snapshot needs it: {remedy}"
 
 
 def _ignore(size_bytes: int) -> None:

@@ -7,14 +7,13 @@ is packs that no snapshot needs, which a prune removes.
 
 from __future__ import annotations
 
-import errno
 import threading
 import time
 from collections.abc import Callable, Collection, Iterable
 from dataclasses import dataclass, replace
 from functools import partial
 
-from gpucr.errors import GpucrError, StoreError
+from gpucr.errors import StoreError
 from gpucr.store import index as indexes
 from gpucr.store import pieces
 from gpucr.store.backend import Buffer
@@ -226,19 +225,11 @@ class StoreWriter:
             try:
                 work()
             except OSError as e:
-                raise self._explained(e) from e
+                raise self.store.not_usable(e) from e
         except BaseException as e:
             with self._lock:
                 self._error = self._error or e
             raise
-
-    def _explained(self, error: OSError) -> GpucrError:
-        if error.errno not in (errno.ENOSPC, errno.EDQUOT):
-            return self.store.not_usable(error)
-        url = self.store.backend.url
-        hint = "free space there (`gpucr prune` removes what no snapshot needs), or name another store"
-        message = f"the store {url} takes no more data: {error.strerror}"
-        return StoreError(message, path=url, hint=hint, code="GPUCR-NO-SPACE")
 
     def _count(self, **more: int) -> None:
         with self._lock:

@@ -217,7 +217,7 @@ def commit(store: Store, registration: Registration, data: bytes) -> None:
 
 
 def _is_committed(store: Store, registration: Registration) -> bool:
-    """After a commit whose answer was lost: the request may be under way still, so a tombstone has to decide."""
+    """After a commit that failed, or whose answer was lost: it may be under way still, so a tombstone has to decide."""
     name = registration.snapshot_name
     try:
         try:
@@ -227,9 +227,9 @@ def _is_committed(store: Store, registration: Registration) -> bool:
     except OSError as e:
         registration.abandon()
         raise StoreError(
-            f"it is not known whether the snapshot {registration.snapshot_id} was completed: the connection to "
-            f"{store.backend.url} was lost at that moment",
+            f"it is not known whether the snapshot {registration.snapshot_id} was completed: at that moment "
+            f"{store.not_usable(e).message}",
             path=store.path(name),
-            hint="list the store when it can be reached again",
+            hint="list the store when it works again",
         ) from e
     return False
