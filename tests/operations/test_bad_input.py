@@ -14,8 +14,10 @@ import pytest
 
 import gpucr
 from gpucr.driver.cuda import CudaDriver
+from gpucr.linux import processes
 from gpucr.model import CudaState
 from tests import command
+from tests.conftest import skip_or_fail
 from tests.counter import Counter, CounterFactory, wait_until
 
 NOBODY = 65534
@@ -356,3 +358,28 @@ def test_unknown_words() -> None:
     assert command.run("freeze").returncode == 2
     assert command.run("suspend", "abc").returncode == 2
     assert command.run("dump", "1").returncode == 2
+
+
+@pytest.mark.parametrize("name", ["suspend", "resume", "dump"])
+@pytest.mark.parametrize("timeout_s", ["nan", "inf", 1e12])
+def test_a_timeout_without_an_end(name: str, timeout_s: object, process_without_cuda: int) -> None:
+    assert "cannot be met" in refused(2, name, process_without_cuda, "--timeout", timeout_s)
+
+
+@pytest.mark.parametrize(
+    "arguments",
+    [["run", "true"], ["exec", os.getpid(), "true"], ["dump", "PID", "--to", "s"]],
+    ids=["run", "exec", "dump"],
+)
+def test_a_current_folder_that_was_removed(
+    arguments: list[object], process_without_cuda: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A shell stays in it when a job's folder is removed, or made anew."""
+    if arguments[0] == "dump" and not processes.can_checkpoint_processes():
+        skip_or_fail("root", "a dump needs root")
+    monkeypatch.chdir(tmp_path)
+    (tmp_path / "gone").mkdir()
+    os.chdir("gone")
+    (tmp_path / "gone").rmdir()
+    said = refused(2, *(process_without_cuda if each == "PID" else each for each in arguments))
+    assert "the current folder is not there any more" in said

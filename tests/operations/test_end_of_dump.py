@@ -16,6 +16,7 @@ import gpucr
 from gpucr.criu.engine import Criu
 from gpucr.errors import CriuError, JobDamaged
 from gpucr.launch.record import JobRecord
+from gpucr.linux import processes
 from gpucr.operations import launch, registered
 from tests.counter import processes_in, wait_until
 from tests.sandboxed import end_all_in
@@ -112,3 +113,21 @@ def test_when_it_has_killed_a_part(
     wait_until(lambda: processes_in(folder) == [], "the rest to end")
     gpucr.restore(tmp_path / "s")
     assert len(processes_in(folder)) == 2
+
+
+@pytest.mark.parametrize("code", ["GPUCR-NO-SPACE", None])
+def test_a_failure_with_a_reason_is_not_put_down_to_a_process_that_ended_since(
+    job: JobRecord, folder: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, code: str | None
+) -> None:
+    """A job that starts small processes all the time: each failure would seem to be the end of one."""
+
+    def dump(*_: Any, **__: Any) -> None:
+        (child,) = (pid for pid in processes_in(folder) if pid != job.pid)
+        os.kill(child, signal.SIGKILL)
+        raise CriuError("CRIU could not dump the job: no space", phase="dump", code=code)
+
+    monkeypatch.setattr(Criu, "dump", dump)
+    with pytest.raises(gpucr.CriuError if code else gpucr.JobChanged) as failure:
+        gpucr.dump("job", tmp_path / "s")
+    assert failure.value.code == (code or "GPUCR-JOB-CHANGED")
+    assert processes.is_alive(job.root)

@@ -8,6 +8,7 @@ import shutil
 import signal
 import subprocess
 import sys
+import tempfile
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
@@ -17,9 +18,11 @@ import pytest
 import gpucr
 from gpucr.errors import DriverUnavailable, InvalidRequest, Unsupported
 from gpucr.launch.record import JobRecord
+from gpucr.launch.registry import Reservation
 from gpucr.linux import processes
 from gpucr.operations import launch, registered
 from gpucr.preflight.measured import Measurement
+from gpucr.sandbox.start import _Keeper
 from gpucr.sim import build as simulator
 from tests import command
 from tests.counter import wait_until
@@ -154,6 +157,39 @@ def test_a_job_whose_record_cannot_be_written_does_not_run(monkeypatch: pytest.M
     wait_until(lambda: not any(map(processes.is_alive, gone)), "the job's processes to end")
     assert not (tmp_path / "ran").exists()
     assert launch.list_jobs() == ()
+
+
+def test_a_signal_before_the_program_runs_leaves_no_job(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    register = Reservation.register
+    seen: list[JobRecord] = []
+
+    def interrupted(reservation: Reservation, record: JobRecord) -> JobRecord:
+        seen.append(register(reservation, record))
+        signal.raise_signal(signal.SIGINT)
+        return seen[0]
+
+    monkeypatch.setattr(Reservation, "register", interrupted)
+    with pytest.raises(gpucr.Interrupted, match="no job was started"):
+        launch.run_job(["touch", str(tmp_path / "ran")], isolate=False)
+    assert len(seen) == 1
+    wait_until(lambda: not processes.is_alive(seen[0].root), "the first process to end")
+    assert not (tmp_path / "ran").exists()
+    assert launch.list_jobs() == ()
+
+
+def test_a_signal_when_the_program_has_begun_leaves_the_job_and_its_record(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A job without a record cannot be found again, and "interrupted" would not be true."""
+    send = _Keeper.send
+
+    def send_and_interrupt(keeper: _Keeper, **message: object) -> None:
+        send(keeper, **message)
+        if "go" in message:
+            signal.raise_signal(signal.SIGINT)
+
+    monkeypatch.setattr(_Keeper, "send", send_and_interrupt)
+    record = launch.run_job(["sleep", "600"], name="begun", isolate=False).record
+    assert processes.is_alive(record.root)
+    assert _states() == {"begun": "running"}
 
 
 def test_a_registry_that_cannot_be_used(tmp_path: Path) -> None:
@@ -399,6 +435,16 @@ def test_exec_reaches_what_only_the_job_sees(tmp_path: Path) -> None:
     assert shown.stdout.startswith("private")
     assert inner_pid in shown.stdout.split()
     assert not Path("/dev/shm/mine").exists()
+
+
+@pytest.mark.root
+def test_exec_in_a_folder_that_the_job_does_not_have(monkeypatch: pytest.MonkeyPatch) -> None:
+    launch.run_job(["sleep", "600"], name="inside", isolate=True)
+    with tempfile.TemporaryDirectory(dir="/dev/shm") as folder:
+        monkeypatch.chdir(folder)
+        done = command.run("exec", "inside", "true")
+    assert done.returncode == 2
+    assert f"the current folder {folder} cannot be used inside the job" in done.stderr
 
 
 def test_exec_passes_the_exit_code_and_the_input_on() -> None:

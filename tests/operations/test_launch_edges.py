@@ -123,6 +123,22 @@ def test_exec_without_privileges(nobody: Nobody, folder: Path) -> None:
     assert "cannot be entered: Permission denied" in refused.stderr
 
 
+@pytest.mark.root
+def test_what_another_user_may_not_look_at(nobody: Nobody, folder: Path) -> None:
+    """One line that says so, where `Path.exists` and the like raise PermissionError."""
+    folder.chmod(0o700)
+    (folder / "manifest.json").touch()
+    for name in ("inspect", "verify", "restore"):
+        done = nobody.gpucr(name, str(folder))
+        assert done.returncode == 5, done.stderr
+        assert f"{folder}/manifest.json is closed to uid {NOBODY_UID}" in done.stderr
+    for options in (["--log", f"{folder}/log", "true"], ["--cwd", f"{folder}/in", "true"], [f"{folder}/program"]):
+        done = nobody.gpucr("run", *options)
+        assert done.returncode == 2, done.stderr
+        assert f"{folder}/" in done.stderr
+        assert "Traceback" not in done.stderr
+
+
 # --- several at once ---------------------------------------------------------------------------------------------
 
 

@@ -7,6 +7,7 @@ import os
 import signal
 import socket
 import sys
+import threading
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -409,6 +410,40 @@ def test_a_job_without_cuda_whose_restore_is_killed(folder: Path, tmp_path: Path
 
 
 # --- what is refused, and the command ------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("where", ["spawn", "socket"])
+def test_a_signal_while_criu_starts(folder: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, where: str) -> None:
+    """A process that was born in the sandbox and that nobody collects would keep the sandbox from ending."""
+    job = Program(folder)
+    gpucr.dump("job", tmp_path / "s")
+    receive, join = socket.recv_fds, threading.Thread.join
+    sent: list[str] = []
+
+    def interrupt() -> None:
+        if not sent:
+            sent.append(where)
+            signal.raise_signal(signal.SIGINT)
+
+    def receive_interrupted(*arguments: Any) -> Any:
+        interrupt()
+        return receive(*arguments)
+
+    def join_interrupted(thread: threading.Thread, timeout: float | None = None) -> None:
+        if thread.name == "gpucr spawn":
+            interrupt()
+        join(thread, timeout)
+
+    if where == "socket":
+        monkeypatch.setattr(socket, "recv_fds", receive_interrupted)
+    else:
+        monkeypatch.setattr(threading.Thread, "join", join_interrupted)
+    with pytest.raises(gpucr.Interrupted):
+        gpucr.restore(tmp_path / "s")
+    assert sent == [where]
+    assert processes_in(folder) == []
+    gpucr.restore(tmp_path / "s")
+    job.assert_goes_on()
 
 
 def test_a_terminal_has_no_place_in_a_sandbox(tmp_path: Path) -> None:

@@ -2,9 +2,15 @@
 
 from __future__ import annotations
 
+import fcntl
+import os
+import struct
+import sys
+import termios
+
 import pytest
 
-from gpucr.cli.columns import Column, fit
+from gpucr.cli.columns import WIDTH_WITHOUT_TERMINAL, Column, fit, output_width, terminal_width
 
 COLUMNS = (
     Column("PID", is_number=True),
@@ -40,3 +46,16 @@ def test_what_gives_way(width: int, heading: str) -> None:
 
 def test_no_rows() -> None:
     assert fit(COLUMNS, [], 80) == ["PID  STATE  AGE  GPUS  COMMAND"]
+
+
+@pytest.mark.parametrize(("told", "expected"), [(101, 101), (0, None)])
+def test_the_width_of_a_terminal(told: int, expected: int | None, monkeypatch: pytest.MonkeyPatch) -> None:
+    """0 is what a terminal has that nobody has told its size, as `script` makes one where it has none itself."""
+    master, slave = os.openpty()
+    with open(slave, "w") as terminal:
+        fcntl.ioctl(slave, termios.TIOCSWINSZ, struct.pack("4H", 33, told, 0, 0))
+        monkeypatch.setattr(sys, "stdout", terminal)
+        assert terminal_width() == expected
+        assert output_width() == (expected or WIDTH_WITHOUT_TERMINAL)
+        monkeypatch.undo()
+    os.close(master)

@@ -22,9 +22,14 @@ class Column:
     is_number: bool = False
 
 
+def terminal_width() -> int | None:
+    """How wide the terminal on stdout is; None where there is none, or one that has not been told its size (0)."""
+    return (os.get_terminal_size(sys.stdout.fileno()).columns or None) if sys.stdout.isatty() else None
+
+
 def output_width() -> int:
     """How wide a line on stdout may be."""
-    return os.get_terminal_size().columns if sys.stdout.isatty() else WIDTH_WITHOUT_TERMINAL
+    return terminal_width() or WIDTH_WITHOUT_TERMINAL
 
 
 def fit(columns: Sequence[Column], rows: Sequence[Sequence[str]], width: int) -> list[str]:

@@ -2,14 +2,13 @@
 
 from __future__ import annotations
 
-import os
-import sys
 from dataclasses import asdict
 from pathlib import Path
 from typing import Any
 
 import click
 
+from gpucr.cli.columns import terminal_width
 from gpucr.cli.keys import key_file_option, with_key
 from gpucr.cli.options import json_option
 from gpucr.cli.output import format_bytes, print_json, printable, say
@@ -59,7 +58,7 @@ def command(*, snapshot: str, verify: bool, every_file: bool, key_file: Path | N
         return
     for name, value in _summary(snapshot_text(opened), manifest, verified=verify):
         click.echo(f"{name:<12}{value}")
-    width = os.get_terminal_size().columns if sys.stdout.isatty() else None
+    width = terminal_width()
     for line in tree_of(contents, every_file=every_file).lines():
         click.echo(line[:width])
 

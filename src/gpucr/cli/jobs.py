@@ -3,14 +3,13 @@
 from __future__ import annotations
 
 import datetime
-import os
 import signal
-import sys
 from collections.abc import Sequence
 from typing import Any
 
 import click
 
+from gpucr.cli.columns import output_width
 from gpucr.cli.options import json_option
 from gpucr.cli.output import format_seconds, print_json, printable
 from gpucr.launch.registry import ListedJob
@@ -50,7 +49,7 @@ def _print_table(found: Sequence[ListedJob]) -> None:
     if not found:
         click.echo("no jobs; `gpucr jobs --all` also shows those that have ended")
         return
-    width = os.get_terminal_size().columns if sys.stdout.isatty() else 200
+    width = output_width()
     click.echo(_COLUMNS.format("NAME", "PID", "STATE", "AGE", "ISOLATED", "COMMAND"))
     for job in found:
         record = job.record

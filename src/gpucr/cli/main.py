@@ -2,15 +2,18 @@
 
 from __future__ import annotations
 
+import contextlib
 import importlib
+import os
+import signal
 import sys
 from typing import TYPE_CHECKING
 
 import click
 
 from gpucr.cli import failures
-from gpucr.cli.output import JsonWanted
-from gpucr.errors import GpucrError, Interrupted
+from gpucr.cli.output import JsonWanted, StdoutLost, prepare_streams, say
+from gpucr.errors import GpucrError, Interrupted, InvalidRequest
 from gpucr.version import __version__
 
 if TYPE_CHECKING:
@@ -102,18 +105,56 @@ def command() -> None:
 
 def main() -> None:
     """Run the command line and exit with the code that the outcome has."""
-    wanted = JsonWanted()
+    prepare_streams()
+    try:
+        code = _run(JsonWanted())
+    except StdoutLost as lost:
+        code = _stdout_lost(lost)
+    for number in (signal.SIGINT, signal.SIGTERM, signal.SIGHUP):
+        signal.signal(number, signal.SIG_IGN)  # it is over: a second Ctrl-C must not change what the exit code says
+    sys.exit(code)
+
+
+def _run(wanted: JsonWanted) -> int:
     try:
         command.main(prog_name="gpucr", standalone_mode=False, obj=wanted)
+    except FileNotFoundError:
+        if _has_current_folder():
+            raise
+        return _failed(InvalidRequest("the current folder is not there any more", hint="change to another: cd"), wanted)
     except GpucrError as error:
-        failures.show(error, wanted)
-        sys.exit(error.exit_code)
+        return _failed(error, wanted)
     except click.ClickException as error:
         wanted.is_wanted |= "--json" in sys.argv  # an option that does not exist is noticed before any is looked at
-        failures.show_usage(error, wanted)
-        sys.exit(2)
+        with contextlib.suppress(StdoutLost):
+            failures.show_usage(error, wanted)
+        return InvalidRequest.exit_code
     except (click.Abort, KeyboardInterrupt):
-        failures.show_interruption(wanted)
-        sys.exit(Interrupted.exit_code)
-    except BrokenPipeError:
-        sys.exit(0)
+        with contextlib.suppress(StdoutLost):
+            failures.show_interruption(wanted)
+        return Interrupted.exit_code
+    return 0
+
+
+def _stdout_lost(lost: StdoutLost) -> int:
+    if lost.reason is None:  # the reader has what it wanted
+        return 0
+    say(f"error: what was to be printed cannot be written to stdout: {lost.reason}")
+    say("hint:  what was asked for has been done; `gpucr jobs` and `gpucr ps` show what became of a job")
+    say(f"code:  {GpucrError.code}")
+    return GpucrError.exit_code
+
+
+def _failed(error: GpucrError, wanted: JsonWanted) -> int:
+    with contextlib.suppress(StdoutLost):  # its lines on stderr and its exit code say it as well
+        failures.show(error, wanted)
+    return error.exit_code
+
+
+def _has_current_folder() -> bool:
+    """Relative paths mean nothing where it has been removed, and whatever looks at one fails."""
+    try:
+        os.getcwd()
+    except FileNotFoundError:
+        return False
+    return True

@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextlib
 import io
 import json
+import os
 import sys
 from collections.abc import Mapping
 from dataclasses import dataclass
@@ -30,6 +31,54 @@ def print_json(kind: str, data: Mapping[str, Any]) -> None:
     if wanted is not None:
         wanted.is_printed = True
     click.echo(json.dumps({"schema": f"gpucr.{kind}", "schema_version": SCHEMA_VERSION, **data}, indent=2))
+
+
+class StdoutLost(Exception):
+    """Stdout has not taken what a command printed. ``reason`` is None where a reader has ended before (``| head``).
+
+    No OSError: what a command was asked for has been done, and this must not be taken for a failure of that.
+    """
+
+    def __init__(self, error: OSError) -> None:
+        super().__init__(str(error))
+        self.reason = None if isinstance(error, BrokenPipeError) else error.strerror or str(error)
+
+
+class _Stdout(io.FileIO):
+    """Stdout. When it cannot be written to any more it says so once, and what still lies in buffers goes nowhere."""
+
+    _is_lost = False
+
+    def write(self, data: Any) -> int:
+        """Write some of it. Raises StdoutLost."""
+        if not self._is_lost:
+            try:
+                return super().write(data)
+            except OSError as e:
+                self._is_lost = True
+                raise StdoutLost(e) from e
+        return len(data)
+
+
+def prepare_streams() -> None:
+    """Let commands print whatever they have to, wherever stdin, stdout and stderr lead, or if they are closed.
+
+    What cannot be printed in the caller's encoding (file names need not be text) is shown escaped, as on stderr.
+    """
+    for fd in range(3):
+        try:
+            os.fstat(fd)
+        except OSError:
+            # The lowest free number is this one. Left free, the next file would have it, and take what children print.
+            os.set_inheritable(os.open(os.devnull, os.O_RDWR), True)
+    sys.stdin = sys.stdin or open(0, closefd=False)  # noqa: SIM115 - for the life of the process, as the others
+    sys.stderr = sys.stderr or open(2, "w", errors="backslashreplace", closefd=False)  # noqa: SIM115
+    sys.stdout = io.TextIOWrapper(
+        io.BufferedWriter(_Stdout(1, "w", closefd=False)),
+        encoding=sys.stdout.encoding if sys.stdout is not None else None,
+        errors="backslashreplace",
+        line_buffering=os.isatty(1),
+    )
 
 
 class _Talk(io.TextIOBase):

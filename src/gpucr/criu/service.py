@@ -280,13 +280,22 @@ def _spawn_inside(
                 argv[0], argv, _environment(), file_actions=file_actions, setsid=True, setsigmask=_BLOCKED_SIGNALS
             )
 
+        pids: list[int] = []
         try:
-            pid = namespaces.in_pid_namespace(fds["pid"], spawn)
-        finally:
-            for fd in high:
-                os.close(fd)
-        theirs.close()
-        message, received, _, _ = socket.recv_fds(ours, _MESSAGE_LIMIT_BYTES, 1)
+            try:
+                namespaces.in_pid_namespace(fds["pid"], lambda: pids.append(spawn()))
+            finally:
+                for fd in high:
+                    os.close(fd)
+            theirs.close()
+            message, received, _, _ = socket.recv_fds(ours, _MESSAGE_LIMIT_BYTES, 1)
+        except BaseException:  # Ctrl-C, as a rule
+            # A pid namespace ends only when all that were born in it have been collected, by whoever is their parent.
+            for pid in pids:
+                os.kill(pid, signal.SIGKILL)
+                os.waitpid(pid, 0)
+            raise
+    (pid,) = pids
     if not received:
         os.waitpid(pid, 0)
         said = os.pread(output_fd, _OUTPUT_LIMIT_BYTES, 0).decode(errors="replace").strip().rpartition("\n")[2]

@@ -6,6 +6,7 @@ only what is around them is here: finding the container, its folder, and waiting
 
 from __future__ import annotations
 
+import os
 import re
 import shutil
 import time
@@ -48,8 +49,8 @@ class ContainerReport:
 
 
 def is_container(folder: Path) -> bool:
-    """Whether this folder was made by `dump_container`."""
-    return (folder / CONTAINER_RECORD_NAME).is_file()
+    """Whether this folder was made by `dump_container`. False where the caller may not look."""
+    return os.path.isfile(folder / CONTAINER_RECORD_NAME)
 
 
 def dump_container(

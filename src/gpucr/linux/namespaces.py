@@ -174,7 +174,11 @@ def in_pid_namespace(fd: int, action: Callable[[], T]) -> T:
 
     thread = threading.Thread(target=work, name="gpucr spawn")
     thread.start()
-    thread.join()
+    try:
+        thread.join()
+    except BaseException:  # Ctrl-C: what the action does is done before anybody cleans up after it
+        thread.join()
+        raise
     if failed:
         raise failed[0]
     return done[0]

@@ -46,6 +46,9 @@ from gpucr.snapshot.manifest import (
 )
 from gpucr.version import __version__
 
+_NO_REASON = frozenset({CriuError.code, "GPUCR-PROCESS-GONE"})
+"""Codes of a failure of CRIU's whose reason is not known, or is that a process ended."""
+
 _WAIT_S = 0.1
 _SANDBOX_END_LIMIT_S = _KILLED_LIMIT_S = 10.0
 
@@ -224,7 +227,7 @@ class CriuDump:
                 failures=[f"process {pid} is gone" for pid in gone],
                 hint=f"the snapshot {self.snapshot.where} is complete: kill {alive}, then restore it",
             ) from error
-        if gone:
+        if gone and error.code in _NO_REASON:  # else they ended later: the job went on, and its small processes with it
             raise JobChanged(
                 f"process {gone[0]} ended while it was dumped", pids=gone, hint="the rest of the job is as it was found"
             ) from error

@@ -31,6 +31,7 @@ def run_inside(job: int | str, command: Sequence[str]) -> int:
         raise InvalidRequest("there is no command to run", hint="gpucr exec NAME|PID [--] CMD...")
     pid = resolve_pid(job)
     processes.describe(pid)
+    folder = os.getcwd()
     try:
         _enter(pid)
     except PermissionError as e:
@@ -39,6 +40,13 @@ def run_inside(job: int | str, command: Sequence[str]) -> int:
         ) from e
     except (FileNotFoundError, ProcessLookupError) as e:
         raise ProcessNotFound(f"process {pid} ended while it was looked at", pid=pid) from e
+    try:
+        os.chdir(folder)
+    except OSError as e:
+        raise InvalidRequest(
+            f"the current folder {folder} cannot be used inside the job: {e.strerror}",
+            hint="an isolated job has a /dev/shm of its own; change to another folder first (cd /)",
+        ) from e
     # What comes before there is somebody to pass it on to, and before this process does that, waits.
     mask = signal.pthread_sigmask(signal.SIG_BLOCK, (signal.SIGINT, *_PASSED_ON))
     # A process enters a pid namespace by being born there.
@@ -55,12 +63,10 @@ def _enter(pid: int) -> None:
         for kind in namespaces.kinds_here()
         if namespaces.namespace_id(pid, kind) != namespaces.namespace_id("self", kind)
     ]
-    folder = os.getcwd()
     with namespaces.opened(pid, *own) as fds:
         # The mounts come last: the others' descriptors are open, and /proc may be another one then.
         for kind in sorted(own, key=lambda kind: kind == "mnt"):
             namespaces.enter(fds[kind], kind)
-    os.chdir(folder)
 
 
 def _become(command: Sequence[str]) -> NoReturn:

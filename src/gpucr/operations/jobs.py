@@ -16,6 +16,9 @@ from gpucr.model import Job, ProcessInfo
 from gpucr.operations import registered
 from gpucr.sandbox import Sandbox
 
+LONGEST_TIMEOUT_S = 1e6
+"""Eleven days. poll(2) takes its milliseconds as an int, which ends at twenty-four."""
+
 
 @dataclass(frozen=True)
 class FoundJob:
@@ -89,8 +92,11 @@ def deadline_after(timeout_s: float | None) -> float | None:
     """The time.monotonic() value at which ``timeout_s`` seconds from now are over."""
     if timeout_s is None:
         return None
-    if not timeout_s > 0:
-        raise InvalidRequest(f"a timeout of {timeout_s} s cannot be met", hint="give a number of seconds above 0")
+    if not 0 < timeout_s <= LONGEST_TIMEOUT_S:
+        raise InvalidRequest(
+            f"a timeout of {timeout_s} s cannot be met",
+            hint=f"give a number of seconds above 0 and up to {LONGEST_TIMEOUT_S:.0f}, or none at all",
+        )
     return time.monotonic() + timeout_s
 
 

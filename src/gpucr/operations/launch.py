@@ -14,13 +14,14 @@ from gpucr import gang, sandbox
 from gpucr.driver.api import Driver
 from gpucr.driver.cuda import load_driver
 from gpucr.driver.gpus import driver_version
-from gpucr.errors import DriverUnavailable, GpucrError, InvalidRequest
+from gpucr.errors import DriverUnavailable, GpucrError, Interrupted, InvalidRequest
 from gpucr.launch.environment import EnvironmentChange, changed, choose_environment
 from gpucr.launch.names import check_name
 from gpucr.launch.record import JobRecord, JobState, Network
 from gpucr.launch.registry import ListedJob, Reservation
 from gpucr.linux import processes, seccomp
 from gpucr.model import CudaState
+from gpucr.operations.interrupts import Interrupts
 from gpucr.operations.probe import measurements
 from gpucr.operations.registered import now, registry, registry_in_use
 
@@ -76,7 +77,7 @@ def plan_job(
     """
     given = dict(os.environ) if environment is None else environment
     folder = Path.cwd() if cwd is None else Path(cwd).absolute()
-    if not folder.is_dir():
+    if not os.path.isdir(folder):  # which, unlike Path.is_dir, is no error where the caller may not look
         raise InvalidRequest(f"the folder {folder} is not there", hint="give the folder to start the job in with --cwd")
     if not command:
         raise InvalidRequest("there is no command to run", hint="gpucr run [OPTIONS] [--] CMD...")
@@ -118,7 +119,7 @@ def run_job(
     CAP_SYS_PTRACE). ``network="host"`` shares the machine's network. Without a ``name`` it is called after its program.
 
     Raises InvalidRequest (a name that is taken, a program that is not there, ...), Unsupported (the namespaces cannot
-    be made, the registry cannot be written), BrokenInstall. Then no job runs.
+    be made, the registry cannot be written), BrokenInstall, Interrupted (SIGINT, SIGTERM, SIGHUP). Then no job runs.
     """
     plan = plan_job(command, isolate=isolate, network=network, cwd=cwd, environment=environment)
     log_path = None if log is None else _log_path(Path(log))
@@ -128,14 +129,21 @@ def run_job(
         if name is None
         else jobs.reserve(check_name(name), log_path=log_path)
     )
-    with registry_in_use(), reserve as reservation:
-        return StartedJob(_start(plan, reservation, dict(os.environ) if environment is None else environment), plan)
+    given = dict(os.environ) if environment is None else environment
+    # Outermost: a signal between the job's start and the end of the reservation must not take its record away.
+    with Interrupts() as interrupts:
+        try:
+            with registry_in_use(), reserve as reservation:
+                return StartedJob(_start(plan, reservation, given, interrupts), plan)
+        except KeyboardInterrupt as e:
+            raise Interrupted("interrupted; no job was started") from e
 
 
-def _start(plan: LaunchPlan, reservation: Reservation, given: Mapping[str, str]) -> JobRecord:
+def _start(plan: LaunchPlan, reservation: Reservation, given: Mapping[str, str], interrupts: Interrupts) -> JobRecord:
     records: list[JobRecord] = []
 
     def register(started: sandbox.Started) -> None:
+        interrupts.postpone()
         record = JobRecord(
             name=reservation.name,
             command=plan.command,
@@ -151,20 +159,22 @@ def _start(plan: LaunchPlan, reservation: Reservation, given: Mapping[str, str])
             status_path=str(reservation.status_path),
         )
         records.append(reservation.register(record))
+        interrupts.check()  # for the last time: what the job does from here on cannot be taken back
 
     # Registered before it runs: a gpucr that is killed in between leaves the record of a job that never ran ("lost"),
     # and never a job without a record.
-    sandbox.start(
-        (plan.program, *plan.command[1:]),
-        cwd=plan.cwd,
-        environment=changed(given, plan.environment),
-        log_path=str(reservation.log_path),
-        status_path=str(reservation.status_path),
-        network=plan.network,
-        isolate=plan.isolated,
-        refuse_io_uring=plan.io_uring_is_refused,
-        before_run=register,
-    )
+    with interrupts.allowed():
+        sandbox.start(
+            (plan.program, *plan.command[1:]),
+            cwd=plan.cwd,
+            environment=changed(given, plan.environment),
+            log_path=str(reservation.log_path),
+            status_path=str(reservation.status_path),
+            network=plan.network,
+            isolate=plan.isolated,
+            refuse_io_uring=plan.io_uring_is_refused,
+            before_run=register,
+        )
     return records[0]
 
 
@@ -237,7 +247,7 @@ def _program(name: str, cwd: Path, environment: Mapping[str, str]) -> str:
     """The file to run, found as a shell in the job's folder would."""
     if "/" in name:
         path = cwd / name
-        if path.is_file() and os.access(path, os.X_OK):
+        if os.path.isfile(path) and os.access(path, os.X_OK):
             return str(path)
         raise InvalidRequest(
             f"{path} is not a program that can be run",
@@ -258,8 +268,8 @@ def _base_name(plan: LaunchPlan) -> str:
 
 def _log_path(path: Path) -> Path:
     path = path.absolute()
-    if not path.parent.is_dir():
+    if not os.path.isdir(path.parent):
         raise InvalidRequest(f"the folder of the log {path} is not there", hint="make it first")
-    if path.exists() and not path.is_file():
+    if os.path.exists(path) and not os.path.isfile(path):
         raise InvalidRequest(f"{path} is not a file, and cannot be the log", hint="give --log the name of a file")
     return path

@@ -131,21 +131,24 @@ def source_of(snapshot: JobSnapshot) -> RestoreSource:
 
 
 def _folder_of(path: Path) -> Path:
-    """The folder that has the manifest. Raises InvalidRequest for a container's that has none: it may be complete."""
-    if not (path / MANIFEST_NAME).exists():
+    """The folder that has the manifest. (Of one that is closed to the caller, opening the snapshot says so.)
+
+    Raises InvalidRequest for a container's that has none: it may be complete.
+    """
+    if not os.path.exists(path / MANIFEST_NAME):
         for part in (path / GPU_PART_NAME, path / IMAGES_NAME / GPU_PART_NAME):
-            if part.is_dir():
+            if os.path.isdir(part):
                 return part
         _require_no_container(path)
     return path
 
 
 def _require_no_container(path: Path) -> None:
-    if (path / f"{GPU_PART_NAME}.{MANIFEST_NAME}").is_file():
+    if os.path.isfile(path / f"{GPU_PART_NAME}.{MANIFEST_NAME}"):
         what = "the images of a container with its GPU state in plain files, as containerd takes them"
-    elif (path / CONTAINER_RECORD_NAME).is_file():
+    elif os.path.isfile(path / CONTAINER_RECORD_NAME):
         what = "a container without GPU state"
-    elif (path / _INVENTORY).is_file():
+    elif os.path.isfile(path / _INVENTORY):
         what = "CRIU's images, without GPU state"
     else:
         return
