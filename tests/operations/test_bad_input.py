@@ -203,6 +203,27 @@ def test_a_gpu_map_to_a_gpu_that_is_not_here(counter: CounterFactory, driver: Cu
     assert job.ask() == 101
 
 
+@pytest.mark.parametrize(
+    "arguments",
+    [
+        ("dump", "{pid}", "--to", ""),
+        ("restore", ""),
+        ("inspect", ""),
+        ("verify", ""),
+        ("store", "init", ""),
+        ("ls", ""),
+    ],
+    ids=lambda arguments: arguments[0],
+)
+def test_a_place_that_is_empty_is_not_the_current_folder(
+    process_without_cuda: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, arguments: tuple[str, ...]
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    said = refused(2, *(each.format(pid=process_without_cuda) for each in arguments))
+    assert " is empty" in said
+    assert list(tmp_path.iterdir()) == []
+
+
 class TestSnapshots:
     """Damaged, unfinished and foreign snapshots: refused before anything starts."""
 

@@ -160,6 +160,8 @@ def _require_no_container(path: Path) -> None:
 
 def _store_location(place: Place) -> Location | None:
     text = os.fspath(place)
+    if not text:  # an unset variable of a shell, as a rule: the current folder is not what was meant
+        raise InvalidRequest("the place of the snapshot is empty", hint="name a folder, or STORE#NAME")
     if "://" not in text and "#" not in text and not os.path.exists(os.path.join(text, _STORE_FILE)):
         return None
     from gpucr.store import location

@@ -46,6 +46,8 @@ class Location:
 
 def parse(text: str) -> Location:
     """What is meant. Raises InvalidRequest where that cannot be told."""
+    if not text:
+        raise InvalidRequest("the place of the store is empty", hint="name a folder, or a URL like s3://bucket/prefix")
     if "\0" in unquote(text):
         raise InvalidRequest(f"{text!r} is no place", hint="name a folder, or a URL like s3://bucket/prefix")
     found = _SCHEME.match(text)
