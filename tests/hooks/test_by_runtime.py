@@ -48,11 +48,10 @@ def dump(container: Container, to: Path, *options: str) -> subprocess.CompletedP
     )
 
 
-def start_dump(container: Container, to: Path) -> subprocess.Popen[str]:
-    """`gpucr dump --container` in a process group of its own."""
-    words = command.command("dump", "--container", container.name, "--runtime-root", container.runtime_root, "--to", to)
+def start_gpucr(container: Container, *words: object) -> subprocess.Popen[str]:
+    """gpucr in a process group of its own."""
     return subprocess.Popen(
-        in_cgroup2(words),
+        in_cgroup2(command.command(*words)),
         env=container.environment,
         stdin=subprocess.DEVNULL,
         stdout=subprocess.PIPE,
@@ -170,7 +169,7 @@ def test_a_dump_that_is_interrupted_leaves_the_container_and_no_folder(
     made = container("--mib", "4", "--fork", "1", counters=2, with_hook=False)
     made.ask()
     to = tmp_path / "snapshot"
-    dumping = start_dump(made, to)
+    dumping = start_gpucr(made, "dump", "--container", made.name, "--runtime-root", made.runtime_root, "--to", to)
     wait_until(lambda: (to / "images").exists() or dumping.poll() is not None, "the dump to begin")
     (os.killpg if everybody else os.kill)(dumping.pid, number)
     _, said = dumping.communicate(timeout=command.TIMEOUT_S)
@@ -188,15 +187,7 @@ def test_a_restore_that_is_interrupted_is_completed(container: StartContainer, t
     fifo = tmp_path / "begun"
     os.mkfifo(fifo)
     _before_criu(made, f'test -z "$CRIU_CONFIG_FILE" || echo >{fifo}')
-    restoring = subprocess.Popen(
-        in_cgroup2(command.command("restore", to)),
-        env=made.environment,
-        stdin=subprocess.DEVNULL,
-        stdout=subprocess.PIPE,
-        stderr=subprocess.PIPE,
-        text=True,
-        start_new_session=True,
-    )
+    restoring = start_gpucr(made, "restore", to)
     fifo.read_text()
     os.killpg(restoring.pid, signal.SIGTERM)
     _before_criu(made, "")
