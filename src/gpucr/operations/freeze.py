@@ -96,6 +96,7 @@ class CheckpointGang:
             with self._staged.captured(locked, meter):
                 self._gang.checkpoint()
             self._let_go(inherited, meter)
+            self._close_in_children(meter)
             self._adopt_found(meter)
             late = self._late_members()
             if not late:
@@ -136,6 +137,19 @@ class CheckpointGang:
                 meter.note(f"{name} still has the GPUs open that it was forked with: {errors[each.process.pid]}")
             else:
                 meter.note(f"{name} let go of the GPUs that it was forked with: {len(each.fds)} descriptors")
+
+    def _close_in_children(self, meter: Meter) -> None:
+        """A child that was forked during the checkpoint has the staging file open, as its parent had then."""
+        if not self._staged.use_files:
+            return
+        members = {member.id for member in self._gang.members}
+        for process in self._tree():
+            if process.id not in members:
+                try:
+                    staging.close_left_behind(process.pid)
+                except OSError as error:
+                    if processes.is_alive(process.id) and not processes.is_about_to_end(process.id):
+                        meter.note(f"a staging file stays open in process {process.pid} ({process.name}): {error}")
 
     def _tree(self) -> tuple[ProcessInfo, ...]:
         return processes.tree(self._root_pid) if self._whole_tree else ()

@@ -10,10 +10,10 @@ from __future__ import annotations
 import contextlib
 import os
 from collections.abc import Iterator, Sequence
-from mmap import MAP_ANONYMOUS, MAP_PRIVATE, MAP_SHARED, PROT_READ, PROT_WRITE
+from mmap import MADV_DONTFORK, MAP_ANONYMOUS, MAP_PRIVATE, MAP_SHARED, PROT_READ, PROT_WRITE
 
 from gpucr.linux.descriptors import close_descriptor, send_descriptor
-from gpucr.linux.injection import MAP_FIXED, MAP_NORESERVE, MMAP, PROT_NONE, run_syscall
+from gpucr.linux.injection import MADVISE, MAP_FIXED, MAP_NORESERVE, MMAP, PROT_NONE, run_syscall
 from gpucr.linux.ptrace import TracedThread
 from gpucr.linux.tmpfs import FILE_NAME
 from gpucr.model import StagedExtent
@@ -73,6 +73,18 @@ def map_part(thread: TracedThread, number: int, extent: StagedExtent) -> None:
     """Map the file, descriptor ``number`` in the process, over the extent, in a thread that is stopped."""
     protection, flags = PROT_READ | PROT_WRITE, MAP_SHARED | MAP_FIXED
     run_syscall(thread, MMAP, extent.address, extent.size_bytes, protection, flags, number, extent.offset)
+    keep_from_children(thread, extent.address, extent.size_bytes)
+
+
+def keep_from_children(thread: TracedThread, address: int, size_bytes: int) -> None:
+    """Leave staging out of what a fork copies, in a thread that is stopped.
+
+    The CPU threads of a suspended process go on, and may fork (PyTorch's DataLoader). A child that had staging as well
+    would keep its memory after the resume, and CRIU could not dump the two any more. It can do nothing with it: a child
+    of fork cannot use its parent's CUDA state.
+    """
+    with contextlib.suppress(OSError):  # then a fork is what it would be without us
+        run_syscall(thread, MADVISE, address, size_bytes, MADV_DONTFORK)
 
 
 @contextlib.contextmanager

@@ -18,7 +18,7 @@ from __future__ import annotations
 import contextlib
 import os
 import threading
-from mmap import MAP_ANONYMOUS, MAP_PRIVATE, MAP_SHARED, PAGESIZE
+from mmap import MADV_HUGEPAGE, MAP_ANONYMOUS, MAP_PRIVATE, MAP_SHARED, PAGESIZE
 
 from gpucr.linux import memory
 from gpucr.linux.descriptors import close_descriptor, send_descriptor
@@ -27,10 +27,10 @@ from gpucr.linux.memory import HUGE_PAGE_BYTES
 from gpucr.linux.ptrace import StopKind, TracedThread
 from gpucr.linux.tmpfs import StagingFile
 from gpucr.model import StagedExtent
-from gpucr.staging.attach import close_left
+from gpucr.staging.attach import close_left, keep_from_children
 from gpucr.staging.extents import filled_bytes
 
-_MAP_POPULATE, _MADV_HUGEPAGE = 0x8000, 14  # include/uapi/asm-generic/mman*.h
+_MAP_POPULATE = 0x8000  # include/uapi/asm-generic/mman.h
 _STAGING_FLAGS = MAP_PRIVATE | MAP_ANONYMOUS | _MAP_POPULATE
 _SMALLEST_BYTES = 1 << 20
 _SYSCALL_INSTRUCTION_BYTES, _NO_CALL = 2, (1 << 64) - 1
@@ -165,6 +165,8 @@ class Capture:
         else:
             self._extents.append(StagedExtent(result, size_bytes, offset))
         thread.set_registers(back)
+        if result >= 0:
+            keep_from_children(thread, result, size_bytes)
 
     def _improve(self, thread: TracedThread) -> None:
         """4 KiB pages made by one thread → huge pages made by many."""
@@ -179,7 +181,8 @@ class Capture:
         if address < 0:
             return  # the driver's to handle: it would have got the same
         size_bytes = _rounded_up(asked.rsi, PAGESIZE)
-        run_syscall(thread, MADVISE, address, size_bytes, _MADV_HUGEPAGE)
+        run_syscall(thread, MADVISE, address, size_bytes, MADV_HUGEPAGE)
+        keep_from_children(thread, address, size_bytes)
         memory.fault_in(self.pid, address, size_bytes, threads=len(os.sched_getaffinity(0)))
         self._extents.append(StagedExtent(address, size_bytes, 0))
 
