@@ -148,7 +148,7 @@ def parts(sim_only: None, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> wh
     monkeypatch.setattr(whole_jobs, "training", program)
     monkeypatch.setenv("XDG_STATE_HOME", str(tmp_path / "state"))
     monkeypatch.setenv("GPUCR_SIM_STATE", str(tmp_path / "gpus"))
-    return whole_jobs.Parts(whole_jobs.Settings(tmp_path / "out", 80, 0.02, 8, 60.0))
+    return whole_jobs.Parts(whole_jobs.Settings(tmp_path / "out", 80, 0.04, 8, 60.0))
 
 
 @pytest.mark.criu
