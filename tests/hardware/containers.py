@@ -71,7 +71,7 @@ class Container:
         runc = find_runc()
         self._runc = [*runc, "--root", str(folder / "state")]
         self._environment = environment_for(folder, find_criu(), runc)
-        criu_config.install("runc", folder / "hook")
+        criu_config.install("runc", folder / "hook", force=True)
         config = folder / "criu.conf"
         config.write_text(f"action-script {folder / 'hook' / criu_config.SCRIPT_NAME}\n")
         program = [PYTHON, str(PROGRAM), "--steps", str(steps), "--pace", str(pace_s), "--out", "/job/lines"]

@@ -215,7 +215,7 @@ class Container:
     def _write_config(self, sabotage: str, *, with_hook: bool) -> None:
         lines = []
         if with_hook:
-            criu_config.install("runc", self.folder / "hook")
+            criu_config.install("runc", self.folder / "hook", force=True)
             lines.append(f"action-script {self.folder / 'hook' / criu_config.SCRIPT_NAME}")
         if sabotage:  # CRIU runs its scripts in reverse order
             script = self.folder / "sabotage"

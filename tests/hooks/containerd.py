@@ -47,7 +47,7 @@ class Containerd:
     def __init__(self, folder: Path, name: str, criu: CriuInstall) -> None:
         self.folder, self.cgroup, self.counters = folder, f"/{name}", 3
         self.port = free_ports(self.counters)
-        criu_config.install("runc", folder / "hook")
+        criu_config.install("runc", folder / "hook", force=True)
         (folder / "criu.conf").write_text(f"action-script {folder / 'hook' / criu_config.SCRIPT_NAME}\n")
         temporary = folder / "temporary"  # where containerd puts a checkpoint down for a moment
         temporary.mkdir()

@@ -5,6 +5,7 @@ from __future__ import annotations
 import os
 import subprocess
 import sys
+from functools import partial
 from pathlib import Path
 
 import pytest
@@ -14,6 +15,10 @@ from gpucr.hooks import criu_config
 from tests.command import run, run_json
 
 OTHERS = b"# ours\ntcp-established\naction-script /opt/other\nlink-remap"  # no newline at its end
+
+
+install = partial(criu_config.install, force=True)
+"""Wherever these tests lie, and whoever can write there."""
 
 
 @pytest.fixture
@@ -26,7 +31,7 @@ def test_install_keeps_what_is_configured_and_can_be_repeated(folder: Path) -> N
     config = folder / "runc.conf"
     config.write_bytes(OTHERS)
     config.chmod(0o640)
-    first = {change.path.name: change.what for change in criu_config.install("runc", folder)}
+    first = {change.path.name: change.what for change in install("runc", folder)}
     assert first == {"gpucr-hook": "made", "runc.conf": "changed"}
     content = config.read_bytes()
     assert content.startswith(OTHERS + b"\n")
@@ -34,7 +39,7 @@ def test_install_keeps_what_is_configured_and_can_be_repeated(folder: Path) -> N
     assert config.stat().st_mode & 0o777 == 0o640
     assert criu_config.status(folder).is_installed
 
-    again = {change.path.name: change.what for change in criu_config.install("runc", folder)}
+    again = {change.path.name: change.what for change in install("runc", folder)}
     assert again == {"gpucr-hook": "unchanged", "runc.conf": "unchanged"}
     assert config.read_bytes() == content
 
@@ -45,7 +50,7 @@ def test_install_keeps_what_is_configured_and_can_be_repeated(folder: Path) -> N
 
 
 def test_what_only_gpucr_has_made_is_removed(folder: Path) -> None:
-    criu_config.install(None, folder)
+    install(None, folder)
     assert sorted(path.name for path in folder.iterdir()) == ["gpucr-hook", "runc.conf"]
     criu_config.uninstall(folder)
     assert list(folder.iterdir()) == []
@@ -53,7 +58,7 @@ def test_what_only_gpucr_has_made_is_removed(folder: Path) -> None:
 
 
 def test_a_file_that_would_hide_runcs_from_crun_is_not_made(folder: Path) -> None:
-    criu_config.install("crun", folder)
+    install("crun", folder)
     assert not (folder / "crun.conf").exists()
     assert b"gpucr-hook" in (folder / "runc.conf").read_bytes()
 
@@ -61,20 +66,20 @@ def test_a_file_that_would_hide_runcs_from_crun_is_not_made(folder: Path) -> Non
 def test_cruns_own_file_is_used_where_it_has_one(folder: Path) -> None:
     folder.mkdir()
     (folder / "crun.conf").write_bytes(b"file-locks\n")
-    criu_config.install(None, folder)
+    install(None, folder)
     assert [path.name for path in criu_config.status(folder).configured] == ["runc.conf", "crun.conf"]
 
 
 def test_the_script_is_never_in_force_twice(folder: Path) -> None:
-    criu_config.install("runc", folder)
-    criu_config.install("criu", folder)
+    install("runc", folder)
+    install("criu", folder)
     assert [path.name for path in criu_config.status(folder).configured] == ["default.conf"]
-    criu_config.install("runc", folder)
+    install("runc", folder)
     assert [path.name for path in criu_config.status(folder).configured] == ["default.conf"]
 
 
 def test_the_script_does_nothing_at_most_hooks_and_starts_gpucr_at_the_others(folder: Path) -> None:
-    criu_config.install("runc", folder)
+    install("runc", folder)
     script = folder / "gpucr-hook"
     assert script.stat().st_mode & 0o777 == 0o755
 
@@ -89,7 +94,7 @@ def test_the_script_does_nothing_at_most_hooks_and_starts_gpucr_at_the_others(fo
 
 
 def test_a_script_of_another_gpucr_is_told(folder: Path) -> None:
-    criu_config.install("runc", folder)
+    install("runc", folder)
     script = folder / "gpucr-hook"
     script.write_text(script.read_text().replace(sys.executable, "/nowhere/python"))
     status = criu_config.status(folder)
@@ -109,6 +114,8 @@ def test_a_folder_that_others_can_write_is_refused(tmp_path: Path) -> None:
     with pytest.raises(BrokenInstall, match="can be changed by others than root"):
         criu_config.install("runc", folder)
     assert list(folder.iterdir()) == []
+    criu_config.install("runc", folder, force=True)
+    assert criu_config.status(folder).is_installed
 
 
 @pytest.mark.parametrize("name", ["a relative path", "relative"])
@@ -132,6 +139,7 @@ def test_a_gpucr_below_a_folder_that_others_can_write_is_refused(
     (inner / "python").symlink_to(sys.executable)
     (tmp_path / "open").chmod(0o777)
     if which == "the package":
+        monkeypatch.setattr(sys, "executable", "/bin/sh")
         monkeypatch.setattr(criu_config, "_SOURCE", inner)
     else:
         monkeypatch.setattr(sys, "executable", str(inner / "python"))
@@ -144,11 +152,11 @@ def test_a_gpucr_below_a_folder_that_others_can_write_is_refused(
     "edited", ['action-script "{}"  # GPUs', "action-script {}# GPUs", "  action-script={}", "action-script\t'{}'"]
 )
 def test_a_line_that_was_edited_is_known_again(edited: str, folder: Path) -> None:
-    criu_config.install("runc", folder)
+    install("runc", folder)
     config = folder / "runc.conf"
     config.write_text(f"tcp-established\n{edited.format(folder / criu_config.SCRIPT_NAME)}\n")
     assert criu_config.status(folder).is_installed
-    criu_config.install("runc", folder)
+    install("runc", folder)
     assert config.read_text().count("action-script") == 1
     criu_config.uninstall(folder)
     assert config.read_text() == "tcp-established\n"
@@ -161,7 +169,7 @@ def test_a_line_of_somebody_elses_stays(line: str, folder: Path) -> None:
     text = line.format(folder / criu_config.SCRIPT_NAME) + "\n"
     config.write_text(text)
     assert not criu_config.status(folder).configured
-    criu_config.install("runc", folder)
+    install("runc", folder)
     criu_config.uninstall(folder)
     assert config.read_text() == text
 
@@ -170,7 +178,7 @@ def test_a_link_stays_one_and_what_it_leads_to_names_no_script_afterwards(folder
     folder.mkdir()
     (tmp_path / "managed.conf").touch()
     (folder / "runc.conf").symlink_to(tmp_path / "managed.conf")
-    criu_config.install("runc", folder)
+    install("runc", folder)
     assert b"gpucr-hook" in (tmp_path / "managed.conf").read_bytes()
     criu_config.uninstall(folder)
     assert (folder / "runc.conf").is_symlink()
@@ -180,7 +188,7 @@ def test_a_link_stays_one_and_what_it_leads_to_names_no_script_afterwards(folder
 def test_a_file_that_cannot_be_read_is_told(folder: Path) -> None:
     (folder / "runc.conf").mkdir(parents=True)
     for name in ("status", "install", "uninstall"):
-        done = run("hook", name, "--config-dir", folder)
+        done = run("hook", name, "--config-dir", folder, *(["--force"] if name == "install" else []))
         assert done.returncode == 4
         assert f"CRIU's configuration in {folder}/runc.conf cannot be" in done.stderr
         assert "Is a directory" in done.stderr
@@ -191,7 +199,7 @@ def test_the_command(folder: Path) -> None:
     done = run("hook", "status", "--config-dir", folder)
     assert done.returncode == 1
     assert done.stdout == f"no file in {folder} calls gpucr\n"
-    done = run("hook", "install", "--runtime", "runc", "--config-dir", folder)
+    done = run("hook", "install", "--runtime", "runc", "--config-dir", folder, "--force")
     assert done.returncode == 0, done.stderr
     assert done.stdout == f"{folder}/gpucr-hook: made\n{folder}/runc.conf: made\n"
     status = run_json("hook", "status", "--config-dir", folder)
@@ -222,7 +230,7 @@ def call_hook(folder: Path, preparation: str, **variables: str) -> subprocess.Co
 
 @pytest.mark.parametrize("preparation", ["exec 0<&- 1>&- 2>&-", "exec 2>/dev/full"])
 def test_a_log_that_cannot_be_written_decides_nothing(preparation: str, folder: Path) -> None:
-    criu_config.install("runc", folder)
+    install("runc", folder)
     here = f"/proc/{os.getpid()}/fd/0"  # no folder of images: nothing to do at these hooks
     for hook in ("post-dump", "pre-restore", "post-resume"):
         done = call_hook(folder, preparation, CRTOOLS_SCRIPT_ACTION=hook, CRTOOLS_IMAGE_DIR=here)
@@ -232,7 +240,7 @@ def test_a_log_that_cannot_be_written_decides_nothing(preparation: str, folder: 
 
 
 def test_what_the_system_refuses_is_one_line_of_gpucrs(folder: Path) -> None:
-    criu_config.install("runc", folder)
+    install("runc", folder)
     image_dir = f"/proc/{os.getpid()}/fd/999999"
     done = call_hook(folder, ":", CRTOOLS_SCRIPT_ACTION="pre-dump", CRTOOLS_IMAGE_DIR=image_dir, CRTOOLS_INIT_PID="1")
     assert done.returncode == 1

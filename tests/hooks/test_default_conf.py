@@ -39,7 +39,7 @@ def witness(tmp_path: Path) -> Path:
 
 @pytest.fixture
 def installed(around: tuple[str, ...], witness: Path) -> Path:
-    done = run([*around, *command.command("hook", "install", "--runtime", "criu")])
+    done = run([*around, *command.command("hook", "install", "--runtime", "criu", "--force")])
     assert done.returncode == 0, done.stderr
     assert "/etc/criu/gpucr-hook: made\n" in done.stdout
     assert "/etc/criu/default.conf: changed\n" in done.stdout

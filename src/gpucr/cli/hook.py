@@ -46,8 +46,9 @@ def command() -> None:
     "them (podman, containerd, CRI-O).",
 )
 @_config_dir_option
+@click.option("--force", is_flag=True, help="Also where others than root can change what CRIU is to run as root.")
 @json_option
-def install(*, runtime: Runtime | None, config_dir: Path, as_json: bool) -> None:
+def install(*, runtime: Runtime | None, config_dir: Path, force: bool, as_json: bool) -> None:
     """Set gpucr up in CRIU's configuration files. Needs root.
 
     What else is configured there stays. Doing it again changes nothing, or brings an older set-up up to date.
@@ -56,7 +57,7 @@ def install(*, runtime: Runtime | None, config_dir: Path, as_json: bool) -> None
     Example:
       gpucr hook install --runtime runc
     """
-    _tell("hook.install", criu_config.install(runtime, config_dir), as_json=as_json)
+    _tell("hook.install", criu_config.install(runtime, config_dir, force=force), as_json=as_json)
 
 
 @command.command("uninstall")

@@ -60,13 +60,18 @@ class HookStatus:
         return bool(self.configured) and self.is_current
 
 
-def install(runtime: Runtime | None = None, folder: Path = DEFAULT_FOLDER) -> tuple[Change, ...]:
+def install(
+    runtime: Runtime | None = None, folder: Path = DEFAULT_FOLDER, *, force: bool = False
+) -> tuple[Change, ...]:
     """Have the CRIU of a runtime (None: of runc, crun and all that use them) call gpucr. Again: brings it up to date.
 
-    Needs write access to ``folder``. What else is in the files stays as it is. Raises InvalidRequest, NotPermitted,
-    BrokenInstall; then no file names a script that is not there.
+    Needs write access to ``folder``. What else is in the files stays as it is. With ``force`` also where others than
+    root can change what CRIU is to run. Raises InvalidRequest, NotPermitted, BrokenInstall; then no file names a script
+    that is not there.
     """
-    _check_folder(folder)
+    _check_name(folder)
+    if not force:
+        _check_owners(folder)
     script = folder / SCRIPT_NAME
     try:
         folder.mkdir(mode=0o755, parents=True, exist_ok=True)
@@ -205,12 +210,15 @@ def _write(path: Path, data: bytes, mode: int) -> Change:
     return Change(path, "changed" if existed else "made")
 
 
-def _check_folder(folder: Path) -> None:
+def _check_name(folder: Path) -> None:
     if not folder.is_absolute() or re.search(r"[\s#\"']", os.fspath(folder)):
         raise InvalidRequest(
             f"{os.fspath(folder)!r} cannot be the folder of CRIU's action script",
             hint="CRIU takes an absolute path without blanks, quotes and #",
         )
+
+
+def _check_owners(folder: Path) -> None:
     python = Path(sys.executable)
     started = (folder, python, python.resolve(), _SOURCE / "gpucr")
     # Who may write to a folder above can put another one in the place of what is checked.
@@ -221,7 +229,8 @@ def _check_folder(folder: Path) -> None:
             if found.st_uid not in (0, os.geteuid()) or (writers and not found.st_mode & stat.S_ISVTX):
                 raise BrokenInstall(
                     f"{path} can be changed by others than root, and CRIU would run what they put there as root",
-                    hint="install gpucr as root, where only root can write, and use a folder that belongs to root",
+                    hint="install gpucr as root, where only root can write, and use a folder that belongs to root "
+                    "(--force insists)",
                 )
 
 
