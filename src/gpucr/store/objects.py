@@ -29,7 +29,7 @@ _ANSWER_TIMEOUT_S = 60
 """For the beginning of an answer, and again for each further part of it."""
 _REQUEST_TIMEOUT_S = 600
 _UPLOAD_TIMEOUT_S = 300
-"""What is sent counts as waiting for an answer. A dump has 18 parts of 8 MiB under way at once: 4 Mbit/s are enough."""
+"""What is sent counts as waiting for an answer. A dump has up to 18 parts of 8 MiB under way at once."""
 _UPLOAD_BYTES = 1 << 20
 _CONNECT_TIMEOUT_S = 5
 _MAY_PASS = frozenset({408, 409, 425, 429})
