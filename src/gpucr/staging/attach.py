@@ -8,12 +8,12 @@ that nobody else traces; each single call in it is complete or not begun whateve
 from __future__ import annotations
 
 import contextlib
-import os
 from collections.abc import Iterator, Sequence
 from mmap import MADV_DONTFORK, MAP_ANONYMOUS, MAP_PRIVATE, MAP_SHARED, PROT_READ, PROT_WRITE
 
 from gpucr.linux.descriptors import close_descriptor, send_descriptor
 from gpucr.linux.injection import MADVISE, MAP_FIXED, MAP_NORESERVE, MMAP, PROT_NONE, run_syscall
+from gpucr.linux.processes import open_files
 from gpucr.linux.ptrace import TracedThread
 from gpucr.linux.tmpfs import FILE_NAME
 from gpucr.model import StagedExtent
@@ -54,13 +54,8 @@ def close_left(thread: TracedThread) -> None:
 
 
 def left_behind(tid: int) -> Sequence[int]:
-    """The descriptors of staging files in the process of this thread. Raises OSError."""
-    found = []
-    for entry in os.scandir(f"/proc/{tid}/fd"):
-        with contextlib.suppress(FileNotFoundError):  # closed meanwhile
-            if os.readlink(entry.path) == f"/{FILE_NAME} (deleted)":
-                found.append(int(entry.name))
-    return found
+    """The descriptors of staging files in the process of this thread. Raises PermissionError."""
+    return [file.fd for file in open_files(tid) if file.target == f"/{FILE_NAME} (deleted)"]
 
 
 def reserve(thread: TracedThread, extent: StagedExtent) -> None:
