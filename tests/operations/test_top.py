@@ -6,6 +6,7 @@ import os
 import signal
 import sys
 from collections.abc import Callable, Iterator
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -225,13 +226,32 @@ def test_a_defect_gives_the_terminal_back(counter: CounterFactory, top: Top) -> 
 
 
 def test_another_size(counter: CounterFactory, top: Top) -> None:
+    assert_it_follows_the_size(top(counter("--mib", "1").pid))
+
+
+def test_another_size_of_which_no_signal_tells(counter: CounterFactory, top: Top) -> None:
     job = counter("--mib", "1")
-    terminal = top(job.pid)
-    assert "HOST" in terminal.text()
-    terminal.resize(50, 12)
-    terminal.wait_for(lambda text: "HOST" not in text and "q quit" not in text and "select" in text, "fewer columns")
+    block = "signal.pthread_sigmask(signal.SIG_BLOCK, [signal.SIGWINCH])"
+    start = f"import os, signal, sys; {block}; os.execv(sys.argv[1], sys.argv[1:])"
+    terminal = top(program=[sys.executable, "-c", start, *command("top", job.pid, "--interval", "0.1")])
+    assert signal.SIGWINCH in blocked_signals(terminal.process.pid)
+    assert_it_follows_the_size(terminal)
+
+
+def assert_it_follows_the_size(terminal: Terminal) -> None:
+    assert "HOST  COMMAND" in terminal.text()
+    terminal.resize(50, 12)  # cuts off everything from HOST on: only COMMAND tells that it was drawn anew
+    terminal.wait_for(lambda text: "COMMAND" in text and "q quit" not in text, "fewer columns")
+    assert "HOST" not in terminal.text()
     terminal.resize(120, 30)
-    terminal.wait_for(lambda text: "HOST" in text and "q quit" in text, "all columns again")
+    terminal.wait_for(lambda text: "HOST  COMMAND" in text and "q quit" in text, "all columns again")
+
+
+def blocked_signals(pid: int) -> set[int]:
+    """The numbers in SigBlk of proc_pid_status(5): those of the main thread."""
+    status = Path(f"/proc/{pid}/status").read_text().splitlines()
+    (mask,) = (int(line.split()[1], 16) for line in status if line.startswith("SigBlk:"))
+    return {number for number in range(1, 65) if mask >> (number - 1) & 1}
 
 
 # --- without a terminal ----------------------------------------------------------------------------------------

@@ -49,6 +49,13 @@ def test_no_compiler(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     assert list((tmp_path / "cache").iterdir()) == []
 
 
+def test_no_place_for_the_build(tmp_path: Path) -> None:
+    (tmp_path / "file").touch()
+    with pytest.raises(SimulatorUnavailable, match="cannot be made or written: Not a directory") as failure:
+        simulator.build(tmp_path / "file" / "sim")
+    assert "XDG_CACHE_HOME" in str(failure.value.hint)
+
+
 def test_a_failing_compiler(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     compiler = tmp_path / "broken-cc"
     compiler.write_text("#!/bin/sh\necho 'x.c:1: fatal error: stdio.h: No such file' >&2\nexit 1\n")

@@ -9,6 +9,7 @@ from __future__ import annotations
 import contextlib
 import curses
 import locale
+import os
 import queue
 import select
 import signal
@@ -93,6 +94,7 @@ class TopScreen:
         window.timeout(_KEY_WAIT_MS)
         while not self._must_end:
             self._take_news()
+            _follow_size(window)
             _draw(window, self._state, attributes)
             code = window.getch()
             if code == curses.KEY_RESIZE:
@@ -155,6 +157,17 @@ def _attributes() -> dict[Style, int]:
         "question": curses.A_BOLD,
         "keys": curses.A_DIM,
     }
+
+
+def _follow_size(window: curses.window) -> None:
+    """Take the terminal's size, which the kernel knows, where the window has another one.
+
+    curses looks at it after a SIGWINCH only, and that one may not come: a program that blocks it hands this on.
+    """
+    columns, lines = os.get_terminal_size(sys.stdout.fileno())
+    if columns and lines and window.getmaxyx() != (lines, columns):  # 0: a serial line, say, that was told none
+        curses.resizeterm(lines, columns)
+        window.clear()
 
 
 def _draw(window: curses.window, state: TopState, attributes: dict[Style, int]) -> None:

@@ -132,6 +132,7 @@ def probe(command: tuple[str, ...], origin: Origin, path: Path, least: tuple[int
             errors="replace",
             timeout=_START_TIMEOUT_S,
             check=False,
+            start_new_session=True,  # Ctrl-C is for gpucr, and not a reason to call this CRIU unusable
         )
     except (OSError, subprocess.TimeoutExpired) as e:
         raise CriuUnavailable(f"{path} does not start: {e}", hint=_FETCH_HINT) from e

@@ -22,7 +22,14 @@ def find(runtime: Runtime, runtime_root: str | None, container: str) -> FoundCon
     """What the runtime knows of a container; None where it does not know it, or there is no such runtime."""
     command = [runtime, *_root(runtime_root), "state", container]
     try:
-        done = subprocess.run(command, stdin=subprocess.DEVNULL, capture_output=True, text=True, check=False)
+        done = subprocess.run(
+            command,
+            stdin=subprocess.DEVNULL,
+            capture_output=True,
+            text=True,
+            check=False,
+            start_new_session=True,  # Ctrl-C is for gpucr: the container would seem to be gone
+        )
         state = json.loads(done.stdout) if done.returncode == 0 else None
         if not isinstance(state, dict):
             return None

@@ -171,7 +171,13 @@ def _conmon(environment: Mapping[str, str]) -> str:
 
 def _ask(*arguments: str, environment: Mapping[str, str] | None = None) -> subprocess.CompletedProcess[str]:
     return subprocess.run(
-        ["podman", *arguments], env=environment, stdin=subprocess.DEVNULL, capture_output=True, text=True, check=False
+        ["podman", *arguments],
+        env=environment,
+        stdin=subprocess.DEVNULL,
+        capture_output=True,
+        text=True,
+        check=False,
+        start_new_session=True,  # Ctrl-C is for gpucr: the container would seem to be gone
     )
 
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 import os
 import signal
 import sys
-from collections.abc import Sequence, Set
+from collections.abc import Sequence
 from typing import NoReturn
 
 from gpucr.errors import InvalidRequest, NotPermitted, ProcessNotFound
@@ -48,13 +48,13 @@ def run_inside(job: int | str, command: Sequence[str]) -> int:
             hint="an isolated job has a /dev/shm of its own; change to another folder first (cd /)",
         ) from e
     # What comes before there is somebody to pass it on to, and before this process does that, waits.
-    mask = signal.pthread_sigmask(signal.SIG_BLOCK, (signal.SIGINT, *_PASSED_ON))
+    mask = signal.pthread_sigmask(signal.SIG_BLOCK, (signal.SIGINT, signal.SIGCHLD, *_PASSED_ON))
     # A process enters a pid namespace by being born there.
     child = os.fork()
     if child == 0:
         signal.pthread_sigmask(signal.SIG_SETMASK, mask)
         _become(command)
-    return _wait(child, mask)
+    return _wait(child)
 
 
 def _enter(pid: int) -> None:
@@ -81,15 +81,19 @@ def _become(command: Sequence[str]) -> NoReturn:
         os._exit(NOT_RUN)
 
 
-def _wait(child: int, mask: Set[int]) -> int:
+def _wait(child: int) -> int:
     """Wait for the command. A Ctrl-C on the terminal reaches it without gpucr; other signals are passed on.
 
-    ``mask``: the signals that are blocked while it waits.
+    They stay blocked, as SIGCHLD does, and are fetched: a handler of Python's runs only after waitpid(2), if the signal
+    comes right before that.
     """
     signal.signal(signal.SIGINT, signal.SIG_IGN)
-    for number in _PASSED_ON:
-        signal.signal(number, lambda received, _frame: os.kill(child, received))
-    signal.pthread_sigmask(signal.SIG_SETMASK, mask)
-    _, status = os.waitpid(child, 0)
+    while True:
+        ended, status = os.waitpid(child, os.WNOHANG)
+        if ended:
+            break
+        received = signal.sigwait((signal.SIGCHLD, *_PASSED_ON))
+        if received != signal.SIGCHLD:
+            os.kill(child, received)
     code = os.waitstatus_to_exitcode(status)
     return code if code >= 0 else 128 - code

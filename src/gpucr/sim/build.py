@@ -58,14 +58,20 @@ def build(cache_dir: Path | None = None) -> Path:
     processes may build at once: each works in a folder of its own, and the first to finish puts it in place.
     ``cache_dir`` defaults to ``$XDG_CACHE_HOME/gpucr/sim``.
 
-    Raises SimulatorUnavailable where there is no C compiler or it fails.
+    Raises SimulatorUnavailable where there is no C compiler or it fails, and where the folder cannot be made.
     """
     parent = cache_dir if cache_dir is not None else _default_cache_dir()
     folder = parent / _digest()
-    if folder.is_dir():
+    if os.path.isdir(folder):  # which, unlike Path.is_dir, is no error where the caller may not look
         return folder
-    parent.mkdir(mode=0o700, parents=True, exist_ok=True)
-    work = Path(tempfile.mkdtemp(prefix="build-", dir=parent))
+    try:
+        parent.mkdir(mode=0o700, parents=True, exist_ok=True)
+        work = Path(tempfile.mkdtemp(prefix="build-", dir=parent))
+    except OSError as e:
+        raise SimulatorUnavailable(
+            f"the simulated driver cannot be built: {parent} cannot be made or written: {e.strerror}",
+            hint="set XDG_CACHE_HOME to a folder that can be written",
+        ) from e
     try:
         for product in PRODUCTS:
             _compile(product, work)
