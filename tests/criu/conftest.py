@@ -6,6 +6,7 @@ import contextlib
 import os
 import subprocess
 import sys
+import threading
 import time
 from collections.abc import Callable, Iterator
 from pathlib import Path
@@ -51,6 +52,12 @@ def is_running(pid: int) -> bool:
     with contextlib.suppress(psutil.NoSuchProcess):
         return bool(psutil.Process(pid).status() != psutil.STATUS_ZOMBIE)
     return False
+
+
+def join_at_the_latest(watcher: threading.Thread, hook: str, _pid: int) -> None:
+    """For a restore: it does not get to its end before the watcher has done its work."""
+    if hook == "post-restore":
+        watcher.join()
 
 
 def status_of(pid: int, member: str) -> str:

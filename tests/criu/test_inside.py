@@ -9,6 +9,7 @@ import threading
 import time
 from collections.abc import Callable, Iterator
 from dataclasses import replace
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -24,7 +25,7 @@ from gpucr.linux import processes
 from gpucr.linux.namespaces import last_pid_clear_of
 from gpucr.sandbox import EmptySandbox, Started
 from tests.counter import processes_in
-from tests.criu.conftest import BEAT, LOOP, is_running, status_of, wait_for
+from tests.criu.conftest import BEAT, LOOP, is_running, join_at_the_latest, status_of, wait_for
 from tests.sandboxed import end_all_in
 
 pytestmark = pytest.mark.criu
@@ -184,7 +185,7 @@ def test_killed_criu_leaves_nothing_of_a_restore(make_job: type[Job], tmp_path: 
         watcher = threading.Thread(target=kill_when_forked)
         watcher.start()
         with pytest.raises(CriuError, match="SIGKILL"):
-            job.restore(made)
+            job.restore(made, on_notify=partial(join_at_the_latest, watcher))
         watcher.join()
         inside = [pid for pid in processes_in(tmp_path) if pid not in job.tree()]
         assert not inside

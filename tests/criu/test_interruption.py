@@ -9,6 +9,7 @@ import sys
 import threading
 import time
 from collections.abc import Callable
+from functools import partial
 from pathlib import Path
 
 import psutil
@@ -18,7 +19,7 @@ from gpucr.criu.engine import Criu
 from gpucr.criu.options import DumpOptions
 from gpucr.errors import CriuError, DeadlineExceeded
 
-from .conftest import StartProgram, Workspace, is_running, wait_for
+from .conftest import StartProgram, Workspace, is_running, join_at_the_latest, wait_for
 
 pytestmark = pytest.mark.criu
 
@@ -232,7 +233,7 @@ def test_killed_criu_leaves_nothing_of_a_restore(workspace: Workspace, start: St
     watcher = threading.Thread(target=kill_when_forked)
     watcher.start()
     with pytest.raises(CriuError, match="SIGKILL"):
-        workspace.restore()
+        workspace.restore(on_notify=partial(join_at_the_latest, watcher))
     watcher.join()
     assert made
     wait_for(lambda: not any(is_running(pid) for pid in pids), "the restored tasks to end")

@@ -201,10 +201,13 @@ def test_a_restore_that_is_interrupted_is_completed(container: StartContainer, t
 
 
 def _before_criu(container: Container, line: str) -> None:
-    """Have the CRIU on the container's PATH begin with this line of shell."""
+    """Have the CRIU on the container's PATH begin with this line of shell, from its next start on."""
     program = container.folder / "programs" / "criu"
     text = re.sub(r"^#!/bin/sh\n(?:.*# a test's\n)?", "", program.read_text())
-    program.write_text(f"#!/bin/sh\n{line} # a test's\n{text}")
+    changed = program.with_name("criu.new")
+    changed.write_text(f"#!/bin/sh\n{line} # a test's\n{text}")
+    changed.chmod(0o755)
+    changed.replace(program)  # the runtime may be just starting the other one
 
 
 def test_a_folder_is_kept_where_the_container_ends_after_the_dump_seemed_to_fail(

@@ -114,14 +114,15 @@ def test_a_hook_that_is_killed_while_it_restores_leaves_no_container(container: 
     with ThreadPoolExecutor() as other:
         restoring = other.submit(made.restore)
         # It holds their threads: then the guard knows the container, and the driver's restore is next, which hangs.
-        hooks: list[int] = []
 
-        def seen() -> bool:
-            hooks.extend(hooks_that_hold(made))
-            return bool(hooks)
+        def killed() -> bool:
+            for hook in hooks_that_hold(made):
+                with contextlib.suppress(ProcessLookupError):  # a thread of the hook's that had done its part
+                    os.kill(hook, signal.SIGKILL)
+                    return True
+            return False
 
-        wait_until(seen, "the hook to hold the container's threads")
-        os.kill(hooks[0], signal.SIGKILL)
+        wait_until(killed, "the hook to hold the container's threads")
         assert restoring.result().returncode == 0  # CRIU and the runtime take no notice
     wait_until(lambda: running_in(made) == [], "the guard to end the container")
     Snapshot.open(made.images / "gpucr").verify()
@@ -156,10 +157,10 @@ def running_in(container: Container) -> list[int]:
         stat = processes.read_stat(pid)
         if stat is None or stat.status in "ZX":
             continue
-        command = Path(f"/proc/{pid}/cmdline")
-        words = command.read_bytes().split(b"\0") if command.exists() else []
-        if words[:1] == [b"/counter"] and str(container.port).encode() in words:
-            found.append(pid)
+        with contextlib.suppress(OSError):  # it has ended meanwhile
+            words = Path(f"/proc/{pid}/cmdline").read_bytes().split(b"\0")
+            if words[:1] == [b"/counter"] and str(container.port).encode() in words:
+                found.append(pid)
     return found
 
 

@@ -1,0 +1,185 @@
+"""Jobs with files that are others by the time of the restore: kept, cut back, refused. With real CRIU."""
+
+from __future__ import annotations
+
+import subprocess
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+import gpucr
+from tests import command
+from tests.operations.stepping import StartJob
+
+pytestmark = pytest.mark.criu
+
+LOGS = """
+append = open("append.log", "a", buffering=1)
+plain = open("plain.log", "w", buffering=1)
+with open("fixed.bin", "wb") as made:
+    made.write(bytes(100))
+fixed = open("fixed.bin", "r+b", buffering=0)
+fixed.seek(40)
+reader = open("plain.log")
+def log(text):
+    for file in (append, plain):
+        print(text, file=file)
+log("first")
+assert reader.readline() == "first\\n"
+done()
+while True:
+    step()
+    log(f"turn {turn}")
+    fixed.write(b"x")
+    done(reader.readline().strip())
+"""
+
+
+def test_files_that_have_grown_are_kept_and_written_on(start: StartJob, tmp_path: Path) -> None:
+    job = start(LOGS)
+    job.dump_and_end(tmp_path / "s", leave_running=True)
+    assert job.go_on() == "turn 1"
+    assert job.go_on() == "turn 2"
+    job.kill()
+    job.forget()
+    report = gpucr.restore(tmp_path / "s")
+    assert [phase.name for phase in report.phases] == ["verify", "keeper", "files", "criu", "keep"]
+    assert sum("longer than at the dump" in warning for warning in report.warnings) == 2
+    assert job.go_on() == "turn 1"
+    for name in ("append.log", "plain.log"):
+        assert (job.folder / name).read_text().split("\n") == ["first", "turn 1", "turn 2", "turn 1", ""], name
+    assert (job.folder / "fixed.bin").read_bytes() == bytes(40) + b"xx" + bytes(58), "its position stays"
+    assert not list(tmp_path.glob(".gpucr-images-*"))
+
+
+def test_files_that_have_grown_are_cut_back(start: StartJob, tmp_path: Path) -> None:
+    job = start(LOGS)
+    (job.folder / "plain.log").chmod(0o640)
+    job.dump_and_end(tmp_path / "s", leave_running=True)
+    assert job.go_on() == "turn 1"
+    job.kill()
+    job.forget()
+    report = gpucr.restore(tmp_path / "s", files="rewind")
+    assert job.go_on() == "turn 1"
+    for name in ("append.log", "plain.log"):
+        assert (job.folder / name).read_text() == "first\nturn 1\n", name
+        (kept,) = job.folder.glob(f"{name}.gpucr-*")
+        assert kept.read_text() == "turn 1\n"
+        assert any(str(kept) in warning for warning in report.warnings)
+    (kept,) = job.folder.glob("plain.log.gpucr-*")
+    assert kept.stat().st_mode & 0o777 == 0o640
+
+
+def test_what_was_cut_off_is_put_back_when_the_restore_fails(
+    start: StartJob, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    job = start(LOGS)
+    job.dump_and_end(tmp_path / "s", leave_running=True)
+    assert job.go_on() == "turn 1"
+    job.kill()
+
+    def fail(*arguments: Any, **options: Any) -> int:
+        assert (job.folder / "plain.log").read_text() == "first\n", "CRIU was to find it cut back"
+        raise gpucr.CriuError("injected", phase="restore")
+
+    monkeypatch.setattr("gpucr.criu.engine.Criu.restore", fail)
+    with pytest.raises(gpucr.CriuError, match="injected"):
+        gpucr.restore(tmp_path / "s", files="rewind")
+    for name in ("append.log", "plain.log"):
+        assert (job.folder / name).read_text() == "first\nturn 1\n", name
+        assert not list(job.folder.glob(f"{name}.gpucr-*"))
+
+
+def test_the_commands_options(start: StartJob, tmp_path: Path) -> None:
+    job = start(LOGS)
+    job.dump_and_end(tmp_path / "s")
+    with (job.folder / "append.log").open("a") as file:
+        file.write("more\n")
+    said = command.run_json("restore", tmp_path / "s", "--files", "rewind", "--tcp", "keep")
+    (kept,) = job.folder.glob("append.log.gpucr-*")
+    assert kept.read_text() == "more\n"
+    assert any(str(kept) in warning for warning in said["warnings"])
+
+
+def test_files_that_are_shorter(start: StartJob, tmp_path: Path) -> None:
+    job = start(LOGS)
+    job.dump_and_end(tmp_path / "s")
+    job.forget()
+    for name in ("append.log", "plain.log"):
+        (job.folder / name).write_text("new\n")
+    with pytest.raises(gpucr.Unsupported, match=r"2 bytes shorter than at the dump.*cannot be brought back"):
+        gpucr.restore(tmp_path / "s", files="rewind")
+    gpucr.restore(tmp_path / "s")
+    assert job.go_on() == "turn 1", "the reader goes on at the end as well"
+    for name in ("append.log", "plain.log"):
+        assert (job.folder / name).read_text() == "new\nturn 1\n", name
+
+
+READER = """
+import mmap
+is_mapped = False
+with open("data", "w") as made:
+    made.write("one\\n" + "x" * 9000 + "\\n")
+data = open("data")
+mapped = mmap.mmap(data.fileno(), 0, prot=mmap.PROT_READ) if is_mapped else None
+assert data.readline() == "one\\n"
+done()
+step()
+done(data.readline().strip())
+step()
+"""
+
+
+def test_a_file_that_was_only_read_must_not_change_unless_the_user_insists(start: StartJob, tmp_path: Path) -> None:
+    job = start(READER)
+    job.dump_and_end(tmp_path / "s")
+    with (job.folder / "data").open("a") as data:
+        data.write("more\n")
+    with pytest.raises(gpucr.Unsupported, match=r"data is 5 bytes longer than at the dump.*the job only read it"):
+        gpucr.restore(tmp_path / "s")
+    gpucr.restore(tmp_path / "s", force=True)
+    assert job.go_on() == "x" * 9000
+
+
+def test_a_mapped_file_that_has_changed_is_refused_whatever_the_user_says(start: StartJob, tmp_path: Path) -> None:
+    job = start(READER.replace("is_mapped = False", "is_mapped = True"))
+    job.dump_and_end(tmp_path / "s")
+    with (job.folder / "data").open("a") as data:
+        data.write("more\n")
+    with pytest.raises(gpucr.Unsupported, match="longer than at the dump"):
+        gpucr.restore(tmp_path / "s")
+    with pytest.raises(gpucr.CriuError, match=r"data has changed since the dump \(size\)"):
+        gpucr.restore(tmp_path / "s", force=True)
+    assert not job.pids()
+
+
+def test_what_is_missing_is_named_before_anything_starts(start: StartJob, tmp_path: Path) -> None:
+    job = start("os.mkdir('data'); folder = os.open('data', os.O_RDONLY)\n" + LOGS)
+    job.dump_and_end(tmp_path / "s")
+    (job.folder / "data").rmdir()
+    (job.folder / "plain.log").unlink()
+    with pytest.raises(gpucr.Unsupported, match="2 files or folders of the job are not there") as refused:
+        gpucr.restore(tmp_path / "s")
+    assert str(job.folder / "data") in str(refused.value)
+    assert str(job.folder / "plain.log") in str(refused.value)
+
+
+def test_a_file_that_somebody_writes_is_not_cut_back(start: StartJob, tmp_path: Path) -> None:
+    job = start(LOGS)
+    job.dump_and_end(tmp_path / "s")
+    with (job.folder / "plain.log").open("a") as other, subprocess.Popen(["sleep", "60"], stdout=other) as writer:
+        other.write("other\n")
+        other.flush()
+        with pytest.raises(gpucr.Unsupported, match=f"is in use.*by process {writer.pid}"):
+            gpucr.restore(tmp_path / "s", files="rewind")
+        writer.kill()
+
+
+def test_modes_that_there_are_not(tmp_path: Path, start: StartJob) -> None:
+    job = start("done(); step()")
+    job.dump_and_end(tmp_path / "s")
+    for wrong in ({"files": "truncate"}, {"tcp": "reset"}):
+        with pytest.raises(gpucr.InvalidRequest) as refused:
+            gpucr.restore(tmp_path / "s", **wrong)  # type: ignore[arg-type]
+        assert "keep" in str(refused.value.hint)
