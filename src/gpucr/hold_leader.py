@@ -25,8 +25,8 @@ from dataclasses import dataclass, field
 
 from gpucr.driver.api import Driver
 from gpucr.driver.libcuda import NOT_READY
-from gpucr.errors import LockTimeout
-from gpucr.model import GangLock
+from gpucr.errors import DriverError, LockTimeout
+from gpucr.model import CudaState, GangLock
 
 MAX_LOCK_TIMEOUT_MS = (1 << 32) - 1
 """CUcheckpointLockArgs.timeoutMs has 32 bits."""
@@ -108,6 +108,8 @@ class _Rank:
         self.is_busy = False  # an order is being carried out
         self.is_asked = False  # and its lock call has begun
         self.limit_s = FIRST_CALL_LIMIT_S
+        self.was_locked = rung is _Rung.LOCKED
+        self.stays_locked = False  # it was, and its unlock fails
 
     @property
     def is_locked(self) -> bool:
@@ -121,7 +123,8 @@ class _Rank:
 class LeaderHold:
     """Locks all of these processes, once. ``end``: the time.monotonic() value by which to succeed.
 
-    They run; those of ``locked`` are locked already, and may be released for a moment as the others may.
+    They run; those of ``locked`` are locked already, and may be released for a moment as the others may. One of these
+    that cannot be unlocked stays as it is, and the others are locked without it.
     ``check`` is called often while this waits, and may raise to end it. ``stuck_after_s``: how long after its own
     timeout a call of the driver is waited for. ``stuck`` has the pids of those that did not return even then.
     """
@@ -156,7 +159,7 @@ class LeaderHold:
         self._ahead: list[_Rank] = []  # whose locks were pending at the last release
 
     def lock(self) -> GangLock:
-        """RUNNING → LOCKED for all of them, or all RUNNING and an error.
+        """RUNNING → LOCKED for all of them, or all RUNNING (but those that cannot be unlocked) and an error.
 
         Raises LocksFailed, and what ``check`` raises. Before that everything that was locked is unlocked again and
         every pending call has ended. (A call that does not end is in ``stuck``.)
@@ -184,7 +187,7 @@ class LeaderHold:
                 self._passes = 0
                 self._base_hold_s = self._hold_s = FIRST_HOLD_S
                 self._let_all_run(time.monotonic() + NEW_START_LIMIT_S, self._check)
-            released = [rank for rank in self._ranks if not rank.is_busy]
+            released = [rank for rank in self._ranks if not rank.is_busy and not rank.stays_locked]
             self._ahead = [rank for rank in self._ranks if rank.is_busy]
             hold_s = min(self._hold_s, (self._end - time.monotonic()) / 4)
             # By chance a bit longer or shorter: else ranks in lockstep could pass each other again and again.
@@ -237,7 +240,7 @@ class LeaderHold:
             return math.inf  # on its way
         if any(not rank.is_busy and rank.rung is _Rung.RUNNING for rank in self._ranks):
             return 0.0  # its call has timed out, and it runs on: ask again at once
-        if any(rank.is_locked for rank in self._ranks):
+        if any(rank.is_locked and not rank.stays_locked for rank in self._ranks):
             return self._last_change + self._patience_s - now
         return math.inf  # all have work pending, and nobody could be released
 
@@ -300,7 +303,7 @@ class LeaderHold:
         while time.monotonic() < until:
             check()
             for rank in self._ranks:
-                if rank.is_locked:
+                if rank.is_locked and not rank.stays_locked:
                     self._give(rank, _Order(self._attempt, unlock=True, lock=False))
             if not any(rank.is_busy for rank in self._ranks):
                 return
@@ -323,7 +326,13 @@ class LeaderHold:
 
     def _carry_out(self, rank: _Rank, order: _Order) -> _Rung:
         if order.unlock:
-            self._driver.unlock(rank.pid)
+            try:
+                self._driver.unlock(rank.pid)
+            except DriverError:
+                if not rank.was_locked or self._driver.state(rank.pid) is not CudaState.LOCKED:
+                    raise
+                rank.stays_locked = True
+                return _Rung.LOCKED
         if not order.lock:
             return _Rung.RUNNING
         order.cut.wait(order.free_s)

@@ -138,11 +138,18 @@ def test_one_failing_process_brings_all_back(
     assert job.ask() == 101
 
 
-@pytest.mark.parametrize("action", ["restore", "unlock"])
+@pytest.mark.parametrize(("action", "slow"), [("restore", None), ("unlock", None), ("unlock", "lock=delay:50")])
 def test_a_failed_resume_leaves_the_job_suspended(
-    sim_only: None, counter: CounterFactory, driver: CudaDriver, monkeypatch: pytest.MonkeyPatch, action: str
+    sim_only: None,
+    counter: CounterFactory,
+    driver: CudaDriver,
+    monkeypatch: pytest.MonkeyPatch,
+    sim_environment: Callable[..., dict[str, str]],
+    action: str,
+    slow: str | None,
 ) -> None:
-    job = counter("--fork", "2")
+    """Also where those that ran again are not locked at once: who could not be unlocked is not asked to help them."""
+    job = counter("--fork", "2", env=sim_environment(faults=slow) if slow else None)
     gpucr.suspend(job.pid)
     monkeypatch.setenv("GPUCR_SIM_CALLER_FAULTS", f"{action}@{job.processes()[1]}=999")
     with pytest.raises(gpucr.DriverError, match="999"):

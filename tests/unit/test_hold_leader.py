@@ -5,7 +5,7 @@ from __future__ import annotations
 import random
 import threading
 import time
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Collection, Mapping
 
 import pytest
 
@@ -101,12 +101,15 @@ def ranks(*submitted: int, pace: int | Mapping[int, int] = 1) -> Collectives:
     return Collectives(dict(enumerate(submitted, 1)), paces)
 
 
-def hold(job: Collectives, *, end_s: float = END_S, check: Callable[[], None] = lambda: None) -> LeaderHold:
+def hold(
+    job: Collectives, *, end_s: float = END_S, check: Callable[[], None] = lambda: None, locked: Collection[int] = ()
+) -> LeaderHold:
     return LeaderHold(
         job,
         list(job.states),
         end=time.monotonic() + end_s,
         stuck_after_s=END_S,
+        locked=locked,
         check=check,
         chance=random.Random(1),  # noqa: S311 - the same every time
     )
@@ -221,6 +224,39 @@ def test_a_call_that_times_out_is_made_again_and_may_take_longer(monkeypatch: py
     hold(job, check=finish_after_three_calls).lock()
     assert set(job.states.values()) == {LOCKED}
     assert job.timeouts_ms[1][:3] == [20, 40, 80]
+
+
+class OneThatCannotBeUnlocked(Collectives):
+    """The third rank is locked and stays so, whatever is asked of it."""
+
+    def __init__(self, submitted: Mapping[int, int], pace: Mapping[int, int]) -> None:
+        super().__init__(submitted, pace)
+        self.states[3] = LOCKED
+
+    def unlock(self, pid: int) -> None:
+        if pid == 3:
+            self._begin("unlock", pid)
+            raise DriverError("broken", pid=pid, action="unlock", result=999)
+        super().unlock(pid)
+
+
+def test_who_was_locked_and_cannot_be_unlocked_does_not_keep_the_others() -> None:
+    """As in the undo of a resume that has failed with that unlock."""
+    job = OneThatCannotBeUnlocked({1: 0, 2: 3, 3: 3}, dict.fromkeys((1, 2, 3), 1))
+    hold(job, locked=[3]).lock()
+    assert set(job.states.values()) == {LOCKED}
+    assert job.calls.count(("unlock", 3)) == 1
+    assert job.calls.count(("unlock", 1)) >= 3
+
+
+def test_who_cannot_be_unlocked_and_is_waited_for() -> None:
+    job = OneThatCannotBeUnlocked({1: 3, 2: 3, 3: 0}, dict.fromkeys((1, 2, 3), 1))
+    with pytest.raises(LocksFailed) as caught:
+        hold(job, end_s=0.3, locked=[3]).lock()
+    assert [type(error) for error in caught.value.errors.values()] == [LockTimeout]
+    assert job.states == {1: RUNNING, 2: RUNNING, 3: LOCKED}
+    assert job.pending == set()
+    assert job.calls.count(("unlock", 3)) == 1
 
 
 # --- it does not get there: everyone runs ------------------------------------------------------------------------
