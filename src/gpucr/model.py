@@ -102,7 +102,8 @@ def gpu_pairs(text: str) -> tuple[tuple[str, str], ...]:
 class GpuMap:
     """Where device memory goes on restore: (old UUID, new UUID) pairs.
 
-    The driver wants every GPU that the process can see named once on the left, and the new GPUs as a permutation.
+    The driver wants every GPU that it knows for the process named once on the left, and the new GPUs as a permutation:
+    all whose device files were there when the process started CUDA, ``CUDA_VISIBLE_DEVICES`` or not.
     """
 
     pairs: tuple[tuple[str, str], ...]
@@ -127,7 +128,7 @@ class GpuMap:
         return dict(self.pairs).get(old_uuid, old_uuid)
 
     def only(self, old_uuids: Iterable[str]) -> GpuMap:
-        """The part of the map that is for these GPUs: the driver takes no pair of a GPU that a process cannot see."""
+        """The part of the map that is for these GPUs: the driver takes no pair of a GPU that a process has not."""
         chosen = set(old_uuids)
         return GpuMap(tuple(pair for pair in self.pairs if pair[0] in chosen))
 

@@ -136,15 +136,17 @@ def test_two_gpus_cannot_go_to_one(driver: CudaDriver, counter: CounterFactory, 
     assert program.ask() == 101
 
 
-def test_a_process_that_sees_one_gpu_goes_to_another(
+def test_a_process_that_is_shown_one_gpu_goes_to_another(
     driver: CudaDriver, counter: CounterFactory, two_gpus: tuple[Gpu, Gpu]
 ) -> None:
-    """And from there back: the driver knows it by its new UUID then."""
+    """The driver wants a place for the GPU that is hidden as well. And back: it calls them by their new UUIDs then."""
     first, second = two_gpus
     program = counter("--mib", "4", env={"CUDA_VISIBLE_DEVICES": first.uuid})
+    swapped = complete_map({first.uuid: second.uuid, second.uuid: first.uuid})
     for old, new in ((first, second), (second, first)):
         suspend(driver, program.pid)
-        resume(driver, program.pid, GpuMap(((old.uuid, new.uuid),)))
+        refused(driver, program.pid, GpuMap(((old.uuid, new.uuid),)))
+        resume(driver, program.pid, swapped)
         assert [use.gpu_uuid for use in gpus.gpu_processes() if use.pid == program.pid] == [new.uuid]
     assert program.ask() == 101
     assert program.send("verify") == "ok"

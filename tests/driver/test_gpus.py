@@ -8,6 +8,7 @@ import re
 import subprocess
 import sys
 from collections.abc import Callable
+from pathlib import Path
 
 import pynvml
 import pytest
@@ -135,6 +136,48 @@ def test_what_cuda_visible_devices_shows(value: str | None, expected: list[str])
     machine = [Gpu(index, uuid, "NVIDIA H200", 2, 1) for index, uuid in enumerate((A, B, C))]
     environment = {"PATH": "/bin"} if value is None else {"CUDA_VISIBLE_DEVICES": value}
     assert [gpu.uuid for gpu in gpus.visible_gpus(machine, environment)] == expected
+
+
+def test_indices_count_what_a_container_has() -> None:
+    machine = [Gpu(index, uuid, "NVIDIA H200", 2, 1) for index, uuid in enumerate((A, B, C))]
+    assert gpus.visible_gpus(machine[1:], {"CUDA_VISIBLE_DEVICES": "1"}) == (machine[2],)
+
+
+@pytest.fixture
+def device_files(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    """What the driver tells of a machine whose GPUs B and A are nvidia0 and nvidia1, and C one of somewhere else."""
+    monkeypatch.setattr(gpus, "_DEVICES", tmp_path / "dev")
+    monkeypatch.setattr(gpus, "_DRIVER_FACTS", tmp_path / "facts")
+    (tmp_path / "dev").mkdir()
+    for minor, uuid in enumerate((B, A, C)):
+        folder = tmp_path / "facts" / f"0000:0{minor}:00.0"
+        folder.mkdir(parents=True)
+        (folder / "information").write_text(f"Model: \t NVIDIA H200\nGPU UUID: \t {uuid}\nDevice Minor: \t {minor}\n")
+    for minor in (0, 1):
+        (tmp_path / "dev" / f"nvidia{minor}").touch()
+    return tmp_path
+
+
+@pytest.mark.parametrize(("has", "expected"), [([0, 1], [A, B, C]), ([0], [B, C]), ([1], [A, C]), ([], [C])])
+def test_gpus_whose_device_file_a_container_has(has: list[int], expected: list[str], device_files: Path) -> None:
+    machine = [Gpu(index, uuid, "NVIDIA H200", 2, 1) for index, uuid in enumerate((A, B, C))]
+    root = device_files / "root"
+    (root / "dev").mkdir(parents=True)
+    for minor in has:
+        (root / "dev" / f"nvidia{minor}").touch()
+    assert [gpu.uuid for gpu in gpus.gpus_with_device_file(machine, root)] == expected
+
+
+def test_device_files_that_tell_nothing(device_files: Path) -> None:
+    machine = (Gpu(0, B, "NVIDIA H200", 2, 1),)
+    assert gpus.gpus_with_device_file(machine, device_files / "empty") == ()
+    assert gpus.gpus_with_device_file(machine, device_files / ("n" * 300)) == machine  # cannot be looked into
+    for path in device_files.glob("facts/*/information"):
+        path.write_bytes(b"GPU UUID: GPU-????\n")  # asleep
+    assert gpus.gpus_with_device_file(machine, device_files / "empty") == machine
+    for path in device_files.glob("facts/*/information"):
+        path.write_bytes(b"\xff")
+    assert gpus.gpus_with_device_file(machine, device_files / "empty") == machine
 
 
 def test_what_an_older_nvml_does_not_know(monkeypatch: pytest.MonkeyPatch) -> None:

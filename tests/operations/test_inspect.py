@@ -104,6 +104,8 @@ def _rewrite(folder: Path, version: int) -> None:
     """Let the manifest be what gpucr wrote when this version was the newest."""
     body = _body(folder)
     body["format_version"] = version
+    for process in body["processes"]:
+        process.pop("known_gpus", None)  # of version 5
     if version < 3:
         whole_jobs = ("launch", "sandbox", "open_files", "open_folders", "shared_files", "endpoints", "connections")
         for name in (*whole_jobs, "overruled"):

@@ -93,28 +93,29 @@ def test_every_process_of_a_tree_is_moved(machine: MakeMachine, counter: Counter
     assert {driver.state(pid) for pid in job.processes()} == {RUNNING}
 
 
-def test_a_process_that_sees_one_gpu_needs_a_pair_for_this_one_only(
-    machine: MakeMachine, counter: CounterFactory
-) -> None:
+def test_a_process_that_is_shown_one_gpu_needs_a_place_for_all(machine: MakeMachine, counter: CounterFactory) -> None:
     uuids = machine("4x512MiB")
     job = counter("--mib", "8", env={"CUDA_VISIBLE_DEVICES": "1"})
     gpucr.suspend(job.pid)
-    with pytest.raises(gpucr.InvalidRequest, match="there is no GPU 0 that the job can see"):
-        gpucr.resume(job.pid, gpu_map="0=1")
-    report = gpucr.resume(job.pid, gpu_map="1=3")
-    assert report.gpu_map == GpuMap(((uuids[1], uuids[3]),))
+    report = gpucr.resume(job.pid, gpu="3")
+    assert report.gpu_map is not None
+    assert dict(report.gpu_map.pairs) == {
+        uuids[0]: uuids[0], uuids[1]: uuids[3], uuids[2]: uuids[2], uuids[3]: uuids[1]
+    }  # fmt: skip
     assert places(job) == [uuids[3]]
     # Its environment still says 1, and the driver calls its GPU by the new UUID now.
+    assert [gpu.uuid for gpu in gpu_places.gpus_of(processes.describe(job.pid).id, list_gpus()).visible] == [uuids[3]]
     gpucr.suspend(job.pid)
-    with pytest.raises(gpucr.InvalidRequest, match="there is no GPU 1 that the job can see"):
-        gpucr.resume(job.pid, gpu_map="1=0")
+    gpucr.resume(job.pid, gpu_map="1=2")
+    assert places(job) == [uuids[3]]
+    gpucr.suspend(job.pid)
     gpucr.resume(job.pid, gpu_map="3=0")
     assert places(job) == [uuids[0]]
     assert works(job)
 
 
 def test_processes_of_one_job_that_see_different_gpus(machine: MakeMachine, tmp_path: Path) -> None:
-    """As ranks do that a launcher gives one GPU each: every process gets its own part of the map."""
+    """As ranks do that a launcher gives one GPU each."""
     uuids = machine("4x512MiB")
     program = simulator.build() / "counter"
     ranks = [f"CUDA_VISIBLE_DEVICES={gpu} {program} --port 0 --mib 8 > {tmp_path}/{gpu} & " for gpu in (0, 1)]
@@ -124,7 +125,8 @@ def test_processes_of_one_job_that_see_different_gpus(machine: MakeMachine, tmp_
             wait_until(lambda: all(r.exists() and r.read_text().startswith("ready") for r in ready), "both ranks")
             gpucr.suspend(job.pid)
             report = gpucr.resume(job.pid, gpu_map="0=1")
-            assert report.gpu_map == GpuMap(((uuids[0], uuids[1]), (uuids[1], uuids[0])))
+            assert report.gpu_map is not None
+            assert report.gpu_map.only(uuids[:2]) == GpuMap(((uuids[0], uuids[1]), (uuids[1], uuids[0])))
             where = {Path(f"/proc/{use.pid}/environ").read_bytes(): use.gpu_uuid for use in gpu_processes()}
             found = {
                 int(environment.partition(b"CUDA_VISIBLE_DEVICES=")[2][:1]): uuid for environment, uuid in where.items()
@@ -135,16 +137,28 @@ def test_processes_of_one_job_that_see_different_gpus(machine: MakeMachine, tmp_
 
 
 def test_a_program_that_has_set_what_it_sees_itself(machine: MakeMachine) -> None:
-    """/proc shows the environment of its start: the driver refuses the first map, and takes the one of what it uses."""
+    """/proc shows the environment of its start; the driver knows all GPUs in any case."""
     uuids = machine("4x512MiB")
     with child_of_its_own([sys.executable, "-c", ITS_OWN_ENVIRONMENT]) as pid:
         gpucr.suspend(pid)
         gpucr.resume(pid, gpu_map="1=2")
         assert [use.gpu_uuid for use in gpu_processes() if use.pid == pid] == [uuids[2]]
         gpucr.suspend(pid)
-        assert [gpu.uuid for gpu in gpu_places.seen_by(processes.describe(pid).id, list_gpus())] == [uuids[2]]
         gpucr.resume(pid, gpu="0")
         assert [use.gpu_uuid for use in gpu_processes() if use.pid == pid] == [uuids[0]]
+
+
+def test_a_process_that_knows_fewer_gpus_than_the_machine_has(machine: MakeMachine, counter: CounterFactory) -> None:
+    """As under a cgroup that allows one of them: the driver refuses the whole map, and takes that of what is used."""
+    uuids = machine("4x512MiB")
+    job = counter("--mib", "8", env={"GPUCR_SIM_GPUS": "1x512MiB"})
+    for old, new in ((0, 2), (2, 0)):
+        gpucr.suspend(job.pid)
+        gpucr.resume(job.pid, gpu_map=f"{old}={new}")
+        assert places(job) == [uuids[new]]
+        noted = gpu_places.gpus_of(processes.describe(job.pid).id, list_gpus())
+        assert [gpu.uuid for gpu in noted.known] == [uuids[new]]
+    assert works(job)
 
 
 def test_a_refusal_that_the_gpus_are_not_the_reason_of(
@@ -287,7 +301,7 @@ def test_a_job_of_gpu_0_is_restored_on_gpu_1_while_gpu_0_is_busy(
 
 
 @pytest.mark.criu
-def test_what_a_process_can_see_is_in_the_snapshot(
+def test_what_a_process_can_use_is_in_the_snapshot(
     machine: MakeMachine, counter: CounterFactory, tmp_path: Path
 ) -> None:
     uuids = machine("4x512MiB")
@@ -298,7 +312,8 @@ def test_what_a_process_can_see_is_in_the_snapshot(
     assert [process.visible_gpus for process in manifest.processes] == [(uuids[3],)]
     assert [gpu.uuid for gpu in manifest.gpus] == uuids
     report = gpucr.restore(tmp_path / "s", gpu_map="3=0")
-    assert report.gpu_map == GpuMap(((uuids[3], uuids[0]),))
+    assert report.gpu_map is not None
+    assert sorted(report.gpu_map.pairs) == sorted(zip(uuids, (uuids[3], uuids[1], uuids[2], uuids[0]), strict=True))
     gpucr.suspend(job.pid)
     gpucr.resume(job.pid, gpu_map="0=2")
     assert places(job) == [uuids[2]]
@@ -306,21 +321,36 @@ def test_what_a_process_can_see_is_in_the_snapshot(
 
 
 @pytest.mark.criu
-def test_a_machine_with_fewer_gpus(machine: MakeMachine, counter: CounterFactory, tmp_path: Path) -> None:
+def test_there_and_back_for_a_process_that_is_shown_one_gpu(counter: CounterFactory, tmp_path: Path) -> None:
+    """On the GPUs of this machine: the driver has the last word on which map it takes."""
+    gpus = list_gpus()[:2]
+    if len(gpus) < 2:
+        pytest.skip("needs 2 GPUs")
+    job = counter("--mib", "8", env={"CUDA_VISIBLE_DEVICES": gpus[0].uuid})
+    assert places(job) == [gpus[0].uuid]
+    gpucr.suspend(job.pid)
+    gpucr.resume(job.pid, gpu=gpus[1].uuid)
+    assert places(job) == [gpus[1].uuid]
+    dump_and_end(job, tmp_path / "s")
+    gpucr.restore(tmp_path / "s", gpu_map=f"{gpus[1].index}={gpus[0].index}")
+    assert places(job) == [gpus[0].uuid]
+    assert works(job)
+
+
+@pytest.mark.criu
+@pytest.mark.parametrize("visible", [{}, {"CUDA_VISIBLE_DEVICES": "2"}], ids=["all visible", "one visible"])
+def test_a_machine_with_fewer_gpus(
+    machine: MakeMachine, counter: CounterFactory, tmp_path: Path, visible: dict[str, str]
+) -> None:
     machine("4x512MiB")
-    all_seen = counter("--mib", "8")
-    one_seen = counter("--mib", "8", env={"CUDA_VISIBLE_DEVICES": "2"})
-    dump_and_end(all_seen, tmp_path / "all")
-    dump_and_end(one_seen, tmp_path / "one")
-    there = machine("2x512MiB", "smaller")
-    with pytest.raises(gpucr.Unsupported, match=r"the job can see 4 GPUs \(Simulated GPU\) and uses 1") as refused:
-        gpucr.restore(tmp_path / "all", gpu="auto")
-    assert refused.value.hint is not None
-    assert "CUDA_VISIBLE_DEVICES" in refused.value.hint
-    assert not all_seen.processes()
-    gpucr.restore(tmp_path / "one", gpu="auto")
-    assert places(one_seen)[0] in there
-    assert works(one_seen)
+    job = counter("--mib", "8", env=visible)
+    dump_and_end(job, tmp_path / "s")
+    machine("2x512MiB", "smaller")
+    message = r"the job ran on a machine with 4 GPUs \(Simulated GPU\) and uses 1"
+    with pytest.raises(gpucr.Unsupported, match=message) as refused:
+        gpucr.restore(tmp_path / "s", gpu="auto")
+    assert refused.value.hint == "restore it on a machine with as many"
+    assert not job.processes()
 
 
 @pytest.mark.criu

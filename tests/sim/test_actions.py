@@ -314,7 +314,7 @@ def test_bad_maps_are_refused_and_a_good_one_works_afterwards(libcuda: Libcuda, 
     assert program.ask() == 101
 
 
-def test_only_visible_gpus_are_mapped(
+def test_gpus_that_are_not_visible_are_mapped_as_well(
     libcuda: Libcuda, counter: CounterFactory, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     first, second = gpu_uuids()
@@ -322,8 +322,9 @@ def test_only_visible_gpus_are_mapped(
     program = counter()
     assert used_bytes(program.pid)[0] == 0
     libcuda.suspend(program.pid)
-    assert libcuda.restore(program.pid, [(first, second), (second, first)]) == 1
-    assert libcuda.restore(program.pid, [(second, first)]) == 0
+    assert libcuda.restore(program.pid, [(second, first)]) == 1
+    assert libcuda.restore(program.pid, [(second, second)]) == 1
+    assert libcuda.restore(program.pid, [(first, second), (second, first)]) == 0
     assert used_bytes(program.pid)[1] == 0
 
 

@@ -30,7 +30,7 @@ def machine(*free_gib: int, models: Sequence[str] = (), first: int = 0, mig: Col
 
 
 def user(gpus: Sequence[Gpu], *held_gib: int, pid: int = 1) -> GpuUser:
-    """A process that sees these GPUs and holds so much on each (0: does not use it)."""
+    """A process that knows these GPUs and holds so much on each (0: does not use it)."""
     held = {gpu.uuid: gib * GIB for gpu, gib in zip(gpus, held_gib, strict=False) if gib}
     return GpuUser(pid, tuple(gpu.uuid for gpu in gpus), held)
 
@@ -135,7 +135,7 @@ def test_a_process_that_uses_none_needs_no_figures() -> None:
         ("0=1,", None, "'' is not of the form OLD=NEW"),
         ("=1", None, "'=1' is not of the form OLD=NEW"),
         ("0=", None, "'0=' is not of the form OLD=NEW"),
-        ("7=1", None, "there is no GPU 7 that the job can see"),
+        ("7=1", None, "there is no GPU 7 where the job ran"),
         ("0=7", None, "there is no GPU 7 on this machine"),
         ("0=GPU-ff", None, "there is no GPU GPU-ff on this machine"),
         ("0=GPU-0000000", None, "GPU-0000000 can be 2 GPUs on this machine"),
@@ -169,14 +169,14 @@ def test_one_gpu_for_two() -> None:
 
 def test_a_gpu_that_no_process_can_see() -> None:
     both = machine(10, 10)
-    with pytest.raises(InvalidRequest, match="there is no GPU 1 that the job can see") as caught:
+    with pytest.raises(InvalidRequest, match="there is no GPU 1 where the job ran") as caught:
         choose_gpus(GpuRequest.of("1=0", None), both, [user(both[:1], 2)], both)
     assert caught.value.hint == f"its GPUs are 0: {uuid(0)}"
 
 
 def test_a_job_without_gpus_has_none_to_place() -> None:
     here = machine(10)
-    with pytest.raises(InvalidRequest, match="that the job can see"):
+    with pytest.raises(InvalidRequest, match="where the job ran"):
         choose_gpus(GpuRequest.of("0=0", None), [], [], here)
     with pytest.raises(InvalidRequest, match="the job uses 0 GPUs"):
         choose_gpus(GpuRequest.of(None, "0"), [], [], here)
@@ -184,28 +184,27 @@ def test_a_job_without_gpus_has_none_to_place() -> None:
 
 
 def test_an_index_that_two_gpus_had() -> None:
-    """A job that was suspended on one machine and restored on another can see GPUs of both."""
+    """A job that was suspended on one machine and restored on another has GPUs of both."""
     had = [*machine(10), *machine(10, first=50)]
-    with pytest.raises(InvalidRequest, match="0 can be 2 GPUs that the job can see"):
-        find_gpu("0", had, "that the job can see")
+    with pytest.raises(InvalidRequest, match="0 can be 2 GPUs where the job ran"):
+        find_gpu("0", had, "where the job ran")
 
 
 # --- what cannot be done ---------------------------------------------------------------------------------------
 
 
-def test_fewer_gpus_than_the_job_can_see() -> None:
+def test_fewer_gpus_than_where_the_job_ran() -> None:
     had, here = machine(*[10] * 8), machine(*[10] * 4, first=50)
     with pytest.raises(Unsupported) as caught:
         choose_gpus(GpuRequest.of(None, "auto"), had, [user(had, 2)], here)
     assert caught.value.message.startswith(
-        f"the job can see 8 GPUs ({H200}) and uses 1; this machine has 4 of that model"
+        f"the job ran on a machine with 8 GPUs ({H200}) and uses 1; this machine has 4 of that model"
     )
-    assert "a place for every GPU that a process can see: 4 too few" in caught.value.message
-    assert caught.value.hint is not None
-    assert "CUDA_VISIBLE_DEVICES" in caught.value.hint
+    assert "a place for every GPU of the machine: 4 too few" in caught.value.message
+    assert caught.value.hint == "restore it on a machine with as many"
 
 
-def test_a_job_that_sees_only_what_it_uses_needs_no_more() -> None:
+def test_a_job_that_knows_only_what_it_uses_needs_no_more() -> None:
     had, here = machine(*[10] * 8), machine(*[10] * 4, first=50)
     choice = choose_gpus(GpuRequest.of(None, "auto"), had, [user(had[6:7], 2)], here)
     assert places(choice, had[6:7], here) == [0]
@@ -234,6 +233,14 @@ def test_gpus_in_mig_mode_are_not_chosen() -> None:
     assert places(choose_gpus(GpuRequest.of(None, "auto"), had, [user(had, 2)], here), had, here) == [1]
     with pytest.raises(Unsupported, match="this machine has 0 of that model"):
         choose_gpus(GpuRequest.of(None, "auto"), had, [user(had, 2)], machine(90, first=50, mig=[0]))
+
+
+def test_a_gpu_in_mig_mode_that_is_not_used_stays() -> None:
+    here = machine(10, 90, 10, mig=[1])
+    choice = choose_gpus(GpuRequest.of(None, "2"), here, [user(here, 2)], here)
+    assert places(choice, here, here) == [2, 1, 0]
+    choice = choose_gpus(GpuRequest.of("0=1", None), here, [user(here, 2)], machine(10, 90, 10, 10, mig=[1]))
+    assert places(choice, here, machine(10, 90, 10, 10)) == [1, 0, 2]  # what the user names is preflight's to judge
 
 
 def test_no_room_anywhere() -> None:
@@ -350,7 +357,7 @@ def fitting_maps(job: Sequence[Gpu], here: Sequence[Gpu], needed: dict[str, int]
 def test_auto_finds_a_place_exactly_where_there_is_one() -> None:
     refused = 0
     for _, had, users, here in cases():
-        seen = {gpu_uuid for each in users for gpu_uuid in each.visible}
+        seen = {gpu_uuid for each in users for gpu_uuid in each.known}
         job = [gpu for gpu in had if gpu.uuid in seen]
         possible = list(fitting_maps(job, here, dict(choose_gpus(GpuRequest(), had, users, here).needed_bytes)))
         try:
@@ -368,7 +375,7 @@ def test_auto_finds_a_place_exactly_where_there_is_one() -> None:
 def test_a_completed_map_is_what_the_driver_wants() -> None:
     completed = 0
     for rng, had, users, here in cases():
-        seen = {gpu_uuid for each in users for gpu_uuid in each.visible}
+        seen = {gpu_uuid for each in users for gpu_uuid in each.known}
         job = [gpu for gpu in had if gpu.uuid in seen]
         count = rng.randint(1, min(len(job), len(here)))
         named = dict(zip(rng.sample(job, count), rng.sample(here, count), strict=True))
@@ -391,5 +398,5 @@ def test_a_completed_map_is_what_the_driver_wants() -> None:
         for each in users:
             mine = choice.for_process(each.pid)
             assert mine is not None
-            assert {old for old, _ in mine.pairs} == set(each.visible)
+            assert {old for old, _ in mine.pairs} == set(each.known)
     assert completed > 500

@@ -28,6 +28,7 @@ VERSION_3 = {
 }
 """The members that version 3 added, as older manifests are read."""
 _NULLABLE = tuple(name for name, default in VERSION_3.items() if default is None)
+PROCESSES_OF_4 = tuple(dataclasses.replace(process, known_gpus=None) for process in WHOLE.processes)
 Body = dict[str, Any]
 
 
@@ -81,7 +82,7 @@ def test_sums() -> None:
 def test_what_is_written_is_ascii_json_with_its_format() -> None:
     data = encode(WHOLE)
     data.decode("ascii")
-    assert (body()["format"], body()["format_version"], body()["has_gpu_state"]) == ("gpucr-snapshot", 4, True)
+    assert (body()["format"], body()["format_version"], body()["has_gpu_state"]) == ("gpucr-snapshot", 5, True)
 
 
 def test_a_forged_seal_is_what_decode_accepts() -> None:
@@ -153,8 +154,8 @@ def test_a_changed_value_does_not_match_the_digest() -> None:
 
 def test_a_newer_format_is_named_although_its_digest_may_be_made_otherwise() -> None:
     outer = json.loads(encode(WHOLE))
-    outer["manifest"]["format_version"] = 5
-    with pytest.raises(ManifestError, match="format version 5; this gpucr reads versions 1 to 4"):
+    outer["manifest"]["format_version"] = 6
+    with pytest.raises(ManifestError, match="format version 6; this gpucr reads versions 1 to 5"):
         decode(json.dumps(outer).encode())
 
 
@@ -163,7 +164,7 @@ def _version_2(inner: Body) -> None:
     for name in VERSION_3:
         del inner[name]
     for process in inner["processes"]:
-        del process["visible_gpus"]
+        del process["visible_gpus"], process["known_gpus"]
 
 
 def _version_1(inner: Body) -> None:
@@ -174,13 +175,13 @@ def _version_1(inner: Body) -> None:
 
 
 def test_version_2_is_read_and_tells_nothing_of_what_is_outside() -> None:
-    processes = tuple(dataclasses.replace(process, visible_gpus=None) for process in WHOLE.processes)
+    processes = tuple(dataclasses.replace(process, visible_gpus=None) for process in PROCESSES_OF_4)
     assert decode(changed(_version_2)) == dataclasses.replace(WHOLE, **VERSION_3, processes=processes)
     assert decode(changed(_version_2)).open_files is None
 
 
 def test_version_1_is_read_and_has_no_device_data_of_its_own() -> None:
-    process = dataclasses.replace(WHOLE.processes[0], device_data=None, visible_gpus=None)
+    process = dataclasses.replace(PROCESSES_OF_4[0], device_data=None, visible_gpus=None)
     read = dataclasses.replace(WHOLE, **VERSION_3, processes=(process, *WHOLE.processes[1:]))
     assert decode(changed(_version_1)) == read
 
@@ -215,12 +216,23 @@ def test_device_memory_in_a_store_has_neither_digests_nor_stripes() -> None:
 
 def test_version_3_knows_no_store() -> None:
     def change(inner: Body) -> None:
+        _version_4(inner)
         inner["format_version"] = 3
         for process in inner["processes"]:
             if process["device_data"] is not None:
                 del process["device_data"]["store_bytes"]
 
-    assert decode(changed(change)) == WHOLE
+    assert decode(changed(change)) == dataclasses.replace(WHOLE, processes=PROCESSES_OF_4)
+
+
+def test_version_4_does_not_tell_what_the_driver_knows() -> None:
+    assert decode(changed(_version_4)) == dataclasses.replace(WHOLE, processes=PROCESSES_OF_4)
+
+
+def _version_4(inner: Body) -> None:
+    inner["format_version"] = 4
+    for process in inner["processes"]:
+        del process["known_gpus"]
 
 
 def test_another_format() -> None:
@@ -272,6 +284,7 @@ def test_a_value_of_another_type(place: str, key: str) -> None:
             "restore_thread",
             "device_data",
             "visible_gpus",
+            "known_gpus",
             *VERSION_3,
         )
     ):

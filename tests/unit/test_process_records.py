@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import os
+from collections.abc import Sequence
 from dataclasses import asdict
 from pathlib import Path
 from typing import Any
@@ -13,7 +14,7 @@ import pytest
 from gpucr.linux import processes
 from gpucr.model import Gpu, ProcessId
 from gpucr.operations import gpu_places
-from gpucr.operations.gpu_places import RECORDS, seen_by
+from gpucr.operations.gpu_places import RECORDS, ProcessGpus, gpus_of
 from tests.unit.children import identity
 
 A, B, C = (Gpu(index, f"GPU-{index}", "NVIDIA H200", 8, 4) for index in range(3))
@@ -35,55 +36,84 @@ def me(monkeypatch: pytest.MonkeyPatch) -> ProcessId:
     return identity(os.getpid())
 
 
-def note(process: ProcessId, *gpus: Gpu) -> None:
-    RECORDS.write(process, {"gpus": [asdict(gpu) for gpu in gpus]})
+ONE_VISIBLE, ALL_VISIBLE = ProcessGpus(HERE, (B,)), ProcessGpus(HERE, HERE)
 
 
-def test_the_environment_tells_where_nothing_is_noted(me: ProcessId) -> None:
-    assert seen_by(me, HERE) == (B,)
+def note(process: ProcessId, *gpus: Gpu, visible: Sequence[Gpu] = ()) -> None:
+    uuids = [gpu.uuid for gpu in visible or gpus]
+    RECORDS.write(process, {"gpus": [asdict(gpu) for gpu in gpus], "visible": uuids})
+
+
+def test_the_environment_tells_what_is_visible_where_nothing_is_noted(me: ProcessId) -> None:
+    assert gpus_of(me, HERE) == ONE_VISIBLE
 
 
 def test_a_note_is_newer_than_the_environment(me: ProcessId) -> None:
-    note(me, C, A)
-    assert seen_by(me, HERE) == (C, A)
-    assert seen_by(me, HERE, used=[C.uuid]) == (C, A)
+    note(me, C, A, visible=[A])
+    assert gpus_of(me, HERE) == ProcessGpus((C, A), (A,))
+    assert gpus_of(me, HERE, used=[A.uuid]) == ProcessGpus((C, A), (A,))
 
 
 def test_a_suspended_process_may_be_of_another_machine(me: ProcessId) -> None:
     note(me, ELSEWHERE)
-    assert seen_by(me, HERE) == (ELSEWHERE,)
+    assert gpus_of(me, HERE) == ProcessGpus((ELSEWHERE,), (ELSEWHERE,))
 
 
 def test_a_process_that_uses_another_gpu_has_been_moved_by_another_tool(me: ProcessId) -> None:
-    assert seen_by(me, HERE, used=[A.uuid]) == HERE
-    note(me, C)
-    assert seen_by(me, HERE, used=[B.uuid]) == HERE
+    assert gpus_of(me, HERE, used=[A.uuid]) == ALL_VISIBLE
+    note(me, *HERE, visible=[C])
+    assert gpus_of(me, HERE, used=[A.uuid]) == ALL_VISIBLE
+
+
+def test_a_container_that_was_given_two_gpus(me: ProcessId, monkeypatch: pytest.MonkeyPatch) -> None:
+    roots = []
+
+    def given(gpus: Sequence[Gpu], root: Path) -> tuple[Gpu, ...]:
+        roots.append(root)
+        return (B, C)
+
+    monkeypatch.setattr(gpu_places, "gpus_with_device_file", given)
+    assert gpus_of(me, HERE) == ProcessGpus((B, C), (C,))  # CUDA_VISIBLE_DEVICES=1 counts the two
+    assert gpus_of(me, HERE, used=[B.uuid]) == ProcessGpus((B, C), (B, C))
+    assert gpus_of(me, HERE, used=[A.uuid]) == ALL_VISIBLE
+    assert roots == [Path(f"/proc/{me.pid}/root")] * 3
+
+
+@pytest.mark.parametrize(("figures", "visible", "expected"), [
+    ({"GPU-2": 5}, [B], {"GPU-2": 5}),
+    ({}, [B], {"GPU-1": 7}),
+    ({}, [B, C], {"GPU-1": 0, "GPU-2": 0}),
+    ({}, HERE, {}),
+])  # fmt: skip
+def test_what_a_process_uses_where_nvml_has_no_figures(
+    figures: dict[str, int], visible: Sequence[Gpu], expected: dict[str, int]
+) -> None:
+    assert ProcessGpus(HERE, tuple(visible)).held_bytes(figures, 7) == expected
 
 
 def test_an_environment_that_cannot_be_read_or_names_no_gpu(me: ProcessId, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(processes, "environment", lambda pid: None)
-    assert seen_by(me, HERE) == HERE
+    assert gpus_of(me, HERE) == ALL_VISIBLE
     monkeypatch.setattr(processes, "environment", lambda pid: {"CUDA_VISIBLE_DEVICES": "MIG-1"})
-    assert seen_by(me, HERE) == HERE
+    assert gpus_of(me, HERE) == ALL_VISIBLE
 
 
 GOOD = asdict(C)
+NO_GPUS: tuple[Any, ...] = (None, 7, "GPU-2", {}, {"GPU-2": 1}, [], [None], [7], [[]], [{}])
 DAMAGED: tuple[Any, ...] = (
     None,
     7,
     [],
     {},
-    {"gpus": None},
-    {"gpus": 7},
-    {"gpus": [7]},
-    {"gpus": [[]]},
-    {"gpus": [{}]},
+    *({"gpus": damaged, "visible": [C.uuid]} for damaged in NO_GPUS),
+    *({"gpus": [GOOD], "visible": visible} for visible in (None, 7, [], [7], ["GPU-9"])),
+    {"gpus": [GOOD]},
     *(
-        {"gpus": [{**GOOD, key: value}]}
+        {"gpus": [{**GOOD, key: value}], "visible": [C.uuid]}
         for key, value in [("index", "1"), ("index", True), ("uuid", None), ("name", 3)]
     ),
-    {"gpus": [{**GOOD, "mig_enabled": 0}]},
-    {"gpus": [{**GOOD, "more": 1}]},
+    {"gpus": [{**GOOD, "mig_enabled": 0}], "visible": [C.uuid]},
+    {"gpus": [{**GOOD, "more": 1}], "visible": [C.uuid]},
 )
 
 
@@ -91,9 +121,9 @@ DAMAGED: tuple[Any, ...] = (
 def test_a_damaged_note_is_none(record: Any, me: ProcessId, folder: Path) -> None:
     folder.mkdir()
     RECORDS.path(me).write_text(json.dumps(record))
-    assert seen_by(me, HERE) == (B,)
-    RECORDS.path(me).write_text(json.dumps({"gpus": [GOOD]}))
-    assert seen_by(me, HERE) == (C,), "what the damaged ones are made from is read"
+    assert gpus_of(me, HERE) == ONE_VISIBLE
+    RECORDS.path(me).write_text(json.dumps({"gpus": [GOOD], "visible": [C.uuid]}))
+    assert gpus_of(me, HERE).known == (C,), "what the damaged ones are made from is read"
 
 
 def test_a_record_that_is_there_stays() -> None:
@@ -125,4 +155,4 @@ def test_a_note_without_a_folder_is_no_error(monkeypatch: pytest.MonkeyPatch, me
     monkeypatch.setattr(gpu_places.RECORDS, "folder", no_home)
     note(me, A)
     RECORDS.remove_ended()
-    assert seen_by(me, HERE) == (B,)
+    assert gpus_of(me, HERE) == ONE_VISIBLE

@@ -43,7 +43,7 @@ Options:
 \tFor a lock: give up after this many milliseconds, and leave the process running (0: wait without limit)
 
 --device-map|-d <old>=<new>,...
-\tFor a restore: GPU UUIDs, each GPU that the process can see on the left once
+\tFor a restore: GPU UUIDs, each GPU of the machine on the left once
 
 --help|-h
 \tPrint this help

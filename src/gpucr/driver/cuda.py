@@ -46,7 +46,7 @@ _HINTS = {
     ),
     ("checkpoint", libcuda.OUT_OF_MEMORY): "free host memory: the checkpoint needs as much as the GPU memory in use",
     ("restore", libcuda.INVALID_VALUE): (
-        "a GPU map must name every GPU that the process can see, and each new GPU once; a restore with a correct map "
+        "a GPU map must name every GPU of the machine, and each new GPU once; a restore with a correct map "
         "can still follow"
     ),
     ("restore", libcuda.OUT_OF_MEMORY): (

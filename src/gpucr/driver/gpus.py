@@ -9,12 +9,15 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager, suppress
+from pathlib import Path
 from types import ModuleType
 from typing import Any
 
 from gpucr.errors import DriverUnavailable
 from gpucr.model import Gpu, GpuUse
 
+_DEVICES = Path("/dev")
+_DRIVER_FACTS = Path("/proc/driver/nvidia/gpus")
 _P2P_READ = 0  # NVML_P2P_CAPS_INDEX_READ, which nvidia-ml-py 13 has as the tuple (0,)
 
 
@@ -154,12 +157,38 @@ def mps_clients() -> frozenset[int]:
         return frozenset()
 
 
+def gpus_with_device_file(gpus: Sequence[Gpu], root: Path) -> tuple[Gpu, ...]:
+    """Those whose device file (``/dev/nvidia0``, …) is below this root folder, if it is in this process's ``/dev``.
+
+    The driver knows no others for a process there, whatever CUDA_VISIBLE_DEVICES says (measured on driver 580). Which
+    file is whose is in ``/proc/driver/nvidia``; all of them where that does not tell, or root cannot be looked into.
+    """
+    files = _device_files()
+    try:
+        hidden = {
+            uuid for uuid, name in files.items() if (_DEVICES / name).exists() and not (root / "dev" / name).exists()
+        }
+    except OSError:
+        return tuple(gpus)
+    return tuple(gpu for gpu in gpus if gpu.uuid not in hidden)
+
+
+def _device_files() -> Mapping[str, str]:
+    """The names of the GPUs' device files, by UUID."""
+    names: dict[str, str] = {}
+    for path in sorted(_DRIVER_FACTS.glob("*/information")):
+        with suppress(OSError, UnicodeDecodeError):
+            facts = dict(line.partition(":")[::2] for line in path.read_text().splitlines())
+            names[facts.get("GPU UUID", "").strip()] = f"nvidia{facts.get('Device Minor', '').strip()}"
+    return names
+
+
 def visible_gpus(gpus: Sequence[Gpu], environment: Mapping[str, str]) -> tuple[Gpu, ...]:
     """Those of a machine's GPUs that CUDA shows a process with this environment: CUDA_VISIBLE_DEVICES names them.
 
     Read as the driver does: indices, or UUIDs by as much as is unique, and the list ends at the first name that fits no
-    GPU. (CUDA C++ Programming Guide, "CUDA Environment Variables". Indices are taken in NVML's order, which is CUDA's
-    with CUDA_DEVICE_ORDER=PCI_BUS_ID, and where all GPUs are of one model.)
+    GPU. (CUDA C++ Programming Guide, "CUDA Environment Variables". Indices count ``gpus``, in NVML's order, which is
+    CUDA's with CUDA_DEVICE_ORDER=PCI_BUS_ID, and where all GPUs are of one model.)
     """
     names = environment.get("CUDA_VISIBLE_DEVICES")
     if names is None:
@@ -176,7 +205,7 @@ def visible_gpus(gpus: Sequence[Gpu], environment: Mapping[str, str]) -> tuple[G
 
 def _named(name: str, gpus: Sequence[Gpu]) -> list[Gpu]:
     if name.isascii() and name.isdecimal():
-        return [gpu for gpu in gpus if gpu.index == int(name)]
+        return list(gpus[int(name) : int(name) + 1])
     return [gpu for gpu in gpus if name.startswith("GPU-") and gpu.uuid.startswith(name)]
 
 

@@ -69,7 +69,7 @@ class Process:
     def restore(self, gpu_mapping: Mapping[object, object] | None = None) -> None:
         """CHECKPOINTED → LOCKED: device memory goes back to a GPU.
 
-        ``gpu_mapping`` maps the UUID of every GPU that the process can see to the UUID of the GPU to restore onto.
+        ``gpu_mapping`` maps the UUID of every GPU of the machine to the UUID of the GPU to restore onto.
         A UUID is a ``GPU-…`` string, 16 bytes, a `uuid.UUID`, or anything with its 16 ``bytes`` (``CUuuid``).
 
         Raises TypeError or ValueError for what is no mapping of UUIDs, Unsupported where the driver is older than

@@ -23,7 +23,7 @@ from gpucr.linux.sockets import bound_socket_paths
 from gpucr.model import Gpu, Job, ProcessId, ProcessInfo
 from gpucr.operations import jobs
 from gpucr.operations.freeze import CheckpointGang
-from gpucr.operations.gpu_places import all_gpus, seen_by
+from gpucr.operations.gpu_places import ProcessGpus, all_gpus, gpus_of
 from gpucr.operations.interrupts import Interrupts
 from gpucr.operations.job_snapshot import JobSnapshot
 from gpucr.operations.logs import log_kept_on_failure
@@ -339,13 +339,13 @@ def draft_of_gang(
 ) -> Manifest:
     """The part of the manifest that tells of the processes and their GPU state."""
     members = context.gang.members if context.gang is not None else ()
-    seen = {m.pid: seen_by(m.id, context.gpus, used=context.device_bytes.get(m.pid, {})) for m in members}
+    gpus = {m.pid: gpus_of(m.id, context.gpus, used=context.device_bytes.get(m.pid, {})) for m in members}
     capabilities = context.gang.driver.capabilities() if context.gang and context.gang.members else None
     return Manifest(
         created=datetime.datetime.now(datetime.timezone.utc).isoformat(timespec="seconds"),
         root_pid=context.job.root.pid,
-        processes=tuple(_record(context, p, seen.get(p.pid)) for p in tree),
-        gpus=tuple(all_gpus([context.gpus, *seen.values()])),
+        processes=tuple(_record(context, p, gpus.get(p.pid)) for p in tree),
+        gpus=tuple(all_gpus(gpus.values())),
         cuda_version=capabilities.cuda_version if capabilities else None,
         driver_version=driver_version() if capabilities else None,
         criu_version=criu_version,
@@ -371,7 +371,7 @@ def _socket_folders(tree: Sequence[ProcessInfo], *, is_sandboxed: bool) -> tuple
     return tuple(records)
 
 
-def _record(context: GangDump, process: ProcessInfo, seen: Sequence[Gpu] | None) -> ProcessRecord:
+def _record(context: GangDump, process: ProcessInfo, gpus: ProcessGpus | None) -> ProcessRecord:
     found = {m.pid: m.found for m in context.gang.members} if context.gang is not None else {}
     stopped = {p.id for p in context.job.processes if p.status == "T"}
     thread = context.checkpoint.restore_threads.get(process.pid) if context.checkpoint else None
@@ -387,5 +387,6 @@ def _record(context: GangDump, process: ProcessInfo, seen: Sequence[Gpu] | None)
         restore_thread=processes.innermost_thread_id(process.pid, thread) if thread is not None else None,
         device_bytes=dict(context.device_bytes.get(process.pid, {})),
         staging=context.staging.private.get(process.pid, ()),
-        visible_gpus=None if seen is None else tuple(gpu.uuid for gpu in seen),
+        visible_gpus=None if gpus is None else tuple(gpu.uuid for gpu in gpus.visible),
+        known_gpus=None if gpus is None else tuple(gpu.uuid for gpu in gpus.known),
     )

@@ -1,8 +1,8 @@
 """Which GPUs a job comes back on: a whole GPU map from what it had, what is here, and what the user asks. No I/O.
 
-The driver wants a pair for exactly the GPUs that a process can see, each new GPU once. The user says as much as matters
-(``--gpu-map``, ``--gpu``); the rest is filled in here: a GPU stays where it is if it can, and goes to a free one of the
-same model if not.
+The driver wants a pair for every GPU of the machine where a process started, used or not, each new GPU once. The user
+says as much as matters (``--gpu-map``, ``--gpu``); the rest is filled in here: a GPU stays where it is if it can, and
+goes to a free one of the same model if not.
 """
 
 from __future__ import annotations
@@ -14,7 +14,7 @@ from gpucr.errors import InvalidRequest, Unsupported
 from gpucr.model import Gpu, GpuMap, gpu_pairs
 from gpucr.preflight.findings import mib
 
-_ALL_PLACED = "the driver wants a place for every GPU that a process can see"
+_ALL_PLACED = "the driver wants a place for every GPU of the machine"
 
 
 @dataclass(frozen=True)
@@ -56,10 +56,10 @@ class GpuRequest:
 
 @dataclass(frozen=True)
 class GpuUser:
-    """One process that goes back onto GPUs: the UUIDs of all that it can see, and device memory on those it uses."""
+    """One process that goes back onto GPUs: the UUIDs of all that the driver knows, device memory on those it uses."""
 
     pid: int
-    visible: tuple[str, ...]
+    known: tuple[str, ...]
     held_bytes: Mapping[str, int]
 
 
@@ -67,7 +67,7 @@ class GpuUser:
 class GpuChoice:
     """Where the job goes. ``gpu_map`` is None where every GPU stays; ``reasons`` are sentences on what gpucr chose.
 
-    ``had`` are the GPUs that its processes can see, ``needed_bytes`` the device memory per UUID of these.
+    ``had`` are the GPUs that the driver knows for its processes, ``needed_bytes`` the device memory per UUID of these.
     """
 
     gpu_map: GpuMap | None
@@ -77,11 +77,11 @@ class GpuChoice:
     users: tuple[GpuUser, ...]
 
     def for_process(self, pid: int, *, used_only: bool = False) -> GpuMap | None:
-        """The map for one process, by its `GpuUser.pid`: what it can see, or only what it uses. None where it stays."""
+        """The map for one process, by its `GpuUser.pid`: for all it knows, or only what it uses. None: it stays."""
         user = next((user for user in self.users if user.pid == pid), None)
         if self.gpu_map is None or user is None:
             return None
-        return self.gpu_map.only(user.held_bytes if used_only else user.visible)
+        return self.gpu_map.only(user.held_bytes if used_only else user.known)
 
 
 def choose_gpus(
@@ -101,6 +101,7 @@ def choose_gpus(
         return GpuChoice(None, (), tuple(job.gpus), job.needed_bytes, tuple(users))
     places = _Places(job, here, busy if request.auto else ())
     places.fix(_named_pairs(request, job, here))
+    places.keep_partitioned()
     places.require_enough()
     places.complete(strict=request.auto)
     pairs = tuple((gpu.uuid, places.found[gpu.uuid].uuid) for gpu in job.gpus)
@@ -134,17 +135,17 @@ def find_gpu(name: str, gpus: Sequence[Gpu], where: str) -> Gpu:
 
 
 class _Job:
-    """The GPUs that a job can see, and what it needs of each."""
+    """The GPUs that the driver knows for a job, and what the job needs of each."""
 
     def __init__(self, had: Sequence[Gpu], users: Sequence[GpuUser]) -> None:
-        seen = {uuid for user in users for uuid in user.visible}
-        self.gpus = [gpu for gpu in had if gpu.uuid in seen]
+        known = {uuid for user in users for uuid in user.known}
+        self.gpus = [gpu for gpu in had if gpu.uuid in known]
         self.needed_bytes: dict[str, int] = {}
         for user in users:
             for uuid, size_bytes in user.held_bytes.items():
                 self.needed_bytes[uuid] = self.needed_bytes.get(uuid, 0) + size_bytes
-        # NVML has no figures in some containers: then every GPU that a process can see counts as used.
-        used = set(self.needed_bytes) or seen
+        # NVML has no figures in some containers: then every GPU counts as used.
+        used = set(self.needed_bytes) or known
         self.used = [gpu for gpu in self.gpus if gpu.uuid in used]
         self.unused = [gpu for gpu in self.gpus if gpu.uuid not in used]
 
@@ -168,7 +169,7 @@ def _named_pairs(request: GpuRequest, job: _Job, here: Sequence[Gpu]) -> list[tu
             (old, find_gpu(name, here, "on this machine")) for old, name in zip(job.used, request.onto, strict=True)
         ]
     for old_name, new_name in request.pairs:
-        old = find_gpu(old_name, job.gpus, "that the job can see")
+        old = find_gpu(old_name, job.gpus, "where the job ran")
         pairs.append((old, find_gpu(new_name, here, "on this machine")))
     for side, word in ((0, "left"), (1, "right")):
         named = [pair[side].uuid for pair in pairs]
@@ -201,6 +202,14 @@ class _Places:
         for old, new in pairs:
             self._take(old, new)
             self._left_by_user.add(old.uuid)
+
+    def keep_partitioned(self) -> None:
+        """GPUs in MIG mode that the job does not use stay where they are: nothing else can be put there."""
+        taken = {gpu.uuid for gpu in self.found.values()}
+        partitioned = {gpu.uuid: gpu for gpu in self._here if gpu.mig_enabled and gpu.uuid not in taken}
+        for old in self._unplaced(self._job.unused):
+            if old.uuid in partitioned:
+                self._take(old, partitioned[old.uuid])
 
     def require_enough(self) -> None:
         """A place for each GPU, used or not, of its own model. Raises Unsupported where there are too few."""
@@ -294,10 +303,9 @@ class _Places:
         have = ", ".join(dict.fromkeys(gpu.name for gpu in self._here)) or "none"
         used = sum(gpu.name == model for gpu in self._job.used)
         return Unsupported(
-            f"the job can see {_counted(wanted)} ({model}) and uses {used}; this machine has {len(usable)} of that "
-            f"model (its GPUs: {have}), and {_ALL_PLACED}: {missing} too few",
-            hint="restore it on a machine with as many; started with CUDA_VISIBLE_DEVICES naming only the GPUs that it "
-            "uses, a job needs no more than those",
+            f"the job ran on a machine with {_counted(wanted)} ({model}) and uses {used}; this machine has "
+            f"{len(usable)} of that model (its GPUs: {have}), and {_ALL_PLACED}: {missing} too few",
+            hint="restore it on a machine with as many",
             code="GPUCR-NO-GPU",
         )
 

@@ -1,16 +1,17 @@
 """Where the processes of a job are on GPUs, what of it only gpucr knows, and where a restore takes them.
 
-``CUDA_VISIBLE_DEVICES`` says which GPUs a process could see when it started. After a restore with a GPU map it sees
-others, and nothing outside of the driver tells which: so gpucr keeps a note of it, which belongs to the process and
-lasts until the next boot.
+The driver knows all GPUs whose device files a process could open when it started CUDA, and wants a place for each.
+After a restore elsewhere it knows others, and nothing outside of the driver tells which: so gpucr keeps a note of it,
+which belongs to the process and lasts until the next boot.
 """
 
 from __future__ import annotations
 
 from collections.abc import Collection, Iterable, Mapping, Sequence
-from dataclasses import asdict
+from dataclasses import asdict, dataclass
+from pathlib import Path
 
-from gpucr.driver.gpus import visible_gpus
+from gpucr.driver.gpus import gpus_with_device_file, visible_gpus
 from gpucr.errors import GpucrError
 from gpucr.gang import Gang
 from gpucr.linux import processes
@@ -18,22 +19,56 @@ from gpucr.model import CudaState, Gpu, GpuMap, GpuUse, ProcessId
 from gpucr.operations import suspended
 from gpucr.operations.gpu_choice import GpuChoice, GpuRequest, GpuUser, choose_gpus
 from gpucr.operations.process_records import ProcessRecords
-from gpucr.snapshot.manifest import Manifest, ProcessRecord
+from gpucr.snapshot.manifest import Manifest
 
 RECORDS = ProcessRecords("gpus")
 
 
-def seen_by(process: ProcessId, here: Sequence[Gpu], used: Collection[str] = ()) -> tuple[Gpu, ...]:
-    """The GPUs that a process can see. ``here``: those of this machine; ``used``: UUIDs on which it has memory.
+@dataclass(frozen=True)
+class ProcessGpus:
+    """The GPUs of a process. ``known``: to the driver, which wants a place for each. ``visible``: it can use these.
 
-    All of the machine where nothing better is known, and where it uses one that it should not see: another tool has
-    moved it, or it has changed its own environment. GPUs of another machine for a process that came from there and is
-    suspended.
+    ``CUDA_VISIBLE_DEVICES`` makes fewer visible, not fewer known (measured on driver 580: docs/hardware.md).
+    """
+
+    known: tuple[Gpu, ...]
+    visible: tuple[Gpu, ...]
+
+    def held_bytes(self, figures: Mapping[str, int], all_bytes: int) -> Mapping[str, int]:
+        """Device memory per UUID of the GPUs that it uses: NVML's ``figures``, or what can be said without them.
+
+        Where it can use one GPU only, that is ``all_bytes``, its device memory in all; where it can use some of those
+        that the driver knows, these count as used. Empty: nothing is known.
+        """
+        if figures:
+            return figures
+        if len(self.visible) == 1:
+            return {self.visible[0].uuid: all_bytes}
+        return {} if self.visible == self.known else {gpu.uuid: 0 for gpu in self.visible}
+
+
+def gpus_of(process: ProcessId, here: Sequence[Gpu], used: Collection[str] = ()) -> ProcessGpus:
+    """The GPUs of a process. ``here``: those of this machine; ``used``: UUIDs on which it has memory.
+
+    Known are those whose device files it has, which in a container may be fewer than the machine's. All of these are
+    visible where nothing better is known, and where it uses one that should not be: another tool has moved it, or it
+    has changed its own environment. GPUs of another machine for a process that came from there and is suspended.
     """
     noted = _recall(process)
-    environment = processes.environment(process.pid) or {}
-    seen = noted if noted is not None else visible_gpus(here, environment)
-    return seen if {gpu.uuid for gpu in seen} >= set(used) and seen else tuple(here)
+    if noted is not None and _uuids(noted.visible) >= set(used):
+        return noted
+    known = _if_all_used(gpus_with_device_file(here, Path(f"/proc/{process.pid}/root")), used) or tuple(here)
+    visible = visible_gpus(known, processes.environment(process.pid) or {})
+    return ProcessGpus(known, _if_all_used(visible, used) or known)
+
+
+def _if_all_used(gpus: tuple[Gpu, ...], used: Collection[str]) -> tuple[Gpu, ...]:
+    """These GPUs; none, where not all of the used ones are among them."""
+    return gpus if _uuids(gpus) >= set(used) else ()
+
+
+def _uuids(gpus: Iterable[Gpu]) -> set[str]:
+    return {gpu.uuid for gpu in gpus}
 
 
 def busy_gpus(uses: Sequence[GpuUse], own_pids: Collection[int] = ()) -> set[str]:
@@ -41,21 +76,21 @@ def busy_gpus(uses: Sequence[GpuUse], own_pids: Collection[int] = ()) -> set[str
     return {use.gpu_uuid for use in uses if use.pid not in own_pids}
 
 
-def all_gpus(seen: Iterable[Sequence[Gpu]]) -> list[Gpu]:
-    """Each GPU that any of the processes can see, once, by index."""
-    by_uuid = {gpu.uuid: gpu for gpus in seen for gpu in gpus}
+def all_gpus(of: Iterable[ProcessGpus]) -> list[Gpu]:
+    """Each GPU that the driver knows for any of the processes, once, by index."""
+    by_uuid = {gpu.uuid: gpu for gpus in of for gpu in gpus.known}
     return sorted(by_uuid.values(), key=lambda gpu: (gpu.index, gpu.uuid))
 
 
 class Placement:
     """Takes the members of a gang to the GPUs that were chosen, and notes where they are then.
 
-    ``seen``: the GPUs that each member could see so far, by pid, also of those that are not restored.
+    ``gpus``: those that each member had so far, by pid, also of those that are not restored.
     """
 
-    def __init__(self, choice: GpuChoice, seen: Mapping[int, Sequence[Gpu]], here: Sequence[Gpu]) -> None:
+    def __init__(self, choice: GpuChoice, gpus: Mapping[int, ProcessGpus], here: Sequence[Gpu]) -> None:
         self.choice = choice
-        self._seen = seen
+        self._gpus = gpus
         self._here = {gpu.uuid: gpu for gpu in here}
         self._pids: Mapping[int, int] | None = None
         self._narrowed: set[int] = set()
@@ -75,7 +110,7 @@ class Placement:
     def narrow(self, gang: Gang) -> bool:
         """The driver refused maps: for those members leave out the GPUs that they do not use. False: there are none.
 
-        A program that sets CUDA_VISIBLE_DEVICES itself, before it uses CUDA, sees fewer than its environment shows.
+        The driver may know fewer GPUs for a process than there are device files: a cgroup can forbid to open them.
         """
         away = {member.pid for member in gang.members if not _is_back(gang, member.pid)}
         before = self.maps(gang)
@@ -85,23 +120,28 @@ class Placement:
         return any(narrower[pid] != before[pid] for pid in away & set(narrower))
 
     def note(self, gang: Gang) -> None:
-        """Keep what the members see now: the new GPUs where the driver has restored them, else still the old ones.
+        """Keep what the members have now: the new GPUs where the driver has restored them, else still the old ones.
 
         Called after a restore that failed as well: an undo that suspends a member again leaves it on the new GPUs.
         """
         RECORDS.remove_ended()
         maps = self.maps(gang)
         for member in gang.members:
-            gpus = self._seen.get(self._number(member.pid))
+            gpus = self._gpus.get(self._number(member.pid))
             if gpus is None:
                 continue
             gpu_map = maps.get(member.pid)
             if gpu_map is not None and _is_back(gang, member.pid):
-                seen = dict(gpu_map.pairs) if member.pid in self._narrowed else [gpu.uuid for gpu in gpus]
-                gpus = [self._here.get(gpu_map.new_for(gpu.uuid), gpu) for gpu in gpus if gpu.uuid in seen]
+                gpus = ProcessGpus(self._moved(gpus.known, gpu_map), self._moved(gpus.visible, gpu_map))
                 suspended.moved(member.id, gpu_map)
             RECORDS.remove(member.id)
-            RECORDS.write(member.id, {"gpus": [asdict(gpu) for gpu in gpus]})
+            visible = [gpu.uuid for gpu in gpus.visible]
+            RECORDS.write(member.id, {"gpus": [asdict(gpu) for gpu in gpus.known], "visible": visible})
+
+    def _moved(self, gpus: Iterable[Gpu], gpu_map: GpuMap) -> tuple[Gpu, ...]:
+        """Where they are now; without those that the map, which the driver has taken, does not name."""
+        new = dict(gpu_map.pairs)
+        return tuple(self._here.get(new[gpu.uuid], gpu) for gpu in gpus if gpu.uuid in new)
 
     def _number(self, pid: int) -> int:
         if self._pids is None:
@@ -114,24 +154,23 @@ def place_snapshot(manifest: Manifest, request: GpuRequest, here: Sequence[Gpu],
 
     ``uses``: who computes on which GPU of this machine. Raises as `choose_gpus` does.
     """
-    everything = tuple(gpu.uuid for gpu in manifest.gpus)
-    seen: dict[int, tuple[Gpu, ...]] = {}
+    gpus: dict[int, ProcessGpus] = {}
     users: list[GpuUser] = []
     for record in manifest.processes:
         if record.found_state is None:
             continue
-        visible = set(everything if record.visible_gpus is None else record.visible_gpus)
-        gpus = seen[record.pid] = tuple(gpu for gpu in manifest.gpus if gpu.uuid in visible)
+        known = _chosen(manifest.gpus, record.known_gpus)
+        gpus[record.pid] = ProcessGpus(known, _chosen(known, record.visible_gpus))
         if record.found_state is not CudaState.CHECKPOINTED:
-            users.append(GpuUser(record.pid, tuple(gpu.uuid for gpu in gpus), _held(record, gpus)))
-    return Placement(choose_gpus(request, manifest.gpus, users, here, busy_gpus(uses)), seen, here)
+            saved_bytes = record.device_data.size_bytes if record.device_data is not None else 0
+            held_bytes = gpus[record.pid].held_bytes(record.device_bytes, saved_bytes)
+            users.append(GpuUser(record.pid, tuple(gpu.uuid for gpu in known), held_bytes))
+    return Placement(choose_gpus(request, manifest.gpus, users, here, busy_gpus(uses)), gpus, here)
 
 
-def _held(record: ProcessRecord, gpus: Sequence[Gpu]) -> Mapping[str, int]:
-    """Device memory per GPU. Where NVML had no figures and only one GPU is possible, all that was saved."""
-    if not record.device_bytes and record.device_data is not None and len(gpus) == 1:
-        return {gpus[0].uuid: record.device_data.size_bytes}
-    return record.device_bytes
+def _chosen(gpus: Sequence[Gpu], uuids: Collection[str] | None) -> tuple[Gpu, ...]:
+    """Those with these UUIDs; None: all."""
+    return tuple(gpu for gpu in gpus if uuids is None or gpu.uuid in uuids)
 
 
 def _is_back(gang: Gang, pid: int) -> bool:
@@ -141,13 +180,15 @@ def _is_back(gang: Gang, pid: int) -> bool:
         return False
 
 
-def _recall(process: ProcessId) -> tuple[Gpu, ...] | None:
+def _recall(process: ProcessId) -> ProcessGpus | None:
     """What was noted; None where nothing was, or nothing that can be used."""
     try:
-        noted = RECORDS.read(process)["gpus"]
-        return tuple(_gpu(item) for item in noted)
+        noted = RECORDS.read(process)
+        known = {gpu.uuid: gpu for gpu in map(_gpu, noted["gpus"])}
+        gpus = ProcessGpus(tuple(known.values()), tuple(known[uuid] for uuid in noted["visible"]))
     except (KeyError, TypeError, ValueError):
         return None
+    return gpus if gpus.visible else None
 
 
 def _gpu(item: Mapping[str, object]) -> Gpu:

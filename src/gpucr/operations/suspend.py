@@ -17,7 +17,7 @@ from gpucr.model import CudaState, GangLock, GangMember, Gpu, GpuMap
 from gpucr.operations import jobs, registered, suspended
 from gpucr.operations.freeze import CheckpointGang, LockGang, RestoreGang, UnlockGang
 from gpucr.operations.gpu_choice import GpuChoice, GpuRequest, GpuUser, choose_gpus
-from gpucr.operations.gpu_places import Placement, all_gpus, busy_gpus, seen_by
+from gpucr.operations.gpu_places import Placement, ProcessGpus, all_gpus, busy_gpus, gpus_of
 from gpucr.operations.protection import Protection
 from gpucr.operations.staged import GangStaging
 from gpucr.operations.steps import OnProgress, Phase, Step, run_steps
@@ -194,18 +194,17 @@ def _place(
     gang: Gang,
 ) -> Placement:
     """Where the members that come back go."""
-    seen: dict[int, tuple[Gpu, ...]] = {}
+    gpus: dict[int, ProcessGpus] = {}
     users: list[GpuUser] = []
     for member in away:
         record = records[member.pid]
-        held = record.device_bytes if record is not None else {}
-        gpus = seen[member.pid] = seen_by(member.id, here, used=held)
-        if not held and len(gpus) == 1:
-            # Suspended by another tool: staging is the largest mapping of nearly every process.
-            held = {gpus[0].uuid: memory.largest_anonymous_bytes(member.pid)}
-        users.append(GpuUser(member.pid, tuple(gpu.uuid for gpu in gpus), held))
+        figures = record.device_bytes if record is not None else {}
+        mine = gpus[member.pid] = gpus_of(member.id, here, used=figures)
+        # Suspended by another tool: staging is the largest mapping of nearly every process.
+        held_bytes = mine.held_bytes(figures, 0 if figures else memory.largest_anonymous_bytes(member.pid))
+        users.append(GpuUser(member.pid, tuple(gpu.uuid for gpu in mine.known), held_bytes))
     busy = busy_gpus(gpu_processes(), [member.pid for member in gang.members]) if request.auto else ()
-    return Placement(choose_gpus(request, all_gpus(seen.values()), users, here, busy), seen, here)
+    return Placement(choose_gpus(request, all_gpus(gpus.values()), users, here, busy), gpus, here)
 
 
 def _gang_of(found: jobs.FoundJob, deadline: float | None) -> Gang:

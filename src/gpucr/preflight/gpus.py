@@ -22,7 +22,7 @@ def device_bytes_in_use(job: Job, uses: Sequence[GpuUse]) -> dict[int, dict[str,
 def check_gpus(
     snapshot_gpus: Sequence[Gpu], needed_bytes: Mapping[str, int], here: Sequence[Gpu], gpu_map: GpuMap | None
 ) -> list[Finding]:
-    """Whether this machine's GPUs can take what the GPUs held that the snapshot's job can see.
+    """Whether this machine's GPUs can take what the GPUs held that the snapshot's job had.
 
     ``needed_bytes`` is the device memory per GPU UUID of the snapshot. Empty: NVML had no figures, so every GPU counts.
     """

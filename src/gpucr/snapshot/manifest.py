@@ -21,10 +21,10 @@ from gpucr.snapshot.json_reader import PAGE_BYTES, ManifestError, Reader
 from gpucr.snapshot.outside import SharedFileRecord
 
 FORMAT = "gpucr-snapshot"
-FORMAT_VERSION = 4
-READABLE_VERSIONS = (1, 2, 3, 4)
+FORMAT_VERSION = 5
+READABLE_VERSIONS = (1, 2, 3, 4, 5)
 """In version 1 no process has device data of its own: it is in CRIU's images. Version 3 adds what a whole job needs,
-version 4 snapshots in a store."""
+version 4 snapshots in a store, version 5 which GPUs the driver knows for a process."""
 MAX_MANIFEST_BYTES = 64 << 20
 """Digests of 1 TiB of device memory in pieces of 4 MiB take 20 MiB."""
 
@@ -88,7 +88,7 @@ class ProcessRecord:
     ``device_bytes`` is the device memory that it held, per GPU UUID. ``staging`` is where the driver left it.
     ``restore_thread`` is the id of the driver's thread in the process's own pid namespace. ``stopped``: by SIGSTOP.
     ``device_data`` is its device memory (None: it has none, or CRIU's images hold it). ``visible_gpus`` are the UUIDs
-    of the GPUs that it can see (None: not known, or no CUDA).
+    of the GPUs that it can use, ``known_gpus`` of those that the driver knows for it (None: not known, or no CUDA).
     """
 
     pid: int
@@ -104,6 +104,7 @@ class ProcessRecord:
     staging: tuple[Extent, ...] = ()
     device_data: DeviceData | None = None
     visible_gpus: tuple[str, ...] | None = None
+    known_gpus: tuple[str, ...] | None = None
 
 
 @dataclass(frozen=True)
@@ -377,6 +378,7 @@ def _process(item: Reader, version: int) -> ProcessRecord:
             None if version == 1 else item.optional("device_data", lambda key: _device_data(item.object(key), version))
         ),
         visible_gpus=None if version < 3 else item.optional("visible_gpus", item.texts),
+        known_gpus=None if version < 5 else item.optional("known_gpus", item.texts),
     )
 
 

@@ -29,7 +29,7 @@ EXPORT int cuDriverGetVersion(int *version) {
 /* --- devices ----------------------------------------------------------------------------------------------- */
 
 static enum result device_count(int *count) {
-    *count = sim_device_count;
+    *count = sim_visible_count;
     return SUCCESS;
 }
 

@@ -41,14 +41,7 @@ static int named_gpu(const char *name) {
 }
 
 /* As the driver reads it: the list ends at the first name that fits no GPU. */
-static void choose_devices(void) {
-    const char *visible = getenv("CUDA_VISIBLE_DEVICES");
-    sim_device_count = 0;
-    if (visible == NULL) {
-        for (uint32_t i = 0; i < sim_machine.gpu_count; i++)
-            add_device(i);
-        return;
-    }
+static void add_visible(const char *visible) {
     char text[1024];
     snprintf(text, sizeof text, "%s", visible);
     char *rest = text, *name;
@@ -79,6 +72,18 @@ bool library_usable(void) {
     return !forked && owner_pid == getpid();
 }
 
+static void find_devices(void) {
+    const char *visible = getenv("CUDA_VISIBLE_DEVICES");
+    sim_device_count = 0;
+    if (visible != NULL)
+        add_visible(visible);
+    sim_visible_count = sim_device_count;
+    for (uint32_t i = 0; i < sim_machine.gpu_count; i++)
+        add_device(i);
+    if (visible == NULL)
+        sim_visible_count = sim_device_count;
+}
+
 static enum result initialize_once(void) {
     if (forked)
         return NOT_INITIALIZED;
@@ -86,8 +91,8 @@ static enum result initialize_once(void) {
         return SUCCESS;
     if (!machine_from_environment(&sim_machine))
         return UNKNOWN;
-    choose_devices();
-    if (sim_device_count == 0)
+    find_devices();
+    if (sim_visible_count == 0)
         return NO_DEVICE;
     enum result result = hardware_open();
 #ifndef GPUCR_SIM_OLD_DRIVER
@@ -114,7 +119,7 @@ enum result library_initialize(void) {
 }
 
 struct device *device_at(int ordinal) {
-    return ordinal >= 0 && ordinal < sim_device_count ? &sim_devices[ordinal] : NULL;
+    return ordinal >= 0 && ordinal < sim_visible_count ? &sim_devices[ordinal] : NULL;
 }
 
 int device_ordinal(const struct device *device) {

@@ -36,6 +36,7 @@ struct managed {
 struct machine sim_machine;
 struct device sim_devices[MAX_GPUS];
 int sim_device_count;
+int sim_visible_count;
 static struct managed *managed_list;
 
 static bool open_file(struct memory *memory) {

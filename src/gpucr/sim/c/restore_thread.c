@@ -63,7 +63,10 @@ static enum result do_checkpoint(const struct fault *fault) {
     return SUCCESS;
 }
 
-/* The machine's index for each device, by the map or, without one, by the same UUID. False: not a valid map. */
+/*
+ * The machine's index for each device, by the map or, without one, by the same UUID. False: not a valid map. Measured on
+ * driver 580: a map names every GPU of the machine, also those that CUDA_VISIBLE_DEVICES hides from the process.
+ */
 static bool map_devices(const struct machine *machine, uint32_t machine_index[MAX_GPUS]) {
     uint32_t taken = 0;
     if (control->pair_count != 0 && control->pair_count != (uint32_t)sim_device_count)

@@ -85,8 +85,10 @@ struct device {
     unsigned primary_users;
 };
 extern struct machine sim_machine;
+/* All of the machine, those that CUDA_VISIBLE_DEVICES names first: only these can be used, but a GPU map names all. */
 extern struct device sim_devices[MAX_GPUS];
 extern int sim_device_count;
+extern int sim_visible_count;
 
 enum result memory_allocate(struct device *device, uint64_t size_bytes, uint64_t *pointer);
 enum result memory_allocate_managed(struct device *device, uint64_t size_bytes, uint64_t *pointer);
