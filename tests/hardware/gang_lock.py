@@ -1,6 +1,6 @@
 """A running job of several ranks is locked and unlocked again and again, and goes on every time.
 
-Run it from the root of the repository on a machine with at least as many GPUs as ranks::
+Run it from the root of the repository on a machine with GPUs, which ranks may share (programs/rank_place.py)::
 
     python3 tests/hardware/gang_lock.py --ranks 2 --times 20 --out results
 
@@ -85,8 +85,7 @@ class Job:
         if self._is_simulated:
             return [sys.executable, "-m", "gpucr", "sim", "ranks", str(self._ranks), "--status-dir", str(self.steps)]
         torchrun = [sys.executable, "-m", "torch.distributed.run", "--standalone", f"--nproc-per-node={self._ranks}"]
-        loop = str(ROOT / "tests" / "hardware" / "programs" / "ddp_loop.py")
-        return [*torchrun, loop, str(self.steps), "--work", program]
+        return [*torchrun, "-m", "tests.hardware.programs.ddp_loop", str(self.steps), "--work", program]
 
     def steps_done(self) -> list[int]:
         """By each rank, as far as they have started."""

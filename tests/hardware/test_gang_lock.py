@@ -10,6 +10,7 @@ from pathlib import Path
 
 from gpucr.driver.cuda import CudaDriver
 from tests.hardware import gang_lock
+from tests.hardware.programs import rank_place
 from tests.ranks import RanksFactory
 
 
@@ -43,3 +44,10 @@ def test_a_lock_that_fails_is_told_and_the_job_goes_on(ranks: RanksFactory, driv
     assert "still had GPU work pending" in row.detail
     job.go_on(0)
     job.assert_goes_on()
+
+
+def test_ranks_that_share_gpus_say_that_they_are_on_different_hosts() -> None:
+    assert [rank_place.place(rank, 2, 2) for rank in range(2)] == [(0, {}), (1, {})]
+    placed = [rank_place.place(rank, 4, 2) for rank in range(4)]
+    assert [gpu for gpu, _ in placed] == [0, 1, 0, 1]
+    assert [settings["NCCL_HOSTID"] for _, settings in placed] == ["host-0", "host-0", "host-1", "host-1"]

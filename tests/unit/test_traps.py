@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import os
 import socket
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -150,6 +150,36 @@ def test_settings_made_after_the_start_show_in_the_mappings() -> None:
     assert "/dev/shm/nccl-* is mapped in 7, 8, 9" in finding.evidence
     # where no GPU can reach another one, they cannot
     assert sharing.check_nccl(job(*ranks, machine=(A, B, C), apart=True), {}) == []
+
+
+def ranks_on(*gpus: str, hosts: Sequence[str] = (), mapped: tuple[str, ...] = (LIBRARY,)) -> JobTraits:
+    """What torchrun starts: one rank for each of these GPUs."""
+    ranks = []
+    for number, uuid in enumerate(gpus):
+        environment = {**SAFE, "LOCAL_WORLD_SIZE": str(len(gpus)), "LOCAL_RANK": str(number)}
+        if hosts:
+            environment["NCCL_HOSTID"] = hosts[number]
+        ranks.append(rank(7 + number, uuid, environment=environment, mapped=mapped))
+    return job(*ranks)
+
+
+def test_ranks_that_share_a_gpu() -> None:
+    finding = only(preflight.check_traps(ranks_on(A, A), {}))
+    assert (finding.severity, finding.code) == ("warning", "GPUCR-NCCL")
+    assert finding.what == f"2 processes (7, 8) are ranks of one job and share GPU {A}"
+    finding = only(preflight.check_traps(ranks_on(A, B, B, hosts=("one", "one", "other")), {}))
+    assert finding.severity == "blocking"
+    assert "2 processes (8, 9)" in finding.what
+    assert "NCCL_HOSTID is one, other" in finding.evidence
+
+
+def test_ranks_that_share_no_gpu_or_use_no_nccl() -> None:
+    assert preflight.check_traps(ranks_on(A, B), {}) == []
+    assert preflight.check_traps(ranks_on(A, A, mapped=()), {}) == []
+    of_one_rank = {**SAFE, "LOCAL_WORLD_SIZE": "1", "LOCAL_RANK": "0"}
+    assert preflight.check_traps(job(*(rank(pid, A, environment=of_one_rank) for pid in (7, 8))), {}) == []
+    child = {**SAFE, "LOCAL_WORLD_SIZE": "2", "LOCAL_RANK": "0"}
+    assert sharing.check_shared_gpus(job(*(rank(pid, A, environment=child) for pid in (7, 8)))) == []
 
 
 def test_an_environment_that_cannot_be_read() -> None:

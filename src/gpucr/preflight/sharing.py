@@ -23,7 +23,8 @@ _LOSS = "the checkpoint would succeed and the restore lose the job"
 def check_nccl(job: JobTraits, measured: Measurements) -> list[Finding]:
     """Ranks of one job whose NCCL may have memory in common that no restore brings back.
 
-    What is known to come back (measured): shared host memory or sockets, without P2P and without cuMem allocations.
+    What is known to come back (measured, a GPU for each rank): shared host memory or sockets, without P2P and without
+    cuMem allocations.
     """
     ranks = [process for process in job.processes if process.mapped_with(_LIBRARY) is not None]
     count = max([len(ranks), *map(_local_world_size, ranks)])
@@ -120,6 +121,32 @@ def _blocking(job: JobTraits, ranks: Sequence[CudaTraits], measured: Measurement
         ranks[0].pid,
         code="GPUCR-NCCL",
     )
+
+
+def check_shared_gpus(job: JobTraits) -> list[Finding]:
+    """Ranks of one group that share a GPU: NCCL between them fails after a restore (measured, driver 580).
+
+    NCCL refuses such ranks unless they say that they are on different hosts (NCCL_HOSTID); without that they more
+    probably use something else, such as Gloo.
+    """
+    ranks = [rank for rank in job.processes if rank.mapped_with(_LIBRARY) is not None and _local_world_size(rank) > 1]
+    found: list[Finding] = []
+    for uuid in sorted(frozenset().union(*(rank.gpus or () for rank in ranks))):
+        sharing = [rank for rank in ranks if uuid in (rank.gpus or ())]
+        if len({rank.setting("LOCAL_RANK") for rank in sharing}) < 2:
+            continue  # one rank, or what it has started
+        hosts = [rank.setting("NCCL_HOSTID") for rank in sharing]
+        found.append(
+            Finding(
+                "blocking" if any(hosts) else "warning",
+                f"{_names(sharing)} are ranks of one job and share GPU {uuid}",
+                f"NVML; {_LIBRARY} is mapped; NCCL_HOSTID is {', '.join(host or 'not set' for host in hosts)}",
+                "if they use NCCL among each other, their next step after a resume or restore fails",
+                "give each rank a GPU of its own",
+                code="GPUCR-NCCL",
+            )
+        )
+    return found
 
 
 def _settings_seen(ranks: Sequence[CudaTraits]) -> str:

@@ -6,7 +6,7 @@ from gpucr.preflight.findings import Finding
 from gpucr.preflight.managed import check_managed
 from gpucr.preflight.measured import Measurements, check_basics
 from gpucr.preflight.modes import check_mig, check_mps, check_profilers
-from gpucr.preflight.sharing import check_imex, check_nccl, check_peer_access
+from gpucr.preflight.sharing import check_imex, check_nccl, check_peer_access, check_shared_gpus
 from gpucr.preflight.traits import JobTraits
 
 
@@ -20,6 +20,7 @@ def check_traps(job: JobTraits, measured: Measurements) -> list[Finding]:
     return [
         *check_basics(measured),
         *check_nccl(job, measured),
+        *check_shared_gpus(job),
         *check_peer_access(job, measured),
         *check_managed(job, measured),
         *check_imex(job),

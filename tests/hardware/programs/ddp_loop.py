@@ -1,12 +1,12 @@
 """Ranks that train (DistributedDataParallel) or only all-reduce, for ever; started by torchrun.
 
-Each rank appends a byte a step to FOLDER/rank-N, so the file's size is the number of its steps.
+Each rank appends a byte a step to FOLDER/rank-N, so the file's size is the number of its steps. Ranks may be more than
+GPUs: see rank_place.py.
 """
 
 from __future__ import annotations
 
 import argparse
-import os
 from collections.abc import Callable
 from pathlib import Path
 
@@ -14,6 +14,8 @@ import torch
 import torch.distributed as dist
 from torch import nn
 from torch.nn.parallel import DistributedDataParallel
+
+from tests.hardware.programs.rank_place import place_rank
 
 
 def training_step(device: torch.device, width: int) -> Callable[[], None]:
@@ -51,8 +53,7 @@ def main() -> None:
     parser.add_argument("--work", choices=["train", "allreduce"], default="train")
     parser.add_argument("--width", type=int, default=1024)
     options = parser.parse_args()
-    device = torch.device("cuda", int(os.environ["LOCAL_RANK"]))
-    torch.cuda.set_device(device)
+    device = place_rank()
     dist.init_process_group("nccl", device_id=device)
     step = (training_step if options.work == "train" else allreduce_step)(device, options.width)
     with (options.folder / f"rank-{dist.get_rank():03}").open("wb", buffering=0) as steps:
