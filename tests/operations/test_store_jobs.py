@@ -593,12 +593,18 @@ def test_the_commands_of_a_day(counter: CounterFactory, tmp_path: Path) -> None:
     assert "images/inventory.img" in run("diff", at(store, "a"), at(store, "b"), "-v", env=env).stdout
     assert run_json("verify", store, "--deep", env=env)["problems"] == {}
     assert "all is there" in run("verify", at(store, "a"), env=env).stdout
-    assert run("ls", store).returncode == 5
+    for unset in ({}, {"GPUCR_KEY_FILE": "", "GPUCR_PASSPHRASE": ""}):
+        done = run("ls", store, env=unset)
+        assert (done.returncode, "no key was given" in done.stderr) == (5, True)
     assert run_json("rm", at(store, "a"), env=env)["removed"]["name"] == "a"
     assert [each["name"] for each in run_json("prune", store, "--keep-last", "1", env=env)["kept"]] == ["b"]
     plain = tmp_path / "plain"
     assert run_json("store", "init", plain)["encrypted"] is False
     assert run_json("copy", store, plain, "--to-plain", env=env)["snapshots"][0]["target"]["name"] == "b"
+    again = tmp_path / "again"
+    assert run_json("store", "init", again, "--encrypt", env=env)["encrypted"] is True
+    assert "is not encrypted" in run("copy", plain, again, env=env).stderr
+    assert run_json("copy", plain, again, "--from-plain", env=env)["snapshots"][0]["target"]["name"] == "b"
     restored = run_json("restore", f"{plain}#latest")
     assert restored["snapshot"] == opened(plain).where
     assert job.ask() == 101

@@ -14,11 +14,12 @@ from click.testing import CliRunner
 from gpucr.cli.copy import command as copy_command
 from gpucr.errors import InvalidRequest, StoreDamaged, StoreError
 from gpucr.operations.stores import init_store, list_snapshots, prune_store, remove_snapshot, store_keys
-from gpucr.store import index, keys, retired, snapshots
+from gpucr.store import config, index, keys, retired, snapshots
 from gpucr.store.backend import Buffer, ObjectInfo, together
 from gpucr.store.keys import Secret
 from gpucr.store.local import INCOMING_NAME, LocalBackend
 from gpucr.store.opened import Store
+from gpucr.store.pack import pack_name
 from gpucr.store.prune import PruneRules, prune
 from gpucr.store.session import WriteSession
 from gpucr.store.verify import verify
@@ -89,7 +90,7 @@ def test_objects_that_are_too_large_are_not_read(monkeypatch: pytest.MonkeyPatch
     large = {f"index/{'1' * 32}", f"snapshots/{'2' * 32}"}
     for name in large:
         place.inner.create(name, bytes(1 << 20))
-    assert snapshots.find(store, "good") == good
+    assert snapshots.find(store, good.id) == good
     assert restore(store, good) == {"a": content(1)}
     assert set(verify(store).problems) == {f"index/{'1' * 32}", "2" * 32}
     assert not large & {name for operation, name in place.calls if operation == "read"}
@@ -215,7 +216,7 @@ def test_a_damaged_snapshot_can_be_removed_and_is_not_passed_over_as_the_latest(
             snapshots.find(store, wanted)
     with pytest.raises(InvalidRequest, match="holds 2 snapshots"):
         snapshots.find(store, None)
-    assert snapshots.find(store, "old") == old
+    assert snapshots.find(store, old.id[:8]) == old
     with pytest.raises(StoreDamaged, match=bad.id) as caught:
         prune_store(backend.url)
     assert f"gpucr rm STORE#{bad.id[:8]}" in (caught.value.hint or "")
@@ -237,20 +238,36 @@ def test_a_damaged_snapshot_that_is_older_does_not_stand_before_the_latest() -> 
     assert snapshots.find(store, "latest") == new
 
 
+def test_a_name_does_not_mean_an_older_snapshot_where_a_later_one_cannot_be_read() -> None:
+    """Restored or removed would be another one than is meant."""
+    backend = MemoryBackend()
+    store = new_store(backend)
+    old, bad = dump(store, {"a": content(1)}, "nightly"), dump(store, {"a": content(2)}, "nightly")
+    _flip(backend, f"snapshots/{bad.id}")
+    for look in (snapshots.find, snapshots.find_to_remove):
+        with pytest.raises(StoreDamaged, match=bad.id) as caught:
+            look(store, "nightly")
+        assert "by its id" in (caught.value.hint or "")
+        assert look(store, old.id[:8]) == old
+    assert snapshots.find_to_remove(store, bad.id).id == bad.id
+    new = dump(store, {"a": content(3)}, "nightly")
+    assert snapshots.find(store, "nightly") == new
+
+
 # --- keys --------------------------------------------------------------------------------------------------------
 
 
 def test_a_store_takes_no_more_keys_than_it_can_be_opened_with(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     secret = Secret.key_file(bytes(32))
     url = init_store(tmp_path / "store", key=secret).backend.url
+    (first,) = store_keys(url, key=secret)
     for number in range(1, 64):
         store_keys(url, key=secret, add=Secret.key_file(bytes([number]) * 32))
     with pytest.raises(StoreError, match="has 64 keys, and cannot have more") as caught:
         store_keys(url, key=secret, add=Secret.key_file(b"x" * 32))
     assert "remove one" in (caught.value.hint or "")
-    found = store_keys(url, key=secret)
-    assert len(found) == 64
-    store_keys(url, key=Secret.key_file(bytes([63]) * 32), remove=found[0].id)
+    assert len(store_keys(url, key=secret)) == 64
+    store_keys(url, key=Secret.key_file(bytes([63]) * 32), remove=first.id)
 
 
 def test_a_key_that_is_removed_while_a_store_is_opened_is_passed_over() -> None:
@@ -353,6 +370,19 @@ def test_on_a_full_disk_nothing_is_removed_for_its_age_by_a_clock_that_is_wrong(
     assert old.id not in str(backend.names())
 
 
+def test_on_a_full_disk_nothing_is_removed_where_what_is_kept_lacks_a_piece() -> None:
+    backend = _SmallDisk()
+    store = new_store(backend)
+    old, kept = dump(store, {"a": content(1)}), dump(store, {"a": content(2)})
+    place = retired.whole_index(store).find(kept.areas[0].listed[0].id)
+    assert place is not None
+    backend.delete(pack_name(place.pack_id))
+    backend.is_full_now()
+    with pytest.raises(StoreDamaged, match="nothing was removed"):
+        prune(store, PruneRules(keep_last=1, grace_s=0.0))
+    assert restore(store, old) == {"a": content(1)}
+
+
 def test_a_prune_that_finds_nothing_to_make_room_with_says_what_to_do() -> None:
     backend = _SmallDisk()
     store = new_store(backend)
@@ -372,6 +402,25 @@ def test_a_disk_that_is_full_at_the_commit_is_named() -> None:
     with pytest.raises(StoreError, match=r"not known whether .* was completed: at that moment .* No space left"):
         dump(Store.open(place), {"a": content(1)})
     assert snapshots.list_all(Store.open(place.inner)).snapshots == ()
+
+
+@pytest.mark.parametrize("fails_at", ["keys", config.NAME])
+def test_a_store_that_a_full_disk_has_kept_from_being_made_can_be_made_later(
+    fails_at: str, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    secret, link = Secret.key_file(bytes(32)), os.link
+
+    def full(source: Path, target: Path) -> None:
+        if fails_at in str(target):
+            raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
+        link(source, target)
+
+    with monkeypatch.context() as patched:
+        patched.setattr(os, "link", full)
+        with pytest.raises(StoreError, match="takes no more data"):
+            init_store(tmp_path / "store", key=secret)
+    store = init_store(tmp_path / "store", key=secret)
+    assert list_snapshots(store.backend.url, key=secret).snapshots == ()
 
 
 @pytest.mark.parametrize("refused", [errno.EPERM, errno.EOPNOTSUPP])

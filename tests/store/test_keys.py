@@ -6,6 +6,7 @@ import hashlib
 import hmac
 import json
 from collections.abc import Callable
+from dataclasses import replace
 from typing import Any
 
 import pytest
@@ -83,13 +84,29 @@ def test_an_encrypted_store(secret: Secret) -> None:
     assert made.keys.master.hex() not in repr(made)
 
 
-def test_nothing_is_overwritten() -> None:
+@pytest.mark.parametrize("secret", [None, FILE_A])
+def test_nothing_is_overwritten_and_no_key_added(secret: Secret | None) -> None:
     place = MemoryBackend()
-    Store.create(place)
+    Store.create(place, secret=secret)
     before = dict(place.objects)
+    for again in (None, FILE_A, FILE_B):
+        with pytest.raises(StoreError, match="there is a store at memory: already"):
+            Store.create(place, secret=again)
+        assert place.objects == before
+
+
+def test_of_two_who_make_a_store_at_once_one_leaves_no_key() -> None:
+    place = MemoryBackend()
+    made: list[Store] = []
+
+    def fault(operation: str, name: str) -> None:
+        if (operation, name) == ("create", config.NAME):
+            made.append(Store.create(place, secret=FILE_A))
+
     with pytest.raises(StoreError, match="there is a store at memory: already"):
-        Store.create(place)
-    assert place.objects == before
+        Store.create(FaultyBackend(place, fault), secret=FILE_B)
+    assert place.names("keys/") == [made[0].opened_with]
+    assert Store.open(place, FILE_A).keys is not None
 
 
 def test_there_is_no_store() -> None:
@@ -178,7 +195,7 @@ def test_rotation_leaves_the_data_alone() -> None:
     new = store.add_key(WORDS)
     assert sorted(store.key_names().values()) == ["key file", "passphrase"]
     before = {name: data for name, (data, _) in place.objects.items() if not name.startswith("keys/")}
-    store.remove_key(old)
+    Store.open(place, WORDS).remove_key(old)
     assert place.names("keys/") == [new]
     assert {name: data for name, (data, _) in place.objects.items() if not name.startswith("keys/")} == before
     with pytest.raises(WrongKey):
@@ -201,6 +218,43 @@ def test_the_last_key_stays() -> None:
         store.remove_key(name)
     store.remove_key(broken)
     assert place.names("keys/") == [name]
+
+
+def test_the_key_that_opened_the_store_stays() -> None:
+    """Another object may look like a key, and open nothing: that of another store, or one whose file is lost."""
+    place, other = MemoryBackend(), MemoryBackend()
+    store = Store.create(place, secret=FILE_A)
+    (first,) = store.key_names()
+    Store.create(other, secret=FILE_A)
+    (foreign,) = other.names("keys/")
+    place.create(foreign, other.read(foreign))
+    for opened in (store, Store.open(place, FILE_A)):
+        with pytest.raises(StoreError, match=f"only {first} is known to open .* is the one to remove") as caught:
+            opened.remove_key(first)
+    assert "a key that is to stay" in (caught.value.hint or "")
+    store.remove_key(foreign)
+    assert place.names("keys/") == [first]
+
+
+@pytest.mark.parametrize("moment", ["list", "delete"])
+def test_two_who_remove_the_key_of_the_other_leave_one(moment: str) -> None:
+    place = MemoryBackend()
+    store = Store.create(place, secret=FILE_A)
+    (first,) = store.key_names()
+    stay = sorted((store.add_key(FILE_B), store.add_key(WORDS)))
+    (second,) = (name for name, kind in store.key_names().items() if kind == "key file" and name != first)
+    done: list[str] = []
+
+    def fault(operation: str, name: str) -> None:
+        if operation == moment and not done:
+            done.append(name)
+            Store.open(place, FILE_B).remove_key(first)
+
+    opened = Store.open(place, FILE_A)
+    with pytest.raises(StoreError, match="was removed meanwhile"):
+        replace(opened, backend=FaultyBackend(place, fault)).remove_key(second)
+    assert place.names("keys/") == stay
+    assert Store.open(place, FILE_B).keys is not None
 
 
 def test_a_damaged_key_does_not_lock_out_the_others() -> None:

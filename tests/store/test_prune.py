@@ -208,12 +208,13 @@ def test_a_damaged_store_is_not_thinned_out(secret: Secret | None) -> None:
     assert place is not None
     backend.delete(next(name for name in backend.names("packs/") if place.pack_id.hex() in name))
     packs = backend.names("packs/")
-    with pytest.raises(StoreDamaged, match=r"kept \(.*\) lacks the piece .*; no pack was removed"):
+    with pytest.raises(StoreDamaged, match=r"kept \(.*\) lacks the piece .*; nothing was removed"):
         prune(store, PruneRules(keep_last=1, grace_s=0.0))
     assert backend.names("packs/") == packs
-    assert old.id not in str(backend.names("snapshots/"))
+    assert restore(store, old) == {"a": content(1)}, "the only one that can be restored"
     snapshots.remove(store, kept.id)
-    _prune_all(store)
+    assert prune(store, PruneRules(keep_last=1)).kept == (old,)
+    _prune_all(store, keep_last=0)
     assert backend.names("packs/") == []
 
 

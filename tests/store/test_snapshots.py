@@ -94,7 +94,7 @@ def test_a_damaged_snapshot_does_not_hide_the_others(secret: Secret | None) -> N
     name = f"snapshots/{bad.id}"
     data, at = backend.objects[name]
     backend.objects[name] = (data[:70] + bytes([data[70] ^ 1]) + data[71:], at)
-    assert snapshots.find(store, "good") == good
+    assert snapshots.find(store, good.id) == good
     assert list(snapshots.list_all(store).damaged) == [bad.id]
     with pytest.raises(StoreDamaged, match=bad.id):
         snapshots.find(store, bad.id[:10])

@@ -10,7 +10,7 @@ from gpucr.store.copy import copy
 from gpucr.store.diff import diff
 from gpucr.store.keys import Secret
 from gpucr.store.opened import Store
-from gpucr.store.pack import iter_entries
+from gpucr.store.pack import iter_entries, pack_name
 from gpucr.store.retired import Inventory
 from gpucr.store.verify import verify
 from tests.store.dumps import PIECE_BYTES, content, dump, new_store, restore
@@ -90,6 +90,51 @@ def test_a_copy_of_a_damaged_snapshot_commits_nothing() -> None:
         copy(source, dumped, target)
     assert snapshots.list_all(target).snapshots == ()
     assert target_backend.names("writers/") == []
+
+
+@pytest.mark.parametrize("damage", ["missing", "short"])
+def test_a_copy_is_made_good_where_the_target_has_lost_a_pack(damage: str, secret: Secret | None) -> None:
+    backend = MemoryBackend()
+    source, target = new_store(MemoryBackend()), new_store(backend, secret, pack_bytes=PIECE_BYTES)
+    dumped = dump(source, AREAS)
+    copied = copy(source, dumped, target)
+    for name in backend.names("packs/")[::7]:
+        data, at = backend.objects.pop(name)
+        if damage == "short":
+            backend.objects[name] = (data[:-1], at)
+    assert verify(target).problems != {}
+    assert copy(source, dumped, target) == copied, "the same one, which is whole again"
+    assert restore(target, copied) == AREAS
+    assert copy(source, dumped, target) == copied
+    assert verify(target, deep=True).problems == {}
+
+
+def test_a_copy_is_made_anew_where_its_pieces_were_others() -> None:
+    """It came from a store with pieces of another size."""
+    target_backend = MemoryBackend()
+    target = Store.create(target_backend, piece_bytes=4 * PIECE_BYTES, pack_bytes=64 * PIECE_BYTES)
+    backend = MemoryBackend()
+    large = Store.create(backend, piece_bytes=4 * PIECE_BYTES, pack_bytes=64 * PIECE_BYTES)
+    dumped = dump(large, AREAS)
+    small = new_store(MemoryBackend())
+    in_small, first = copy(large, dumped, small), copy(large, dumped, target)
+    target_backend.delete(target_backend.names("packs/")[0])
+    second = copy(small, in_small, target)
+    assert second.id != first.id
+    assert restore(target, second) == AREAS
+
+
+def test_a_list_of_pieces_that_has_rotted_in_the_target_is_said() -> None:
+    backend = MemoryBackend()
+    source, target = new_store(MemoryBackend()), new_store(backend, pack_bytes=PIECE_BYTES)
+    dumped = dump(source, AREAS)
+    copied = copy(source, dumped, target)
+    place = snapshots.open_reader(target, copied)._index.find(copied.area("device/7").listed[0].id)
+    assert place is not None
+    data, at = backend.objects[pack_name(place.pack_id)]
+    backend.objects[pack_name(place.pack_id)] = (b"\xff" + data[1:], at)
+    with pytest.raises(StoreError, match="differs"):
+        copy(source, dumped, target)
 
 
 # --- verify ------------------------------------------------------------------------------------------------------

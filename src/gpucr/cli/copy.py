@@ -23,6 +23,7 @@ from gpucr.cli.progress import progress_printer
     metavar="FILE",
     help="The key of the second store, where it has another one.",
 )
+@click.option("--from-plain", is_flag=True, help="The first store is not encrypted, though the second one is.")
 @click.option("--to-plain", is_flag=True, help="The second store is not encrypted, though the first one is.")
 @json_option
 @quiet_option
@@ -32,6 +33,7 @@ def command(
     target: str,
     key_file: Path | None,
     to_key_file: Path | None,
+    from_plain: bool,
     to_plain: bool,
     as_json: bool,
     quiet: bool,
@@ -52,7 +54,11 @@ def command(
     copied = with_key(
         key_file,
         lambda key: copy_snapshots(
-            source, target, key=key, target_key=to_key if to_key is not None or to_plain else key, on_progress=listener
+            source,
+            target,
+            key=None if from_plain else key,
+            target_key=to_key if to_key is not None or to_plain else key,
+            on_progress=listener,
         ),
     )
     if as_json:

@@ -41,12 +41,15 @@ def with_key(key_file: Path | None, call: Callable[[Secret | None], T]) -> T:
 
 
 def given_key(key_file: Path | None) -> Secret | None:
-    """The key that the option or the environment names; None: none was given. Raises InvalidRequest."""
+    """The key that the option or the environment names; None: none was given. Raises InvalidRequest.
+
+    A variable that is empty counts as one that is not set.
+    """
     named = key_file or os.environ.get("GPUCR_KEY_FILE")
-    if named is not None:
+    if named:
         return read_key_file(Path(named))
     passphrase = os.environ.get("GPUCR_PASSPHRASE")
-    if passphrase is None:
+    if not passphrase:
         return None
     from gpucr.store.keys import Secret  # late, as below: most commands have no key
 

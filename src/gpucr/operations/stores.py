@@ -13,6 +13,7 @@ from gpucr.operations.places import Place, open_store, place_of_store
 from gpucr.operations.steps import Meter, OnProgress, run_steps
 from gpucr.store import copy, prune, snapshots, verify
 from gpucr.store.keys import Secret
+from gpucr.store.local import INCOMING_NAME
 from gpucr.store.location import backend_at
 from gpucr.store.opened import KEYS_PREFIX, Store
 from gpucr.store.prune import PruneReport, PruneRules
@@ -20,6 +21,9 @@ from gpucr.store.snapshots import Listing, StoredSnapshot
 from gpucr.store.verify import VerifyReport
 
 T = TypeVar("T")
+
+_LEFT_BY_INIT = {INCOMING_NAME, KEYS_PREFIX.rstrip("/")}
+"""All that there is where making a store has failed, for want of space say: then it can be tried again."""
 
 
 def init_store(place: Place, *, key: Secret | None = None) -> Store:
@@ -38,14 +42,14 @@ def init_store(place: Place, *, key: Secret | None = None) -> Store:
 def _make_folder(path: Path) -> None:
     try:
         path.mkdir(mode=0o700, exist_ok=True)
-        others = [each.name for each in path.iterdir()]
+        others = {each.name for each in path.iterdir()}
     except OSError as e:
         raise StoreError(
             f"the folder {path} cannot be made: {e.strerror}",
             path=str(path),
             hint="name another one, in one that exists",
         ) from e
-    if others and "gpucr-store.json" not in others:  # of a store that is there, `Store.create` tells
+    if others - _LEFT_BY_INIT and "gpucr-store.json" not in others:  # of a store that is there, `Store.create` tells
         raise StoreError(
             f"{path} is not empty",
             path=str(path),
@@ -145,17 +149,17 @@ class StoreKey:
 def store_keys(
     store: Place, *, key: Secret | None = None, add: Secret | None = None, remove: str | None = None
 ) -> tuple[StoreKey, ...]:
-    """The keys that open a store, after one more was added, and the one with this id was removed.
+    """The keys that open a store, after the one with this id was removed, and one more was added.
 
     What is stored stays as it is: who has used a key may have kept what it opens. Raises StoreError also for the
-    last key, WrongKey.
+    last key and for the one that ``key`` has opened, WrongKey.
     """
     _require_whole(store)
     opened = open_store(store, key)
-    if add is not None:
-        opened.add_key(add)
     if remove is not None:
         opened.remove_key(f"{KEYS_PREFIX}{remove}.json")
+    if add is not None:
+        opened.add_key(add)
     return tuple(StoreKey(_key_id(name), kind) for name, kind in sorted(opened.key_names().items()))
 
 

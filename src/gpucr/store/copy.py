@@ -1,16 +1,18 @@
 """Copies a snapshot from one store to another: only pieces that are missing there, encrypted for the target.
 
 What was copied is made known to the target now and then, so that a copy that was cut off goes on from there when it is
-begun again. Between stores without encryption that name pieces by the same hash, a piece that the target has is not
-even read; where one of them is encrypted, only its content tells.
+begun again. A snapshot that was copied before gets back what it lacks by now. Between stores without encryption that
+name pieces by the same hash, a piece that the target has is not even read; where one of them is encrypted, only its
+content tells.
 """
 
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Sequence
 
-from gpucr.store import snapshots
+from gpucr.store import retired, snapshots
 from gpucr.store.backend import Buffer
+from gpucr.store.index import Index
 from gpucr.store.opened import Store
 from gpucr.store.pieces import PieceRef
 from gpucr.store.reader import StoreReader
@@ -28,13 +30,14 @@ def copy(
     on_bytes: Callable[[int], None] | None = None,
     flush_bytes: int = _FLUSH_BYTES,
 ) -> StoredSnapshot:
-    """The snapshot as it is in the target now; one that is there already is not copied again.
+    """The snapshot as it is in the target now; one that is there already, in whole packs, is not copied again.
 
     It gets an id of its own there; name, time and host stay. ``on_bytes`` is told the size of every piece that is done,
-    by several threads. Raises StoreDamaged, StoreError.
+    by several threads. Raises StoreDamaged, also where a pack of one that is there has its size and not its content, as
+    far as that shows here, and StoreError.
     """
     there = _same(snapshot, snapshots.list_all(target).snapshots)
-    if there is not None:
+    if there is not None and _is_whole(target, there):
         return there
     reader = snapshots.open_reader(source, snapshot)
     with WriteSession.begin(target) as session:
@@ -43,10 +46,14 @@ def copy(
         for part in _parts(list(dict.fromkeys(ref for refs in lists.values() for ref in refs)), flush_bytes):
             moved.move(part)
             session.writer.flush()
+        areas = tuple(session.area(name, moved.refs(refs)) for name, refs in lists.items())
+        if there is not None and areas == there.areas:
+            session.writer.flush()  # with what it lacked, the one that is there is whole again
+            return there
         return session.commit(
             name=snapshot.name,
             manifest=snapshot.manifest,
-            areas=[session.area(name, moved.refs(refs)) for name, refs in lists.items()],
+            areas=areas,
             created=snapshot.created,
             host=snapshot.host,
             counters=snapshot.counters,
@@ -92,6 +99,16 @@ def _same(snapshot: StoredSnapshot, there: Sequence[StoredSnapshot]) -> StoredSn
         return each.name, each.created, each.host, each.manifest, [(area.name, area.size_bytes) for area in each.areas]
 
     return next((each for each in there if identity(each) == identity(snapshot)), None)
+
+
+def _is_whole(target: Store, there: StoredSnapshot) -> bool:
+    """Whether all that it needs is in packs that are there in their full size. Raises StoreDamaged, StoreError."""
+    index = Index()
+    for pack in retired.inventory(target, footers=True).packs.values():
+        if pack.contents is not None and pack.is_whole:
+            index.add(pack.contents)
+    needed = snapshots.live_pieces(there, StoreReader(target, index))
+    return all(index.find(piece_id) is not None for piece_id in needed)
 
 
 def _parts(refs: Sequence[PieceRef], part_bytes: int) -> Iterator[Sequence[PieceRef]]:

@@ -6,7 +6,7 @@ import contextlib
 import errno
 import os
 from collections.abc import Iterator
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 
 from gpucr.errors import StoreDamaged, StoreError, WrongKey
 from gpucr.store import config as configuration
@@ -28,12 +28,16 @@ _BAD_FILE = (*_BAD_DISK, errno.EINVAL, errno.ELOOP, errno.EPERM)
 
 @dataclass(frozen=True)
 class Store:
-    """An opened store. All of it may be used by many threads at once."""
+    """An opened store. All of it may be used by many threads at once.
+
+    ``opened_with`` is the name of the key object that opened it, where it is encrypted.
+    """
 
     backend: Backend
     config: StoreConfig
     keys: KeyRing | None = field(repr=False)
     digest: pieces.Digest = field(repr=False, compare=False)
+    opened_with: str | None = field(default=None, compare=False)
 
     @classmethod
     def create(
@@ -60,15 +64,18 @@ class Store:
             raise StoreError(f"such a store cannot be made: {e}", path=backend.url) from e
         ring = KeyRing(os.urandom(_MASTER_BYTES), made.store_id) if secret is not None else None
         store = cls(backend, made, ring, _digest(made, ring))
-        if secret is not None:
-            store.add_key(secret)
         try:
+            # A key that is added to another store opens nothing there, and looks like one that does.
+            _require_no_store(backend)
+            if secret is not None:
+                store = replace(store, opened_with=store.add_key(secret))
             # Last, and only once: this is what makes it a store.
-            backend.create(configuration.NAME, configuration.encode(made, _mac_key(ring) if ring else None))
-        except Exists as e:
-            hint = "use that one, or name another place"
-            message = f"there is a store at {backend.url} already"
-            raise StoreError(message, path=backend.url, hint=hint, code="GPUCR-STORE-EXISTS") from e
+            try:
+                backend.create(configuration.NAME, configuration.encode(made, _mac_key(ring) if ring else None))
+            except Exists as e:  # somebody else has made one meanwhile
+                if store.opened_with is not None:
+                    backend.delete(store.opened_with)
+                raise _store_exists(backend) from e
         except OSError as e:
             raise store.not_usable(e) from e
         return store
@@ -90,15 +97,18 @@ class Store:
             raise StoreError(message, path=backend.url, hint=hint, code="GPUCR-NO-STORE") from e
         except OSError as e:
             raise _not_usable(backend, e) from e
+        opened_with: str | None = None
+        ring: KeyRing | None = None
         try:
             found, mac = configuration.decode(data)
-            ring = _unlock(backend, found, secret)
-            if ring is not None:
+            unlocked = _unlock(backend, found, secret)
+            if unlocked is not None:
+                opened_with, ring = unlocked
                 configuration.check_mac(found, mac, _mac_key(ring))
         except ConfigError as e:
             path = f"{backend.url}/{name}"
             raise StoreDamaged(f"{path} is not valid: {e}", path=path, hint=HINT_DAMAGED) from e
-        return cls(backend, found, ring, _digest(found, ring))
+        return cls(backend, found, ring, _digest(found, ring), opened_with)
 
     def path(self, name: str) -> str:
         """How a message names an object."""
@@ -161,7 +171,8 @@ class Store:
     def remove_key(self, name: str) -> None:
         """Let a secret open the store no more. Raises StoreError for the last one, and where there is no such key.
 
-        Who has opened the store with it may have kept the master key: then only a new store helps.
+        The key that opened the store stays: it is not known here whether the others open anything. Who has opened the
+        store with a key may have kept the master key: then only a new store helps.
         """
         names = self.key_names()
         if name not in names:
@@ -169,10 +180,37 @@ class Store:
         if not any(kind != "damaged" for other, kind in names.items() if other != name):
             hint = "add another key first"
             raise StoreError(f"{name} is the only key of the store {self.backend.url}", path=self.path(name), hint=hint)
+        if name == self.opened_with:
+            raise self._not_removed(name, "is the one to remove")
+        if self.opened_with is None or self.opened_with not in names:
+            raise self._not_removed(name, "was removed meanwhile")
         try:
+            removed = _key_object(self.backend, name)
             self.backend.delete(name)
+            try:
+                self.backend.size(self.opened_with)
+            except Missing:  # who opened it with the other one has removed this one at the same time
+                self.backend.create(name, removed)
+                raise self._not_removed(name, "was removed meanwhile") from None
         except OSError as e:
             raise self.not_usable(e) from e
+
+    def _not_removed(self, name: str, why: str) -> StoreError:
+        message = f"only {self.opened_with} is known to open the store {self.backend.url}, and it {why}"
+        hint = "open the store with a key that is to stay, and remove this one then"
+        return StoreError(message, path=self.path(name), hint=hint)
+
+
+def _require_no_store(backend: Backend) -> None:
+    with contextlib.suppress(Missing):
+        backend.size(configuration.NAME)
+        raise _store_exists(backend)
+
+
+def _store_exists(backend: Backend) -> StoreError:
+    hint = "use that one, or name another place"
+    message = f"there is a store at {backend.url} already"
+    return StoreError(message, path=backend.url, hint=hint, code="GPUCR-STORE-EXISTS")
 
 
 def _digest(config: StoreConfig, ring: KeyRing | None) -> pieces.Digest:
@@ -201,7 +239,8 @@ def _not_usable(backend: Backend, error: OSError) -> StoreError:
     )
 
 
-def _unlock(backend: Backend, config: StoreConfig, secret: Secret | None) -> KeyRing | None:
+def _unlock(backend: Backend, config: StoreConfig, secret: Secret | None) -> tuple[str, KeyRing] | None:
+    """The key object that the secret opens, and what is derived from it; None: the store is not encrypted."""
     if not config.encrypted:
         if secret is not None:
             # Not taken for one of ours: whoever can write there could have put a store without encryption in its place.
@@ -218,7 +257,7 @@ def _unlock(backend: Backend, config: StoreConfig, secret: Secret | None) -> Key
             damaged = (name, e)
             continue
         if master is not None:
-            return KeyRing(master, config.store_id)
+            return name, KeyRing(master, config.store_id)
     if damaged is not None:
         path = f"{backend.url}/{damaged[0]}"
         hint = "if that is not the key that was meant, give another key file or passphrase of this store"

@@ -19,7 +19,7 @@ from gpucr.store.pack import iter_entries, pack_name
 from gpucr.store.pieces import PieceRef
 from gpucr.store.reader import StoreReader
 from gpucr.store.retired import Batch, Inventory, Pack
-from gpucr.store.snapshots import Listing, StoredSnapshot
+from gpucr.store.snapshots import StoredSnapshot
 from gpucr.store.writer import StoreWriter
 
 GRACE_S = 24 * 3600.0
@@ -68,7 +68,7 @@ class PruneReport:
 def prune(store: Store, rules: PruneRules, *, dry_run: bool = False) -> PruneReport:
     """Remove what the rules do not keep. Raises StoreDamaged, StoreError.
 
-    Where a snapshot that is kept lacks a piece, nothing but snapshots is removed: a damaged store is not thinned out.
+    Where a snapshot that is kept lacks a piece, no snapshot and no pack is removed: a damaged store is not thinned out.
     """
     try:
         try:
@@ -129,26 +129,27 @@ class _Prune:
         listing = snapshots.list_all(self._store)
         # The clock of the store cannot be asked: it was no earlier than this, so nothing is taken for older than it is.
         self._now_s = min(self._now_s, max(listing.stored_s.values(), default=0.0))
-        self._remove_snapshots(listing)
+        kept, removed = choose(listing.intact(), self._rules, self._now_s)
+        self._live_pieces(kept, retired.inventory(self._store, footers=True))
+        self._remove_snapshots(removed)
         return writers.Registration.register(self._store)
 
-    def _remove_snapshots(self, listing: Listing) -> Sequence[StoredSnapshot]:
-        """Remove what the rules do not keep. What they keep."""
-        kept, removed = choose(listing.intact(), self._rules, self._now_s)
+    def _remove_snapshots(self, removed: Sequence[StoredSnapshot]) -> None:
         if not self._dry_run:
             for each in removed:
                 snapshots.remove(self._store, each.id)
         self._removed += removed
-        return kept
 
     def _run(self, own_id: str) -> PruneReport:
         dead = self._end_dead_writers(own_id)
         # Batches, then writers, then snapshots: a writer of a batch that is not there has committed, and is listed.
         batches = retired.batches(self._store, self._on_damaged_batch)
         alive = {key: each for key, each in writers.seen(self._store.backend).items() if key not in {own_id, *dead}}
-        kept = self._remove_snapshots(snapshots.list_all(self._store))
+        kept, removed = choose(snapshots.list_all(self._store).intact(), self._rules, self._now_s)
         inventory = Inventory.load(self._store, batches)
         live = self._live_pieces(kept, inventory)
+        # Not before it is known that what is kept can be restored: else what goes may be the only one that can.
+        self._remove_snapshots(removed)
         deleted, waiting = self._delete(inventory, live, alive.keys())
         # What a writer has made that is at work has no snapshot yet.
         oldest_s = min((each.since_s for each in alive.values()), default=float("inf"))
@@ -192,7 +193,7 @@ class _Prune:
             for piece_id in needed:
                 if index.find(piece_id) is None:
                     raise StoreDamaged(
-                        f"the snapshot {snapshot.label} lacks the piece {piece_id.hex()}; no pack was removed",
+                        f"the snapshot {snapshot.label} lacks the piece {piece_id.hex()}; nothing was removed",
                         path=self._store.path(writers.snapshot_object(snapshot.id)),
                         hint="verify the store; remove that snapshot if there is no other copy of it",
                     )

@@ -209,12 +209,15 @@ class Listing:
             raise StoreDamaged(error.message, path=error.path, hint=hint) from error
         return self.snapshots
 
-    def latest(self) -> StoredSnapshot:
-        """The latest of at least one. Raises StoreDamaged where one that cannot be read may be later."""
-        found = self.snapshots[-1]
+    def latest(self, name: str | None = None) -> StoredSnapshot:
+        """The latest of at least one, or of at least one of this name.
+
+        Raises StoreDamaged where one that cannot be read may be later: its name is not known.
+        """
+        found = [each for each in self.snapshots if name is None or each.name == name][-1]
         for snapshot_id, error in self.damaged.items():
             if self.stored_s[snapshot_id] >= self.stored_s[found.id]:
-                hint = "name another snapshot by its name or id: gpucr ls lists them"
+                hint = "name another snapshot by its id: gpucr ls lists them"
                 raise StoreDamaged(error.message, path=error.path, hint=hint) from error
         return found
 
@@ -271,9 +274,8 @@ def find(store: Store, wanted: str | None) -> StoredSnapshot:
         raise InvalidRequest(f"the store {url} holds {count} snapshots", hint=f"name one: {url}#latest, {url}#NAME")
     if wanted is None or wanted == LATEST:
         return listing.latest()
-    named = [snapshot for snapshot in found if snapshot.name == wanted]
-    if named:
-        return named[-1]
+    if any(snapshot.name == wanted for snapshot in found):
+        return listing.latest(wanted)
     meant = [snapshot for snapshot in found if snapshot.id.startswith(wanted)] if len(wanted) >= _SHORT_ID else []
     if len(meant) == 1:
         return meant[0]
