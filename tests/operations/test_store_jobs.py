@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import os
+import subprocess
+import sys
 from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
@@ -19,14 +21,15 @@ from gpucr.operations.store_snapshot import SnapshotInStore
 from gpucr.store import writers
 from gpucr.store.local import LocalBackend
 from gpucr.store.objects import ObjectsBackend, Patience
-from tests.command import run, run_json
-from tests.counter import Counter, CounterFactory
+from tests.command import command, run, run_json
+from tests.counter import Counter, CounterFactory, kill_at_once, wait_until
 from tests.ranks import RanksFactory
 from tests.store.s3_server import BUCKET, CuttingProxy, Server, serving
 
 RUNNING = CudaState.RUNNING
 KEY = gpucr.Secret.key_file(bytes(range(32)))
 AT_ONCE = gpucr.PruneRules(grace_s=0.0, dead_after_s=0.0)
+_MOST_FILES = 512
 
 pytestmark = pytest.mark.criu
 
@@ -181,6 +184,41 @@ def test_a_job_without_cuda(process_without_cuda: int, store: Path) -> None:
     assert not report.snapshot.manifest.is_in_store
     report.snapshot.verify()
     assert opened(store).manifest == report.snapshot.manifest
+
+
+@pytest.fixture
+def many_threads() -> Iterator[subprocess.Popen[bytes]]:
+    """A process of more threads than a process may have open files: CRIU makes an image of each."""
+    program = (
+        "import threading, time\n"
+        "threading.stack_size(64 << 10)\n"
+        f"for _ in range({_MOST_FILES}):\n"
+        "    threading.Thread(target=time.sleep, args=(1e4,), daemon=True).start()\n"
+        "time.sleep(1e4)\n"
+    )
+    null = subprocess.DEVNULL
+    process = subprocess.Popen(
+        [sys.executable, "-c", program], stdin=null, stdout=null, stderr=null, start_new_session=True
+    )
+    try:
+        wait_until(lambda: len(os.listdir(f"/proc/{process.pid}/task")) > _MOST_FILES, "its threads")
+        yield process
+    finally:
+        kill_at_once([process.pid])  # also where it has come back, as a child of another one
+        process.wait()
+
+
+def test_more_images_than_a_process_may_have_open_files(many_threads: subprocess.Popen[bytes], store: Path) -> None:
+    def limited(*arguments: object) -> None:
+        limit = ["prlimit", f"--nofile={_MOST_FILES}:", *command(*arguments)]
+        done = subprocess.run(limit, stdin=subprocess.DEVNULL, capture_output=True, text=True, timeout=60, check=False)
+        assert done.returncode == 0, done.stderr
+
+    limited("dump", many_threads.pid, "--to", at(store, "a"), "-q")
+    many_threads.wait()
+    assert len(opened(store).manifest.files) > _MOST_FILES
+    limited("restore", at(store, "a"), "-q")
+    assert len(os.listdir(f"/proc/{many_threads.pid}/task")) > _MOST_FILES
 
 
 @pytest.mark.parametrize("persist", ["background", "sync"])

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import errno
 import os
 import shutil
 import signal
@@ -18,7 +19,7 @@ import pytest
 from gpucr.errors import InvalidRequest, SnapshotDamaged, SnapshotError, SnapshotExists, SnapshotUnfinished
 from gpucr.snapshot import files
 from gpucr.snapshot import manifest as manifests
-from gpucr.snapshot.folder import MANIFEST_NAME, Snapshot, UnfinishedSnapshot, check_target
+from gpucr.snapshot.folder import MANIFEST_NAME, Snapshot, UnfinishedSnapshot, check_target, completed
 from gpucr.snapshot.manifest import FileRecord
 from tests.conftest import skip_or_fail
 from tests.unit import samples
@@ -332,6 +333,20 @@ def test_a_full_disk_is_a_clear_error_and_leaves_nothing(tmp_path: Path) -> None
         "free space on that disk, or name a folder on another one with --to"
     )
     assert (committed, left) == ("False", "[]")
+
+
+@pytest.mark.parametrize(
+    ("number", "code", "hint"),
+    [
+        (errno.ENOSPC, "GPUCR-NO-SPACE", "make room"),
+        (errno.EDQUOT, "GPUCR-NO-SPACE", "make room"),
+        (errno.EMFILE, "GPUCR-SNAPSHOT", "raise the limit of open files (ulimit -n)"),
+    ],
+)
+def test_only_a_full_disk_is_called_one(number: int, code: str, hint: str) -> None:
+    with pytest.raises(SnapshotError, match="could not be completed") as caught, completed("x", hint="make room"):
+        raise OSError(number, os.strerror(number), "x/a")
+    assert (caught.value.code, caught.value.hint, caught.value.path) == (code, hint, "x/a")
 
 
 # --- opened with suspicion -------------------------------------------------------------------------------------

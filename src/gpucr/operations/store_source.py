@@ -7,12 +7,12 @@ import io
 import os
 import threading
 from collections.abc import Iterator, Mapping, Sequence
-from contextlib import ExitStack, contextmanager, suppress
+from contextlib import contextmanager, suppress
 from itertools import accumulate, zip_longest
 from pathlib import Path
 from typing import TYPE_CHECKING, BinaryIO
 
-from gpucr.errors import SnapshotError, StoreDamaged
+from gpucr.errors import StoreDamaged
 from gpucr.operations.interrupts import Interrupts
 from gpucr.operations.job_snapshot import JobSnapshot
 from gpucr.operations.steps import Meter
@@ -20,7 +20,7 @@ from gpucr.operations.store_snapshot import SnapshotInStore, device_area
 from gpucr.operations.working_folder import WorkingFolder
 from gpucr.snapshot.device.loader import DeviceLoader, Prefix, fill
 from gpucr.snapshot.device.reader import Destination
-from gpucr.snapshot.folder import IMAGES_NAME
+from gpucr.snapshot.folder import IMAGES_NAME, not_written
 from gpucr.snapshot.shared_files import FOLDER_NAME
 from gpucr.store import snapshots
 from gpucr.store.backend import Buffer
@@ -78,24 +78,26 @@ class StoreSource:
             protection.change(working_folder=str(self._working.path))
         self._working.create()
         meter.expect(sum(file.size_bytes for file in self._snapshot.manifest.files))
-        with self._explained(), ExitStack() as opened:
+        with self._explained():
             for folder in (self.folder, self.images, self.folder / FOLDER_NAME):
                 folder.mkdir(mode=0o700)
             refs: list[PieceRef] = []
-            places: list[tuple[int, int]] = []
+            places: list[tuple[Path, int]] = []
             for file in self._snapshot.manifest.files:
-                fd = os.open(self.folder / file.path, os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_CLOEXEC, 0o600)
-                opened.callback(os.close, fd)
-                os.ftruncate(fd, file.size_bytes)
+                path = self.folder / file.path
+                with _opened(path, os.O_CREAT | os.O_EXCL) as fd:
+                    os.ftruncate(fd, file.size_bytes)
                 pieces = self._pieces(file.path)
-                places += [(fd, start) for start in _starts(pieces)[:-1]]
+                places += [(path, start) for start in _starts(pieces)[:-1]]
                 refs += pieces
 
             def deliver(number: int, data: Buffer | None) -> None:
                 interrupts.check()
-                fd, start = places[number]
+                path, start = places[number]
                 if data is not None:
-                    _write(fd, memoryview(data), start)
+                    # Each time anew: there may be more files than a process may have open.
+                    with _opened(path) as fd:
+                        _write(fd, memoryview(data), start)
                 meter.add(refs[number].length)
 
             self._reader.stream(refs, deliver)
@@ -154,12 +156,9 @@ class StoreSource:
         try:
             yield
         except OSError as e:
-            raise SnapshotError(
-                f"CRIU's images cannot be put into {self._working.path.parent}: {e.strerror}",
-                path=str(e.filename or self.folder),
-                hint="free space there, or name another folder for temporary files with TMPDIR",
-                code="GPUCR-NO-SPACE",
-            ) from e
+            hint = "free space there, or name another folder for temporary files with TMPDIR"
+            message = f"CRIU's images cannot be put into {self._working.path.parent}: {e.strerror}"
+            raise not_written(message, e, path=str(e.filename or self.folder), hint=hint) from e
 
     def _pieces(self, area: str) -> Sequence[PieceRef]:
         return self._snapshot.stored.area(area).pieces(self._reader)
@@ -269,6 +268,15 @@ class _Loading:
 def _starts(refs: Sequence[PieceRef]) -> list[int]:
     """Where each piece begins, and where the last one ends."""
     return [0, *accumulate(ref.length for ref in refs)]
+
+
+@contextmanager
+def _opened(path: Path, flags: int = 0) -> Iterator[int]:
+    fd = os.open(path, os.O_WRONLY | os.O_NOFOLLOW | os.O_CLOEXEC | flags, 0o600)
+    try:
+        yield fd
+    finally:
+        os.close(fd)
 
 
 def _write(fd: int, data: memoryview, position: int) -> None:

@@ -161,32 +161,29 @@ class StoreTarget:
     def _store_files(self) -> tuple[FileRecord, ...]:
         session = self._session
         assert session is not None  # noqa: S101 - create
-        with contextlib.ExitStack() as opened:
-            files = list(self._files(opened))
-            with ThreadPoolExecutor(THREADS, "store-files") as pool:
-                refs = pool.map(lambda part: session.writer.add(_read(part)), [p for file in files for p in file.parts])
-                self._areas = [session.area(file.path, [next(refs) for _ in file.parts]) for file in files]
+        files = list(self._files())
+        with ThreadPoolExecutor(THREADS, "store-files") as pool:
+            refs = pool.map(lambda part: session.writer.add(_read(part)), [p for file in files for p in file.parts])
+            self._areas = [session.area(file.path, [next(refs) for _ in file.parts]) for file in files]
         return tuple(FileRecord(file.path, file.size_bytes, ()) for file in files)
 
-    def _files(self, opened: contextlib.ExitStack) -> Iterator[_File]:
+    def _files(self) -> Iterator[_File]:
         piece_bytes = self._store.config.piece_bytes
         cuts = page_images.cuts(self.folder.images, piece_bytes)
         for folder in (IMAGES_NAME, FOLDER_NAME):
             path = self.folder.path / folder
             for name in sorted(os.listdir(path)) if path.is_dir() else ():
-                fd = os.open(path / name, os.O_RDONLY | os.O_NOFOLLOW | os.O_CLOEXEC)
-                opened.callback(os.close, fd)
-                size_bytes = os.fstat(fd).st_size
+                size_bytes = os.lstat(path / name).st_size
                 starts = tuple(range(0, size_bytes, piece_bytes))
                 if folder == IMAGES_NAME:
                     starts = cuts.get(name, starts)
                 ends = [*starts[1:], size_bytes] if starts else []
-                parts = [_Part(fd, start, end - start) for start, end in zip(starts, ends, strict=True)]
+                parts = [_Part(path / name, start, end - start) for start, end in zip(starts, ends, strict=True)]
                 yield _File(f"{folder}/{name}", size_bytes, parts)
 
 
 class _Part(NamedTuple):
-    fd: int
+    path: Path
     start: int
     length: int
 
@@ -200,11 +197,16 @@ class _File(NamedTuple):
 def _read(part: _Part) -> bytearray:
     data = bytearray(part.length)
     view, done = memoryview(data), 0
-    while done < part.length:
-        count = os.preadv(part.fd, [view[done:]], part.start + done)
-        if count == 0:
-            raise OSError("a file of the snapshot has become shorter")
-        done += count
+    # For each part anew: there may be more files than a process may have open.
+    fd = os.open(part.path, os.O_RDONLY | os.O_NOFOLLOW | os.O_CLOEXEC)
+    try:
+        while done < part.length:
+            count = os.preadv(fd, [view[done:]], part.start + done)
+            if count == 0:
+                raise OSError("a file of the snapshot has become shorter")
+            done += count
+    finally:
+        os.close(fd)
     return data
 
 

@@ -42,7 +42,7 @@ _NO_SPACE_HINT = "free space on that disk, or name a folder on another one with 
 def completed(where: str, *, hint: str) -> Iterator[None]:
     """What keeps the snapshot ``where`` from being completed in this block, as a SnapshotError that says what to do.
 
-    ``hint`` is for a file that cannot be written.
+    ``hint`` is for a file that cannot be written: where to make room.
     """
     try:
         yield
@@ -53,12 +53,16 @@ def completed(where: str, *, hint: str) -> Iterator[None]:
             hint="dump the job in parts: it has more memory or processes than one snapshot can name",
         ) from e
     except OSError as e:
-        raise SnapshotError(
-            f"the snapshot {where} could not be completed: {e.strerror}",
-            path=str(e.filename or where),
-            hint=hint,
-            code="GPUCR-NO-SPACE",
-        ) from e
+        message = f"the snapshot {where} could not be completed: {e.strerror}"
+        raise not_written(message, e, path=str(e.filename or where), hint=hint) from e
+
+
+def not_written(message: str, error: OSError, *, path: str, hint: str) -> SnapshotError:
+    """The error for files that cannot be written; ``hint`` says where to make room."""
+    if error.errno in (errno.EMFILE, errno.ENFILE):
+        hint = "raise the limit of open files (ulimit -n)"
+    is_full = error.errno in (errno.ENOSPC, errno.EDQUOT)
+    return SnapshotError(message, path=path, hint=hint, code="GPUCR-NO-SPACE" if is_full else None)
 
 
 class UnfinishedSnapshot:
@@ -131,12 +135,16 @@ class UnfinishedSnapshot:
 
     def save_shared_files(self, root: Path, inodes: Collection[int] | None) -> tuple[SharedFileRecord, ...]:
         """Take over the shared files under ``root`` (``inodes``: only these), as they are now (see shared_files.py)."""
-        with completed(str(self.path), hint=_NO_SPACE_HINT):
+        with self.filled():
             return shared_files.save(root, self.path, inodes=inodes)
+
+    def filled(self) -> contextlib.AbstractContextManager[None]:
+        """For a block that writes into the folder: what it cannot write is a SnapshotError."""
+        return completed(str(self.path), hint=_NO_SPACE_HINT)
 
     def seal_images(self) -> None:
         """Hash CRIU's images and the shared files, and make them durable: what can be done while others still write."""
-        with completed(str(self.path), hint=_NO_SPACE_HINT):
+        with self.filled():
             self._seal_images()
 
     def _seal_images(self) -> tuple[FileRecord, ...]:
@@ -163,7 +171,7 @@ class UnfinishedSnapshot:
 
         The device memory that the draft names must be durable already (`DeviceWriter.sync`).
         """
-        with completed(str(self.path), hint=_NO_SPACE_HINT):
+        with self.filled():
             device.check_shape(self.device, draft.device_data)  # a job may be ended for this snapshot
             complete = replace(draft, files=self._seal_images())
             _write_atomically(self.path / MANIFEST_NAME, manifest.encode(complete))
