@@ -33,7 +33,7 @@ KILL_CRIU = "test $CRTOOLS_SCRIPT_ACTION != post-dump || kill -9 $PPID"
 KILL_ATTENDANT = """test $CRTOOLS_SCRIPT_ACTION = post-dump || exit 0
 for each in /proc/[0-9]*; do
     words=$(tr '\\0' ' ' <$each/cmdline 2>/dev/null)
-    case "$words" in *"gpucr.hooks.attendant 5 "*" $PPID "*) kill -9 ${each#/proc/} ;; esac
+    case "$words" in *"gpucr.hooks.attendant "*" $PPID "*) kill -9 ${each#/proc/} ;; esac
 done"""
 """Sabotage: so is gpucr's attendant of this dump."""
 
@@ -247,7 +247,8 @@ def environment_for(folder: Path, criu: CriuInstall, runtime: list[str]) -> dict
         wrapper = programs / program
         wrapper.write_text(f'#!/bin/sh\nset -- {shlex.join(command)} "$@"\n{text}\n')
         wrapper.chmod(0o755)
-    return {**os.environ, "PATH": f"{programs}:{os.environ['PATH']}"}
+    environment = {name: value for name, value in os.environ.items() if name != "GPUCR_CRIU"}  # the one on PATH is it
+    return {**environment, "PATH": f"{programs}:{os.environ['PATH']}"}
 
 
 def make_root(root: Path) -> None:

@@ -133,14 +133,16 @@ class Containerd:
         """Whether the device memory of each counter is as it was."""
         return [_send(port, "verify") for port in range(self.port, self.port + self.counters)]
 
-    def stored_files(self) -> list[str]:
-        """The paths in the archive of the checkpoint that containerd has stored."""
+    def unpack_stored(self, to: Path) -> list[str]:
+        """Unpack the archive of the checkpoint that containerd has stored into a new folder. Returns its paths."""
         blobs = (self.folder / "root" / "io.containerd.content.v1.content" / "blobs" / "sha256").iterdir()
         for blob in blobs:
             if tarfile.is_tarfile(blob):
                 with tarfile.open(blob) as tar:
                     names = tar.getnames()
                 if "inventory.img" in names:
+                    to.mkdir()
+                    subprocess.run(["tar", "--same-permissions", "-xf", blob, "-C", to], check=True)
                     return names
         return []
 

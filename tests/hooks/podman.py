@@ -4,12 +4,14 @@ from __future__ import annotations
 
 import json
 import os
+import shlex
 import subprocess
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
 from gpucr.criu.install import CriuInstall
+from gpucr.hooks import criu_config
 from tests import command
 from tests.hooks.container import environment_for, free_ports, make_bundle
 from tests.hooks.runtimes import in_cgroup2
@@ -27,19 +29,23 @@ _TIDY = "read -r _; exec podman rm --all --force --time 0"
 class Podman:
     """One podman, whose containers have the counter in them. It lives in a mount namespace with cgroup version 2.
 
-    One namespace for all of its commands: each container has a mount of /dev/shm there.
+    One namespace for all of its commands: each container has a mount of /dev/shm there. ``with_hook``: its CRIU calls
+    gpucr, as after `gpucr hook install`; else podman is to know no other CRIU than gpucr's.
     """
 
-    def __init__(self, folder: Path, runtime: list[str], criu: CriuInstall) -> None:
+    def __init__(self, folder: Path, runtime: list[str], criu: CriuInstall, *, with_hook: bool = False) -> None:
         self.folder = folder
+        self._options: tuple[str, ...] = ()
         self._keep_to_itself(Path(runtime[-1]).name)
-        # podman is to know no other CRIU than gpucr's, and the runtime passes nothing on: as little as it can have.
         self.environment = {
             **environment_for(folder, criu, runtime),
             "CONTAINERS_CONF": str(folder / "containers.conf"),
             "CONTAINERS_STORAGE_CONF": str(folder / "storage.conf"),
         }
-        (folder / "programs" / "criu").unlink()
+        if with_hook:
+            self._options = ("--annotation", f"org.criu.config={self._install_hook()}")
+        else:  # and the runtime passes nothing on: as little as it can have
+            (folder / "programs" / "criu").unlink()
         self._holder = subprocess.Popen(
             in_cgroup2(["sh", "-c", f"echo; {_TIDY}"]),
             env=self.environment,
@@ -50,6 +56,18 @@ class Podman:
         )
         assert self._holder.stdout is not None
         assert self._holder.stdout.readline() == b"\n"  # it is in its namespace
+
+    def _install_hook(self) -> Path:
+        """A configuration for CRIU that calls gpucr, with the simulator: podman hands its environment on to nobody."""
+        criu_config.install("runc", self.folder / "hook", force=True)
+        variables = {name: value for name, value in os.environ.items() if name.startswith(("GPUCR_", "LD_LIBRARY_"))}
+        script = self.folder / "with-simulator"
+        words = ["exec", "env", *(f"{name}={value}" for name, value in variables.items())]
+        script.write_text(f"#!/bin/sh\n{shlex.join([*words, str(self.folder / 'hook' / criu_config.SCRIPT_NAME)])}\n")
+        script.chmod(0o755)
+        config = self.folder / "criu.conf"
+        config.write_text(f"action-script {script}\n")
+        return config
 
     def _keep_to_itself(self, runtime: str) -> None:
         folder = self.folder
@@ -94,7 +112,7 @@ class Podman:
         state = os.environ["GPUCR_SIM_STATE"]
         variables = [f"--env={name}" for name in os.environ if name.startswith("GPUCR_SIM_")]
         done = self.run(
-            "podman", "run", "--detach", "--name", name, *_OPTIONS, "--volume", f"{state}:{state}",
+            "podman", "run", "--detach", "--name", name, *_OPTIONS, *self._options, "--volume", f"{state}:{state}",
             "--env", "LD_LIBRARY_PATH=/sim", *variables, _IMAGE, "/counter", "--port", port, *arguments,
         )  # fmt: skip
         assert done.returncode == 0, done.stdout
@@ -127,6 +145,11 @@ class PodmanContainer:
 
     def status(self) -> str:
         return str(self.state()["State"]["Status"])
+
+    def log(self, name: str) -> str:
+        """gpucr's lines in CRIU's log of this name."""
+        text = (Path(self.state()["StaticDir"]) / name).read_text(errors="replace")
+        return "\n".join(line for line in text.splitlines() if line.startswith("gpucr: "))
 
     def files(self) -> set[str]:
         """What podman keeps of it."""

@@ -20,6 +20,7 @@ from gpucr.hooks.container_record import ContainerRecord
 from gpucr.hooks.found_container import FoundContainer
 from gpucr.linux import processes
 from gpucr.operations.interrupts import Interrupts
+from gpucr.snapshot import files
 from tests import command
 from tests.counter import wait_until
 from tests.hooks.conftest import StartContainer
@@ -270,6 +271,43 @@ def test_a_runtime_that_cannot_checkpoint_says_so(tmp_path: Path, monkeypatch: p
     with pytest.raises(CriuError, match="crun could not dump the container web: unknown command checkpoint") as caught:
         oci.checkpoint(record, tmp_path / "images", Interrupts(), leave_running=False)
     assert Path(str(caught.value.log_path)).is_file()
+
+
+@pytest.mark.parametrize("name", ["a:b", "my data", "a#b"])
+def test_a_folder_that_a_path_cannot_name_is_told(name: str, container: StartContainer, tmp_path: Path) -> None:
+    made = container("--mib", "1", with_hook=False)
+    made.environment["XDG_DATA_HOME"] = str(tmp_path / name)
+    done = dump(made, tmp_path / "snapshot")
+    assert done.returncode == 4
+    assert f"cannot be put into {tmp_path / name}/gpucr" in done.stderr
+    assert "XDG_DATA_HOME" in done.stderr
+    assert not (tmp_path / "snapshot").exists()
+    assert made.ask() == 101
+
+
+def test_what_is_said_to_be_dumped_is_on_disk(
+    process_without_cuda: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    synced: list[Path] = []
+    sync_path = files.sync_path
+
+    def note(path: Path) -> None:
+        synced.append(path)
+        sync_path(path)
+
+    def write(record: ContainerRecord, images: Path, *arguments: object, **options: object) -> None:
+        (images / "inventory.img").touch()
+        (images.parent / "podman").mkdir()
+        (images.parent / "podman" / "network.status").touch()
+
+    monkeypatch.setattr(files, "sync_path", note)
+    monkeypatch.setattr(oci, "checkpoint", write)
+    found = FoundContainer("runc", "web", process_without_cuda, "running", "/bundle", is_podmans=False)
+    monkeypatch.setattr(containers, "_find", lambda *arguments: found)
+    to = tmp_path / "snapshot"
+    containers.dump_container("web", to, leave_running=True)
+    wanted = {to, tmp_path, to / "images", to / "images" / "inventory.img", to / "podman" / "network.status"}
+    assert wanted <= set(synced)
 
 
 def test_nowhere_to_put_programs_is_told(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

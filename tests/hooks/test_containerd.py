@@ -7,6 +7,7 @@ from pathlib import Path
 
 import pytest
 
+from gpucr import inspect
 from gpucr.criu.install import CriuInstall
 from gpucr.snapshot.folder import Snapshot
 from tests.conftest import skip_or_fail
@@ -32,16 +33,20 @@ def containerd(sim_only: None, criu_install: CriuInstall, tmp_path: Path) -> Ite
     started.close()
 
 
-def test_a_container_goes_on_and_comes_back_from_a_checkpoint_image(containerd: Containerd) -> None:
+def test_a_container_goes_on_and_comes_back_from_a_checkpoint_image(containerd: Containerd, tmp_path: Path) -> None:
     containerd.run()
     assert containerd.ask() == ["101"] * 3
     done = containerd.ctr("containers", "checkpoint", "--task", "web", REFERENCE)
     assert done.returncode == 0, done.stdout
     assert containerd.ask() == ["102"] * 3
     assert containerd.verify() == ["ok"] * 3
-    parts = [name for name in containerd.stored_files() if "gpucr" in name]
+    parts = [name for name in containerd.unpack_stored(tmp_path / "unpacked") if "gpucr" in name]
     assert "gpucr.manifest.json" in parts
     assert not [name for name in parts if "/" in name]
+    contents = inspect(tmp_path / "unpacked")
+    contents.snapshot.verify()
+    assert contents.problems == ()
+    assert len(contents.processes) == 3
 
     for _ in range(2):
         containerd.remove()

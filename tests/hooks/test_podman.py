@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import shutil
+import subprocess
 from collections.abc import Callable, Iterator
 from pathlib import Path
 
@@ -12,6 +13,7 @@ import pytest
 from gpucr.criu.install import CriuInstall
 from gpucr.errors import InvalidRequest, JobDamaged
 from gpucr.hooks.containers import dump_container
+from tests.command import run
 from tests.conftest import skip_or_fail
 from tests.counter import wait_until
 from tests.hooks.podman import Podman, PodmanContainer
@@ -23,13 +25,15 @@ OF_A_CHECKPOINT = {"checkpoint", "devshm-checkpoint.tar", "network.status", "dum
 
 
 @pytest.fixture
-def podman(sim_only: None, runtime: list[str], criu_install: CriuInstall, tmp_path: Path) -> Iterator[Podman]:
+def podman(
+    request: pytest.FixtureRequest, sim_only: None, runtime: list[str], criu_install: CriuInstall, tmp_path: Path
+) -> Iterator[Podman]:
     """A podman of the test's own; a visible skip where there is none."""
     if shutil.which("podman") is None:
         skip_or_fail("podman", "there is no podman on PATH")
     folder = tmp_path / "podman"
     folder.mkdir()
-    made = Podman(folder, runtime, criu_install)
+    made = Podman(folder, runtime, criu_install, with_hook=getattr(request, "param", False))
     yield made
     made.close()
 
@@ -99,6 +103,29 @@ def test_what_fails_leaves_it_as_it_was(podman: Podman, web: PodmanContainer, tm
     assert not to.exists()
     assert not web.files() & OF_A_CHECKPOINT
     assert (web.status(), web.ask(), web.ask("verify")) == ("running", "102", "ok")
+
+
+@pytest.mark.parametrize("podman", [True], indirect=True, ids=["hook"])
+@both_runtimes
+def test_it_is_exported_again_and_again_while_it_runs(podman: Podman, web: PodmanContainer, tmp_path: Path) -> None:
+    archives = [tmp_path / "first.tar", tmp_path / "second.tar"]
+    for number, archive in enumerate(archives, 101):
+        assert web.ask() == str(number)
+        options = ("--leave-running", "--compress", "none", "--export", archive)
+        done = podman.run("podman", "container", "checkpoint", *options, "web")
+        assert done.returncode == 0, web.log("dump.log")
+    assert web.ask() == "103"
+
+    unpacked = tmp_path / "unpacked"
+    unpacked.mkdir()
+    subprocess.run(["tar", "--same-permissions", "--no-same-owner", "-xf", archives[1], "-C", unpacked], check=True)
+    assert run("verify", unpacked).returncode == 0
+
+    for number, archive in enumerate(archives, 102):
+        assert podman.run("podman", "rm", "--force", "--time", "0", "web").returncode == 0
+        done = podman.run("podman", "container", "restore", "--import", archive)
+        assert done.returncode == 0, done.stdout
+        assert (web.ask(), web.ask("verify")) == (str(number), "ok")
 
 
 @pytest.fixture

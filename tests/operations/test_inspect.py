@@ -10,6 +10,7 @@ from typing import Any
 import pytest
 
 import gpucr
+from gpucr.hooks import plain_files
 from gpucr.linux import processes
 from gpucr.staging import capture
 from tests.command import run, run_json
@@ -180,6 +181,51 @@ def test_commands_read_the_gpu_part_of_a_containers_images(counter: CounterFacto
         stripe.write_bytes(bytes(stripe.stat().st_size))
     for arguments in (("verify", around), ("inspect", around, "--verify")):
         assert run(*arguments).returncode == 5
+
+
+@pytest.mark.parametrize("folder", ["", "checkpoint"], ids=["images", "archive"])
+def test_commands_read_the_gpu_part_where_it_is_plain_files(
+    folder: str, counter: CounterFactory, tmp_path: Path
+) -> None:
+    """So containerd has it (hooks/plain_files.py), and in an unpacked archive of a kubelet's one folder deeper."""
+    job = counter("--mib", "1")
+    before = gpucr.inspect(gpucr.dump(job.pid, tmp_path / "s").snapshot)
+    job.reap()
+    named = tmp_path / "unpacked"
+    around = named / folder
+    around.parent.mkdir(exist_ok=True)
+    (tmp_path / "s" / "images").rename(around)
+    part = (tmp_path / "s").rename(around / "gpucr")
+    _write(part, {**_body(part), "files": []})
+    plain_files.scatter(around)
+    stripes = sorted(around.glob("gpucr.device.*"))
+    assert stripes
+    assert not part.exists()
+    assert run("verify", named).returncode == 0
+    assert f"snapshot    {around}\n" in run("inspect", named, "--verify").stdout
+    contents = gpucr.inspect(named)
+    assert contents.problems == ()
+    assert [process.memory for process in contents.processes] == [process.memory for process in before.processes]
+    done = run("restore", named)
+    assert done.returncode == 2
+    assert "is the GPU part of a container's checkpoint" in done.stderr
+
+    stripes[0].chmod(0o622)
+    done = run("verify", named)
+    assert done.returncode == 5
+    assert f"{stripes[0]} can be written by others" in done.stderr
+    stripes[0].chmod(0o600)
+    for stripe in stripes:
+        stripe.write_bytes(bytes(stripe.stat().st_size))
+    for arguments in (("verify", named), ("inspect", named, "--verify")):
+        done = run(*arguments)
+        assert done.returncode == 5
+        assert "gpucr.device." in done.stderr
+        assert "differs from what was written" in done.stderr
+    stripes[-1].unlink()
+    done = run("verify", named)
+    assert done.returncode == 5
+    assert f"{stripes[-1].name}, which holds device memory of process {job.pid}, is missing" in done.stderr
 
 
 @pytest.mark.parametrize("key", [None, gpucr.Secret.key_file(bytes(32))], ids=["plain", "encrypted"])

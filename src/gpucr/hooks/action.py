@@ -20,6 +20,7 @@ from gpucr.hooks import attendant, meeting, plain_files
 from gpucr.linux import mounts, processes
 from gpucr.model import ProcessId
 from gpucr.operations import runtime_dump, runtime_restore
+from gpucr.operations.gpu_part import GpuPart, claimed
 
 HOOKS = ("pre-dump", "post-dump", "pre-restore", "post-resume")
 """Those at which there is something to do; at all others the script does nothing."""
@@ -79,18 +80,29 @@ def _pre_dump(call: HookCall) -> list[str]:
     if meeting.is_held(call.criu):
         return []  # the script is configured twice, and the other one has done it
     images = call.images()
-    runtime_dump.clear_target(images)
-    with runtime_dump.thawed(call.root_pid):
-        if not runtime_dump.uses_cuda(call.root_pid):
-            return []
-        attendant.start(call.criu, call.root_pid, images)
-        return meeting.call(call.criu, call.hook)
+    with claimed(images) as claim:
+        runtime_dump.clear_target(images, may_replace=_is_kept_by_podman(images))
+        with runtime_dump.thawed(call.root_pid):
+            if not runtime_dump.uses_cuda(call.root_pid):
+                GpuPart(images).begin_without()
+                return []
+            attendant.start(call.criu, call.root_pid, images, claim)
+            return meeting.call(call.criu, call.hook)
+
+
+def _is_kept_by_podman(images: Path) -> bool:
+    """Whether podman keeps the one checkpoint of a container in this folder, and the next one replaces it.
+
+    It stays there after `podman container checkpoint --leave-running`, also with ``--export``, and after ``--keep``.
+    """
+    return images.parts[-2:] == ("userdata", "checkpoint")
 
 
 def _post_dump(call: HookCall) -> list[str]:
-    if not meeting.is_held(call.criu):
-        return []  # no CUDA processes
     images = call.images()
+    if not meeting.is_held(call.criu):
+        GpuPart(images).finish_without()
+        return []  # no CUDA processes
     lines = meeting.call(call.criu, call.hook)
     if plain_files.are_wanted(images):
         plain_files.scatter(images)
@@ -99,7 +111,13 @@ def _post_dump(call: HookCall) -> list[str]:
 
 def _pre_restore(call: HookCall) -> list[str]:
     images = call.images()
-    plain_files.gather(images)
+    part = GpuPart(images)
+    if not part.is_known:
+        return []
+    with claimed(images):
+        part.recover()
+        part.require_finished()
+        plain_files.gather(images)
     if not runtime_restore.has_gpu_part(images):
         return []
     findings = runtime_restore.check_gpu_part(images)

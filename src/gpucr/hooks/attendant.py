@@ -26,18 +26,21 @@ FIRST_CALL_LIMIT_S = 60.0
 """How long the hook that has started the attendant may take to call it."""
 
 
-def start(criu: ProcessId, root_pid: int, images: Path) -> None:
-    """Start the attendant of this dump; `meeting.call` reaches it at once. Raises BrokenInstall."""
+def start(criu: ProcessId, root_pid: int, images: Path, claim: int) -> None:
+    """Start the attendant of this dump; `meeting.call` reaches it at once. Raises BrokenInstall.
+
+    ``claim`` is a descriptor of `gpu_part.claimed`, of which it gets a copy.
+    """
     try:
         with meeting.listen(criu) as listening:
             subprocess.Popen(
                 own_python.command(
-                    __name__, listening.fileno(), criu.pid, criu.start_time_ticks, root_pid, os.fspath(images)
+                    __name__, listening.fileno(), criu.pid, criu.start_time_ticks, root_pid, claim, os.fspath(images)
                 ),
                 stdin=subprocess.DEVNULL,
                 stdout=subprocess.DEVNULL,
                 stderr=subprocess.DEVNULL,
-                pass_fds=[listening.fileno()],
+                pass_fds=[listening.fileno(), claim],
                 start_new_session=True,
                 cwd="/",
             )
@@ -49,15 +52,18 @@ def start(criu: ProcessId, root_pid: int, images: Path) -> None:
 
 
 def main(*arguments: str) -> None:
-    """Attend to one dump. Arguments: the listening socket, CRIU's pid and start time, the container's pid, images."""
-    socket_fd, criu_pid, start_time_ticks, root_pid = map(int, arguments[:4])
+    """Attend to one dump.
+
+    Arguments: the listening socket, CRIU's pid and start time, the container's pid, the claim, the images.
+    """
+    socket_fd, criu_pid, start_time_ticks, root_pid, claim = map(int, arguments[:5])
     criu = ProcessId(criu_pid, start_time_ticks)
     with socket.socket(fileno=socket_fd) as listening, _meeting_ended(criu):
         hooks = CriuHooks(criu, listening)
         if not hooks.wait_for_call(FIRST_CALL_LIMIT_S):
             return  # it was killed: nothing has happened yet
         try:
-            dump_for_runtime(root_pid, Path(arguments[4]), hooks)
+            dump_for_runtime(root_pid, Path(arguments[5]), hooks, claim=claim)
         except BaseException as error:  # noqa: BLE001 - there is no caller; the log and CRIU's hook get to know it
             if not hooks.answer(error):
                 append_to_log("hook", f"the dump of the container with pid {root_pid}: {type(error).__name__}: {error}")

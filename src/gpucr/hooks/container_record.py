@@ -18,6 +18,7 @@ from typing import Literal, get_args
 
 from gpucr.criu.options import DumpOptions
 from gpucr.errors import SnapshotDamaged
+from gpucr.snapshot import files
 from gpucr.snapshot.folder import CONTAINER_RECORD_NAME
 
 Runtime = Literal["runc", "crun", "podman"]
@@ -46,11 +47,17 @@ def write_record(folder: Path, record: ContainerRecord) -> None:
     """Write it, durably. Raises OSError."""
     data = {"format": _FORMAT, "format_version": _FORMAT_VERSION, **asdict(record)}
     temporary = folder / f".{CONTAINER_RECORD_NAME}.unfinished"
-    with temporary.open("w", encoding="ascii") as stream:
-        json.dump(data, stream, indent=1)
-        stream.flush()
-        os.fsync(stream.fileno())
-    temporary.replace(folder / CONTAINER_RECORD_NAME)
+    try:
+        with temporary.open("w", encoding="ascii") as stream:
+            json.dump(data, stream, indent=1)
+            stream.flush()
+            os.fsync(stream.fileno())
+        temporary.replace(folder / CONTAINER_RECORD_NAME)
+    except BaseException:
+        temporary.unlink(missing_ok=True)  # on a full disk: what is left would keep the folder from being used again
+        raise
+    for each in (folder, folder.parent):
+        files.sync_path(each)
 
 
 def read_record(folder: Path) -> ContainerRecord:

@@ -28,6 +28,7 @@ from gpucr.linux import processes
 from gpucr.model import CudaState, ProcessId
 from gpucr.operations import jobs
 from gpucr.operations.interrupts import Interrupts
+from gpucr.snapshot import files
 from gpucr.snapshot.folder import CONTAINER_RECORD_NAME, GPU_PART_NAME, check_target, completed
 
 _THAW_LIMIT_S = 600.0
@@ -88,6 +89,7 @@ def dump_container(
             if leave_running:
                 _wait_until_back(pid, before)
             with completed(str(to), hint="free space on that disk"):
+                _sync(to)
                 write_record(to, record)
         except JobDamaged:
             raise  # what is in the folder is complete, and perhaps all that is left
@@ -117,6 +119,12 @@ def restore_container(folder: Path) -> ContainerReport:
         oci.restore(record, images)
         found = oci.find(record.runtime, record.runtime_root, record.container)
     return _report(folder, record, 0 if found is None else found.pid, begin, left_running=False)
+
+
+def _sync(folder: Path) -> None:
+    """Make everything in it durable: the runtime and its CRIU do not."""
+    made = [path for path in folder.rglob("*") if path.is_file() and not path.is_symlink()]
+    files.sync(folder, [str(path.relative_to(folder)) for path in made])
 
 
 def _report(folder: Path, record: ContainerRecord, pid: int, begin: float, *, left_running: bool) -> ContainerReport:

@@ -14,13 +14,16 @@ from pathlib import Path
 
 from gpucr.errors import SnapshotError
 from gpucr.snapshot import files
-from gpucr.snapshot.folder import DEVICE_NAME, GPU_PART_NAME, MANIFEST_NAME
+from gpucr.snapshot.folder import (
+    DEVICE_NAME,
+    GPU_PART_NAME,
+    MANIFEST_NAME,
+    SCATTERED_DEVICE_PREFIX,
+    SCATTERED_MANIFEST_NAME,
+)
 
 _CONTAINERDS_FOLDERS = ("ctrd-checkpoint", "ctd-checkpoint")
 """How the names begin of the folders that containerd makes (seen with 2.1.9 and 1.7.24; with 1.6.20)."""
-
-_DEVICE_PREFIX = f"{GPU_PART_NAME}.{DEVICE_NAME}."
-_MANIFEST = f"{GPU_PART_NAME}.{MANIFEST_NAME}"
 
 
 def are_wanted(images: Path) -> bool:
@@ -35,24 +38,31 @@ def scatter(images: Path) -> None:
         return  # the script is configured twice, and the other one has done it
     with _explained(images):
         for file in sorted((part / DEVICE_NAME).iterdir()):
-            file.rename(images / f"{_DEVICE_PREFIX}{file.name}")
+            file.rename(images / f"{SCATTERED_DEVICE_PREFIX}{file.name}")
         (part / DEVICE_NAME).rmdir()
-        (part / MANIFEST_NAME).rename(images / _MANIFEST)  # last: it says that there is all the rest
+        (part / MANIFEST_NAME).rename(images / SCATTERED_MANIFEST_NAME)  # last: it says that there is all the rest
         part.rmdir()
         files.sync_path(images)
 
 
 def gather(images: Path) -> None:
     """Undo `scatter`, if there is anything to undo; one that was cut off is gone on with. Raises SnapshotError."""
-    if not (images / _MANIFEST).exists():
+    if not (images / SCATTERED_MANIFEST_NAME).exists():
         return
     part = images / GPU_PART_NAME
+    if (part / MANIFEST_NAME).exists():
+        raise SnapshotError(
+            f"{images} has two GPU parts",
+            path=str(part),
+            hint=f"remove the one that is not of these images: {GPU_PART_NAME}, or {SCATTERED_MANIFEST_NAME} and the "
+            f"{SCATTERED_DEVICE_PREFIX}…",
+        )
     with _explained(images):
         for folder in (part, part / DEVICE_NAME):
             folder.mkdir(mode=0o700, exist_ok=True)
-        for file in sorted(images.glob(f"{_DEVICE_PREFIX}*")):
-            file.rename(part / DEVICE_NAME / file.name.removeprefix(_DEVICE_PREFIX))
-        (images / _MANIFEST).rename(part / MANIFEST_NAME)
+        for file in sorted(images.glob(f"{SCATTERED_DEVICE_PREFIX}*")):
+            file.rename(part / DEVICE_NAME / file.name.removeprefix(SCATTERED_DEVICE_PREFIX))
+        (images / SCATTERED_MANIFEST_NAME).rename(part / MANIFEST_NAME)
 
 
 @contextlib.contextmanager

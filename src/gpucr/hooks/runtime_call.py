@@ -34,6 +34,7 @@ _LOOK_EVERY_S = 0.05
 _START_TIME = 19
 """Which field it is of /proc/PID/stat behind the program's name (proc(5): the 22nd of all)."""
 _OUR_LINES = re.compile(r"^gpucr: error: (.*)$", re.MULTILINE)
+_PLAIN_PATH = re.compile(r"[\w/.,@~+=-]+")
 _MESSAGE = re.compile(r'^time=.* level=error msg="(.*)"$')  # runc's log; crun's lines have no such fields
 _OUR_VARIABLES = re.compile(r"HOME|LD_LIBRARY_PATH|GPUCR_\w+|XDG_\w+")
 
@@ -74,6 +75,12 @@ def programs(options: DumpOptions) -> Iterator[Programs]:
     criu = find_criu()
     # podman's monitor keeps the PATH for the container's life: nobody else may ever put something into this folder.
     parent = provided_folder().parent
+    if not _PLAIN_PATH.fullmatch(str(parent)):  # PATH and CRIU's configuration cannot hold others
+        raise BrokenInstall(
+            f"programs for the container's runtime cannot be put into {parent}: PATH, or CRIU's configuration, cannot "
+            "hold such a name",
+            hint="name another folder that only root can write with XDG_DATA_HOME",
+        )
     with contextlib.ExitStack() as made_here:
         try:
             parent.mkdir(mode=0o700, parents=True, exist_ok=True)

@@ -12,9 +12,18 @@ from typing import TYPE_CHECKING, Literal, Protocol, TypeAlias, get_args
 
 from gpucr.errors import InvalidRequest, StoreError
 from gpucr.model import Job
+from gpucr.operations.gpu_part import GpuPart
 from gpucr.operations.job_snapshot import JobSnapshot
 from gpucr.operations.sources import FolderSource, RestoreSource
-from gpucr.snapshot.folder import CONTAINER_RECORD_NAME, GPU_PART_NAME, IMAGES_NAME, MANIFEST_NAME, Snapshot
+from gpucr.snapshot.folder import (
+    CONTAINER_RECORD_NAME,
+    GPU_PART_NAME,
+    IMAGES_NAME,
+    MANIFEST_NAME,
+    OLDER_PART_NAME,
+    SCATTERED_MANIFEST_NAME,
+    Snapshot,
+)
 
 if TYPE_CHECKING:
     from gpucr.operations.store_snapshot import SnapshotInStore
@@ -29,6 +38,8 @@ Compress = Literal["auto", "none", "fast", "strong"]
 
 _STORE_FILE = "gpucr-store.json"
 _INVENTORY = "inventory.img"
+_IMAGES_IN_ARCHIVE = "checkpoint"
+"""The folder with CRIU's images in what podman exports, and in what a kubelet writes."""
 
 
 class TargetPlace(Protocol):
@@ -89,7 +100,8 @@ def find_target(to: Place, *, compress: Compress, encrypt: bool, key: Secret | N
 def open_snapshot(place: Place, key: Secret | None = None) -> Snapshot | SnapshotInStore:
     """The snapshot that is meant: a folder, ``STORE#NAME``, ``STORE#latest``, or the only one of a store.
 
-    Of a container's images, and of the folder that `gpucr dump --container` has made, it is the GPU part.
+    Of a container's images it is the GPU part; also of the folder that `gpucr dump --container` has made, and of an
+    unpacked archive of podman's or a kubelet's.
 
     Raises InvalidRequest, SnapshotError and what is derived from it.
     """
@@ -136,19 +148,22 @@ def _folder_of(path: Path) -> Path:
     Raises InvalidRequest for a container's that has none: it may be complete.
     """
     if not os.path.exists(path / MANIFEST_NAME):
-        for part in (path / GPU_PART_NAME, path / IMAGES_NAME / GPU_PART_NAME):
-            if os.path.isdir(part):
-                return part
+        for images in (path, path / IMAGES_NAME, path / _IMAGES_IN_ARCHIVE):
+            if os.path.isdir(images / GPU_PART_NAME):
+                return images / GPU_PART_NAME
+            GpuPart(images).require_finished()
+            if os.path.isdir(images / OLDER_PART_NAME):  # of a gpucr that was killed: a restore puts it back
+                return images / OLDER_PART_NAME
+            if os.path.isfile(images / SCATTERED_MANIFEST_NAME):
+                return images
         _require_no_container(path)
     return path
 
 
 def _require_no_container(path: Path) -> None:
-    if os.path.isfile(path / f"{GPU_PART_NAME}.{MANIFEST_NAME}"):
-        what = "the images of a container with its GPU state in plain files, as containerd takes them"
-    elif os.path.isfile(path / CONTAINER_RECORD_NAME):
+    if os.path.isfile(path / CONTAINER_RECORD_NAME):
         what = "a container without GPU state"
-    elif os.path.isfile(path / _INVENTORY):
+    elif any(os.path.isfile(images / _INVENTORY) for images in (path, path / _IMAGES_IN_ARCHIVE)):
         what = "CRIU's images, without GPU state"
     else:
         return

@@ -41,6 +41,7 @@ from gpucr.operations.freeze import (
     StopThreads,
     UnlockGang,
 )
+from gpucr.operations.gpu_part import GpuPart
 from gpucr.operations.interrupts import Interrupts
 from gpucr.operations.protection import Protection
 from gpucr.operations.staged import GangStaging
@@ -105,39 +106,46 @@ def uses_cuda(root_pid: int) -> bool:
     return bool(jobs.find_job(root_pid).job.gang)
 
 
-def clear_target(images: Path) -> None:
+def clear_target(images: Path, *, may_replace: bool) -> None:
     """Remove what a dump that was cut off has left of a GPU part in this folder of images.
 
-    Raises SnapshotExists for a complete one: beside new images it would pass for theirs.
+    ``may_replace``: the runtime always writes there, and its new checkpoint replaces the old one.
+    Else SnapshotExists is raised where there is a complete one: beside new images it would pass for theirs.
     """
-    folder = UnfinishedSnapshot.left_behind(images / GPU_PART_NAME, None)
-    if folder.is_committed:
+    part = GpuPart(images)
+    part.recover()
+    if part.is_complete and may_replace and not part.is_scattered:
+        return
+    if part.is_complete or part.is_scattered:
         raise SnapshotExists(
-            f"{folder.path} is the GPU part of another checkpoint",
-            path=str(folder.path),
-            hint="checkpoint into a folder of its own, or remove that one",
+            f"{images} has the GPU part of another checkpoint",
+            path=str(images),
+            hint="checkpoint into a folder of its own, or remove what is there",
         )
-    folder.discard()
+    UnfinishedSnapshot.left_behind(part.path, None).discard()
 
 
-def dump_for_runtime(root_pid: int, images: Path, hooks: RuntimeHooks) -> bool:
+def dump_for_runtime(root_pid: int, images: Path, hooks: RuntimeHooks, *, claim: int | None = None) -> bool:
     """Take the GPU state of the tree of ``root_pid`` through a runtime's dump into the folder ``images``.
 
     Called in CRIU's pre-dump hook: RUNNING → CHECKPOINTED, stopped, device memory taken out; then ``hooks`` is
     answered and CRIU dumps. At its post-dump hook the GPU part is committed. When CRIU has ended, the processes are
-    gone, or come back to the state in which they were found; returns whether they do. Needs root.
+    gone, or come back to the state in which they were found; returns whether they do. ``claim`` is a descriptor of
+    `gpu_part.claimed`, which is closed when the part is complete. Needs root.
 
     Whatever fails leads back to the state in which the processes were found; a hook that waits is answered after that
     (in post-dump: before, since CRIU holds the processes until then). Raises as `gpucr.dump`.
     """
+    part = GpuPart(images, claim)
     with contextlib.ExitStack() as opened:
+        opened.enter_context(part.older_aside())
         found = opened.enter_context(jobs.claimed_job(root_pid))
         protection = opened.enter_context(Protection(found.claims))
         context, threads, findings = _prepare(found, images, protection)
         preflight.require_no_blocking(findings, force=False)
         for finding in findings:
             hooks.say(f"warning: {finding.sentence()}")
-        run = RuntimeDump(context, hooks)
+        run = RuntimeDump(context, hooks, part)
         try:
             run_steps(_steps(context, threads, run))
         finally:
@@ -238,9 +246,10 @@ class RuntimeDump:
 
     name = "dump"
 
-    def __init__(self, context: GangDump, hooks: RuntimeHooks) -> None:
+    def __init__(self, context: GangDump, hooks: RuntimeHooks, part: GpuPart) -> None:
         self._context = context
         self._hooks = hooks
+        self._part = part
         self.left_running = False
 
     def describe(self) -> str:
@@ -249,6 +258,7 @@ class RuntimeDump:
 
     def run(self, interrupts: Interrupts, meter: Meter) -> int:
         """Answer pre-dump, commit at post-dump, and wait until CRIU has ended. Returns the bytes that were saved."""
+        self._part.begin()
         self._tell_guard(self._hooks.criu)
         self._hooks.answer(None)
         try:
@@ -284,7 +294,9 @@ class RuntimeDump:
         tree = processes.tree(context.job.root.pid)
         draft: Manifest = draft_of_gang(context, tree, UNKNOWN, {})
         left = _asks_to_leave_running(self._hooks.criu)
+        self._part.sync_images()
         snapshot = commit(context, replace(draft, left_running=left), interrupts, meter)
+        self._part.finish()
         return snapshot.manifest.size_bytes
 
     def _wait_until_thawed(self) -> None:

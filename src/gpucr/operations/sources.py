@@ -93,11 +93,11 @@ class FolderSource:
 
     def loader(self, destinations: Sequence[Destination]) -> DeviceLoader:
         """A reader of the device folder."""
-        return DeviceReader(self._snapshot.device, destinations)
+        return DeviceReader(self._snapshot.device, destinations, prefix=self._snapshot.device_prefix)
 
     def open_image(self, name: str) -> BinaryIO:
         """One of the snapshot's, or of the container whose GPU part it is: the part lies among them."""
-        around = self.folder.resolve().parent
+        around = self.folder if self._snapshot.is_scattered else self.folder.resolve().parent
         is_part = not self.images.exists() and (around / "pstree.img").is_file()
         return images_in(around if is_part else self.images)(name)
 

@@ -31,6 +31,13 @@ IMAGES_NAME = "images"
 DEVICE_NAME = "device"
 GPU_PART_NAME = "gpucr"
 """The folder among a container's images that holds its GPU state: a manifest and device memory."""
+UNFINISHED_MARK_NAME = f"{GPU_PART_NAME}.unfinished"
+"""The file beside it that says that these images should have such a folder (operations/gpu_part.py)."""
+OLDER_PART_NAME = f"{GPU_PART_NAME}.older"
+"""Where an older one is until it is replaced."""
+SCATTERED_MANIFEST_NAME = f"{GPU_PART_NAME}.{MANIFEST_NAME}"
+SCATTERED_DEVICE_PREFIX = f"{GPU_PART_NAME}.{DEVICE_NAME}."
+"""The names that the files of a GPU part have where they lie among the images themselves (hooks/plain_files.py)."""
 CONTAINER_RECORD_NAME = "container.json"
 """The file that a dump of a container by its runtime ends with (hooks/container_record.py)."""
 _UNFINISHED_NAME = f".{MANIFEST_NAME}.unfinished"
@@ -198,10 +205,14 @@ class UnfinishedSnapshot:
 
 @dataclass(frozen=True)
 class Snapshot:
-    """A committed snapshot. Made by `Snapshot.open` or by a dump."""
+    """A committed snapshot. Made by `Snapshot.open` or by a dump.
+
+    ``is_scattered``: it is a GPU part whose files lie in ``path`` among other ones, with names that tell them.
+    """
 
     path: Path
     manifest: Manifest
+    is_scattered: bool = False
 
     @property
     def where(self) -> str:
@@ -215,8 +226,13 @@ class Snapshot:
 
     @property
     def device(self) -> Path:
-        """The device memory that is not in the images."""
-        return self.path / DEVICE_NAME
+        """The folder with the device memory that is not in the images."""
+        return self.path if self.is_scattered else self.path / DEVICE_NAME
+
+    @property
+    def device_prefix(self) -> str:
+        """What the names of these files begin with."""
+        return SCATTERED_DEVICE_PREFIX if self.is_scattered else ""
 
     @classmethod
     def open(cls, path: str | os.PathLike[str]) -> Snapshot:
@@ -226,12 +242,13 @@ class Snapshot:
         where another user could have changed the snapshot.
         """
         folder = Path(path)
-        file = folder / MANIFEST_NAME
+        is_scattered = not os.path.lexists(folder / MANIFEST_NAME) and os.path.lexists(folder / SCATTERED_MANIFEST_NAME)
+        file = folder / (SCATTERED_MANIFEST_NAME if is_scattered else MANIFEST_NAME)
         try:
             if not folder.is_dir():
                 hint = "name the folder that was given to dump with --to"
                 raise InvalidRequest(f"{folder} is not a folder", hint=hint)
-            data = _read_manifest(folder)
+            data = _read_manifest(file)
         except FileNotFoundError as e:
             raise SnapshotUnfinished(
                 f"{folder} holds no {MANIFEST_NAME}: it is no snapshot, or its dump was never finished",
@@ -247,7 +264,7 @@ class Snapshot:
         try:
             if len(data) > manifest.MAX_MANIFEST_BYTES:
                 raise ManifestError(f"it is larger than {manifest.MAX_MANIFEST_BYTES} bytes")
-            opened = cls(folder, manifest.decode(data))
+            opened = cls(folder, manifest.decode(data), is_scattered)
             if opened.manifest.is_in_store:
                 raise ManifestError("its device memory is in a store, and not in this folder")
             return opened
@@ -261,7 +278,7 @@ class Snapshot:
     def verify(self) -> None:
         """Check every file against size and digest. Raises SnapshotDamaged, naming the first that differs."""
         self.verify_files()
-        device.verify(self.device, self.manifest.device_data)
+        device.verify(self.device, self.manifest.device_data, self.device_prefix)
 
     def verify_files(self) -> None:
         """`verify` without device memory, which a `DeviceReader` checks as it reads it."""
@@ -298,24 +315,27 @@ def _check_target(path: Path) -> None:
         )
 
 
-def _read_manifest(folder: Path) -> bytes:
+def _read_manifest(file: Path) -> bytes:
     """The bytes of the manifest, one more than a manifest may have at most. Raises OSError."""
     # Without O_NONBLOCK the open of a named pipe waits for a writer that never comes.
-    fd = os.open(folder / MANIFEST_NAME, os.O_RDONLY | os.O_NOFOLLOW | os.O_NONBLOCK | os.O_CLOEXEC)
+    fd = os.open(file, os.O_RDONLY | os.O_NOFOLLOW | os.O_NONBLOCK | os.O_CLOEXEC)
     try:
         found = os.fstat(fd)
         if not stat.S_ISREG(found.st_mode):
             raise OSError(errno.EINVAL, "it is not a plain file")
-        _require_ours(folder, found)
+        _require_ours(file, found)
         with os.fdopen(fd, "rb", closefd=False) as stream:
             return stream.read(manifest.MAX_MANIFEST_BYTES + 1)
     finally:
         os.close(fd)
 
 
-def _require_ours(folder: Path, manifest_stat: os.stat_result) -> None:
+def _require_ours(manifest_file: Path, manifest_stat: os.stat_result) -> None:
     """Restoring runs what the snapshot says with the caller's privileges: nobody else may be able to write it."""
-    checked = [(str(folder), folder.stat()), (MANIFEST_NAME, manifest_stat)]
+    folder = manifest_file.parent
+    checked = [(str(folder), folder.stat()), (manifest_file.name, manifest_stat)]
+    if manifest_file.name == SCATTERED_MANIFEST_NAME:
+        checked += [(str(path), path.lstat()) for path in folder.iterdir()]
     for inner in (folder / IMAGES_NAME, folder / DEVICE_NAME, folder / shared_files.FOLDER_NAME):
         if inner.is_dir() and not inner.is_symlink():  # `verify` tells where it is neither
             checked += [(str(path), path.lstat()) for path in (inner, *inner.iterdir())]

@@ -68,6 +68,7 @@ class DeviceReader:
 
     Raises SnapshotDamaged at once where a file is missing, not a plain file, or of another size. A thread that finds a
     digest that differs ends all of them, and every later wait raises SnapshotDamaged, with process, file and range.
+    ``prefix`` is what the names of all files there begin with.
     ``on_bytes`` is told the size of every stored piece that is in place (`DeviceData.stored_bytes` in all);
     several threads call it at once. When all is read, the threads end and the files are closed.
     """
@@ -77,6 +78,7 @@ class DeviceReader:
         folder: Path,
         destinations: Sequence[Destination],
         *,
+        prefix: str = "",
         threads: int = THREADS,
         on_bytes: Callable[[int], None] | None = None,
     ) -> None:
@@ -85,16 +87,16 @@ class DeviceReader:
         self._crew: Crew[_Job] = Crew("device-reader", threads, take=self._take, work=self._load, close=self._close)
         try:
             for destination in destinations:
-                self._add(folder, destination)
+                self._add(folder, prefix, destination)
         except BaseException:
             self.cancel()
             raise
         self._turns = deque(self._loadings.values())
 
-    def _add(self, folder: Path, destination: Destination) -> None:
+    def _add(self, folder: Path, prefix: str, destination: Destination) -> None:
         if destination.fd is not None and os.fstat(destination.fd).st_size < destination.data.size_bytes:
             raise ValueError(f"the staging file of process {destination.pid} is shorter than its device memory")
-        stripes = Stripes.open(folder, destination.pid, Layout.of(destination.data))
+        stripes = Stripes.open(folder, destination.pid, Layout.of(destination.data), prefix)
         self._loadings[destination.pid] = _Loading(destination, stripes)
 
     def start(self) -> None:
@@ -161,9 +163,9 @@ class DeviceReader:
             loading.stripes.close()
 
 
-def verify(folder: Path, data: Mapping[int, DeviceData]) -> None:
+def verify(folder: Path, data: Mapping[int, DeviceData], prefix: str = "") -> None:
     """Read and check the device memory of these processes. Raises SnapshotDamaged, naming the first that differs."""
-    reader = DeviceReader(folder, [Destination(pid, None, each) for pid, each in data.items()])
+    reader = DeviceReader(folder, [Destination(pid, None, each) for pid, each in data.items()], prefix=prefix)
     try:
         reader.start()
         reader.wait()

@@ -72,12 +72,15 @@ class Layout:
 
 
 class Stripes:
-    """The open files of one process. Reads and writes may come from many threads at once."""
+    """The open files of one process. Reads and writes may come from many threads at once.
 
-    def __init__(self, folder: Path, pid: int, layout: Layout) -> None:
+    ``prefix`` is what their names begin with.
+    """
+
+    def __init__(self, folder: Path, pid: int, layout: Layout, prefix: str = "") -> None:
         self.layout = layout
         self._folder = folder
-        self._pid = pid
+        self._name = f"{prefix}{pid}"
         self._fds: list[int] = []
         self._is_direct = True
 
@@ -90,13 +93,13 @@ class Stripes:
         return made
 
     @classmethod
-    def open(cls, folder: Path, pid: int, layout: Layout) -> Stripes:
+    def open(cls, folder: Path, pid: int, layout: Layout, prefix: str = "") -> Stripes:
         """Open the files for reading.
 
         Raises SnapshotDamaged where one is missing, no plain file, or of another size, and SnapshotError where it
         cannot be opened for another reason.
         """
-        found = cls(folder, pid, layout)
+        found = cls(folder, pid, layout, prefix)
         try:
             # Without O_NONBLOCK the open of a named pipe waits for a writer that never comes.
             found._open(os.O_RDONLY | os.O_NONBLOCK, _check_file)
@@ -125,7 +128,7 @@ class Stripes:
 
     def path(self, stripe: int) -> Path:
         """The file of one stripe."""
-        return self._folder / f"{self._pid}.{stripe}"
+        return self._folder / f"{self._name}.{stripe}"
 
     @property
     def fds(self) -> tuple[int, ...]:
