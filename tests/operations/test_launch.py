@@ -9,6 +9,7 @@ import signal
 import subprocess
 import sys
 import tempfile
+import time
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
@@ -51,6 +52,12 @@ def _states() -> dict[str, str]:
 
 def _wait_for_end(name: str) -> None:
     wait_until(lambda: _states()[name] != "running", f"the job {name} to end")
+
+
+def _wait_for_the_next_second() -> None:
+    """The second of its start is in the name of a log, by this clock: time() can be a tick behind others."""
+    before = time.strftime("%S")
+    wait_until(lambda: time.strftime("%S") != before, "the next second")
 
 
 def _log(name: str) -> str:
@@ -123,6 +130,9 @@ def test_options_behind_the_command_are_the_commands_own() -> None:
         (["--log", "/no/such/folder/log", "true"], "the folder of the log"),
         (["--log", "/", "true"], "cannot be the log"),
         (["--no-isolate", "--network", "own", "true"], "only an isolated job has a network of its own"),
+        pytest.param(["--log", "/dev/shm/x.log", "true"], "the log /dev/shm/x.log is in", marks=pytest.mark.root),
+        pytest.param(["--cwd", "/dev/shm", "true"], "the folder /dev/shm is in", marks=pytest.mark.root),
+        pytest.param(["--explain", "--cwd", "/dev/shm", "true"], "the folder /dev/shm is in", marks=pytest.mark.root),
     ],
 )
 def test_what_cannot_be_started(options: list[str], said: str, state: Path) -> None:
@@ -130,6 +140,26 @@ def test_what_cannot_be_started(options: list[str], said: str, state: Path) -> N
     assert (done.returncode, done.stdout) == (2, "")
     assert said in done.stderr
     assert not state.exists() or list(state.iterdir()) == [], "nothing of it is left"
+
+
+@pytest.mark.root
+def test_what_lies_in_shared_memory_is_for_jobs_that_see_it(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    with tempfile.TemporaryDirectory(dir="/dev/shm") as hidden:
+        program, link = Path(hidden, "program"), tmp_path / "link"
+        program.write_text("#!/bin/sh\npwd\n")
+        program.chmod(0o755)
+        link.symlink_to(program)
+        for command_line in ([str(program)], [str(link)]):
+            with pytest.raises(InvalidRequest, match=r"the program .+ is in /dev/shm") as caught:
+                launch.run_job(command_line, name="job")
+            assert "--no-isolate" in str(caught.value.hint)
+        launch.run_job([str(program)], name="job", isolate=False, cwd=hidden, log=f"{hidden}/log")
+        _wait_for_end("job")
+        assert _log("job") == f"{hidden}\n"
+        monkeypatch.setenv("XDG_STATE_HOME", hidden)
+        with pytest.raises(InvalidRequest, match=r"the log .+ is in /dev/shm"):
+            launch.run_job(["true"], name="job")
+        assert launch.list_jobs() == ()
 
 
 def test_a_program_that_cannot_be_executed_leaves_no_job(tmp_path: Path, state: Path) -> None:
@@ -367,6 +397,26 @@ def test_forgetting_and_using_a_name_again() -> None:
     assert _states() == {}
 
 
+def test_forgetting_by_force_and_what_is_damaged(state: Path) -> None:
+    """As when the container is gone that it was started in."""
+    launch.run_job(["true"], name="job", isolate=False)
+    _wait_for_end("job")
+    record = registered.registry().find("job").record
+    assert record is not None
+    Path(record.status_path).unlink()
+    registered.registry().update(record, boot_id="another", host="node7")
+    done = command.run("jobs", "--forget", "job")
+    assert (done.returncode, done.stdout) == (2, "")
+    assert "`gpucr jobs --forget job --force`" in done.stderr
+    done = command.run("jobs", "--forget", "job", "--force")
+    assert (done.returncode, done.stdout) == (0, "job forgotten (elsewhere (node7))\n")
+    assert command.run("jobs", "--force").returncode == 2
+    launch.run_job(["true"], name="job", isolate=False)
+    (state / "job" / "record.json").write_text("{")
+    assert "its logs are kept" in command.run("jobs", "--forget", "job").stdout
+    assert list((state / "job").glob("*.log"))
+
+
 # --- logs ------------------------------------------------------------------------------------------------------
 
 
@@ -511,6 +561,54 @@ def test_a_restored_job_gets_another_name_where_its_own_is_taken(tmp_path: Path)
     launch.run_job(["sleep", "1000"], name="job", isolate=False)
     assert gpucr.restore(tmp_path / "snapshot").name == "job-2"
     assert _states() == {"job": "running", "job-2": "running"}
+
+
+@pytest.mark.criu
+def test_a_restored_job_leaves_the_name_of_another_one_that_was_dumped_alone(tmp_path: Path) -> None:
+    for month in ("january", "february"):
+        launch.run_job(["sh", "-c", f"echo {month}; exec sleep 1000"], name="job", isolate=False)
+        wait_until(lambda: bool(_log("job")), "the job to say something")
+        gpucr.dump("job", tmp_path / month)
+        if month == "january":
+            launch.forget_job("job")
+            _wait_for_the_next_second()
+    assert gpucr.restore(tmp_path / "january").name == "job-2"
+    assert _states() == {"job": "dumped", "job-2": "running"}
+    record = registered.registry().find("job-2").record
+    assert record is not None
+    _end(record)
+    _wait_for_end("job-2")
+    launch.forget_job("job-2")
+    assert gpucr.restore(tmp_path / "february").name == "job"
+    assert _log("job") == "february\n"
+
+
+@pytest.mark.criu
+def test_a_job_with_another_name_keeps_its_log_when_the_old_one_is_forgotten(tmp_path: Path) -> None:
+    beat = "import itertools, time\nfor n in itertools.count():\n    print(n, flush=True); time.sleep(0.005)"
+    launch.run_job(_python(beat), name="job", isolate=False)
+    gpucr.dump("job", tmp_path / "snapshot")
+    report = gpucr.restore(tmp_path / "snapshot", name="other")
+    assert (report.name, report.warnings) == ("other", ())
+    launch.forget_job("job")
+    assert _states() == {"other": "running"}
+    printed = len(_log("other").split())
+    wait_until(lambda: len(_log("other").split()) > printed, "the job to go on with its log")
+
+
+@pytest.mark.criu
+@pytest.mark.parametrize("before_the_dump", [True, False])
+def test_a_restored_job_whose_log_was_removed(before_the_dump: bool, tmp_path: Path) -> None:
+    beat = "import time\nwhile True: print(1, flush=True); time.sleep(0.005)"
+    log = launch.run_job(_python(beat), name="job").record.log
+    wait_until(lambda: bool(_log("job")), "the job to say something")
+    if before_the_dump:
+        log.unlink()
+    gpucr.dump("job", tmp_path / "snapshot")
+    log.unlink(missing_ok=True)
+    report = gpucr.restore(tmp_path / "snapshot")
+    said = " ".join(report.warnings)
+    assert ("had been removed when it was dumped" in said) is before_the_dump, said
 
 
 @pytest.mark.criu

@@ -9,9 +9,10 @@ from pathlib import Path
 
 import pytest
 
-from gpucr.errors import InvalidRequest
+from gpucr.errors import InvalidRequest, Unsupported
+from gpucr.launch import registry as registries
 from gpucr.launch.record import JobRecord
-from gpucr.model import ProcessId
+from gpucr.model import JobFile, ProcessId
 from gpucr.operations import registered
 from gpucr.operations.registered import restored_name, restored_name_or_warning
 from gpucr.snapshot.folder import Snapshot
@@ -93,16 +94,62 @@ def test_the_user_names_a_clone(snapshot: Snapshot) -> None:
         pass
 
 
-@pytest.mark.parametrize("what", ["running", "dumped", "gone", "damaged"])
+@pytest.mark.parametrize("what", ["running", "dumped", "another one dumped", "gone", "damaged"])
 def test_whose_name_it_takes_over(what: str, snapshot: Snapshot, state: Path) -> None:
+    launch = snapshot.manifest.launch
+    assert launch is not None
     _register("trainer-1", ME if what == "running" else ProcessId(unused_pid(), 1))
     if what == "dumped":
+        registered.registry().update(_look("trainer-1"), dumped=True, log_path=launch.log_path)
+    if what == "another one dumped":
         registered.registry().update(_look("trainer-1"), dumped=True)
     if what == "damaged":
         (state / "trainer-1" / "record.json").write_text("{")
+    is_free = what in ("dumped", "gone")
     with restored_name(snapshot) as name:
         assert name is not None
-        assert name.name == ("trainer-1" if what in ("dumped", "gone") else "trainer-1-2")
+        assert name.name == ("trainer-1" if is_free else "trainer-1-2")
+    refused = contextlib.nullcontext() if is_free else pytest.raises(InvalidRequest, match="its name is taken")
+    with refused, restored_name(snapshot, name="trainer-1"):
+        pass
+    with restored_name(snapshot, clone=True) as name:
+        assert name is not None
+        assert name.name == "trainer-1-2"
+
+
+def test_jobs_with_one_log_of_the_users_are_told_apart_by_the_snapshot(snapshot: Snapshot, tmp_path: Path) -> None:
+    launch = snapshot.manifest.launch
+    assert launch is not None
+    log = str(tmp_path / "log")
+    snapshot = replace(snapshot, manifest=replace(snapshot.manifest, launch=replace(launch, log_path=log)))
+    _register("trainer-1", ProcessId(unused_pid(), 1))
+    for where, expected in (("/another", "trainer-1-2"), (snapshot.where, "trainer-1")):
+        registered.registry().update(_look("trainer-1"), dumped=True, log_path=log, snapshot=where)
+        with restored_name(snapshot) as name:
+            assert name is not None
+            assert name.name == expected
+
+
+def test_a_restore_while_another_one_has_the_name_is_refused(
+    snapshot: Snapshot, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(registries, "LOCK_TIMEOUT_S", 0.1)
+    with restored_name(snapshot), pytest.raises(Unsupported) as caught, contextlib.ExitStack() as opened:
+        restored_name_or_warning(snapshot, opened)
+    assert caught.value.code == "GPUCR-BUSY"
+
+
+@pytest.mark.parametrize("is_open", [True, False])
+def test_a_log_that_was_gone_at_the_dump_is_a_warning(is_open: bool, snapshot: Snapshot) -> None:
+    launch = snapshot.manifest.launch
+    assert launch is not None
+    opened_files = (JobFile(launch.log_path, 5, is_written=True, is_mapped=False),) if is_open else ()
+    snapshot = replace(snapshot, manifest=replace(snapshot.manifest, open_files=opened_files))
+    for clone in (False, True):
+        with contextlib.ExitStack() as opened:
+            name, warnings = restored_name_or_warning(snapshot, opened, clone=clone)
+            assert name is not None
+            assert ["had been removed" in warning for warning in warnings] == [True] * (not is_open and not clone)
 
 
 def test_a_restore_that_fails_changes_nothing(snapshot: Snapshot, state: Path) -> None:

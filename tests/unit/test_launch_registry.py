@@ -279,12 +279,25 @@ def test_the_name_of_an_ended_job_can_be_used_again_and_its_log_stays(registry: 
         assert first.log_path.read_text() == "first"
 
 
+def test_how_a_job_ended_is_removed_when_another_one_has_its_name(registry: Registry, tmp_path: Path) -> None:
+    first = _register(registry, "train", _ended(), tmp_path)
+    Path(first.status_path).write_text('{"exit_code": 3, "ended": "2026-01-02T03:04:05+00:00"}')
+    with contextlib.suppress(KeyboardInterrupt), registry.reserve("train") as reservation:
+        reservation.register(_record(tmp_path, _ended()))
+        raise KeyboardInterrupt
+    assert registry.find("train").state.exit_code == 3, "not for a start that failed"
+    second = _register(registry, "train", _ended(), tmp_path)
+    Path(second.status_path).write_text('{"exit_code": 4, "ended": "2026-01-02T03:04:06+00:00"}')
+    assert list(Path(second.status_path).parent.glob("*.status")) == [Path(second.status_path)]
+    assert registry.find("train").state.exit_code == 4
+
+
 def test_a_dumped_job_keeps_its_name_until_it_is_restored_or_forgotten(registry: Registry, tmp_path: Path) -> None:
     record = _register(registry, "train", _ended(), tmp_path, snapshot="/snap", dumped=True)
     with pytest.raises(InvalidRequest, match="is dumped") as caught:
         _register(registry, "train", _ended(), tmp_path)
     assert "gpucr restore /snap" in str(caught.value.hint)
-    with registry.reserve("train", over={"dumped"}) as reservation:
+    with registry.reserve("train", replaces=lambda job: job.state.word == "dumped") as reservation:
         reservation.register(replace(record, dumped=False))
     assert registry.find("train").state.word != "dumped"
 
@@ -368,11 +381,48 @@ def test_forgetting_while_the_keeper_writes_how_the_job_ended(
     assert not calls[0].exists()
 
 
-def test_a_job_that_may_run_elsewhere_cannot_be_forgotten(registry: Registry, tmp_path: Path) -> None:
+def test_a_job_that_may_run_elsewhere_is_forgotten_only_by_force(registry: Registry, tmp_path: Path) -> None:
     _register(registry, "train", _ended(), tmp_path, boot_id="another", host="node7")
     with pytest.raises(InvalidRequest, match="elsewhere") as caught:
         registry.forget("train")
     assert "node7" in str(caught.value.hint)
+    assert "--forget train --force" in str(caught.value.hint)
+    assert registry.forget("train", force=True).state.word == "elsewhere"
+    assert registry.jobs() == ()
+    with sleeper() as child:
+        _register(registry, "train", child.id, tmp_path)
+        with pytest.raises(InvalidRequest, match="is running"):
+            registry.forget("train", force=True)
+
+
+def test_forgetting_keeps_the_log_that_another_job_goes_on_with(registry: Registry, tmp_path: Path) -> None:
+    with registry.reserve("train") as old:
+        old.log_path.write_text("old")
+        old.register(_record(tmp_path, _ended(), log_path=str(old.log_path)))
+    with registry.reserve("train") as first:
+        first.log_path.write_text("so far")
+        first.register(_record(tmp_path, _ended(), log_path=str(first.log_path), dumped=True))
+    with sleeper() as child:
+        _register(registry, "other", child.id, tmp_path, log_path=str(first.log_path))
+        registry.forget("train")
+        assert registry.look("train") is None
+        assert list(first.log_path.parent.iterdir()) == [first.log_path]
+        assert first.log_path.read_text() == "so far"
+        with registry.reserve("train") as again:
+            assert again.log_path != first.log_path
+    registry.forget("other")
+    assert os.listdir(tmp_path / "state" / "jobs") == [], "nobody's log any more"
+
+
+def test_a_kept_log_in_the_folder_of_another_job_goes_with_that_one(registry: Registry, tmp_path: Path) -> None:
+    with registry.reserve("train") as first:
+        first.log_path.write_text("so far")
+        first.register(_record(tmp_path, _ended(), log_path=str(first.log_path)))
+    _register(registry, "other", _ended(), tmp_path, log_path=str(first.log_path))
+    registry.forget("other")
+    assert first.log_path.exists()
+    registry.forget("train")
+    assert not first.log_path.parent.exists()
 
 
 def test_a_record_is_changed_only_for_the_job_that_it_was_of(registry: Registry, tmp_path: Path) -> None:
@@ -407,8 +457,12 @@ def test_a_damaged_record_hides_no_other_and_can_be_forgotten(damage: str, regis
         assert {job.name: job.state.word for job in registry.jobs()} == {"serve": "running", "train": "damaged"}
         with pytest.raises(InvalidRequest, match="damaged"):
             _register(registry, "train", child.id, tmp_path)
+        log = tmp_path / "state" / "jobs" / "train" / "20260102-030405.log"
+        log.write_text("its job may run")
         registry.forget("train")
         assert [job.name for job in registry.jobs()] == ["serve"]
+        assert list(log.parent.iterdir()) == [log]
+        _register(registry, "train", child.id, tmp_path)
 
 
 # --- several gpucr at once -------------------------------------------------------------------------------------

@@ -12,6 +12,7 @@ import click
 from gpucr.cli.columns import output_width
 from gpucr.cli.options import json_option
 from gpucr.cli.output import format_seconds, print_json, printable
+from gpucr.errors import InvalidRequest
 from gpucr.launch.registry import ListedJob
 from gpucr.operations.launch import forget_job, list_jobs
 
@@ -21,8 +22,9 @@ _COLUMNS = "{:<20} {:>8}  {:<28} {:>12}  {:<8}  {}"
 @click.command("jobs")
 @click.option("--all", "show_all", is_flag=True, help="Also those that have ended.")
 @click.option("--forget", metavar="NAME", help="Remove the record and the logs of a job that does not run any more.")
+@click.option("--force", is_flag=True, help="With --forget: also of one that may run on another machine.")
 @json_option
-def command(*, show_all: bool, forget: str | None, as_json: bool) -> None:
+def command(*, show_all: bool, forget: str | None, force: bool, as_json: bool) -> None:
     """List the jobs that `gpucr run` started: name, pid, state, age, whether isolated, command.
 
     The names stand for pids in all commands. Each user has a list of their own.
@@ -32,10 +34,13 @@ def command(*, show_all: bool, forget: str | None, as_json: bool) -> None:
       gpucr jobs --all
       gpucr jobs --forget train
     """
+    if force and forget is None:
+        raise InvalidRequest("--force goes with --forget NAME", hint="leave it out")
     if forget is not None:
-        found: Sequence[ListedJob] = (forget_job(forget),)
+        found: Sequence[ListedJob] = (forget_job(forget, force=force),)
         if not as_json:
-            click.echo(f"{forget} forgotten ({_state_text(found[0])})")
+            kept = "" if found[0].record is not None else "; its logs are kept, for it may still run"
+            click.echo(f"{forget} forgotten ({_state_text(found[0])}){kept}")
             return
     else:
         found = [job for job in list_jobs() if show_all or job.state.word != "ended"]

@@ -14,7 +14,7 @@ import fcntl
 import os
 import shutil
 import time
-from collections.abc import Collection, Iterator
+from collections.abc import Callable, Collection, Iterator
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
@@ -36,8 +36,7 @@ from gpucr.model import ProcessId
 LOCK_TIMEOUT_S = 10.0
 """How long to wait for another gpucr that works on the same record: a start takes about a second."""
 
-REPLACEABLE: frozenset[StateWord] = frozenset({"ended", "lost"})
-"""What has become of a job whose name another one can have."""
+_REPLACEABLE: frozenset[StateWord] = frozenset({"ended", "lost"})
 
 _RECORD, _LOCK = "record.json", "lock"
 _REMOVALS = 5
@@ -50,6 +49,11 @@ class ListedJob:
     name: str
     record: JobRecord | None
     state: JobState
+
+
+def is_replaceable(job: ListedJob) -> bool:
+    """Whether another job can have its name."""
+    return job.state.word in _REPLACEABLE
 
 
 class Reservation:
@@ -141,19 +145,19 @@ class Registry:
 
     @contextlib.contextmanager
     def reserve(
-        self, name: str, *, log_path: Path | None = None, over: Collection[StateWord] = REPLACEABLE
+        self, name: str, *, log_path: Path | None = None, replaces: Callable[[ListedJob], bool] = is_replaceable
     ) -> Iterator[Reservation]:
         """Keep a name for the job that the block starts and registers.
 
         If the block registers none, or ends with an error, everything is as before.
 
-        ``over``: what may have become of a job that has the name now. ``log_path`` is the log file where it is not one
-        of gpucr's own. Raises InvalidRequest where it cannot be had.
+        ``replaces``: whether it can be had from the job that has it now. ``log_path`` is the log file where it is not a
+        new one of gpucr's own. Raises InvalidRequest where the name cannot be had.
         """
         check_name(name)
         with self._locked(name) as folder:
             taken = self.look(name)
-            if taken is not None and taken.state.word not in over:
+            if taken is not None and not replaces(taken):
                 raise _in_the_way(taken, "its name is taken")
             reservation = Reservation(name, folder, log_path)
             try:
@@ -162,6 +166,9 @@ class Registry:
                 with contextlib.suppress(OSError):  # a full disk: the record says "lost" then, which is true
                     reservation.withdraw()
                 raise
+            else:
+                if reservation.is_registered:
+                    _remove_older_statuses(folder, reservation)
             finally:
                 if not reservation.is_registered:
                     _clean(folder, reservation, keep_folder=taken is not None)
@@ -175,7 +182,7 @@ class Registry:
                 (self._folder / name).mkdir(mode=0o700)
             except FileExistsError:
                 continue
-            with self.reserve(name, log_path=log_path, over=()) as reservation:
+            with self.reserve(name, log_path=log_path, replaces=lambda _: False) as reservation:
                 yield reservation
             return
 
@@ -186,21 +193,41 @@ class Registry:
             if now is not None and now.record is not None and now.record.root == record.root:
                 _write(folder, encode(replace(now.record, **changes)))
 
-    def forget(self, name: str) -> ListedJob:
+    def forget(self, name: str, *, force: bool = False) -> ListedJob:
         """Remove the record and the logs of a job that is no more, also one that was dumped. Returns what it was.
 
-        Raises InvalidRequest for a job that runs, or that may run on another machine.
+        Logs that are those of other jobs stay: of one that was restored under another name, say. So do all of them
+        where the record is damaged, for its job may run. Raises InvalidRequest for a job that runs, and unless
+        ``force`` for one that may run on another machine.
         """
         self.find(name)
         with self._locked(name) as folder:
             job = self.look(name)
             if job is None:  # another gpucr was faster
-                _remove(folder)
+                _remove(folder, self._logs_in_use())
                 return self.find(name)
-            if job.state.word in ("running", "elsewhere"):
+            if job.state.word == "running" or (job.state.word == "elsewhere" and not force):
                 raise _in_the_way(job, "it cannot be forgotten")
-            _remove(folder)
-            return job
+            logs = {log.resolve() for log in folder.glob("*.log")}
+            _remove(folder, logs if job.record is None else logs & self._logs_in_use(but_of=name))
+        if job.record is not None:
+            with contextlib.suppress(Unsupported):  # a job that is being started there: the log goes with that one
+                self._remove_what_was_kept_for(job.record)
+        return job
+
+    def _logs_in_use(self, *, but_of: str | None = None) -> set[Path]:
+        return {job.record.log.resolve() for job in self.jobs() if job.record is not None and job.name != but_of}
+
+    def _remove_what_was_kept_for(self, record: JobRecord) -> None:
+        """Remove its log from the folder of the name that it had before, if the job of that name is forgotten."""
+        name = record.log.parent.name
+        is_kept = record.log.parent.parent == self._folder and name != record.name and record.log.exists()
+        if is_kept and is_name(name) and self.look(name) is None:
+            with self._locked(name) as folder:
+                if self.look(name) is None and record.log.resolve() not in self._logs_in_use():
+                    record.log.unlink(missing_ok=True)
+                    if not any(folder.glob("*.log")):
+                        _remove(folder)
 
     def _names(self) -> list[str]:
         try:
@@ -295,8 +322,25 @@ def _clean(folder: Path, reservation: Reservation, *, keep_folder: bool) -> None
             folder.rmdir()  # unless there is something else in it, such as the log of a job whose record was lost
 
 
-def _remove(folder: Path) -> None:
-    """Remove a job's folder, in which its keeper may be about to write how the job ended: two files, one rename."""
+def _remove_older_statuses(folder: Path, reservation: Reservation) -> None:
+    """Remove how those ended that had the name before: every restore adds one, and nobody asks for them any more."""
+    with contextlib.suppress(OSError):
+        for path in folder.glob("*.status"):
+            if path != reservation.status_path:
+                path.unlink(missing_ok=True)
+
+
+def _remove(folder: Path, kept: Collection[Path] = ()) -> None:
+    """Remove a job's folder, but not what is to be ``kept`` of it.
+
+    Its keeper may be about to write how the job ended there: two files, one rename.
+    """
+    paths = sorted(folder.iterdir(), key=lambda path: path.name == _LOCK)  # the lock last: it is held
+    others = [path for path in paths if path.resolve() not in kept]
+    if len(others) < len(paths):
+        for path in others:
+            path.unlink(missing_ok=True)
+        return
     for _ in range(_REMOVALS):
         try:
             shutil.rmtree(folder)
@@ -318,6 +362,7 @@ def _in_the_way(job: ListedJob, therefore: str) -> InvalidRequest:
         hint = {
             "running": f"its pid is {job.record.pid}; `gpucr logs {job.name}` shows what it does",
             "dumped": f"`gpucr restore {job.record.snapshot}` restores it; `gpucr jobs --forget {job.name}` forgets it",
-            "elsewhere": f"it was started on {job.record.host}, maybe in a container: look there",
+            "elsewhere": f"it was started on {job.record.host}, maybe in a container: look there; if that is gone, "
+            f"`gpucr jobs --forget {job.name} --force` removes its record and its log",
         }.get(job.state.word, hint)
     return InvalidRequest(f"the job {job.name} is {job.state.word}: {therefore}", hint=hint, code="GPUCR-NAME-TAKEN")

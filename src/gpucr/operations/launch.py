@@ -24,6 +24,7 @@ from gpucr.model import CudaState
 from gpucr.operations.interrupts import Interrupts
 from gpucr.operations.probe import measurements
 from gpucr.operations.registered import now, registry, registry_in_use
+from gpucr.snapshot.shared_files import ROOT as SHARED_MEMORY
 
 _NEEDS = "namespaces of a job's own need CAP_SYS_ADMIN and CAP_SYS_PTRACE"
 
@@ -83,6 +84,9 @@ def plan_job(
         raise InvalidRequest("there is no command to run", hint="gpucr run [OPTIONS] [--] CMD...")
     program = _program(command[0], folder, given)
     why_not = _why_not_isolated(isolate)
+    if why_not is None:
+        _require_visible("the folder", str(folder))
+        _require_visible("the program", program)
     io_uring_is_refused = seccomp.can_refuse_io_uring()
     return LaunchPlan(
         command=tuple(command),
@@ -134,6 +138,8 @@ def run_job(
     with Interrupts() as interrupts:
         try:
             with registry_in_use(), reserve as reservation:
+                if plan.isolated:
+                    _require_visible("the log", str(reservation.log_path))
                 return StartedJob(_start(plan, reservation, given, interrupts), plan)
         except KeyboardInterrupt as e:
             raise Interrupted("interrupted; no job was started") from e
@@ -190,14 +196,15 @@ def list_jobs() -> tuple[ListedJob, ...]:
         return tuple(_with_cuda_state(job, driver) for job in registry().jobs())
 
 
-def forget_job(name: str) -> ListedJob:
+def forget_job(name: str, *, force: bool = False) -> ListedJob:
     """Remove the record and the logs of a job that does not run any more. Returns what was known of it.
 
-    Raises InvalidRequest where there is no such job, or it runs or may run on another machine; Unsupported where the
-    registry cannot be written.
+    ``force``: also of one that may run on another machine or in another container. Logs of a damaged record, whose job
+    may run, and logs that another job writes to are kept. Raises InvalidRequest where there is no such job, or it runs,
+    or may run elsewhere; Unsupported where the registry cannot be written.
     """
     with registry_in_use():
-        return registry().forget(name)
+        return registry().forget(name, force=force)
 
 
 def _with_cuda_state(job: ListedJob, driver: Driver | None) -> ListedJob:
@@ -231,6 +238,15 @@ def _why_not_isolated(wanted: bool | None) -> str | None:
             code="GPUCR-NO-SANDBOX",
         )
     return "namespaces of a job's own need CAP_SYS_ADMIN and CAP_SYS_PTRACE"
+
+
+def _require_visible(what: str, path: str) -> None:
+    """Raise InvalidRequest for what the /dev/shm of an isolated job hides from it."""
+    if any(Path(each).is_relative_to(SHARED_MEMORY) for each in (path, os.path.realpath(path))):
+        raise InvalidRequest(
+            f"{what} {path} is in {SHARED_MEMORY}, of which an isolated job has one of its own",
+            hint="give another place, or let it share the machine's with --no-isolate",
+        )
 
 
 def _network(wanted: Network | None, *, isolated: bool) -> Network:

@@ -9,15 +9,13 @@ from collections.abc import Iterator
 from pathlib import Path
 
 from gpucr.errors import GpucrError, InvalidRequest, Unsupported
-from gpucr.launch.record import JobRecord, Network, StateWord
-from gpucr.launch.registry import REPLACEABLE, ListedJob, Registry, Reservation
+from gpucr.launch.record import JobRecord, Network
+from gpucr.launch.registry import ListedJob, Registry, Reservation, is_replaceable
 from gpucr.linux import processes
 from gpucr.model import ProcessId
 from gpucr.operations.job_snapshot import JobSnapshot
 from gpucr.operations.logs import state_folder
 from gpucr.snapshot.manifest import LaunchRecord
-
-_FREE_FOR_A_RESTORE: frozenset[StateWord] = REPLACEABLE | {"dumped"}
 
 
 def registry() -> Registry:
@@ -74,7 +72,7 @@ def find_running(name: str) -> ListedJob:
     if job.state.word == "elsewhere":
         raise InvalidRequest(
             f"the job {name} was started on {job.record.host}, maybe in a container",
-            hint="look there",
+            hint=f"look there; if that is gone, `gpucr jobs --forget {name} --force` removes its record and its log",
             code="GPUCR-JOB-NOT-RUNNING",
         )
     if job.state.word != "running":
@@ -158,15 +156,20 @@ def restored_name_or_warning(
 ) -> tuple[RestoredName | None, tuple[str, ...]]:
     """`restored_name`, entered; a registry that cannot be written is a warning then, and no reason not to restore.
 
-    For a ``name`` or a ``clone``, which need it, that is raised: InvalidRequest or Unsupported.
+    For a ``name`` or a ``clone``, which need it, that is raised: InvalidRequest or Unsupported. So is, always, that
+    another gpucr works on this job: it may be about to restore it.
     """
-    if name is not None or clone:
-        with registry_in_use():
-            return opened.enter_context(restored_name(snapshot, name=name, clone=clone)), ()
     try:
-        return opened.enter_context(restored_name(snapshot)), ()
+        if name is not None or clone:
+            with registry_in_use():
+                made = opened.enter_context(restored_name(snapshot, name=name, clone=clone))
+        else:
+            made = opened.enter_context(restored_name(snapshot))
     except (OSError, GpucrError) as e:
+        if name is not None or clone or (isinstance(e, GpucrError) and e.code == "GPUCR-BUSY"):
+            raise
         return None, (f"the restored job will not be in the registry of jobs: {e}",)
+    return made, made.warnings if made is not None else ()
 
 
 class RestoredName:
@@ -175,10 +178,13 @@ class RestoredName:
     ``log_path`` is the log that it had, or for a clone one of its own. ``status_path`` is for its new keeper.
     """
 
-    def __init__(self, snapshot: JobSnapshot, launch: LaunchRecord, reservation: Reservation) -> None:
+    def __init__(
+        self, snapshot: JobSnapshot, launch: LaunchRecord, reservation: Reservation, *, warnings: tuple[str, ...]
+    ) -> None:
         self.name = reservation.name
         self.log_path = reservation.log_path
         self.status_path = reservation.status_path
+        self.warnings = warnings
         self._snapshot = snapshot
         self._launch = launch
         self._reservation = reservation
@@ -231,22 +237,40 @@ def restored_name(
         return
     log_path = None if clone else Path(launch.log_path)
     with contextlib.ExitStack() as held:
-        reservation = held.enter_context(_reserved(launch.name, name, log_path, clone=clone))
+        reservation = held.enter_context(_reserved(snapshot, launch.name, name, log_path))
+        warnings: tuple[str, ...] = ()
         if log_path is not None and _make_log(log_path):
             held.callback(_unmake_log, log_path, reservation)
-        yield RestoredName(snapshot, launch, reservation)
+            warnings = _warnings_of_lost_log(snapshot, log_path)
+        yield RestoredName(snapshot, launch, reservation, warnings=warnings)
 
 
 def _reserved(
-    old_name: str, name: str | None, log_path: Path | None, *, clone: bool
+    snapshot: JobSnapshot, old_name: str, name: str | None, log_path: Path | None
 ) -> contextlib.AbstractContextManager[Reservation]:
+    """The name of the job that goes on with the log ``log_path``; None: of a clone."""
     jobs = registry()
+
+    def is_free(taken_by: ListedJob) -> bool:
+        return is_replaceable(taken_by) or _is_same_job(taken_by, snapshot, log_path)
+
     if name is not None:
-        return jobs.reserve(name, log_path=log_path)
+        return jobs.reserve(name, log_path=log_path, replaces=is_free)
     taken_by = jobs.look(old_name)
-    if not clone and (taken_by is None or taken_by.state.word in _FREE_FOR_A_RESTORE):
-        return jobs.reserve(old_name, log_path=log_path, over=_FREE_FOR_A_RESTORE)
+    if log_path is not None and (taken_by is None or is_free(taken_by)):
+        return jobs.reserve(old_name, log_path=log_path, replaces=is_free)
     return jobs.reserve_numbered(old_name, first=2, log_path=log_path)
+
+
+def _is_same_job(job: ListedJob, snapshot: JobSnapshot, log_path: Path | None) -> bool:
+    """Whether this is the job of the snapshot, which was dumped: every start has a log of its own, and keeps it.
+
+    Unless the user has named the log: then another job may have the same one, and the snapshot tells them apart.
+    """
+    if job.state.word != "dumped" or job.record is None or log_path is None or job.record.log != log_path:
+        return False
+    is_own_log = log_path.parent.parent == state_folder() / "jobs"
+    return is_own_log or job.record.snapshot == snapshot.where
 
 
 def now() -> str:
@@ -261,6 +285,17 @@ def _make_log(path: Path) -> bool:
         os.close(os.open(path, os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_CLOEXEC, 0o600))
         return True
     return False
+
+
+def _warnings_of_lost_log(snapshot: JobSnapshot, log_path: Path) -> tuple[str, ...]:
+    """That the job does not write to the log that was made for it: its own had been removed before the dump."""
+    opened = snapshot.manifest.open_files
+    if opened is None or any(Path(file.path).name == log_path.name for file in opened):
+        return ()
+    return (
+        f"the job's log {log_path} had been removed when it was dumped: what it prints is lost, and `gpucr logs` shows "
+        "nothing of it",
+    )
 
 
 def _unmake_log(path: Path, reservation: Reservation) -> None:
