@@ -16,7 +16,9 @@ from typing import Any
 import pytest
 
 import gpucr
+from gpucr.criu.engine import Criu
 from gpucr.sim import build as simulator
+from tests import command
 from tests.counter import wait_until
 from tests.operations.stepping import StartJob
 from tests.operations.test_connections import time_waits
@@ -167,6 +169,26 @@ def test_shared_memory_is_put_back_when_the_restore_fails(
     assert path.read_bytes() == b"another one's"
     assert (status.st_mode & 0o777, status.st_uid, status.st_gid) == (0o644, 12, 34)
     assert shared_paths(shared_name) == before
+
+
+def test_a_second_restore_takes_nothing_away_from_the_first(
+    start: StartJob, tmp_path: Path, shared_name: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    job = start(SHARED.replace("NAME", shared_name))
+    job.dump_and_end(tmp_path / "s")
+    real, others = Criu.restore, []
+
+    def meanwhile(*arguments: Any, **options: Any) -> Any:
+        others.append(command.run("restore", tmp_path / "s"))
+        return real(*arguments, **options)
+
+    monkeypatch.setattr(Criu, "restore", meanwhile)
+    gpucr.restore(tmp_path / "s")
+    (other,) = others
+    assert other.returncode == 3
+    assert f"another gpucr is restoring a job with process {job.pid}" in other.stderr
+    assert job.go_on()
+    assert Path("/dev/shm", shared_name).exists()
 
 
 # --- all of it at once -----------------------------------------------------------------------------------------

@@ -22,6 +22,7 @@ from gpucr.launch.record import JobRecord
 from gpucr.linux import processes
 from gpucr.linux.namespaces import namespace_id
 from gpucr.model import CudaState
+from gpucr.operations import sandbox_steps
 from gpucr.operations.registered import registry
 from gpucr.operations.sandbox_steps import plan_sandbox
 from tests.command import run, run_json
@@ -272,6 +273,26 @@ def test_a_second_restore_is_refused_while_the_job_runs(folder: Path, tmp_path: 
     assert "--clone" in str(caught.value.hint)
     os.kill(job.record.pid, signal.SIGKILL)
     wait_until(lambda: not processes_in(folder), "the job to end")
+    gpucr.restore(tmp_path / "s")
+    job.assert_goes_on()
+
+
+def test_a_second_restore_is_refused_while_one_is_under_way(
+    folder: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    job = Program(folder)
+    lineage = lineage_of(job.record.pid)
+    gpucr.dump("job", tmp_path / "s")
+    monkeypatch.setattr(sandbox_steps, "LEFTOVER_LIMIT_S", 0.1)
+    first = sandbox.empty(log_path=None, status_path=None, lineage=lineage, last_pid=0)
+    try:
+        with pytest.raises(Unsupported, match="another gpucr restores") as caught:
+            gpucr.restore(tmp_path / "s", name="other")
+        assert caught.value.code == "GPUCR-BUSY"
+        assert keepers_of(lineage) == [first.sandbox.keeper.pid]
+        assert not processes_in(folder)
+    finally:
+        assert first.end()
     gpucr.restore(tmp_path / "s")
     job.assert_goes_on()
 

@@ -71,6 +71,17 @@ def test_all_files_are_saved_without_their_zeros(root: Path, snapshot: Path) -> 
     assert stat.S_IMODE(stored.parent.stat().st_mode) == 0o700
 
 
+def test_what_somebody_else_has_put_there_meanwhile_is_left_alone(root: Path, snapshot: Path) -> None:
+    files = SharedFiles(root, snapshot, save(root, snapshot))
+    files.put_back()
+    (root / "new").write_bytes(b"another one's")
+    (root / "new").rename(root / "other")
+    (root / "file").write_bytes(b"the restored job's")
+    files.undo()
+    assert (root / "other").read_bytes() == b"another one's"
+    assert (root / "file").read_bytes() == CONTENT
+
+
 def test_only_those_that_are_asked_for(root: Path, snapshot: Path) -> None:
     (record,) = save(root, snapshot, inodes={(root / "empty").stat().st_ino})
     assert record.names == ("empty",)

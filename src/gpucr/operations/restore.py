@@ -40,6 +40,7 @@ from gpucr.operations.job_snapshot import JobSnapshot
 from gpucr.operations.outside_steps import endpoints_to_bind, outside_steps
 from gpucr.operations.places import Place, open_snapshot, source_of
 from gpucr.operations.protection import Protection
+from gpucr.operations.restore_claims import claimed_pids
 from gpucr.operations.restore_steps import (
     CriuRestore,
     LoadDevice,
@@ -150,6 +151,8 @@ def restore(
     with contextlib.ExitStack() as opened:
         registration, warnings = registered.restored_name_or_warning(snapshot, opened, name=name, clone=clone)
         plan = plan_sandbox(snapshot, registration, isolate=isolate, clone=clone, shell_job=options.shell_job)
+        if plan is None:
+            opened.enter_context(claimed_pids(process.pid for process in snapshot.manifest.processes))
         findings = _findings(source, placement.choice, here, plan) + _findings_outside(snapshot, files, tcp, plan)
         findings += check_clone(snapshot.manifest) if clone else []
         preflight.require_no_blocking(findings, force=force)

@@ -13,6 +13,7 @@ from gpucr.criu.engine import Criu
 from gpucr.errors import InvalidRequest, JobDamaged, ProcessNotFound, SnapshotDamaged, Unsupported
 from gpucr.linux import processes
 from gpucr.linux.namespaces import last_pid_clear_of
+from gpucr.model import ProcessId
 from gpucr.operations.interrupts import Interrupts
 from gpucr.operations.job_snapshot import JobSnapshot
 from gpucr.operations.registered import RestoredName
@@ -22,6 +23,9 @@ from gpucr.operations.steps import Meter
 from gpucr.sandbox import BareKeeper, EmptySandbox, Network
 from gpucr.snapshot.manifest import Manifest
 
+LEFTOVER_LIMIT_S = 5.0
+"""How long a restore waits for what one that was killed has left to end."""
+
 _CORE_IMAGE = re.compile(r"core-(\d+)\.img")
 
 
@@ -30,6 +34,7 @@ class SandboxPlan:
     """The sandbox that a job will be restored into.
 
     ``old_log`` is the file that its output went to (None: not known), ``log_path`` the one that it goes to from now on.
+    ``alone``: there must be no other sandbox with this job.
     """
 
     network: Network
@@ -37,6 +42,7 @@ class SandboxPlan:
     old_log: str | None
     log_path: str | None
     status_path: str | None
+    alone: bool
 
     @property
     def outputs(self) -> dict[Path, Path]:
@@ -81,6 +87,7 @@ def plan_sandbox(
         old_log=old_log,
         log_path=str(name.log_path) if name is not None else old_log,
         status_path=str(name.status_path) if name is not None else None,
+        alone=not clone,
     )
 
 
@@ -106,6 +113,20 @@ def _require_alone(manifest: Manifest, lineage: str) -> None:
             hint="--clone restores one more copy beside it; or end it first",
             code="GPUCR-JOB-RUNS",
         )
+
+
+def _require_first(lineage: str, own: ProcessId) -> None:
+    """Raise Unsupported where another restore of the job is under way: its sandbox is there, or was when it looked.
+
+    To be called when one's own is there as well: so of two restores at once at least one sees the other.
+    """
+    for other in sandbox.copies(lineage, also_awaited=True):
+        if other.keeper != own and (other.root is not None or not other.wait_ended(LEFTOVER_LIMIT_S)):
+            raise Unsupported(
+                "another gpucr restores the job of this snapshot, or has just restored it",
+                hint="wait until it has finished; --clone restores one more copy beside it",
+                code="GPUCR-BUSY",
+            )
 
 
 def _is_original(manifest: Manifest) -> bool:
@@ -163,6 +184,8 @@ class StartSandbox:
             network=plan.network,
         )
         found = self.made.sandbox
+        if plan.alone:
+            _require_first(plan.lineage, found.keeper)
         if context.protection is not None:
             context.protection.change(sandbox=found.keeper)
         context.criu = Criu(context.criu.install, found.pids)

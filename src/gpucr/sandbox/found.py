@@ -71,14 +71,17 @@ def keeper_root(pid: int) -> ProcessId | None:
     return None if found is None else _root(pid, found)
 
 
-def copies(lineage: str) -> tuple[Sandbox, ...]:
-    """All sandboxes in which the job of this lineage, or a copy of it, runs now."""
+def copies(lineage: str, *, also_awaited: bool = False) -> tuple[Sandbox, ...]:
+    """All sandboxes in which the job of this lineage, or a copy of it, runs now.
+
+    ``also_awaited``: and those that wait for it, which have no ``root`` yet.
+    """
     found: list[Sandbox] = []
     for pid in processes.all_pids():
         its_tag = _tag_of(pid)
         if its_tag is not None and its_tag.isolated and its_tag.lineage == lineage:
             sandbox = _sandbox(pid, its_tag)
-            if sandbox is not None and sandbox.root is not None:
+            if sandbox is not None and (sandbox.root is not None or (also_awaited and its_tag.root == 0)):
                 found.append(sandbox)
     return tuple(found)
 

@@ -58,7 +58,7 @@ class SharedFiles:
         self._root = root
         self._snapshot = snapshot
         self._records = records
-        self._made: list[str] = []
+        self._made: list[tuple[str, tuple[int, int]]] = []
         self._made_folders: list[str] = []
         self._replaced: dict[str, int] = {}
 
@@ -72,11 +72,16 @@ class SharedFiles:
         return sum(record.size_bytes for record in self._records)
 
     def undo(self) -> None:
-        """Remove what was put back, and write again what had been there. Raises OSError."""
+        """Remove what was put back, and write again what had been there. Raises OSError.
+
+        A name that leads to another file meanwhile is somebody else's, and stays as it is.
+        """
         while self._made:
-            name = self._made.pop()
+            name, inode = self._made.pop()
             with self._folder_of(name) as folder:
                 with contextlib.suppress(FileNotFoundError):
+                    if _inode(os.lstat(Path(name).name, dir_fd=folder)) != inode:
+                        continue
                     os.unlink(Path(name).name, dir_fd=folder)
                 if name in self._replaced:
                     source = self._replaced.pop(name)
@@ -102,15 +107,15 @@ class SharedFiles:
             first = record.names[0]
             self._keep(first)
             with self._folder_of(first, record) as folder:
-                self._write(folder, Path(first).name, source, record)
-                self._made.append(first)
+                inode = self._write(folder, Path(first).name, source, record)
+                self._made.append((first, inode))
                 for name in record.names[1:]:
                     self._keep(name)
                     with self._folder_of(name, record) as other:
                         temporary = _temporary_name()
                         os.link(Path(first).name, temporary, src_dir_fd=folder, dst_dir_fd=other, follow_symlinks=False)
                         os.rename(temporary, Path(name).name, src_dir_fd=other, dst_dir_fd=other)
-                        self._made.append(name)
+                        self._made.append((name, inode))
         finally:
             os.close(source)
 
@@ -123,8 +128,11 @@ class SharedFiles:
                 raise FileExistsError(errno.EEXIST, "something else has the name of a shared file", name)
 
     @staticmethod
-    def _write(folder: int, name: str, source: int, wanted: SharedFileRecord | os.stat_result) -> None:
-        """Make a file of this name with the content of ``source``, instead of any that there is, at one stroke."""
+    def _write(folder: int, name: str, source: int, wanted: SharedFileRecord | os.stat_result) -> tuple[int, int]:
+        """Make a file of this name with the content of ``source``, instead of any that there is, at one stroke.
+
+        Returns its device and inode.
+        """
         temporary = _temporary_name()
         fd = os.open(temporary, _CREATE, 0o600, dir_fd=folder)
         try:
@@ -139,6 +147,7 @@ class SharedFiles:
             os.fchmod(fd, mode)
             os.utime(fd, ns=(modified_ns, modified_ns))
             os.rename(temporary, name, src_dir_fd=folder, dst_dir_fd=folder)
+            return _inode(os.fstat(fd))
         except BaseException:
             with contextlib.suppress(FileNotFoundError):
                 os.unlink(temporary, dir_fd=folder)
@@ -167,6 +176,10 @@ class SharedFiles:
             yield fd
         finally:
             os.close(fd)
+
+
+def _inode(status: os.stat_result) -> tuple[int, int]:
+    return status.st_dev, status.st_ino
 
 
 def remove_remaps(root: Path, records: Sequence[SharedFileRecord]) -> None:
