@@ -25,6 +25,7 @@ from tests.unit import samples
     [
         ("The manifest", manifest.Manifest, {"format", "format_version", "has_gpu_state"}),
         ("processes[]", manifest.ProcessRecord, set[str]()),
+        ("scheduling[]", manifest.ThreadRecord, set[str]()),
         ("device_data", manifest.DeviceData, set[str]()),
         ("gpus[]", Gpu, set[str]()),
         ("criu_options", DumpOptions, set[str]()),

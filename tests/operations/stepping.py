@@ -79,7 +79,7 @@ class Job:
                     found.append(int(entry.name))
         return found
 
-    def dump_and_end(self, to: Path, **options: Any) -> gpucr.DumpReport:
+    def dump_and_end(self, to: Path | str, **options: Any) -> gpucr.DumpReport:
         report = gpucr.dump(self.pid, to, **options)
         if not report.left_running:
             self.reap()

@@ -107,6 +107,7 @@ def _rewrite(folder: Path, version: int) -> None:
     body["format_version"] = version
     for process in body["processes"]:
         process.pop("known_gpus", None)  # of version 5
+        process.pop("scheduling", None)  # of version 6
     if version < 3:
         whole_jobs = ("launch", "sandbox", "open_files", "open_folders", "shared_files", "endpoints", "connections")
         for name in (*whole_jobs, "overruled"):

@@ -17,6 +17,7 @@ from gpucr.snapshot.manifest import (
     OverruledFinding,
     ProcessRecord,
     SandboxRecord,
+    ThreadRecord,
 )
 from gpucr.snapshot.outside import SharedFileRecord
 
@@ -59,6 +60,7 @@ def manifest(*, files: tuple[FileRecord, ...] = (), device_data: DeviceData | No
                 device_data=device_data,
                 visible_gpus=(GPU_B,),
                 known_gpus=(GPU_A, GPU_B),
+                scheduling=(ThreadRecord(1, "0-3,8", 3 << 13 | 7), ThreadRecord(3, None, 0)),
             ),
             ProcessRecord(102, (102,), 100, (102,), "loader", ("loader",), None),
         ),

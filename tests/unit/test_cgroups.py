@@ -8,7 +8,7 @@ from pathlib import Path
 import pytest
 
 from gpucr.linux import cgroups, memory
-from gpucr.linux.cgroups import MemoryLimit, frozen_by, memory_limits
+from gpucr.linux.cgroups import MemoryLimit, assigned_cpus, frozen_by, memory_limits
 from tests.unit.children import python, unused_pid
 from tests.unit.memory_cgroup import ENTER, limited
 
@@ -217,3 +217,23 @@ def test_version_1_freezes_in_a_hierarchy_of_its_own(machine: Machine) -> None:
 
 def test_a_process_that_ended_is_not_frozen() -> None:
     assert frozen_by(unused_pid()) is None
+
+
+def test_cpus_of_the_innermost_level_that_has_some(machine: Machine) -> None:
+    top = machine("0::/slice/job/step\n", V2) / "0"
+    cgroup(top / "slice", **{"cpuset_cpus.effective": "0-7"})
+    cgroup(top / "slice/job", **{"cpuset_cpus.effective": "4-7"})
+    cgroup(top / "slice/job/step")
+    assert assigned_cpus(PID) == "4-7"
+
+
+def test_cpus_of_version_1(machine: Machine) -> None:
+    top = machine("3:cpuset:/job\n0::/\n", V2, ("cgroup", "/", "rw,cpuset"))
+    cgroup(top / "1" / "job", cpuset_cpus="0-9", cpuset_effective_cpus="2,3")
+    assert assigned_cpus(PID) == "2,3"
+
+
+def test_a_cgroup_without_cpus_of_its_own(machine: Machine) -> None:
+    cgroup(machine("0::/job\n", V2) / "0" / "job")
+    assert assigned_cpus(PID) is None
+    assert assigned_cpus(unused_pid()) is None

@@ -28,7 +28,8 @@ VERSION_3 = {
 }
 """The members that version 3 added, as older manifests are read."""
 _NULLABLE = tuple(name for name, default in VERSION_3.items() if default is None)
-PROCESSES_OF_4 = tuple(dataclasses.replace(process, known_gpus=None) for process in WHOLE.processes)
+PROCESSES_OF_5 = tuple(dataclasses.replace(process, scheduling=None) for process in WHOLE.processes)
+PROCESSES_OF_4 = tuple(dataclasses.replace(process, known_gpus=None) for process in PROCESSES_OF_5)
 Body = dict[str, Any]
 
 
@@ -82,7 +83,7 @@ def test_sums() -> None:
 def test_what_is_written_is_ascii_json_with_its_format() -> None:
     data = encode(WHOLE)
     data.decode("ascii")
-    assert (body()["format"], body()["format_version"], body()["has_gpu_state"]) == ("gpucr-snapshot", 5, True)
+    assert (body()["format"], body()["format_version"], body()["has_gpu_state"]) == ("gpucr-snapshot", 6, True)
 
 
 def test_a_forged_seal_is_what_decode_accepts() -> None:
@@ -154,8 +155,8 @@ def test_a_changed_value_does_not_match_the_digest() -> None:
 
 def test_a_newer_format_is_named_although_its_digest_may_be_made_otherwise() -> None:
     outer = json.loads(encode(WHOLE))
-    outer["manifest"]["format_version"] = 6
-    with pytest.raises(ManifestError, match="format version 6; this gpucr reads versions 1 to 5"):
+    outer["manifest"]["format_version"] = 7
+    with pytest.raises(ManifestError, match="format version 7; this gpucr reads versions 1 to 6"):
         decode(json.dumps(outer).encode())
 
 
@@ -164,7 +165,7 @@ def _version_2(inner: Body) -> None:
     for name in VERSION_3:
         del inner[name]
     for process in inner["processes"]:
-        del process["visible_gpus"], process["known_gpus"]
+        del process["visible_gpus"], process["known_gpus"], process["scheduling"]
 
 
 def _version_1(inner: Body) -> None:
@@ -229,7 +230,18 @@ def test_version_4_does_not_tell_what_the_driver_knows() -> None:
     assert decode(changed(_version_4)) == dataclasses.replace(WHOLE, processes=PROCESSES_OF_4)
 
 
+def test_version_5_does_not_tell_how_threads_are_scheduled() -> None:
+    assert decode(changed(_version_5)) == dataclasses.replace(WHOLE, processes=PROCESSES_OF_5)
+
+
+def _version_5(inner: Body) -> None:
+    inner["format_version"] = 5
+    for process in inner["processes"]:
+        del process["scheduling"]
+
+
 def _version_4(inner: Body) -> None:
+    _version_5(inner)
     inner["format_version"] = 4
     for process in inner["processes"]:
         del process["known_gpus"]
@@ -246,6 +258,7 @@ _UNREAD = {"has_gpu_state"}  # derived, for readers that look no further
 _PLACES: dict[str, Callable[[Body], Body]] = {
     "manifest": lambda inner: inner,
     "process": lambda inner: inner["processes"][0],
+    "thread": lambda inner: inner["processes"][0]["scheduling"][0],
     "gpu": lambda inner: inner["gpus"][0],
     "file": lambda inner: inner["files"][0],
     "extent": lambda inner: inner["processes"][0]["staging"][0],
@@ -275,7 +288,7 @@ def test_a_value_of_another_type(place: str, key: str) -> None:
     wrong += [other for other in others if type(other) is not type(value)]
     if not (
         value is None
-        or (place, key) == ("sandbox", "log_path")
+        or (place, key) in (("sandbox", "log_path"), ("thread", "cpus"))
         or key
         in (
             "cuda_version",
@@ -285,6 +298,7 @@ def test_a_value_of_another_type(place: str, key: str) -> None:
             "device_data",
             "visible_gpus",
             "known_gpus",
+            "scheduling",
             *VERSION_3,
         )
     ):
@@ -326,6 +340,35 @@ def test_a_value_of_another_type(place: str, key: str) -> None:
 def test_a_value_out_of_range(change: Callable[[Body], object]) -> None:
     with pytest.raises(ManifestError):
         decode(changed(change))
+
+
+@pytest.mark.parametrize(
+    ("change", "says"),
+    [
+        ({"cpus": ""}, "is not a list of CPUs"),
+        ({"cpus": "0,"}, "is not a list of CPUs"),
+        ({"cpus": "-1"}, "is not a list of CPUs"),
+        ({"cpus": "0-1\n"}, "is not a list of CPUs"),
+        ({"cpus": "٣"}, "is not a list of CPUs"),
+        ({"cpus": "1" * 5000}, "is not a list of CPUs"),
+        ({"cpus": "3-1"}, "'3-1' is not a range of CPUs below 8192"),
+        ({"cpus": "0,8192"}, "'8192' is not a range of CPUs below 8192"),
+        ({"cpus": "0-9999"}, "'0-9999' is not a range of CPUs below 8192"),
+        ({"io_priority": 1 << 16}, "'io_priority' is out of range"),
+        ({"thread": 0}, "'thread' is out of range"),
+        ({"thread": 3}, "does not have each of 2 threads once"),
+    ],
+)
+def test_scheduling_that_cannot_be(change: Body, says: str) -> None:
+    with pytest.raises(ManifestError, match=says):
+        decode(changed(lambda inner: inner["processes"][0]["scheduling"][0].update(change)))
+
+
+@pytest.mark.parametrize("count", [0, 1, 3])
+def test_scheduling_of_more_or_fewer_threads_than_there_are(count: int) -> None:
+    threads = [{"thread": number + 1, "cpus": None, "io_priority": 0} for number in range(count)]
+    with pytest.raises(ManifestError, match="does not have each of 2 threads once"):
+        decode(changed(lambda inner: inner["processes"][0].update(scheduling=threads)))
 
 
 @pytest.mark.parametrize(

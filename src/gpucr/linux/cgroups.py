@@ -1,4 +1,4 @@
-"""What cgroups do to a process: how much memory it still gets, and whether it is frozen.
+"""What cgroups do to a process: how much memory it still gets, on which CPUs it runs, and whether it is frozen.
 
 Sources: cgroups(7); the kernel's cgroup-v2.rst, cgroup-v1/memory.rst and cgroup-v1/freezer-subsystem.rst. A cgroup over
 its limit gets no error: the kernel kills a process of it, also for pages of files in memory. So whoever is about to
@@ -7,6 +7,7 @@ allocate much has to look first.
 
 from __future__ import annotations
 
+import contextlib
 import os
 import re
 from collections.abc import Iterator
@@ -122,6 +123,16 @@ def _limits_of(folder: Path, version: Literal[1, 2]) -> Iterator[MemoryLimit]:
         used_bytes = _read_number(folder / ("memory.current" if version == 2 else "memory.usage_in_bytes")) or 0
         unreclaimable_bytes = max(0, used_bytes - _reclaimable_bytes(folder, version))
         yield MemoryLimit(folder / name, limit_bytes, max(0, limit_bytes - unreclaimable_bytes), is_hard)
+
+
+def assigned_cpus(pid: int) -> str | None:
+    """The CPUs that a process's cgroup has (cpuset), as the kernel lists them; None where it has no such limit."""
+    for version, level in _levels(pid, "cpuset"):
+        with contextlib.suppress(OSError):  # in version 2 only some levels have it
+            name = "cpuset.cpus.effective" if version == 2 else "cpuset.effective_cpus"
+            if cpus := (level / name).read_text().strip():
+                return cpus
+    return None
 
 
 def _read_number(file: Path) -> int | None:

@@ -30,6 +30,7 @@ from gpucr.operations.logs import log_kept_on_failure
 from gpucr.operations.outside import look_outside
 from gpucr.operations.protection import Protection
 from gpucr.operations.registered import DumpNote
+from gpucr.operations.scheduling import scheduling_of
 from gpucr.operations.staged import GangStaging
 from gpucr.operations.steps import Meter
 from gpucr.operations.targets import DumpTarget
@@ -321,8 +322,10 @@ def _draft(context: DumpContext, tree: Sequence[ProcessInfo]) -> Manifest:
     """The manifest of the tree, which is frozen now, without its files."""
     sandbox = context.sandbox
     outside = look_outside(tree, context.target.folder, is_sandboxed=sandbox is not None)
+    draft = draft_of_gang(context, tree, context.criu.install.version_text, context.options.as_dict())
     return replace(
-        draft_of_gang(context, tree, context.criu.install.version_text, context.options.as_dict()),
+        draft,
+        processes=tuple(replace(r, scheduling=scheduling_of(r.pid, r.threads)) for r in draft.processes),
         folders=_socket_folders(tree, is_sandboxed=sandbox is not None),
         launch=context.launch,
         sandbox=SandboxRecord(sandbox.network, sandbox.lineage, sandbox.log_path) if sandbox is not None else None,

@@ -30,6 +30,7 @@ from gpucr.operations.interrupts import Interrupts
 from gpucr.operations.job_snapshot import JobSnapshot
 from gpucr.operations.logs import log_kept_on_failure
 from gpucr.operations.protection import Protection
+from gpucr.operations.scheduling import restore_scheduling
 from gpucr.operations.sources import RestoreSource
 from gpucr.operations.steps import Meter
 from gpucr.operations.threads import explained
@@ -232,6 +233,7 @@ class CriuRestore:
                 leave_stopped=context.gang is not None,
                 outputs=context.outputs,
                 on_start=self._on_start,
+                on_notify=self._on_notify,
                 deadline=context.deadline,
             )
             interrupts.postpone()
@@ -242,6 +244,11 @@ class CriuRestore:
         if self._context.protection is not None:
             images = str(self._context.source.images.resolve())
             self._context.protection.change(criu=criu, images=images)
+
+    def _on_notify(self, hook: str, pid: int) -> None:
+        """All threads are there, and stand before their first instruction: what they start inherits from them."""
+        if hook == "pre-resume":
+            self._context.warnings += restore_scheduling(self._context.snapshot.manifest, pid)
 
     def undo(self) -> None:
         """End every process of the restored tree; the snapshot stays as it is."""

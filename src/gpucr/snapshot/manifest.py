@@ -10,21 +10,23 @@ from __future__ import annotations
 import hashlib
 import json
 import os
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass, field
 from pathlib import PurePosixPath
 from typing import Any
 
+from gpucr.linux.scheduling import IO_PRIORITY_LIMIT, cpus_in
 from gpucr.model import Connection, CudaState, Endpoint, Extent, Gpu, JobFile, StagedExtent
 from gpucr.snapshot import outside
 from gpucr.snapshot.json_reader import PAGE_BYTES, ManifestError, Reader
 from gpucr.snapshot.outside import SharedFileRecord
 
 FORMAT = "gpucr-snapshot"
-FORMAT_VERSION = 5
-READABLE_VERSIONS = (1, 2, 3, 4, 5)
+FORMAT_VERSION = 6
+READABLE_VERSIONS = (1, 2, 3, 4, 5, 6)
 """In version 1 no process has device data of its own: it is in CRIU's images. Version 3 adds what a whole job needs,
-version 4 snapshots in a store, version 5 which GPUs the driver knows for a process."""
+version 4 snapshots in a store, version 5 which GPUs the driver knows for a process, version 6 how its threads are
+scheduled."""
 MAX_MANIFEST_BYTES = 64 << 20
 """Digests of 1 TiB of device memory in pieces of 4 MiB take 20 MiB."""
 
@@ -81,6 +83,18 @@ class DeviceData:
 
 
 @dataclass(frozen=True)
+class ThreadRecord:
+    """What CRIU does not keep of a thread. ``thread`` is its id in the process's own pid namespace.
+
+    ``cpus`` is where it may run, as in ``0-3,8``; None: wherever its cgroup let it. ``io_priority``: see ioprio_get(2).
+    """
+
+    thread: int
+    cpus: str | None
+    io_priority: int
+
+
+@dataclass(frozen=True)
 class ProcessRecord:
     """One process as it was dumped.
 
@@ -89,6 +103,7 @@ class ProcessRecord:
     ``restore_thread`` is the id of the driver's thread in the process's own pid namespace. ``stopped``: by SIGSTOP.
     ``device_data`` is its device memory (None: it has none, or CRIU's images hold it). ``visible_gpus`` are the UUIDs
     of the GPUs that it can use, ``known_gpus`` of those that the driver knows for it (None: not known, or no CUDA).
+    ``scheduling`` has every one of its threads (None: not known).
     """
 
     pid: int
@@ -105,6 +120,7 @@ class ProcessRecord:
     device_data: DeviceData | None = None
     visible_gpus: tuple[str, ...] | None = None
     known_gpus: tuple[str, ...] | None = None
+    scheduling: tuple[ThreadRecord, ...] | None = None
 
 
 @dataclass(frozen=True)
@@ -362,11 +378,12 @@ def _process(item: Reader, version: int) -> ProcessRecord:
     ns_pids = item.integers("ns_pids", 1)
     if not ns_pids:
         raise ManifestError(f"{item.where}: 'ns_pids' is empty")
+    threads = item.integers("threads", 1)
     return ProcessRecord(
         pid=item.integer("pid", 1),
         ns_pids=ns_pids,
         parent_pid=item.integer("parent_pid"),
-        threads=item.integers("threads", 1),
+        threads=threads,
         name=item.text("name"),
         command_line=item.texts("command_line"),
         found_state=words[state] if state is not None else None,
@@ -379,7 +396,27 @@ def _process(item: Reader, version: int) -> ProcessRecord:
         ),
         visible_gpus=None if version < 3 else item.optional("visible_gpus", item.texts),
         known_gpus=None if version < 5 else item.optional("known_gpus", item.texts),
+        scheduling=None if version < 6 else item.optional("scheduling", lambda key: _scheduling(item, key, threads)),
     )
+
+
+def _scheduling(item: Reader, key: str, threads: Sequence[int]) -> tuple[ThreadRecord, ...]:
+    records = tuple(map(_thread, item.objects(key)))
+    if len({record.thread for record in records}) != len(records) or len(records) != len(threads):
+        raise ManifestError(f"{item.where}: {key!r} does not have each of {len(threads)} threads once")
+    return records
+
+
+def _thread(item: Reader) -> ThreadRecord:
+    cpus, io_priority = item.optional("cpus", item.text), item.integer("io_priority")
+    if io_priority >= IO_PRIORITY_LIMIT:
+        raise ManifestError(f"{item.where}: 'io_priority' is out of range")
+    try:
+        if cpus is not None:
+            cpus_in(cpus)
+    except ValueError as e:
+        raise ManifestError(f"{item.where}: 'cpus': {e}") from e
+    return ThreadRecord(item.integer("thread", 1), cpus, io_priority)
 
 
 def _device_data(item: Reader, version: int) -> DeviceData:

@@ -1,0 +1,88 @@
+"""On which CPUs a thread may run, and its I/O priority: what the kernel keeps per thread, and CRIU does not.
+
+Lists of CPUs are written as the kernel writes them: ``0-3,8`` (cpuset(7), Formats).
+"""
+
+from __future__ import annotations
+
+import ctypes
+import os
+import re
+from collections.abc import Iterable
+from pathlib import Path
+
+from gpucr.linux import cgroups
+
+CPU_LIMIT = 8192
+"""CONFIG_NR_CPUS of x86-64 goes up to this."""
+IO_PRIORITY_LIMIT = 1 << 16
+
+_ONLINE = Path("/sys/devices/system/cpu/online")
+_CPU_LIST = re.compile(r"\d{1,4}(-\d{1,4})?(,\d{1,4}(-\d{1,4})?)*", re.ASCII)
+
+_IOPRIO_SET, _IOPRIO_GET = 251, 252  # arch/x86/entry/syscalls/syscall_64.tbl
+_IOPRIO_WHO_PROCESS, _IOPRIO_CLASS_SHIFT = 1, 13  # include/uapi/linux/ioprio.h
+
+_libc = ctypes.CDLL(None, use_errno=True)
+_libc.syscall.argtypes = (ctypes.c_long,) * 4
+_libc.syscall.restype = ctypes.c_long
+
+
+def cpus_in(text: str) -> frozenset[int]:
+    """The CPUs of a list. Raises ValueError for what is no list, an empty one, or a number from 8192 on."""
+    if not _CPU_LIST.fullmatch(text):
+        raise ValueError(f"{text[:80]!r} is not a list of CPUs")
+    cpus: set[int] = set()
+    for part in text.split(","):
+        first, _, last = part.partition("-")
+        start, end = int(first), int(last or first)
+        if not start <= end < CPU_LIMIT:
+            raise ValueError(f"{part!r} is not a range of CPUs below {CPU_LIMIT}")
+        cpus.update(range(start, end + 1))
+    return frozenset(cpus)
+
+
+def cpu_list(cpus: Iterable[int]) -> str:
+    """The inverse of `cpus_in`, in its shortest form."""
+    ranges: list[list[int]] = []
+    for cpu in sorted(set(cpus)):
+        if ranges and cpu == ranges[-1][1] + 1:
+            ranges[-1][1] = cpu
+        else:
+            ranges.append([cpu, cpu])
+    return ",".join(str(first) if first == last else f"{first}-{last}" for first, last in ranges)
+
+
+def usable_cpus(pid: int) -> frozenset[int]:
+    """The CPUs that a process gets if it asks for all: those that are online and that its cgroup has (cpuset).
+
+    Raises OSError where the kernel does not say.
+    """
+    online = cpus_in(_ONLINE.read_text().strip())
+    assigned = cgroups.assigned_cpus(pid)
+    return online if assigned is None else online & cpus_in(assigned)
+
+
+def allow_all_cpus(tid: int) -> None:
+    """Let a thread run wherever its cgroup lets it. Raises OSError."""
+    os.sched_setaffinity(tid, range(CPU_LIMIT))
+
+
+def io_priority(tid: int) -> int:
+    """The I/O priority of a thread (ioprio_get(2)): class and level in 16 bits, 0: none was set. Raises OSError."""
+    value = int(_libc.syscall(_IOPRIO_GET, _IOPRIO_WHO_PROCESS, tid, 0))
+    if value < 0:
+        raise _failure("ioprio_get", tid)
+    # Before Linux 5.18 a thread without one had a level in no class, which ioprio_set(2) does not take.
+    return value if value >> _IOPRIO_CLASS_SHIFT else 0
+
+
+def set_io_priority(tid: int, value: int) -> None:
+    """Set the I/O priority of a thread; 0 takes it away. Raises OSError."""
+    if _libc.syscall(_IOPRIO_SET, _IOPRIO_WHO_PROCESS, tid, value) < 0:
+        raise _failure("ioprio_set", tid)
+
+
+def _failure(call: str, tid: int) -> OSError:
+    number = ctypes.get_errno()
+    return OSError(number, f"{call}: {os.strerror(number)}", f"thread {tid}")

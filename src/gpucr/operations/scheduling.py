@@ -1,0 +1,106 @@
+"""CPU affinity and I/O priority of a job's threads: read at the dump, set again at the restore.
+
+CRIU keeps scheduling policies and nice values, and neither of these: its tasks have those of CRIU itself, and so of the
+shell that runs the restore. One confined to a CPU would confine the job to it, for as long as the job runs.
+"""
+
+from __future__ import annotations
+
+import errno
+import os
+from collections import defaultdict
+from collections.abc import Iterable, Sequence
+
+from gpucr.errors import ProcessNotFound
+from gpucr.linux import processes, scheduling
+from gpucr.model import ProcessInfo
+from gpucr.snapshot.manifest import Manifest, ProcessRecord, ThreadRecord
+
+
+def scheduling_of(pid: int, threads: Sequence[int]) -> tuple[ThreadRecord, ...] | None:
+    """How the threads of a frozen process are scheduled; None where the kernel does not say.
+
+    A thread that may use all CPUs that it could get is recorded as free, not as bound to those of this machine.
+    """
+    try:
+        usable = scheduling.usable_cpus(pid)
+        return tuple(_record(pid, tid, usable) for tid in threads)
+    except (OSError, ValueError):
+        return None
+
+
+def _record(pid: int, tid: int, usable: frozenset[int]) -> ThreadRecord:
+    cpus = os.sched_getaffinity(tid)
+    return ThreadRecord(
+        thread=processes.innermost_thread_id(pid, tid),
+        cpus=None if cpus >= usable else scheduling.cpu_list(cpus),
+        io_priority=scheduling.io_priority(tid),
+    )
+
+
+def restore_scheduling(manifest: Manifest, root_pid: int) -> list[str]:
+    """Give every thread of a restored tree, which does not run yet, what the manifest has. Returns warnings.
+
+    Needs CAP_SYS_NICE for processes of other users. What cannot be set never ends a restore.
+    """
+    try:
+        tree = processes.tree(root_pid)
+    except ProcessNotFound:
+        return []  # whoever takes stock of the tree says so
+    restored = {process.ns_pids[-1]: process for process in tree}
+    warnings: list[str] = []
+    for record in manifest.processes:
+        process = restored.get(record.ns_pids[-1])
+        if record.scheduling is not None and process is not None:
+            warnings += _restore_process(record, record.scheduling, process)
+    return warnings
+
+
+def _restore_process(record: ProcessRecord, threads: Iterable[ThreadRecord], process: ProcessInfo) -> list[str]:
+    """One warning for all threads of a process that have met the same."""
+    met: defaultdict[str, int] = defaultdict(int)
+    try:
+        tids = {processes.innermost_thread_id(process.pid, tid): tid for tid in processes.threads(process.pid)}
+    except OSError:
+        return []  # it has ended
+    for thread in threads:
+        if (tid := tids.get(thread.thread)) is not None:
+            for problem in (_set_cpus(tid, thread.cpus), _set_io_priority(tid, thread.io_priority)):
+                if problem is not None:
+                    met[problem] += 1
+    return [
+        f"{count} thread{'s' if count > 1 else ''} of process {process.pid} ({record.name}): {problem}"
+        for problem, count in met.items()
+    ]
+
+
+def _set_cpus(tid: int, cpus: str | None) -> str | None:
+    try:
+        if cpus is None:
+            scheduling.allow_all_cpus(tid)
+            return None
+        wanted = scheduling.cpus_in(cpus)
+        try:
+            os.sched_setaffinity(tid, wanted)  # the kernel passes over those that it does not have
+        except OSError as e:
+            if e.errno != errno.EINVAL:
+                raise
+            scheduling.allow_all_cpus(tid)
+            return f"bound to CPU {cpus}, of which there is none here; it may use every CPU now"
+        missing = wanted - os.sched_getaffinity(tid)
+        return f"bound to CPU {cpus}, of which {scheduling.cpu_list(missing)} cannot be used here" if missing else None
+    except OSError as e:
+        return _failure("CPU affinity", e)
+
+
+def _set_io_priority(tid: int, value: int) -> str | None:
+    try:
+        if scheduling.io_priority(tid) != value:
+            scheduling.set_io_priority(tid, value)
+    except OSError as e:
+        return _failure("I/O priority", e)
+    return None
+
+
+def _failure(what: str, error: OSError) -> str | None:
+    return None if error.errno == errno.ESRCH else f"its {what} could not be set: {error.strerror}"
