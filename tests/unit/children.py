@@ -18,6 +18,18 @@ from tests.counter import wait_until
 NOBODY_UID = 65534
 """A user without privileges; it needs no entry in /etc/passwd."""
 
+PTRACE_O_TRACEEXIT = 0x40
+"""For `tracer_of`: the process is held at its exit."""
+
+WITH_A_THREAD = """
+import threading, signal
+thread = threading.Thread(target=threading.Event().wait, daemon=True)
+thread.start()
+print(thread.native_id, flush=True)
+signal.pause()
+"""
+"""For `python`: it prints the id of its second thread."""
+
 
 class Child:
     """A running program, leader of a process group of its own. ``words`` is what it printed when it was ready."""
@@ -89,6 +101,12 @@ def sleeper() -> Iterator[Child]:
 def _name(pid: int) -> str | None:
     stat = read_stat(pid)
     return stat.name if stat is not None else None
+
+
+def status_of(pid: int) -> str:
+    """The state letter of a process or thread."""
+    stat = read_stat(pid)
+    return stat.status if stat is not None else "gone"
 
 
 def tracer_of(pid: int, options: int = 0) -> contextlib.AbstractContextManager[Child]:

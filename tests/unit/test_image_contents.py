@@ -61,7 +61,7 @@ def job(mappings: list[images_pb2.Mapping], runs: list[Message], **more: bytes) 
     pipe = images_pb2.FileEntry(type=2, id=3)
     pipe.pipe.pipe_id = 77
     return {
-        "pstree.img": image(0x50273030, images_pb2.TreeEntry(pid=7, ppid=0, threads=[7, 8])),
+        "pstree.img": image(0x50273030, images_pb2.TreeEntry(pid=7, ppid=0, pgid=7, sid=7, threads=[7, 8])),
         "core-7.img": image(0x55053847, images_pb2.Core(tc=images_pb2.Task(task_state=1, comm=b"train"))),
         "ids-7.img": image(0x54432030, images_pb2.KernelObjects(files_id=2)),
         "files.img": image(images.MAGIC, file, memory_file, pipe),
@@ -190,7 +190,7 @@ def test_a_zombie_has_nothing() -> None:
 
 def test_processes_that_share_their_descriptors() -> None:
     found = job([], [])
-    tree = [images_pb2.TreeEntry(pid=7, ppid=0), images_pb2.TreeEntry(pid=9, ppid=7)]
+    tree = [images_pb2.TreeEntry(pid=pid, ppid=parent, pgid=7, sid=7) for pid, parent in ((7, 0), (9, 7))]
     found["pstree.img"] = image(0x50273030, *tree)
     for name in ("core", "ids", "mm", "pagemap"):
         found[f"{name}-9.img"] = found[f"{name}-7.img"]

@@ -16,11 +16,12 @@ import pytest
 from gpucr import preflight
 from gpucr.errors import NotPermitted, Unsupported
 from gpucr.linux import cgroups, memory, processes
+from gpucr.linux.pid_uses import uses_of_pids
 from gpucr.linux.processes import OpenFile
 from gpucr.model import CudaState, GangMember, Gpu, GpuMap, GpuUse, Job, ProcessId, ProcessInfo
 from gpucr.preflight import Finding, MemoryNeed, room, tree
 from tests.conftest import skip_or_fail
-from tests.unit.children import NOBODY_UID, python, sleeper, tracer_of, unused_pid
+from tests.unit.children import NOBODY_UID, WITH_A_THREAD, python, sleeper, tracer_of, unused_pid
 from tests.unit.memory_cgroup import ENTER, limited
 
 MIB, GIB = 1 << 20, 1 << 30
@@ -366,13 +367,13 @@ def test_a_map_may_be_typed_in_capitals() -> None:
 
 
 def test_free_pids() -> None:
-    assert preflight.check_free_pids([unused_pid()]) == []
+    assert preflight.check_free_pids(uses_of_pids([unused_pid()])) == []
     assert preflight.check_free_pids([]) == []
 
 
 def test_a_pid_that_is_taken() -> None:
     with sleeper() as child:
-        finding = only(preflight.check_free_pids([child.pid, unused_pid()]))
+        finding = only(preflight.check_free_pids(uses_of_pids([child.pid, unused_pid()])))
     assert (finding.severity, finding.pid) == ("blocking", child.pid)
     assert finding.what == f"pid {child.pid} is taken by sleep"
     assert "is still running and needs no restore" in finding.remedy
@@ -381,16 +382,11 @@ def test_a_pid_that_is_taken() -> None:
 def test_a_pid_that_a_zombie_has() -> None:
     with sleeper() as child:
         child.make_zombie()
-        finding = only(preflight.check_free_pids([child.pid]))
+        finding = only(preflight.check_free_pids(uses_of_pids([child.pid])))
     assert finding.what == f"pid {child.pid} is taken by the zombie of sleep"
     assert f"let process {os.getpid()} collect" in finding.remedy
 
 
 def test_a_pid_that_a_thread_has() -> None:
-    code = (
-        "import threading, signal\n"
-        "t = threading.Thread(target=threading.Event().wait, daemon=True); t.start()\n"
-        "print(t.native_id, flush=True); signal.pause()"
-    )
-    with python(code) as child:
-        assert only(preflight.check_free_pids(list(child.numbers))).pid == child.numbers[0]
+    with python(WITH_A_THREAD) as child:
+        assert only(preflight.check_free_pids(uses_of_pids(child.numbers))).pid == child.numbers[0]

@@ -17,9 +17,17 @@ from gpucr.linux import processes
 from gpucr.model import ProcessId
 from tests.conftest import skip_or_fail
 from tests.counter import wait_until
-from tests.unit.children import NOBODY_UID, identity, python, sleeper, tracer_of, unused_pid
-
-PTRACE_O_TRACEEXIT = 0x40
+from tests.unit.children import (
+    NOBODY_UID,
+    PTRACE_O_TRACEEXIT,
+    WITH_A_THREAD,
+    identity,
+    python,
+    sleeper,
+    status_of,
+    tracer_of,
+    unused_pid,
+)
 
 FAMILY = """
 import os, signal
@@ -116,12 +124,7 @@ def test_command_line_that_is_not_utf8_keeps_its_bytes() -> None:
 
 
 def test_a_thread_id_stands_for_its_process() -> None:
-    code = (
-        "import threading, signal\n"
-        "t = threading.Thread(target=threading.Event().wait, daemon=True); t.start()\n"
-        "print(t.native_id, flush=True); signal.pause()"
-    )
-    with python(code) as child:
+    with python(WITH_A_THREAD) as child:
         (thread_id,) = child.numbers
         assert thread_id != child.pid
         assert processes.thread_group_leader(thread_id) == child.pid
@@ -304,7 +307,7 @@ def test_kill_and_wait_ends_all() -> None:
 
 def test_kill_and_wait_ends_a_stopped_process() -> None:
     with python("import os, signal; print('r', flush=True); os.kill(os.getpid(), signal.SIGSTOP)") as child:
-        wait_until(lambda: _status(child.pid) == "T", "the process to stop")
+        wait_until(lambda: status_of(child.pid) == "T", "the process to stop")
         process = child.id
         assert processes.kill_and_wait([process], timeout_s=60) == ()
         assert not processes.is_alive(process)
@@ -369,63 +372,6 @@ def test_kill_tree(*, including_root: bool) -> None:
 
 def test_kill_tree_of_a_process_that_ended() -> None:
     assert processes.kill_tree(unused_pid(), including_root=True) == ()
-
-
-def test_wait_for_reaping_returns_when_the_zombie_is_collected() -> None:
-    with sleeper() as child:
-        child.make_zombie()
-        waiting = threading.Thread(target=processes.wait_for_reaping, args=([child.pid], 600), daemon=True)
-        waiting.start()
-        assert waiting.is_alive()
-        child.reap()
-        waiting.join(60)
-        assert not waiting.is_alive()
-        assert processes.read_stat(child.pid) is None
-
-
-@pytest.mark.timeout(30)
-def test_wait_for_reaping_does_not_wait_for_live_processes() -> None:
-    with sleeper() as live, sleeper() as zombie:
-        zombie.make_zombie()
-        processes.wait_for_reaping([zombie.pid, live.pid], 600)
-        assert processes.is_alive(live.id)
-
-
-def test_wait_for_reaping_waits_for_threads_of_a_process_that_is_ending() -> None:
-    """The leader has ended and its thread is held at its exit: the thread's pid is taken and it is no zombie."""
-    code = (
-        "import threading, signal\n"
-        "t = threading.Thread(target=threading.Event().wait, daemon=True); t.start()\n"
-        "print(t.native_id, flush=True); signal.pause()"
-    )
-    with python(code) as child:
-        (thread_id,) = child.numbers
-        with tracer_of(thread_id, PTRACE_O_TRACEEXIT):
-            os.kill(child.pid, signal.SIGKILL)
-            wait_until(lambda: _status(child.pid) == "Z", "the leader to end")
-            assert _status(thread_id) not in "ZX"
-            waiting = threading.Thread(target=processes.wait_for_reaping, args=([child.pid, thread_id], 600))
-            waiting.start()
-            waiting.join(0.1)
-            assert waiting.is_alive()
-        child.reap()
-        waiting.join(60)
-        assert not waiting.is_alive()
-
-
-@pytest.mark.timeout(30)
-def test_wait_for_reaping_gives_up() -> None:
-    with sleeper() as child:
-        child.make_zombie()
-        processes.wait_for_reaping([child.pid], 0.03)
-        stat = processes.read_stat(child.pid)
-        assert stat is not None
-        assert stat.status == "Z"
-
-
-def _status(pid: int) -> str:
-    stat = processes.read_stat(pid)
-    return stat.status if stat is not None else "gone"
 
 
 def _python_with_gpucr(code: str, *arguments: object) -> str:

@@ -24,9 +24,10 @@ from gpucr.criu.imaged_memory import (
     memory_uses,
     read_mappings,
 )
+from gpucr.criu.pids import MAX_TREE_BYTES, TREE_IMAGE, TREE_MAGIC
 from gpucr.model import Extent
 
-_PSTREE_MAGIC, _CORE_MAGIC, _IDS_MAGIC = 0x50273030, 0x55053847, 0x54432030
+_CORE_MAGIC, _IDS_MAGIC = 0x55053847, 0x54432030
 _MAX_SMALL_BYTES = 16 << 20
 _ALIVE, _STOPPED = 1, 3  # task states of CRIU's image format: all others have no memory
 
@@ -88,7 +89,7 @@ class _Reading:
 
     def run(self) -> ImageContents:
         """Read all."""
-        tree = self._read("pstree.img", _PSTREE_MAGIC, "processes", _tree)
+        tree = self._read(TREE_IMAGE, TREE_MAGIC, "processes", _tree, max_bytes=MAX_TREE_BYTES)
         if tree is None:
             return ImageContents((), (), tuple(self._problems))
         self._read(images.NAME, images.MAGIC, images.KIND, self._files.read_files, max_bytes=images.MAX_IMAGE_BYTES)

@@ -124,14 +124,18 @@ class PagemapEntry(_message.Message):
     def __init__(self, vaddr: _Optional[int] = ..., compat_nr_pages: _Optional[int] = ..., in_parent: bool = ..., flags: _Optional[int] = ..., nr_pages: _Optional[int] = ...) -> None: ...
 
 class TreeEntry(_message.Message):
-    __slots__ = ("pid", "ppid", "threads")
+    __slots__ = ("pid", "ppid", "pgid", "sid", "threads")
     PID_FIELD_NUMBER: _ClassVar[int]
     PPID_FIELD_NUMBER: _ClassVar[int]
+    PGID_FIELD_NUMBER: _ClassVar[int]
+    SID_FIELD_NUMBER: _ClassVar[int]
     THREADS_FIELD_NUMBER: _ClassVar[int]
     pid: int
     ppid: int
+    pgid: int
+    sid: int
     threads: _containers.RepeatedScalarFieldContainer[int]
-    def __init__(self, pid: _Optional[int] = ..., ppid: _Optional[int] = ..., threads: _Optional[_Iterable[int]] = ...) -> None: ...
+    def __init__(self, pid: _Optional[int] = ..., ppid: _Optional[int] = ..., pgid: _Optional[int] = ..., sid: _Optional[int] = ..., threads: _Optional[_Iterable[int]] = ...) -> None: ...
 
 class Core(_message.Message):
     __slots__ = ("tc", "thread_core")

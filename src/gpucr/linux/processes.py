@@ -13,7 +13,7 @@ import os
 import select
 import signal
 import time
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -21,7 +21,7 @@ from gpucr.errors import InvalidRequest, NotPermitted, ProcessNotFound, Unsuppor
 from gpucr.model import ProcessId, ProcessInfo
 
 PROC = Path("/proc")
-_PF_EXITING, _PF_KTHREAD = 0x00000004, 0x00200000  # include/linux/sched.h
+PF_EXITING, _PF_KTHREAD = 0x00000004, 0x00200000  # include/linux/sched.h
 _CAP_SYS_PTRACE, _CAP_SYS_ADMIN, _CAP_SYS_TIME = 19, 21, 25  # include/uapi/linux/capability.h
 
 
@@ -124,7 +124,7 @@ def is_about_to_end(process: ProcessId) -> bool:
     except (FileNotFoundError, ProcessLookupError):
         return False
     is_killed = any(signals >> (signal.SIGKILL - 1) & 1 for signals in pending)
-    return stat is not None and (is_killed or bool(stat.flags & _PF_EXITING))
+    return stat is not None and (is_killed or bool(stat.flags & PF_EXITING))
 
 
 def describe(pid: int) -> ProcessInfo:
@@ -358,32 +358,6 @@ def can_set_clocks() -> bool:
 def _has_capabilities(*wanted: int) -> bool:
     effective = int(_status_fields(os.getpid())["CapEff"], 16)
     return all(effective >> capability & 1 for capability in wanted)
-
-
-def wait_for_reaping(pids: Sequence[int], timeout_s: float) -> None:
-    """Wait until no ended process has one of these pids, at most ``timeout_s``: some inits reap only every few seconds.
-
-    Thread ids count as well. Returns all the same when the time is over, or when a pid belongs to a live process; the
-    caller looks again.
-    """
-    end = time.monotonic() + timeout_s
-    while time.monotonic() < end:
-        taken = [pid for pid in pids if read_stat(pid) is not None]
-        if not taken or not all(map(_is_ending, taken)):
-            return
-        time.sleep(0.01)
-
-
-def _is_ending(pid_or_tid: int) -> bool:
-    """Whether the process of this id is gone, a zombie, or on its way to it.
-
-    Right after a SIGKILL a process can be a zombie while its other threads, which have pids too, are still shown alive.
-    """
-    try:
-        stats = read_stat(pid_or_tid), read_stat(thread_group_leader(pid_or_tid))
-    except ProcessNotFound:
-        return True
-    return any(stat is None or stat.status in "ZX" or stat.flags & _PF_EXITING for stat in stats)
 
 
 def wait_for_stop(pids: Iterable[int], timeout_s: float) -> None:

@@ -17,6 +17,7 @@ from gpucr.criu.image_entries import ImageError
 from gpucr.criu.images import have_clocks
 from gpucr.criu.install import find_criu
 from gpucr.criu.options import DumpOptions, RestoreOptions
+from gpucr.criu.pids import pids_in
 from gpucr.driver.api import Driver
 from gpucr.driver.cuda import load_driver
 from gpucr.driver.gpus import gpu_processes, list_gpus
@@ -30,7 +31,8 @@ from gpucr.errors import (
     SnapshotDamaged,
 )
 from gpucr.gang import Gang
-from gpucr.linux import capabilities, processes
+from gpucr.linux import capabilities
+from gpucr.linux.pid_uses import wait_for_reaping
 from gpucr.model import Gpu, GpuMap
 from gpucr.operations import jobs, registered
 from gpucr.operations.freeze import HoldThreads, ReleaseThreads, RestoreGang, UnlockGang
@@ -268,14 +270,23 @@ def _options(snapshot: JobSnapshot) -> RestoreOptions:
         ) from e
 
 
+def _pids_needed_here(source: RestoreSource) -> set[int]:
+    """None of a job that has a pid namespace of its own."""
+    known = source.snapshot.manifest.processes
+    if any(len(process.ns_pids) > 1 for process in known):
+        return set()
+    pids = {tid for process in known for tid in (process.pid, *process.threads)}
+    with contextlib.suppress(OSError, ImageError):  # a damaged image is an error of its own, when it is provided
+        pids.update(pids_in(source.open_image))
+    return pids
+
+
 def _findings(
     source: RestoreSource, choice: GpuChoice, here: Sequence[Gpu], plan: SandboxPlan | None
 ) -> list[preflight.Finding]:
     manifest = source.snapshot.manifest
-    ours = [process for process in manifest.processes if len(process.ns_pids) == 1 and plan is None]
-    pids = list(dict.fromkeys(tid for process in ours for tid in (process.pid, *process.threads)))
-    processes.wait_for_reaping(pids, REAPING_TIMEOUT_S)
-    findings = preflight.check_free_pids(pids)
+    pids = _pids_needed_here(source) if plan is None else set()
+    findings = preflight.check_free_pids(wait_for_reaping(pids, REAPING_TIMEOUT_S))
     names = [PurePosixPath(file.path).name for file in manifest.files]
     findings += preflight.check_clocks(are_in_images=have_clocks(names))
     with contextlib.suppress(OSError, ImageError):  # a damaged image is an error of its own, when it is provided

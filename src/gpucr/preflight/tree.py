@@ -7,6 +7,7 @@ from collections.abc import Sequence
 from gpucr.errors import NotPermitted
 from gpucr.linux import processes
 from gpucr.linux.inherited import NVIDIA_DEVICE, UNDUMPABLE, find_inherited
+from gpucr.linux.pid_uses import PidUse
 from gpucr.linux.processes import OpenFile
 from gpucr.model import CudaState, Job, ProcessInfo
 from gpucr.preflight.findings import Finding
@@ -157,24 +158,36 @@ def _blocking_file(
     return Finding("blocking", what, evidence, consequence, remedy, process.pid, code=code)
 
 
-def check_free_pids(pids: Sequence[int]) -> list[Finding]:
-    """A restored process gets the pid that it had: none of them may be in use, not even by a zombie."""
+def check_free_pids(uses: Sequence[PidUse]) -> list[Finding]:
+    """A restored process gets the pid that it had: nothing may use one of them, not even a zombie.
+
+    ``uses`` is what `gpucr.linux.pid_uses.uses_of_pids` has found.
+    """
     found: list[Finding] = []
-    for pid in pids:
-        stat = processes.read_stat(pid)
+    for use in uses:
+        stat = processes.read_stat(use.holder)
         if stat is None:
             continue
         zombie = stat.status in "ZX"
+        name = f"the zombie of {stat.name}" if zombie else stat.name
+        if use.kind == "process":
+            what = f"pid {use.pid} is taken by {name}"
+            remedy = "end that process; if it is the job itself, it is still running and needs no restore"
+        else:
+            what = f"pid {use.pid} is still the {use.kind} of process {use.holder} ({name})"
+            remedy = f"end process {use.holder}"
+            if use.kind == "session":  # else the job may have been in a terminal's, and no sandbox can take it in
+                remedy += ", or restore with --isolate: a sandbox has pids of its own"
+        if zombie:
+            remedy = f"let process {stat.parent_pid} collect (wait for) its child, or end that parent"
         found.append(
             Finding(
                 "blocking",
-                f"pid {pid} is taken by {'the zombie of ' if zombie else ''}{stat.name}",
-                f"/proc/{pid}/stat, parent {stat.parent_pid}",
+                what,
+                f"/proc/{use.holder}/stat, parent {stat.parent_pid}",
                 "the restored process needs that very pid",
-                f"let process {stat.parent_pid} collect (wait for) its child, or end that parent"
-                if zombie
-                else "end that process; if it is the job itself, it is still running and needs no restore",
-                pid,
+                remedy,
+                use.holder,
                 code="GPUCR-PID-IN-USE",
             )
         )

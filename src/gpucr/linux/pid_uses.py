@@ -1,0 +1,64 @@
+"""Who uses a pid, so that the kernel gives it to no new process."""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import time
+from collections.abc import Collection
+from dataclasses import dataclass
+from typing import Literal
+
+from gpucr.errors import ProcessNotFound
+from gpucr.linux.processes import PF_EXITING, all_pids, read_stat, thread_group_leader
+
+
+@dataclass(frozen=True)
+class PidUse:
+    """Why no new process can get this pid: it is that of process or thread ``holder``, or of its group or session.
+
+    A group and a session keep their pid when the process that began them has ended.
+    """
+
+    pid: int
+    kind: Literal["process", "process group", "session"]
+    holder: int
+
+
+def uses_of_pids(pids: Collection[int]) -> list[PidUse]:
+    """Which of these pids are taken, and by whom: one use for each pid. Thread ids count as well."""
+    uses = {pid: PidUse(pid, "process", pid) for pid in pids if read_stat(pid) is not None}
+    wanted = set(pids) - uses.keys()
+    for holder in all_pids() if wanted else ():
+        with contextlib.suppress(ProcessLookupError, PermissionError):
+            session, group = os.getsid(holder), os.getpgid(holder)
+            if session in wanted:
+                uses.setdefault(session, PidUse(session, "session", holder))
+            if group in wanted:
+                uses.setdefault(group, PidUse(group, "process group", holder))
+    return list(uses.values())
+
+
+def wait_for_reaping(pids: Collection[int], timeout_s: float) -> list[PidUse]:
+    """Wait until no ended process uses one of these pids, at most ``timeout_s``: some inits reap only now and then.
+
+    Returns the uses that are left: when the time is over, or one of them is a live process's.
+    """
+    end = time.monotonic() + timeout_s
+    while True:
+        uses = uses_of_pids(pids)
+        if not uses or time.monotonic() >= end or not all(_is_ending(use.holder) for use in uses):
+            return uses
+        time.sleep(0.01)
+
+
+def _is_ending(pid_or_tid: int) -> bool:
+    """Whether the process of this id is gone, a zombie, or on its way to it.
+
+    Right after a SIGKILL a process can be a zombie while its other threads, which have pids too, are still shown alive.
+    """
+    try:
+        stats = read_stat(pid_or_tid), read_stat(thread_group_leader(pid_or_tid))
+    except ProcessNotFound:
+        return True
+    return any(stat is None or stat.status in "ZX" or stat.flags & PF_EXITING for stat in stats)

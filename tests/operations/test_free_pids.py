@@ -1,0 +1,199 @@
+"""The pids that a restore needs, and who may still have them when the job's processes are gone."""
+
+from __future__ import annotations
+
+import contextlib
+import ctypes
+import os
+import subprocess
+import sys
+import threading
+from collections.abc import Callable, Iterator
+from functools import partial
+from pathlib import Path
+
+import pytest
+
+import gpucr
+from gpucr.criu.image_entries import images_in
+from gpucr.criu.pids import pids_in
+from gpucr.linux import processes
+from gpucr.operations import restore
+from tests.counter import wait_until
+
+pytestmark = pytest.mark.criu
+
+_PR_SET_CHILD_SUBREAPER = 36  # include/uapi/linux/prctl.h
+
+FOR_EVER = """
+os.closerange(0, 64)
+while True:
+    time.sleep(0.05)
+"""
+WITH_ZOMBIE = (
+    """
+import os, time
+child = os.fork()
+if child == 0:
+    os._exit(7)
+os.waitid(os.P_PID, child, os.WEXITED | os.WNOWAIT)
+print(os.getpid(), child, flush=True)
+"""
+    + FOR_EVER
+)
+WITH_DAEMON = (
+    """
+import os, sys, time
+if sys.argv[1] == "process group":
+    if os.fork():
+        os.wait()
+        time.sleep(600)
+    os.setpgid(0, 0)
+reading, writing = os.pipe()
+if os.fork() == 0:
+    daemon = os.fork()
+    if daemon:
+        os.write(writing, b"%d" % daemon)
+        os._exit(0)
+else:
+    os.wait()
+    print(os.getpid(), os.read(reading, 64).decode(), flush=True)
+"""
+    + FOR_EVER
+)
+
+WITH_LOST_LEADER = (
+    """
+import ctypes, os, time
+ctypes.CDLL(None).prctl(36, 1, 0, 0, 0)
+leader = os.fork()
+if leader == 0:
+    os.setsid()
+    if os.fork():
+        os._exit(0)
+else:
+    os.waitpid(leader, 0)
+    print(os.getpid(), leader, flush=True)
+"""
+    + FOR_EVER
+)
+
+Start = Callable[..., tuple[int, int]]
+
+
+@pytest.fixture(autouse=True)
+def subreaper() -> Iterator[None]:
+    """What a killed job leaves becomes this process's child, as in a container whose pid 1 collects now and then."""
+    libc = ctypes.CDLL(None, use_errno=True)
+    assert libc.prctl(_PR_SET_CHILD_SUBREAPER, 1, 0, 0, 0) == 0
+    yield
+    assert libc.prctl(_PR_SET_CHILD_SUBREAPER, 0, 0, 0, 0) == 0
+
+
+@pytest.fixture
+def start() -> Iterator[Start]:
+    """Start programs that tell the pids of the job and of another process of theirs; returns these.
+
+    Each begins a session: the tests' own may have begun outside the pid namespace, and CRIU could not dump it.
+    """
+    with contextlib.ExitStack() as cleanup:
+
+        def start_program(code: str, *arguments: str) -> tuple[int, int]:
+            child = subprocess.Popen(
+                [sys.executable, "-I", "-S", "-c", code, *arguments],
+                stdout=subprocess.PIPE,
+                text=True,
+                start_new_session=True,
+            )
+            cleanup.callback(child.wait)
+            assert child.stdout is not None
+            with child.stdout as output:
+                job, other = map(int, output.readline().split())
+            cleanup.callback(end, child.pid, job, other)
+            return job, other
+
+        yield start_program
+
+
+def end(*pids: int) -> None:
+    """Kill these processes, and whatever was restored of them, and collect those that are this process's children."""
+    for pid in pids:
+        with contextlib.suppress(gpucr.ProcessNotFound):
+            processes.kill_and_wait([each.id for each in processes.tree(pid)])
+        wait_until(partial(collected, pid), f"process {pid} to be collected")
+
+
+def collected(pid: int) -> bool:
+    with contextlib.suppress(ChildProcessError):
+        os.waitpid(pid, os.WNOHANG)
+    return processes.read_stat(pid) is None
+
+
+def dump_and_collect(job: int, snapshot: Path, *, force: bool = False) -> None:
+    gpucr.dump(job, snapshot, force=force)
+    wait_until(partial(collected, job), "the job to be collected")
+
+
+def state_and_parent(pid: int) -> tuple[str, int]:
+    stat = processes.read_stat(pid)
+    assert stat is not None
+    return stat.status, stat.parent_pid
+
+
+def test_a_zombie_of_the_job_is_waited_for(start: Start, tmp_path: Path) -> None:
+    """It was one before the dump: the manifest, which tells of what ran, does not have it."""
+    job, zombie = start(WITH_ZOMBIE)
+    dump_and_collect(job, tmp_path / "s")
+    assert state_and_parent(zombie) == ("Z", os.getpid())
+    collecting = threading.Timer(0.5, os.waitpid, (zombie, 0))
+    collecting.start()
+    gpucr.restore(tmp_path / "s")
+    collecting.join()
+    assert state_and_parent(zombie) == ("Z", job)
+
+
+def test_a_zombie_of_the_job_that_nobody_collects(
+    start: Start, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(restore, "REAPING_TIMEOUT_S", 0.05)
+    job, zombie = start(WITH_ZOMBIE)
+    dump_and_collect(job, tmp_path / "s")
+    with pytest.raises(gpucr.Unsupported, match=f"pid {zombie} is taken by the zombie of python") as caught:
+        gpucr.restore(tmp_path / "s")
+    assert caught.value.code == "GPUCR-PID-IN-USE"
+    assert caught.value.hint is not None
+    assert f"let process {os.getpid()} collect" in caught.value.hint
+
+
+@pytest.mark.parametrize("kind", ["session", "process group"])
+def test_a_pid_outlives_its_process(kind: str, start: Start, tmp_path: Path) -> None:
+    """As the session or the group of a daemon that has left the job's tree."""
+    job, daemon = start(WITH_DAEMON, kind)
+    dump_and_collect(job, tmp_path / "s")
+    assert processes.read_stat(job) is None
+    with pytest.raises(gpucr.Unsupported, match=rf"pid {job} is still the {kind} of process {daemon} \(python") as e:
+        gpucr.restore(tmp_path / "s")
+    assert e.value.code == "GPUCR-PID-IN-USE"
+    assert e.value.hint is not None
+    assert f"end process {daemon}" in e.value.hint
+    assert ("--isolate" in e.value.hint) == (kind == "session")
+    end(daemon)
+    assert gpucr.restore(tmp_path / "s").pid == job
+
+
+def test_a_session_of_the_job_whose_first_process_has_ended(start: Start, tmp_path: Path) -> None:
+    """CRIU makes that process again and ends it, so that its pid has to be free; then another one adopts its child."""
+    job, leader = start(WITH_LOST_LEADER)
+    (_, member) = processes.tree(job)
+    assert member.session_id == leader
+    with pytest.raises(gpucr.Unsupported, match=f"process {member.pid} .* another session than its parent {job}") as e:
+        gpucr.dump(job, tmp_path / "s")
+    assert e.value.code == "GPUCR-ADOPTED"
+    dump_and_collect(job, tmp_path / "s", force=True)
+    os.waitpid(member.pid, 0)
+    assert processes.read_stat(leader) is None
+    assert leader in pids_in(images_in(tmp_path / "s" / "images"))
+    gpucr.restore(tmp_path / "s")
+    assert os.getsid(member.pid) == leader
+    assert member.pid not in [each.pid for each in processes.tree(job)]
+    end(member.pid)

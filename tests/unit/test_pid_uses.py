@@ -1,0 +1,94 @@
+"""gpucr.linux.pid_uses: what the kernel gives to nobody as long as it is in use, and how long that is."""
+
+from __future__ import annotations
+
+import os
+import signal
+import threading
+
+import pytest
+
+from gpucr.linux import processes
+from gpucr.linux.pid_uses import PidUse, uses_of_pids, wait_for_reaping
+from gpucr.linux.processes import read_stat
+from tests.counter import wait_until
+from tests.unit.children import PTRACE_O_TRACEEXIT, WITH_A_THREAD, python, sleeper, status_of, tracer_of, unused_pid
+
+
+def test_nothing_uses_a_free_pid() -> None:
+    assert uses_of_pids([unused_pid()]) == []
+    assert uses_of_pids([]) == []
+
+
+def test_a_process_uses_its_pid_as_itself() -> None:
+    with sleeper() as child:  # it leads a session and a group as well
+        assert uses_of_pids({child.pid, unused_pid()}) == [PidUse(child.pid, "process", child.pid)]
+
+
+@pytest.mark.parametrize("kind", ["session", "process group"])
+def test_a_pid_is_in_use_while_its_session_or_group_lasts(kind: str) -> None:
+    code = (
+        "import os, signal, sys\n"
+        "if os.fork(): os.wait(); signal.pause()\n"
+        "os.setsid() if sys.argv[1] == 'session' else os.setpgid(0, 0)\n"
+        "leader = os.getpid()\n"
+        "if os.fork(): os._exit(0)\n"
+        "signal.signal(signal.SIGHUP, signal.SIG_IGN)\n"
+        "print(leader, os.getpid(), flush=True); signal.pause()"
+    )
+    with python(code, kind) as root:
+        leader, holder = root.numbers
+        try:
+            wait_until(lambda: read_stat(leader) is None, "the first process to be collected")
+            (use,) = uses_of_pids([leader])
+            assert (use.pid, use.kind, use.holder) == (leader, kind, holder)
+        finally:
+            os.kill(holder, signal.SIGKILL)
+
+
+def test_wait_for_reaping_returns_when_the_zombie_is_collected() -> None:
+    with sleeper() as child:
+        child.make_zombie()
+        waiting = threading.Thread(target=wait_for_reaping, args=([child.pid], 600), daemon=True)
+        waiting.start()
+        assert waiting.is_alive()
+        child.reap()
+        waiting.join(60)
+        assert not waiting.is_alive()
+        assert processes.read_stat(child.pid) is None
+
+
+@pytest.mark.timeout(30)
+def test_wait_for_reaping_does_not_wait_for_live_processes() -> None:
+    with sleeper() as live, sleeper() as zombie:
+        zombie.make_zombie()
+        uses = wait_for_reaping([zombie.pid, live.pid, unused_pid()], 600)
+        assert {use.holder for use in uses} == {zombie.pid, live.pid}
+        assert processes.is_alive(live.id)
+
+
+def test_wait_for_reaping_waits_for_threads_of_a_process_that_is_ending() -> None:
+    """The leader has ended and its thread is held at its exit: the thread's pid is taken and it is no zombie."""
+    with python(WITH_A_THREAD) as child:
+        (thread_id,) = child.numbers
+        with tracer_of(thread_id, PTRACE_O_TRACEEXIT):
+            os.kill(child.pid, signal.SIGKILL)
+            wait_until(lambda: status_of(child.pid) == "Z", "the leader to end")
+            assert status_of(thread_id) not in "ZX"
+            waiting = threading.Thread(target=wait_for_reaping, args=([child.pid, thread_id], 600))
+            waiting.start()
+            waiting.join(0.1)
+            assert waiting.is_alive()
+        child.reap()
+        waiting.join(60)
+        assert not waiting.is_alive()
+
+
+@pytest.mark.timeout(30)
+def test_wait_for_reaping_gives_up() -> None:
+    with sleeper() as child:
+        child.make_zombie()
+        wait_for_reaping([child.pid], 0.03)
+        stat = processes.read_stat(child.pid)
+        assert stat is not None
+        assert stat.status == "Z"
