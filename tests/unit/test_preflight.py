@@ -153,6 +153,51 @@ def test_the_usual_files_of_a_program() -> None:
         assert preflight.check_open_files(job_of(child.pid)) == []
 
 
+LINKED = """
+import ctypes, os, signal, sys
+folder, mode, is_in_own_mounts = sys.argv[1:]
+os.chdir(folder)
+for name in ("other", "ghost", "kept"):
+    open(name, "w").close()
+files = [open("other", mode), open("other"), open("ghost"), open("kept", mode)]
+os.link("other", "link")
+os.unlink("other")
+os.unlink("ghost")
+if is_in_own_mounts == "True":
+    assert ctypes.CDLL(None).unshare(0x20000) == 0  # CLONE_NEWNS
+print("ready", flush=True)
+signal.pause()
+"""
+
+
+@pytest.mark.parametrize(
+    ("mode", "own_mounts", "sandboxed", "verb", "consequence"),
+    [
+        ("a", False, False, "writes to", "what the restored job writes would go to a copy of it that has no name"),
+        ("a", True, True, "writes to", "what the restored job writes would go to a copy of it that has no name"),
+        ("r", True, False, "uses", "the snapshot would not have its content"),
+        ("a", True, False, "uses", "the snapshot would not have its content"),
+        ("r", False, False, None, None),
+        ("r", True, True, None, None),
+    ],
+)
+def test_a_file_whose_opened_name_is_gone_while_it_has_another(
+    mode: str, own_mounts: bool, sandboxed: bool, verb: str | None, consequence: str | None, tmp_path: Path
+) -> None:
+    with python(LINKED, tmp_path, mode, own_mounts) as child:
+        findings = preflight.check_open_files(job_of(child.pid), is_sandboxed=sandboxed)
+        if verb is None or consequence is None:
+            assert findings == []
+            return
+        finding = only(findings)
+        assert (finding.severity, finding.code, finding.pid) == ("blocking", "GPUCR-LINKED-FILE", child.pid)
+        assert f" {verb} a file whose name is gone" in finding.what
+        assert finding.evidence == f"{tmp_path}/other was deleted or replaced; other hard links of it are left"
+        assert finding.consequence.startswith(consequence)
+        (tmp_path / "link").unlink()
+        assert preflight.check_open_files(job_of(child.pid), is_sandboxed=sandboxed) == []
+
+
 IO_URING = """
 import ctypes, os, signal, sys
 libc = ctypes.CDLL(None, use_errno=True)

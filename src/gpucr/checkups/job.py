@@ -40,7 +40,7 @@ def examine(target: int | str, folder: Path, *, was_named: bool) -> list[Checkup
         findings_of_traps(job, found.driver, uses),
         ok("sharing", "nothing shows that would be lost", "environment, mapped and open files, NVML"),
     )
-    findings += _processes(job)
+    findings += _processes(job, isolated=found.sandbox is not None)
     findings += _room(job, uses, folder)
     return [*findings, *_surroundings(folder, was_named=was_named)]
 
@@ -60,7 +60,7 @@ def _states(job: Job) -> Checkup:
     )
 
 
-def _processes(job: Job) -> list[Checkup]:
+def _processes(job: Job, *, isolated: bool) -> list[Checkup]:
     return [
         *from_findings(
             "tracers",
@@ -74,7 +74,10 @@ def _processes(job: Job) -> list[Checkup]:
         ),
         *from_findings(
             "open files",
-            [*preflight.check_open_files(job), *check_deleted_files(_largest_deleted(job))],
+            [
+                *preflight.check_open_files(job, is_sandboxed=isolated),
+                *check_deleted_files(_largest_deleted(job)),
+            ],
             ok("open files", "CRIU can dump them", "/proc/PID/fd"),
         ),
         *from_findings(

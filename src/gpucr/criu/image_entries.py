@@ -36,6 +36,12 @@ def head(magic: int) -> bytes:
     return _HEAD.pack(_COMMON_MAGIC, magic)
 
 
+def encoded(entry: Message) -> bytes:
+    """An entry as it stands in an image."""
+    body = entry.SerializeToString()
+    return _LENGTH.pack(len(body)) + body
+
+
 def images_in(folder: Path) -> OpenImage:
     """The images of a folder."""
 

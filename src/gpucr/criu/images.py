@@ -18,7 +18,7 @@ from collections.abc import Collection, Iterable, Iterator, Mapping
 from pathlib import Path
 
 from gpucr.criu import images_pb2
-from gpucr.criu.image_entries import ImageError, ImageReader, head
+from gpucr.criu.image_entries import ImageError, ImageReader, encoded, head
 from gpucr.linux.sock_diag import TcpSocket, TcpState, endpoint, outside_connections
 from gpucr.model import JobFile
 
@@ -26,7 +26,6 @@ NAME = "files.img"
 MAX_IMAGE_BYTES = 256 << 20
 """A file of the job takes about 100 bytes."""
 MAGIC, KIND = 0x56303138, "open files"
-_LENGTH = struct.Struct("<I")
 
 
 def have_clocks(names: Iterable[str]) -> bool:
@@ -56,11 +55,7 @@ class FilesImage:
 
     def encode(self) -> bytes:
         """The bytes of the image."""
-        parts = [head(MAGIC)]
-        for entry in self._entries:
-            body = entry.SerializeToString()
-            parts += [_LENGTH.pack(len(body)), body]
-        return b"".join(parts)
+        return b"".join([head(MAGIC), *map(encoded, self._entries)])
 
     def tcp_sockets(self) -> tuple[TcpSocket, ...]:
         """The job's TCP sockets as they were dumped."""
@@ -102,6 +97,10 @@ class FilesImage:
             if (is_writer and file.pos >= dumped_bytes) or file.pos > present_bytes:
                 file.pos = present_bytes
             self.is_changed = True
+
+    def paths(self) -> dict[int, str]:
+        """The name of each regular file, by the number of its entry."""
+        return {entry.reg.id: os.fsdecode(entry.reg.name) for entry in self._entries if entry.HasField("reg")}
 
     def written_files(self) -> tuple[JobFile, ...]:
         """The files that are open for writing and whose size CRIU knows."""

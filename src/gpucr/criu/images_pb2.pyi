@@ -123,6 +123,50 @@ class PagemapEntry(_message.Message):
     nr_pages: int
     def __init__(self, vaddr: _Optional[int] = ..., compat_nr_pages: _Optional[int] = ..., in_parent: bool = ..., flags: _Optional[int] = ..., nr_pages: _Optional[int] = ...) -> None: ...
 
+class Remap(_message.Message):
+    __slots__ = ("orig_id", "remap_id", "remap_type")
+    ORIG_ID_FIELD_NUMBER: _ClassVar[int]
+    REMAP_ID_FIELD_NUMBER: _ClassVar[int]
+    REMAP_TYPE_FIELD_NUMBER: _ClassVar[int]
+    orig_id: int
+    remap_id: int
+    remap_type: int
+    def __init__(self, orig_id: _Optional[int] = ..., remap_id: _Optional[int] = ..., remap_type: _Optional[int] = ...) -> None: ...
+
+class GhostFile(_message.Message):
+    __slots__ = ("uid", "gid", "mode", "atim", "mtim", "chunks", "size")
+    UID_FIELD_NUMBER: _ClassVar[int]
+    GID_FIELD_NUMBER: _ClassVar[int]
+    MODE_FIELD_NUMBER: _ClassVar[int]
+    ATIM_FIELD_NUMBER: _ClassVar[int]
+    MTIM_FIELD_NUMBER: _ClassVar[int]
+    CHUNKS_FIELD_NUMBER: _ClassVar[int]
+    SIZE_FIELD_NUMBER: _ClassVar[int]
+    uid: int
+    gid: int
+    mode: int
+    atim: Time
+    mtim: Time
+    chunks: bool
+    size: int
+    def __init__(self, uid: _Optional[int] = ..., gid: _Optional[int] = ..., mode: _Optional[int] = ..., atim: _Optional[_Union[Time, _Mapping]] = ..., mtim: _Optional[_Union[Time, _Mapping]] = ..., chunks: bool = ..., size: _Optional[int] = ...) -> None: ...
+
+class Time(_message.Message):
+    __slots__ = ("tv_sec", "tv_usec")
+    TV_SEC_FIELD_NUMBER: _ClassVar[int]
+    TV_USEC_FIELD_NUMBER: _ClassVar[int]
+    tv_sec: int
+    tv_usec: int
+    def __init__(self, tv_sec: _Optional[int] = ..., tv_usec: _Optional[int] = ...) -> None: ...
+
+class GhostChunk(_message.Message):
+    __slots__ = ("len", "off")
+    LEN_FIELD_NUMBER: _ClassVar[int]
+    OFF_FIELD_NUMBER: _ClassVar[int]
+    len: int
+    off: int
+    def __init__(self, len: _Optional[int] = ..., off: _Optional[int] = ...) -> None: ...
+
 class TreeEntry(_message.Message):
     __slots__ = ("pid", "ppid", "pgid", "sid", "threads")
     PID_FIELD_NUMBER: _ClassVar[int]

@@ -208,7 +208,7 @@ def _prepare(
         *findings_of_traps(job, found.driver, uses),
         *preflight.check_tracers(job),
         *preflight.check_session(job),
-        *preflight.check_open_files(job),
+        *preflight.check_open_files(job, is_sandboxed=found.sandbox is not None),
         *preflight.check_outside_connections(job),
         *(preflight.check_terminal(job) if leave_running and job.gang else ()),
         *target.findings(job, _total(held)),

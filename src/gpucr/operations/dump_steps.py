@@ -27,7 +27,7 @@ from gpucr.operations.gpu_places import ProcessGpus, all_gpus, gpus_of
 from gpucr.operations.interrupts import Interrupts
 from gpucr.operations.job_snapshot import JobSnapshot
 from gpucr.operations.logs import log_kept_on_failure
-from gpucr.operations.outside import look_outside
+from gpucr.operations.outside import Outside, look_outside, remove_names
 from gpucr.operations.protection import Protection
 from gpucr.operations.registered import DumpNote
 from gpucr.operations.scheduling import scheduling_of
@@ -159,6 +159,7 @@ class CriuDump:
         self._interrupts: Interrupts | None = None
         self._meter: Meter | None = None
         self._frozen: frozenset[ProcessId] = frozenset()
+        self._passing_names: tuple[str, ...] = ()
         self.draft: Manifest | None = None
         self.snapshot: JobSnapshot | None = None
 
@@ -186,8 +187,10 @@ class CriuDump:
             self._after_failure(error)
         if self.snapshot is None:  # else the dump is complete, and a guard that has ended must not make it fail
             self._tell_guard(None)
-        if self.draft is not None and not context.leave_running and context.sandbox is None:
-            shared_files.remove_remaps(shared_files.ROOT, self.draft.shared_files)
+        if self.draft is not None and not context.leave_running:  # else CRIU has removed them
+            remove_names(self._passing_names)
+            if context.sandbox is None:
+                shared_files.remove_remaps(shared_files.ROOT, self.draft.shared_files)
         images_bytes = sum(file.stat().st_size for file in context.target.folder.images.iterdir())
         return images_bytes if context.leave_running else images_bytes + context.writer.bytes_seen
 
@@ -205,9 +208,12 @@ class CriuDump:
         """After CRIU's last image, with the tree still frozen: what is true now is what was dumped."""
         if hook != "post-dump":
             return
-        tree = processes.tree(self._context.job.root.pid)
+        context = self._context
+        tree = processes.tree(context.job.root.pid)
         self._frozen = frozenset(process.id for process in tree)
-        self.draft = _draft(self._context, tree)
+        outside = look_outside(tree, context.target.folder, is_sandboxed=context.sandbox is not None)
+        self._passing_names = outside.passing_names
+        self.draft = _draft(context, tree, outside)
         if not self._context.leave_running and self._interrupts is not None and self._meter is not None:
             self.snapshot = commit(self._context, self.draft, self._interrupts, self._meter)
 
@@ -318,10 +324,9 @@ def started_cuda(context: GangDump) -> list[int]:
     return [member.pid for member in gangs.discover(driver, [p for p in tree if p.id not in known])]
 
 
-def _draft(context: DumpContext, tree: Sequence[ProcessInfo]) -> Manifest:
+def _draft(context: DumpContext, tree: Sequence[ProcessInfo], outside: Outside) -> Manifest:
     """The manifest of the tree, which is frozen now, without its files."""
     sandbox = context.sandbox
-    outside = look_outside(tree, context.target.folder, is_sandboxed=sandbox is not None)
     draft = draft_of_gang(context, tree, context.criu.install.version_text, context.options.as_dict())
     return replace(
         draft,

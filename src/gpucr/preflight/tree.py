@@ -2,13 +2,16 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+import contextlib
+from collections.abc import Collection, Sequence
 
 from gpucr.errors import NotPermitted
 from gpucr.linux import processes
+from gpucr.linux.files_in_use import files_in_use
 from gpucr.linux.inherited import NVIDIA_DEVICE, UNDUMPABLE, find_inherited
 from gpucr.linux.pid_uses import PidUse
-from gpucr.linux.processes import OpenFile
+from gpucr.linux.processes import PROC, OpenFile
+from gpucr.linux.sockets import sees_our_files
 from gpucr.model import CudaState, Job, ProcessInfo
 from gpucr.preflight.findings import Finding
 
@@ -98,10 +101,11 @@ def check_terminal(job: Job) -> list[Finding]:
     ]
 
 
-def check_open_files(job: Job) -> list[Finding]:
+def check_open_files(job: Job, *, is_sandboxed: bool = False) -> list[Finding]:
     """Descriptors that CRIU cannot dump; a finding for each process and kind.
 
     Those of running CUDA processes go away with the checkpoint, and so do those that their children were forked with.
+    ``is_sandboxed``: the job's mounts are of gpucr's making, with the files of this machine.
     """
     running = {member.pid for member in job.gang if member.found is not CudaState.CHECKPOINTED}
     passing = {(each.process.pid, fd) for each in find_inherited(job.processes, running) for fd in each.fds}
@@ -109,7 +113,65 @@ def check_open_files(job: Job) -> list[Finding]:
     for process in job.processes:
         files = [file for file in processes.open_files(process.pid) if (process.pid, file.fd) not in passing]
         found += _judge(process, files, in_gang=process.pid in running)
+        found += _linked_files(process, is_sandboxed=is_sandboxed)
     return found
+
+
+def _linked_files(process: ProcessInfo, *, is_sandboxed: bool) -> list[Finding]:
+    """Files whose opened name is gone while they have another one, and which a restored job would miss.
+
+    The snapshot has the content of those in /dev/shm, and of the others (see `gpucr.criu.linked_files`) where the
+    process has this machine's mounts.
+    """
+    shared = PROC / str(process.pid) / "root" / "dev" / "shm"
+    written: set[str] = set()
+    not_saved: set[str] = set()
+    with contextlib.suppress(
+        FileNotFoundError, ProcessLookupError, PermissionError
+    ):  # it has ended, or is closed to us
+        shared_device = shared.stat().st_dev if shared.is_dir() else None
+        is_saved = is_sandboxed or sees_our_files(process.pid)
+        for file in files_in_use([process.pid]):
+            if file.path.endswith(" (deleted)") and file.inode[0] != shared_device:
+                if not is_saved:
+                    not_saved.add(file.path)
+                elif file.is_written:
+                    written.add(file.path)
+    findings = [
+        _linked_file(
+            process,
+            written,
+            "writes to",
+            "what the restored job writes would go to a copy of it that has no name",
+            "let the process close it, or open it again under the name that it has now",
+        ),
+        _linked_file(
+            process,
+            not_saved,
+            "uses",
+            "the snapshot would not have its content: it could be restored once, or after --leave-running never",
+            "start the process anew (after an upgrade of its libraries, say), or remove the other hard links too "
+            "(find / -samefile names them): what has no name at all goes into the snapshot",
+        ),
+    ]
+    return [finding for finding in findings if finding is not None]
+
+
+def _linked_file(
+    process: ProcessInfo, paths: Collection[str], verb: str, consequence: str, remedy: str
+) -> Finding | None:
+    if not paths:
+        return None
+    more = f", and {len(paths) - 1} more" if len(paths) > 1 else ""
+    return Finding(
+        "blocking",
+        f"process {process.pid} ({process.name}) {verb} a file whose name is gone, but which has another one",
+        f"{min(paths).removesuffix(' (deleted)')} was deleted or replaced{more}; other hard links of it are left",
+        consequence,
+        remedy,
+        process.pid,
+        code="GPUCR-LINKED-FILE",
+    )
 
 
 def _judge(process: ProcessInfo, files: Sequence[OpenFile], *, in_gang: bool) -> list[Finding]:

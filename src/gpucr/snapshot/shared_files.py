@@ -19,6 +19,7 @@ import stat
 from collections.abc import Collection, Iterator, Sequence
 from pathlib import Path
 
+from gpucr.linux.sparse import data_ranges
 from gpucr.snapshot.outside import SharedFileRecord
 
 ROOT = Path("/dev/shm")  # noqa: S108 - this is where the C library puts them
@@ -243,20 +244,12 @@ def _save_one(root: Path, snapshot: Path, stored: str, names: list[str]) -> Shar
 def _copy(source: int, target: int, size_bytes: int) -> None:
     """Copy so many bytes, but no zeros."""
     os.ftruncate(target, size_bytes)
-    position = 0
-    while position < size_bytes:
-        try:
-            position = os.lseek(source, position, os.SEEK_DATA)
-        except OSError as e:
-            if e.errno == errno.ENXIO:  # only a hole is left
-                return
-            raise
-        block = os.pread(source, min(_BLOCK_BYTES, size_bytes - position), position)
-        if not block:
-            return
-        if block != _ZEROS[: len(block)]:
-            _write_all(target, block, position)
-        position += len(block)
+    for begin, end in data_ranges(source, size_bytes):
+        position = begin
+        while block := os.pread(source, min(_BLOCK_BYTES, end - position), position):
+            if block != _ZEROS[: len(block)]:
+                _write_all(target, block, position)
+            position += len(block)
 
 
 def _write_all(target: int, block: bytes, position: int) -> None:

@@ -1,0 +1,116 @@
+"""Files of the job whose opened name is gone while another hard link is left: their content goes into the images.
+
+CRIU gives such a file a new name beside the old one (``link_remap.N``) and writes down that name alone, which the first
+restore uses up, and which a dump that leaves the job running takes away again. For it a file without any name is a
+*ghost* instead, and its content an image of its own: after a dump every name of the former kind is made into a ghost.
+"""
+
+from __future__ import annotations
+
+import errno
+import os
+import stat
+from collections.abc import Collection
+from pathlib import Path
+from typing import BinaryIO
+
+from gpucr.criu import images_pb2
+from gpucr.criu.image_entries import ImageError, ImageReader, encoded, head
+from gpucr.criu.images import FilesImage
+from gpucr.linux.sparse import data_ranges
+
+REMAP_IMAGE = "remap-fpath.img"
+REMAP_MAGIC, GHOST_MAGIC = 0x59133954, 0x52583605  # REMAP_FPATH_MAGIC, GHOST_FILE_MAGIC of CRIU's image format
+LINKED, GHOST = 0, 1  # remap_type
+_MAX_REMAP_BYTES = 16 << 20
+_CALL_BYTES = 64 << 20
+"""What one sendfile(2) copies: a signal is handled between two."""
+_READ = os.O_RDONLY | os.O_NOFOLLOW | os.O_NONBLOCK | os.O_CLOEXEC
+_CREATE = os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_NOFOLLOW | os.O_CLOEXEC
+
+
+def save_linked_files(
+    images_dir: Path, root: Path, inodes: Collection[tuple[int, int]], *, leave_out: str
+) -> tuple[str, ...]:
+    """Make ghosts of CRIU's new names, while the tree is frozen and the images are complete.
+
+    ``root`` is the tree's root folder as seen from here, ``inodes`` (device and number) are the files that it uses:
+    nothing else is read, whatever has such a name by now. Names below the folder ``leave_out`` stay as they are.
+    Returns the names that no restore needs any more, as the tree knows them. Raises OSError, and ImageError where the
+    images say something else than the files.
+    """
+    try:
+        entries = _read_remaps(images_dir)
+    except FileNotFoundError:
+        return ()
+    paths = FilesImage.read(images_dir).paths()
+    next_id = 1 + max((each.remap_id for each in entries if each.remap_type == GHOST), default=0)
+    ghosts: dict[tuple[int, int], int] = {}
+    names: list[str] = []
+    for entry in entries:
+        if entry.remap_type != LINKED:
+            continue
+        if entry.remap_id not in paths:
+            raise ImageError(f"there is no file {entry.remap_id}, to which another one leads")
+        path = paths[entry.remap_id]
+        if path.startswith(f"{leave_out}/"):
+            continue
+        source = os.open(root / path.lstrip("/"), _READ)
+        try:
+            status = os.fstat(source)
+            inode = status.st_dev, status.st_ino
+            if inode not in inodes or not stat.S_ISREG(status.st_mode):
+                raise ImageError(f"{path} is not the file of the job that CRIU has linked there")
+            if inode not in ghosts:
+                ghosts[inode] = next_id
+                _write_ghost(images_dir / f"ghost-file-{next_id:x}.img", source, status)
+                next_id += 1
+        finally:
+            os.close(source)
+        entry.remap_id, entry.remap_type = ghosts[inode], GHOST
+        names.append(path)
+    if names:
+        _write_remaps(images_dir, entries)
+    return tuple(names)
+
+
+def _read_remaps(images_dir: Path) -> list[images_pb2.Remap]:
+    with (images_dir / REMAP_IMAGE).open("rb") as stream:
+        image = ImageReader(stream, REMAP_MAGIC, "names that are gone", max_bytes=_MAX_REMAP_BYTES)
+        return list(image.entries(images_pb2.Remap))
+
+
+def _write_remaps(images_dir: Path, entries: list[images_pb2.Remap]) -> None:
+    (images_dir / REMAP_IMAGE).unlink()
+    with _create(images_dir / REMAP_IMAGE) as image:
+        image.write(head(REMAP_MAGIC))
+        for entry in entries:
+            image.write(encoded(entry))
+
+
+def _write_ghost(path: Path, source: int, status: os.stat_result) -> None:
+    """What the file is, then a head and the bytes of each of its parts that are not holes."""
+    ghost = images_pb2.GhostFile(
+        uid=status.st_uid, gid=status.st_gid, mode=status.st_mode, chunks=True, size=status.st_size
+    )
+    for time, nanoseconds in ((ghost.atim, status.st_atime_ns), (ghost.mtim, status.st_mtime_ns)):
+        time.tv_sec, time.tv_usec = nanoseconds // 10**9, nanoseconds % 10**9 // 1000
+    with _create(path) as image:
+        image.write(head(GHOST_MAGIC))
+        image.write(encoded(ghost))
+        for begin, end in data_ranges(source, status.st_size):
+            image.write(encoded(images_pb2.GhostChunk(off=begin, len=end - begin)))
+            image.flush()
+            _copy(source, image.fileno(), begin, end)
+
+
+def _copy(source: int, target: int, begin: int, end: int) -> None:
+    while begin < end:
+        copied = os.sendfile(target, source, begin, min(_CALL_BYTES, end - begin))
+        if copied == 0:
+            raise OSError(errno.EIO, "a file of the job became shorter while it was copied")
+        begin += copied
+
+
+def _create(path: Path) -> BinaryIO:
+    return os.fdopen(os.open(path, _CREATE, 0o600), "wb")

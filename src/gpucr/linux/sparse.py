@@ -1,0 +1,25 @@
+"""Files with holes: what of them there is to copy."""
+
+from __future__ import annotations
+
+import errno
+import os
+from collections.abc import Iterator
+
+
+def data_ranges(fd: int, size_bytes: int) -> Iterator[tuple[int, int]]:
+    """The parts of a file's first ``size_bytes`` that are no holes, each as begin and end, in ascending order.
+
+    Moves the position of ``fd``. A file system that knows no holes has one part (lseek(2), SEEK_DATA). Raises OSError.
+    """
+    end = 0
+    while end < size_bytes:
+        try:
+            begin = os.lseek(fd, end, os.SEEK_DATA)
+        except OSError as e:
+            if e.errno == errno.ENXIO:  # only a hole is left
+                return
+            raise
+        end = min(os.lseek(fd, begin, os.SEEK_HOLE), size_bytes)
+        if begin < end:
+            yield begin, end
