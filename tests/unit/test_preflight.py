@@ -148,6 +148,45 @@ def test_a_session_that_began_outside_the_pid_namespace() -> None:
     assert "setsid" in finding.remedy
 
 
+@pytest.mark.parametrize(
+    ("tree", "adopted", "consequence"),
+    [
+        pytest.param([(7, 1, 7), (8, 7, 7), (9, 8, 8), (10, 9, 8)], None, None, id="a session below the root"),
+        pytest.param([(7, 1, 2), (8, 7, 2), (9, 8, 2)], None, None, id="a shell's session"),
+        pytest.param([(7, 1, 7), (8, 7, 8), (9, 8, 7)], None, None, id="forked before its parent left the session"),
+        pytest.param([(7, 1, 7), (8, 7, 5), (9, 8, 5)], 8, "leave it outside", id="adopted by the root"),
+        pytest.param([(7, 1, 7), (8, 7, 8), (9, 7, 8)], 9, "leave it outside", id="of a session that has its leader"),
+        pytest.param([(7, 1, 7), (8, 7, 7), (9, 8, 5)], 9, "could not restore", id="adopted by another one"),
+        pytest.param(
+            [(7, 1, 7), (8, 7, 7), (9, 8, 9), (10, 8, 9)], 10, "could not restore", id="of its child's session"
+        ),
+        pytest.param([(7, 1, 2), (8, 7, 8), (9, 8, 2)], 9, "could not restore", id="of a session outside of the tree"),
+    ],
+)
+def test_sessions_that_criu_cannot_give_back(
+    tree: list[tuple[int, int, int]], adopted: int | None, consequence: str | None, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Pid, parent and session, the root first."""
+    monkeypatch.setattr(processes, "innermost_session_id", lambda _: 1)
+
+    def found(*, root_inside: int) -> list[Finding]:
+        infos = [
+            ProcessInfo(
+                ProcessId(pid, 0), parent, session, (pid, root_inside) if pid == 7 else (pid, pid), 0, "S", "rank", ()
+            )
+            for pid, parent, session in tree
+        ]
+        return preflight.check_session(Job(tuple(infos), ()))
+
+    if adopted is None or consequence is None:
+        assert found(root_inside=7) == []
+        return
+    finding = only(found(root_inside=7))
+    assert (finding.severity, finding.code, finding.pid) == ("blocking", "GPUCR-ADOPTED", adopted)
+    assert consequence in finding.consequence
+    assert bool(found(root_inside=1)) == ("could not restore" in finding.consequence)  # an init adopts all by itself
+
+
 def test_the_usual_files_of_a_program() -> None:
     with python(WAITING) as child:
         assert preflight.check_open_files(job_of(child.pid)) == []

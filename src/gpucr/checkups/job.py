@@ -70,7 +70,11 @@ def _processes(job: Job, *, isolated: bool) -> list[Checkup]:
         *from_findings(
             "session",
             preflight.check_session(job),
-            ok("session", "it has an id in the job's pid namespace", "NSsid in /proc/PID/status"),
+            ok(
+                "session",
+                "CRIU can give back the session of every process",
+                "sessions in /proc/PID/stat, NSsid in status",
+            ),
         ),
         *from_findings(
             "open files",

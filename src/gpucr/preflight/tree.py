@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Collection, Sequence
+from collections.abc import Collection, Iterator, Sequence
 
 from gpucr.errors import NotPermitted
 from gpucr.linux import processes
@@ -67,22 +67,57 @@ def check_tracers(job: Job) -> list[Finding]:
 
 
 def check_session(job: Job) -> list[Finding]:
-    """A session that began outside the job's pid namespace: it has no id in there that CRIU could write down."""
-    process = next((each for each in job.processes if processes.innermost_session_id(each.pid) == 0), None)
-    if process is None:
-        return []
+    """Sessions that CRIU cannot give back: of outside the pid namespace, or of another branch of the tree."""
+    outside = next((each for each in job.processes if processes.innermost_session_id(each.pid) == 0), None)
+    if outside is not None:
+        return [
+            Finding(
+                "blocking",
+                f"the session of process {outside.pid} ({outside.name}) began outside the job's pid namespace",
+                f"NSsid ends with 0 in /proc/{outside.pid}/status; a shell entered through `docker exec`, nsenter or "
+                "unshare has such a session",
+                "CRIU cannot dump it",
+                "start the job with `gpucr run` or setsid",
+                outside.pid,
+                code="GPUCR-SESSION-OUTSIDE",
+            )
+        ]
     return [
         Finding(
             "blocking",
-            f"the session of process {process.pid} ({process.name}) began outside the job's pid namespace",
-            f"NSsid ends with 0 in /proc/{process.pid}/status; a shell entered through `docker exec`, nsenter or "
-            "unshare has such a session",
-            "CRIU cannot dump it",
-            "start the job with `gpucr run` or setsid",
-            process.pid,
-            code="GPUCR-SESSION-OUTSIDE",
+            f"process {adopted.pid} ({adopted.name}) is in another session than its parent {adopted.parent_pid}",
+            f"session {adopted.session_id} in /proc/{adopted.pid}/stat: as a rule, what had started it has ended",
+            consequence,
+            "end it before the dump, or have it started by a process that stays, without a double fork",
+            adopted.pid,
+            code="GPUCR-ADOPTED",
         )
+        for adopted, consequence in _adopted(job)
     ]
+
+
+def _adopted(job: Job) -> Iterator[tuple[ProcessInfo, str]]:
+    """Processes whose session is not to be had where they are in the tree, and what a restore makes of them.
+
+    A process gets its session from the one that forks it. CRIU forks each from its parent, before or after that leaves
+    the session of its own parent, and so on up to the session's first process. For a child of the root it can make that
+    one anew and have it end, and the child is then adopted by the nearest process that asks for orphans: by an init,
+    but by no other root, which CRIU lets ask too late (seen with CRIU 4.2.1).
+    """
+    by_pid = {each.pid: each for each in job.processes}
+    ancestors: dict[int, frozenset[int]] = {job.root.pid: frozenset()}
+    for process in job.processes[1:]:  # parents come before their children
+        parent, session = by_pid.get(process.parent_pid), process.session_id
+        if parent is None:  # it ended while the tree was read
+            continue
+        ancestors[process.pid] = ancestors.get(parent.pid, frozenset()) | {parent.pid}
+        if session in (process.pid, parent.session_id):
+            continue
+        if parent is job.root:
+            if parent.ns_pids[-1] != 1:
+                yield process, "a restore would leave it outside the job's tree: the next dump would not have it"
+        elif session not in ancestors[process.pid]:
+            yield process, "CRIU could not restore the snapshot"
 
 
 def check_terminal(job: Job) -> list[Finding]:
