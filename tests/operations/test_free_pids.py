@@ -12,6 +12,7 @@ from collections.abc import Callable, Iterator
 from functools import partial
 from pathlib import Path
 
+import psutil
 import pytest
 
 import gpucr
@@ -85,9 +86,12 @@ Start = Callable[..., tuple[int, int]]
 def subreaper() -> Iterator[None]:
     """What a killed job leaves becomes this process's child, as in a container whose pid 1 collects now and then."""
     libc = ctypes.CDLL(None, use_errno=True)
+    before = set(psutil.Process().children())
     assert libc.prctl(_PR_SET_CHILD_SUBREAPER, 1, 0, 0, 0) == 0
     yield
     assert libc.prctl(_PR_SET_CHILD_SUBREAPER, 0, 0, 0, 0) == 0
+    for keeper in set(psutil.Process().children()) - before:
+        wait_until(partial(collected, keeper.pid), "the keeper of a restored job to be collected")
 
 
 @pytest.fixture
