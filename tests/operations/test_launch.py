@@ -23,7 +23,7 @@ from gpucr.launch.registry import Reservation
 from gpucr.linux import processes
 from gpucr.operations import launch, registered
 from gpucr.preflight.measured import Measurement
-from gpucr.sandbox.start import _Keeper
+from gpucr.sandbox.spawn import _Keeper
 from gpucr.sim import build as simulator
 from tests import command
 from tests.counter import wait_until

@@ -4,12 +4,15 @@ from __future__ import annotations
 
 from collections.abc import Collection
 from dataclasses import asdict
+from typing import TYPE_CHECKING
 
 import click
 from click.core import ParameterSource
 
 from gpucr.cli.output import print_json
-from gpucr.hooks.containers import ContainerReport
+
+if TYPE_CHECKING:
+    from gpucr.hooks.containers import ContainerReport
 
 _ALWAYS = ("as_json", "quiet", "verbose")
 

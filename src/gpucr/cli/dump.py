@@ -24,7 +24,6 @@ from gpucr.cli.progress import progress_printer
 from gpucr.cli.reports import lock_fields, print_phases, report_fields, snapshot_text
 from gpucr.errors import InvalidRequest
 from gpucr.hooks.container_record import RUNTIMES, Runtime
-from gpucr.hooks.containers import dump_container
 from gpucr.operations.dump import DumpPlan, Persist, dump, plan_dump
 from gpucr.operations.places import Compress, is_store
 from gpucr.snapshot.folder import Snapshot
@@ -113,6 +112,8 @@ def command(
       gpucr dump --container web --to /var/snapshots/web
     """  # fmt: skip
     if container is not None:
+        from gpucr.hooks.containers import dump_container  # all that containers need: other jobs start without it
+
         refuse_other_options("--container", ("container", "runtime", "runtime_root", "to", "leave_running"))
         if is_store(to):
             raise InvalidRequest(f"{to} is a store, and a runtime writes to a folder", hint="name a folder with --to")

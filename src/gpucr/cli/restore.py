@@ -21,7 +21,7 @@ from gpucr.cli.options import (
 from gpucr.cli.output import print_json, say
 from gpucr.cli.progress import progress_printer
 from gpucr.cli.reports import gpu_fields, print_phases, report_fields, say_gpu_reasons
-from gpucr.hooks.containers import is_container, restore_container
+from gpucr.hooks.container_record import is_container
 from gpucr.operations.places import open_snapshot
 from gpucr.operations.restore import restore
 from gpucr.preflight import FilesMode, TcpMode
@@ -89,6 +89,8 @@ def command(
       gpucr restore /var/snapshots/warm-model --clone --name server-2 --gpu 1
     """
     if is_container(Path(snapshot)):
+        from gpucr.hooks.containers import restore_container  # all that containers need: other jobs start without it
+
         refuse_other_options("the folder of a container", ("snapshot",))
         print_container("restore", restore_container(Path(snapshot)), as_json=as_json)
         return

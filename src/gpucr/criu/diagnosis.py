@@ -21,10 +21,13 @@ class Diagnosis:
 
 @dataclass(frozen=True)
 class FailurePattern:
-    """A known failure: what CRIU writes (groups may be named in the texts), what it means, what to do."""
+    """A known failure: what CRIU writes (groups may be named in the texts), what it means, what to do.
+
+    ``pattern`` is a regular expression that is compiled where CRIU has failed, and not at every start.
+    """
 
     name: str
-    pattern: re.Pattern[str]
+    pattern: str
     meaning: str
     hint: str
 
@@ -34,81 +37,77 @@ class FailurePattern:
         return f"GPUCR-{self.name.upper()}"
 
 
-def _known(name: str, pattern: str, meaning: str, hint: str) -> FailurePattern:
-    return FailurePattern(name, re.compile(pattern), meaning, hint)
-
-
 # In the order of how specific they are: the first pattern that matches an error line of the log decides.
 KNOWN_FAILURES: tuple[FailurePattern, ...] = (
-    _known(
+    FailurePattern(
         "io-uring",
         # Kernels from 6.7 on refuse to pass a ring's descriptor to CRIU, and no other kind (seen with 4.2.1 on 6.18).
         r"io_uring|send_fds failed \(-22\)",
         "a process has an io_uring ring, which CRIU cannot dump",
         "start the job without io_uring (torch: USE_LIBUV=0 keeps its TCPStore from making a ring)",
     ),
-    _known(
+    FailurePattern(
         "userfaultfd",
         r"userfaultfd",
         "a process has a userfaultfd, which CRIU cannot dump",
         "close it before the dump; a restore that still fills memory must have ended",
     ),
-    _known(
+    FailurePattern(
         "gpu-held",
         r"/dev/nvidia[^\s)]*",
         "a process still holds the GPU ({0})",
         "the process's CUDA state must be checkpointed first, and nothing but CUDA (graphics, NVML) may hold the GPU",
     ),
-    _known(
+    FailurePattern(
         "no-space",
         r"No space left on device|Disk quota exceeded",
         "there is no space left where the images or the restored files go",
         "free space there, or choose another folder",
     ),
-    _known(
+    FailurePattern(
         "ghost-too-large",
         r"Can't dump ghost file (?P<file>.*?) of (?P<size>\d+) size",
         "the deleted file {file} is still in use and is larger than the ghost limit ({size} bytes)",
         "it grew during the dump: dump again",
     ),
-    _known(
+    FailurePattern(
         "pid-in-use",
         r"Can't fork for (?P<pid>\d+): File exists|Unexpected pid \d+",
         "pid {pid} of the job is in use on this machine",
         "end the process that has it (a dumped process stays as a zombie until its parent reaps it)",
     ),
-    _known(
+    FailurePattern(
         "address-in-use",
         r"Can't bind inet socket.*Address already in use|Can't bind inet6? socket.*Address already in use",
         "a port on which the job listens is in use on this machine",
         "end the program that has it (`ss -tanp` shows it)",
     ),
-    _known(
+    FailurePattern(
         "address-missing",
         r"Can't bind inet6? socket.*Cannot assign requested address",
         "this machine does not have a network address that the job is bound to",
         "restore on the machine of the dump, or add the address",
     ),
-    _known(
+    FailurePattern(
         "file-changed",
         r"File (?P<file>.*) has bad (?P<what>size|mode|build-ID)\b.*",
         "the file {file} has changed since the dump ({what})",
         "put the file back as it was at the dump",
     ),
-    _known(
+    FailurePattern(
         "link-remap",
         r"link_remap|/dev/shm/sem\.",
         "a deleted file that the job still uses (a semaphore, as a rule) cannot be linked into its folder",
         "the folder must be there and be writable; a name link_remap.* in it that another dump left can be removed",
     ),
-    _known(
+    FailurePattern(
         "image-damaged",
         r"Unable to open \S+\.img|Can't open \S+ data for \d+|Unexpected EOF|Read \d+ bytes while \d+ expected from|"
         r"Can't read \S+ image|Magic doesn't match|Corrupted image|Unexpected size \(\d+\)",
         "an image is missing or damaged",
         "this snapshot cannot be restored: use another",
     ),
-    _known(
+    FailurePattern(
         "file-missing",
         r"Can't open file (?P<file>.*?) on restore: No such file or directory"
         r"|Can't open (?:file )?(?P<file2>/?\S+): No such file or directory"
@@ -116,104 +115,104 @@ KNOWN_FAILURES: tuple[FailurePattern, ...] = (
         "a file or folder of the job is not there ({file}{file2})",
         "put the job's files where they were at the dump",
     ),
-    _known(
+    FailurePattern(
         "unix-outside",
         r"Can't dump half of stream unix connection|External socket is used|[Rr]unaway socket|"
         r"unix: .*[Ee]xternal",
         "a process has a unix socket connected to a program outside the job",
         "dump the tree that has both ends, or close the connection first",
     ),
-    _known(
+    FailurePattern(
         "in-flight-connection",
         r"In-flight connection",
         "a TCP connection is just being made to the job",
         "dump again when it has been accepted",
     ),
-    _known(
+    FailurePattern(
         "session-outside",
         r"session leader of \d+\(\d+\) is outside|is not a session leader",
         "the job's session leader is outside the job",
         "dump the whole session, or start the job with setsid",
     ),
-    _known(
+    FailurePattern(
         "terminal",
         r"tty: .*",
         "the job's terminal is not there",
         "restore from a terminal, or start the job without one (setsid, output to a file)",
     ),
-    _known(
+    FailurePattern(
         "nested-pid-namespace",
         r"[Nn]ested pid namespace",
         "a process of the job has a pid namespace of its own inside the job",
         "dump the container as a whole, or start the job without nested containers",
     ),
-    _known(
+    FailurePattern(
         "network-lock",
         r"iptables-restore|ip6tables-restore|nftables|[Nn]etwork lock|[Ll]ock(?:ing)? network",
         "the job's network connections could not be locked",
         "CRIU needs nftables or iptables in the kernel, and CAP_NET_ADMIN",
     ),
-    _known(
+    FailurePattern(
         "freeze-timeout",
         r"Timeout reached|Unable to freeze",
         "a process of the job did not stop",
         "it hangs in the kernel (state D in `ps`), on a dead network filesystem for example: dump again later",
     ),
-    _known(
+    FailurePattern(
         "other-uid-limits",
         r"Can't get rlimit",
         "CRIU may not read the limits of a process of another user",
         "CRIU needs CAP_SYS_RESOURCE for it: run outside the container, or add the capability",
     ),
-    _known(
+    FailurePattern(
         "traced",
         r"Unable to interrupt task: \d+ \(Operation not permitted\)",
         "a process of the job is being traced by a debugger, or may not be traced",
         "end the debugger (gdb, strace); containers need CAP_SYS_PTRACE",
     ),
-    _known(
+    FailurePattern(
         "process-gone",
         r"Unable to interrupt task: \d+ \(No such process\)",
         "a process of the job has ended",
         "see whether the job still runs, and try again",
     ),
-    _known(
+    FailurePattern(
         "socket-options",
         r"Can't get 1:(?:16|34)\b.*Operation not supported",
         "this CRIU is too old for this kernel: it cannot dump network sockets (Linux 6.16 and newer need CRIU 4.2)",
         "run `gpucr criu`, or install a newer CRIU",
     ),
-    _known(
+    FailurePattern(
         "vdso",
         r"Unexpected rt vDSO area bounds|vdso: .*[Uu]nexpected",
         "this CRIU is too old for this kernel",
         "run `gpucr criu`, or install a newer CRIU",
     ),
-    _known(
+    FailurePattern(
         "foreign-file",
         r"Can't lookup mount=-?\d+ for fd=-?\d+ path=(?P<path>\S+)",
         "a process has the file {path} open, which was opened in another mount namespace",
         "start the job with files that it opens itself, or that its own namespace has; `gpucr run` does so",
     ),
-    _known(
+    FailurePattern(
         "mounts",
         r"^mnt: |Mount \d+ .*",
         "a mount of the job cannot be dumped or is not there",
         "run the job in the host's mount namespace, or dump the container with its runtime",
     ),
-    _known(
+    FailurePattern(
         "unsupported-file",
         r"Can't dump file (?P<fd>\d+) of that type",
         "a process has a file of a kind that CRIU cannot dump (fd {fd})",
         "close it before the dump",
     ),
-    _known(
+    FailurePattern(
         "clocks",
         r"Unable to set a \S+ clock offset: (?:Operation not permitted|Permission denied)",
         "CRIU may not set the clocks of the job",
         "run where there is CAP_SYS_TIME, in containers too: the machine's own clock stays as it is",
     ),
-    _known(
+    FailurePattern(
         "not-permitted",
         r"Operation not permitted|Permission denied",
         "CRIU may not do what it needs",
@@ -250,7 +249,7 @@ def diagnose(log: str, *, otherwise: str = "") -> Diagnosis:
 def _match_known(lines: list[str]) -> Diagnosis | None:
     for failure in KNOWN_FAILURES:
         for line in lines:
-            match = failure.pattern.search(line)
+            match = re.search(failure.pattern, line)
             if match is not None:
                 return Diagnosis(line, _fill(failure.meaning, match), failure.hint, failure.code)
     return None

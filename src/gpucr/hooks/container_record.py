@@ -43,6 +43,11 @@ class ContainerRecord:
     criu_options: DumpOptions
 
 
+def is_container(folder: Path) -> bool:
+    """Whether this folder was made by `gpucr dump --container`. False where the caller may not look."""
+    return os.path.isfile(folder / CONTAINER_RECORD_NAME)
+
+
 def write_record(folder: Path, record: ContainerRecord) -> None:
     """Write it, durably. Raises OSError."""
     data = {"format": _FORMAT, "format_version": _FORMAT_VERSION, **asdict(record)}

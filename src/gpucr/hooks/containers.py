@@ -6,7 +6,6 @@ only what is around them is here: finding the container, its folder, and waiting
 
 from __future__ import annotations
 
-import os
 import re
 import shutil
 import time
@@ -29,7 +28,7 @@ from gpucr.model import CudaState, ProcessId
 from gpucr.operations import jobs
 from gpucr.operations.interrupts import Interrupts
 from gpucr.snapshot import files
-from gpucr.snapshot.folder import CONTAINER_RECORD_NAME, GPU_PART_NAME, check_target, completed
+from gpucr.snapshot.folder import GPU_PART_NAME, check_target, completed
 
 _THAW_LIMIT_S = 600.0
 _KILLED_LIMIT_S = 10.0
@@ -47,11 +46,6 @@ class ContainerReport:
     left_running: bool
     has_gpu_part: bool
     seconds: float
-
-
-def is_container(folder: Path) -> bool:
-    """Whether this folder was made by `dump_container`. False where the caller may not look."""
-    return os.path.isfile(folder / CONTAINER_RECORD_NAME)
 
 
 def dump_container(

@@ -22,6 +22,7 @@ from gpucr.model import ProcessId, ProcessInfo
 
 PROC = Path("/proc")
 PF_EXITING, _PF_KTHREAD = 0x00000004, 0x00200000  # include/linux/sched.h
+_MAX_STAT_BYTES = 4096  # 52 numbers and a name, at most 1.2 KiB
 _CAP_SYS_PTRACE, _CAP_SYS_ADMIN, _CAP_SYS_TIME = 19, 21, 25  # include/uapi/linux/capability.h
 
 
@@ -67,13 +68,17 @@ def read_stat(pid: int) -> Stat | None:
     The name may hold spaces and parentheses, so the fields are counted from the last ``)``.
     """
     try:
-        text = (PROC / str(pid) / "stat").read_text(errors="replace")
+        file = os.open(f"{PROC}/{pid}/stat", os.O_RDONLY | os.O_CLOEXEC)  # by a tree for every process of the machine
+        try:
+            text = os.read(file, _MAX_STAT_BYTES)
+        finally:
+            os.close(file)
     except (FileNotFoundError, ProcessLookupError):
         return None
-    before, _, after = text.rpartition(")")
-    fields = after.split()
+    before, _, after = text.rpartition(b")")
+    fields = after.decode("ascii").split()
     return Stat(
-        name=before.partition("(")[2],
+        name=before.partition(b"(")[2].decode(errors="replace"),
         status=fields[0],
         parent_pid=int(fields[1]),
         session_id=int(fields[3]),

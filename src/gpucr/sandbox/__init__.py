@@ -5,8 +5,12 @@ writes down how the first process ended. A *sandbox* is a set of pid, mount, IPC
 network namespaces, whose pid 1 is a keeper. In it pids, the names in /dev/shm and ports belong to the job alone.
 """
 
-from gpucr.sandbox.found import Sandbox, copies, keeper_root, of
-from gpucr.sandbox.start import BareKeeper, EmptySandbox, Network, Started, bare_keeper, empty, start
+from __future__ import annotations
+
+TYPE_CHECKING = False
+if TYPE_CHECKING:
+    from gpucr.sandbox.found import Sandbox, copies, keeper_root, of
+    from gpucr.sandbox.spawn import BareKeeper, EmptySandbox, Network, Started, bare_keeper, empty, start
 
 __all__ = [
     "BareKeeper",
@@ -21,3 +25,16 @@ __all__ = [
     "of",
     "start",
 ]
+
+_IN_FOUND = ("Sandbox", "copies", "keeper_root", "of")
+
+
+def __getattr__(name: str) -> object:
+    """Load a name when it is first used (PEP 562): the keeper's own process, which needs none, is quicker to start."""
+    if name not in __all__:
+        raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
+    import importlib
+
+    value: object = getattr(importlib.import_module(f"{__name__}.{'found' if name in _IN_FOUND else 'spawn'}"), name)
+    globals()[name] = value
+    return value

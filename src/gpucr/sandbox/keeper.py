@@ -1,6 +1,6 @@
 """The keeper's own process: it is the parent of a job's first process, and how that one ended is what it tells.
 
-Started by start.py, with a specification and a socket to its gpucr. Messages on the socket, in JSON:
+Started by spawn.py, with a specification and a socket to its gpucr. Messages on the socket, in JSON:
 
 - ``{"forked": PID}``: the first process is there and waits; on ``{"go": true}`` it becomes the job's program;
 - ``{"empty": true}`` instead, where a restore will make the job; ``{"adopt": PID}`` names the first process then;
@@ -20,7 +20,7 @@ somebody from outside is at work there (CRIU, `gpucr exec`). That ends the rest 
 left goes on as an orphan, as it would below any other parent. Signals that ask to end are ignored: as long as there is
 a first process, somebody has to wait for it.
 
-Only the standard library and gpucr.linux are needed here: a keeper takes 14 MiB as long as its job runs.
+Only the standard library and gpucr.linux are needed here: a keeper takes 12 MiB as long as its job runs.
 """
 
 from __future__ import annotations
