@@ -146,14 +146,12 @@ class DeviceWriter:
         _check_size(source)
         if source.pid in self._savings:
             raise ValueError(f"process {source.pid} is being saved already")
-        self._sink.add(source.pid, source.size_bytes)
         with self._crew.lock:
-            if not self._crew.has_ended:
+            if not self._crew.has_ended:  # else the last thread closes the sink, perhaps at this moment
+                self._sink.add(source.pid, source.size_bytes)
                 self._savings[source.pid] = _Saving(source, self._sink.piece_bytes)
                 self._turns.append(self._savings[source.pid])
                 return
-        self.cancel()  # no thread puts anything any more
-        self._sink.close()
         self._refuse_ended()
 
     def grow(self, pid: int, size_bytes: int) -> None:
