@@ -97,7 +97,7 @@ def _state_if_alive(driver: Driver, process: ProcessInfo) -> CudaState | None:
     try:
         return driver.state(process.pid)
     except GpucrError:
-        if processes.is_alive(process.id):
+        if processes.goes_on(process.id):
             raise
         return None  # it ended between the listing and the question
 
@@ -128,12 +128,12 @@ class Gang:
     def state(self, pid: int) -> CudaState | None:
         """The state now. None where the process has ended or lost its CUDA context."""
         process = self._members[pid].id
-        if not processes.is_alive(process):
+        if not processes.goes_on(process):
             return None
         try:
             return self.driver.state(pid)
         except GpucrError:
-            if processes.is_alive(process):
+            if processes.goes_on(process):
                 raise
             return None  # it ended between the two questions
 
@@ -266,10 +266,10 @@ class Gang:
             with contextlib.suppress(IllegalState):
                 ways[self._members[pid].found](pid)
 
-        alive = [m.pid for m in self.members if m.found in ways and processes.is_alive(m.id)]
+        alive = [m.pid for m in self.members if m.found in ways and processes.goes_on(m.id)]
         errors = self._call_in_parallel("return", ask, alive)
         for pid, error in errors.items():
-            if processes.is_alive(self._members[pid].id):
+            if processes.goes_on(self._members[pid].id):
                 raise error
         wrong = [m for m in self.members if self._is_off(m)]
         if wrong:
@@ -292,7 +292,7 @@ class Gang:
 
     def _require_all_alive(self, action: str) -> None:
         """Raise JobChanged where a member ended without a driver call that failed: before the call, or right after."""
-        ended = [member.pid for member in self.members if not processes.is_alive(member.id)]
+        ended = [member.pid for member in self.members if not processes.goes_on(member.id)]
         if ended:
             raise _ended(ended, action)
 
@@ -362,7 +362,7 @@ class Gang:
 
     def _explain(self, action: str, before: CudaState, errors: dict[int, Exception]) -> Exception:
         """The one error to raise: what happened to the job rather than what the driver said, where we know."""
-        ended = [pid for pid in errors if not processes.is_alive(self._members[pid].id)]
+        ended = [pid for pid in errors if not processes.goes_on(self._members[pid].id)]
         if ended:
             explained: Exception = _ended(ended, action)
             explained.__cause__ = errors[ended[0]]

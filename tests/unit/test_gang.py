@@ -21,6 +21,7 @@ from gpucr.errors import (
     IllegalState,
     JobChanged,
     LockTimeout,
+    NotACudaProcess,
     ProcessNotFound,
     Unsupported,
 )
@@ -28,7 +29,7 @@ from gpucr.gang import Gang
 from gpucr.linux import processes
 from gpucr.model import CudaState, GangMember, GpuMap
 from tests.counter import CounterFactory, wait_until
-from tests.unit.children import Child, identity, sleeper
+from tests.unit.children import PTRACE_O_TRACEEXIT, Child, identity, sleeper, tracer_of
 
 RUNNING, LOCKED, CHECKPOINTED = CudaState.RUNNING, CudaState.LOCKED, CudaState.CHECKPOINTED
 ACTIONS = {
@@ -507,3 +508,23 @@ def test_a_failing_question_about_a_live_process_is_an_error(counter: CounterFac
     broken.hooks["state", program.pid] = failing("state", program.pid)
     with pytest.raises(DriverError):
         gangs.discover(broken, [processes.describe(program.pid)])
+
+
+# --- killed, and still there -----------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("way", ["wait_for_calls", "return_to_found", "lock"])
+def test_a_process_that_was_killed_counts_as_ended(way: str) -> None:
+    """Its device memory is given back before it is gone, and the driver knows it no more."""
+    with sleeper() as child, sleeper() as other:
+        driver = FakeDriver({child.pid: LOCKED, other.pid: RUNNING})
+        gang = of_gang(driver, {child.pid: RUNNING, other.pid: RUNNING})
+        gone = NotACudaProcess(f"cannot unlock process {child.pid}: it has no CUDA context", pid=child.pid)
+        driver.hooks = {(action, child.pid): failing(action, child.pid, gone) for action in ("state", "unlock", "lock")}
+        with tracer_of(child.pid, PTRACE_O_TRACEEXIT):
+            os.kill(child.pid, signal.SIGKILL)
+            wait_until(lambda: processes.is_about_to_end(gang.members[0].id), "SIGKILL to be seen")
+            getattr(gang, way)()
+            assert processes.is_alive(gang.members[0].id)
+        assert [pid for _, pid in driver.calls] in ([], [other.pid])
+        assert driver.states[other.pid] is (LOCKED if way == "lock" else RUNNING)

@@ -342,14 +342,28 @@ def test_who_was_killed_is_about_to_end() -> None:
         process = child.id
         with tracer_of(child.pid, PTRACE_O_TRACEEXIT):
             assert not processes.is_about_to_end(process)
+            assert processes.goes_on(process)
             os.kill(child.pid, signal.SIGKILL)
             wait_until(lambda: processes.is_about_to_end(process), "it to be seen")
+            assert not processes.goes_on(process)
             assert processes.is_alive(process)
             processes.wait_for_the_killed([process], timeout_s=0)
         processes.wait_for_the_killed([process, other.id], timeout_s=60)
         assert not processes.is_alive(process)
         assert not processes.is_about_to_end(process)
         assert not processes.is_about_to_end(other.id)
+        assert processes.goes_on(other.id)
+        assert not processes.goes_on(ProcessId(other.pid, other.id.start_time_ticks + 1))
+
+
+def test_who_was_killed_does_not_go_on_at_any_moment_of_its_end() -> None:
+    for _ in range(100):
+        with sleeper() as child:
+            process = child.id
+            os.kill(child.pid, signal.SIGKILL)
+            while processes.is_alive(process):
+                assert not processes.goes_on(process)
+            assert not processes.goes_on(process)
 
 
 def test_kill_and_wait_closes_its_descriptors() -> None:

@@ -179,7 +179,7 @@ def _make_folder(to: Path) -> Path:
 def _check_not_ended(root: ProcessId, container: str, to: Path, error: BaseException) -> None:
     """Raise JobDamaged where the container has ended: then what is in the folder is all that is left of it."""
     processes.wait_for_the_killed([root], _KILLED_LIMIT_S)
-    if processes.is_alive(root) and not processes.is_about_to_end(root):
+    if processes.goes_on(root):
         return
     why = str(error) or "it was interrupted"
     raise JobDamaged(

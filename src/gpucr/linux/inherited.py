@@ -100,9 +100,8 @@ class _Task(threading.Thread):
             finally:
                 thread.detach(thread.last_stop.signal)
         except OSError as error:
-            process = self._inherited.process.id
             # PermissionError is also the kernel's answer for a process that is ending, or a zombie.
-            if processes.is_alive(process) and not processes.is_about_to_end(process):
+            if processes.goes_on(self._inherited.process.id):
                 self.error = error
 
 

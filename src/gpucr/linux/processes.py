@@ -111,7 +111,11 @@ def presence(pid: int) -> Presence:
 def is_alive(process: ProcessId) -> bool:
     """Whether this very process still runs: same pid, same start time, and not a zombie."""
     stat = read_stat(process.pid)
-    return stat is not None and stat.start_time_ticks == process.start_time_ticks and stat.status not in "ZX"
+    return stat is not None and _is_alive(stat, process)
+
+
+def _is_alive(stat: Stat, process: ProcessId) -> bool:
+    return stat.start_time_ticks == process.start_time_ticks and stat.status not in "ZX"
 
 
 def wait_for_the_killed(found: Iterable[ProcessId], timeout_s: float) -> None:
@@ -121,15 +125,25 @@ def wait_for_the_killed(found: Iterable[ProcessId], timeout_s: float) -> None:
         time.sleep(0.01)
 
 
-def is_about_to_end(process: ProcessId) -> bool:
-    """Whether this very process was killed (SIGKILL is pending) or is exiting, but is there for a moment yet."""
+def goes_on(process: ProcessId) -> bool:
+    """Whether this very process is alive, and was neither killed (SIGKILL is pending) nor is exiting.
+
+    One that was killed may be there for long: the driver gives its device memory back first.
+    """
+    stat = read_stat(process.pid)
+    if stat is None or not _is_alive(stat, process) or stat.flags & PF_EXITING:
+        return False
     try:
-        stat = read_stat(process.pid) if is_alive(process) else None
-        pending = [int(_status_fields(process.pid)[name], 16) for name in ("SigPnd", "ShdPnd")] if stat else []
+        status = _status_fields(process.pid)
     except (FileNotFoundError, ProcessLookupError):
         return False
-    is_killed = any(signals >> (signal.SIGKILL - 1) & 1 for signals in pending)
-    return stat is not None and (is_killed or bool(stat.flags & PF_EXITING))
+    pending = int(status["SigPnd"], 16) | int(status["ShdPnd"], 16)  # a zombie has it too: kept until it is collected
+    return not pending >> (signal.SIGKILL - 1) & 1
+
+
+def is_about_to_end(process: ProcessId) -> bool:
+    """Whether this very process was killed (SIGKILL is pending) or is exiting, but is there for a moment yet."""
+    return is_alive(process) and not goes_on(process)
 
 
 def describe(pid: int) -> ProcessInfo:

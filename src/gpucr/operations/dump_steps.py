@@ -224,7 +224,7 @@ class CriuDump:
         known = sorted({p.id for p in self._context.job.processes} | self._frozen, key=lambda each: each.pid)
         if self.snapshot is not None:
             self._wait_for_the_killed(known)
-        alive = [each.pid for each in known if processes.is_alive(each) and not processes.is_about_to_end(each)]
+        alive = [each.pid for each in known if processes.goes_on(each)]
         gone = [each.pid for each in known if each.pid not in alive]
         if self.snapshot is not None and not alive:
             return  # CRIU failed after it had killed the tree (a last log line, its statistics): the dump is complete

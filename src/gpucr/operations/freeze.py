@@ -148,7 +148,7 @@ class CheckpointGang:
                 try:
                     staging.close_left_behind(process.pid)
                 except OSError as error:
-                    if processes.is_alive(process.id) and not processes.is_about_to_end(process.id):
+                    if processes.goes_on(process.id):
                         meter.note(f"a staging file stays open in process {process.pid} ({process.name}): {error}")
 
     def _tree(self) -> tuple[ProcessInfo, ...]:

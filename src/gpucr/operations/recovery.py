@@ -200,7 +200,7 @@ def _end_processes(roots: Sequence[ProcessId]) -> None:
 
 
 def _bring_back(record: Recovery, descriptors: Mapping[int, int]) -> None:
-    members = [member for member in record.members if processes.is_alive(member.id)]
+    members = [member for member in record.members if processes.goes_on(member.id)]
     threads = GangThreads()
     try:
         if members:
@@ -244,7 +244,7 @@ def _attach_all(record: Recovery, members: Sequence[GangMember], descriptors: Ma
                     staging.attach(record.restore_threads[pid], descriptors[part.descriptor], missing)
                 del waiting[pid]
             except Exception as error:  # noqa: BLE001 - whatever it is, the data is safe as long as it is tried again
-                if not processes.is_alive(ids[pid]):
+                if not processes.goes_on(ids[pid]):
                     del waiting[pid]
                 elif pid not in told:
                     told.add(pid)
@@ -309,7 +309,7 @@ def _snapshot(folder: UnfinishedFolder) -> UnfinishedSnapshot:
 
 
 def _alive(found: Sequence[ProcessId]) -> set[int]:
-    return {process.pid for process in found if processes.is_alive(process)}
+    return {process.pid for process in found if processes.goes_on(process)}
 
 
 def _names(found: Sequence[ProcessId]) -> str:

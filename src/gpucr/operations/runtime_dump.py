@@ -325,8 +325,7 @@ class RuntimeDump:
     def _is_left(self) -> bool:
         """Whether CRIU has let the tree go on, rather than killed it."""
         known = [process.id for process in self._context.job.processes]
-        root = self._context.job.root.id
-        if processes.is_alive(root) and not processes.is_about_to_end(root):
+        if processes.goes_on(self._context.job.root.id):
             return True
         processes.wait_for_the_killed(known, _KILLED_LIMIT_S)
         return False
