@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+import contextlib
 import json
 import os
 import signal
+import sys
 from pathlib import Path
 from typing import Any
 
@@ -14,8 +16,9 @@ from click.testing import CliRunner
 import gpucr
 from gpucr.cli import ps
 from gpucr.driver.gpus import list_gpus
-from gpucr.linux import processes
+from gpucr.linux import memory, processes
 from gpucr.model import CudaState
+from gpucr.operations import listing
 from gpucr.operations.gpu_jobs import beside, findings_of
 from tests import command
 from tests.command import run, run_json
@@ -23,7 +26,7 @@ from tests.counter import Counter, CounterFactory, wait_until
 from tests.ranks import RanksFactory
 from tests.sandboxed import end_all_in, start_counter
 from tests.terminal import Terminal
-from tests.unit.children import identity, tracer_of
+from tests.unit.children import Child, identity, tracer_of
 
 MIB = 1 << 20
 
@@ -89,6 +92,38 @@ def test_programs_of_one_shell_are_not_taken_for_ranks(counter: CounterFactory) 
     assert job.root.parent_pid == os.getpid()
     assert other.pid in {each.pid for each in jobs}
     assert beside(job, jobs) == ()
+
+
+def test_a_program_that_watches_gpus_is_not_listed(counter: CounterFactory) -> None:
+    """NVML gives it a CUDA state (driver 580), and the jobs that it has started would be one job, its own."""
+    program = counter("--mib", "1")
+    code = "import pynvml, signal; pynvml.nvmlInit(); print('watching', flush=True); signal.pause()"
+    with contextlib.closing(Child([sys.executable, "-c", code])) as watcher:
+        listed = {each.process.pid for each in gpucr.list_cuda_processes()}
+        assert program.pid in listed
+        assert watcher.pid not in listed
+
+
+def test_what_tells_cuda_from_nvml(counter: CounterFactory, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Memory that NVML knows (in most containers it does not), or mapped device files; suspended ones have neither."""
+    running, suspended = counter("--mib", "1"), counter("--mib", "1")
+    gpucr.suspend(suspended.pid)
+
+    def listed() -> set[int]:
+        return {each.process.pid for each in gpucr.list_cuda_processes()} & {running.pid, suspended.pid}
+
+    assert listed() == {running.pid, suspended.pid}
+    monkeypatch.setattr(listing, "gpu_processes", lambda: ())
+    monkeypatch.setattr(memory, "has_mapped", has_mapped_all_but_devices)
+    assert listed() == {suspended.pid}
+    monkeypatch.undo()
+    monkeypatch.setattr(listing, "gpu_processes", lambda: ())
+    monkeypatch.setattr(memory, "has_mapped", lambda _pid, _name: True)
+    assert listed() == {running.pid, suspended.pid}
+
+
+def has_mapped_all_but_devices(pid: int, name: str) -> bool:
+    return name != "/dev/nvidia" and any(name in mapping.path for mapping in memory.read_maps(pid))
 
 
 def test_a_job_that_gpucr_started_has_its_name(sim_only: None, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -201,6 +236,8 @@ def test_filters_that_nothing_fits() -> None:
 
 
 def test_a_line_a_process(counter: CounterFactory) -> None:
+    if len(list_gpus()) < 2:
+        pytest.skip("needs 2 GPUs")
     program = counter("--mib", "2", "--devices", "0,1")
     heading, line = run("ps", "--job", program.pid).stdout.splitlines()
     assert heading.split() == ["PID", "JOB", "STATE", "USER", "AGE", "GPUS", "DEVICE", "HOST", "COMMAND"]

@@ -14,6 +14,7 @@ import subprocess
 import sys
 import textwrap
 from collections.abc import Callable, Iterator
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -150,8 +151,7 @@ def assert_as_found(job: Counter, driver: CudaDriver, log: Path) -> None:
     for pid in job.processes():
         assert_untouched(pid)
         assert driver.state(pid) is RUNNING
-        with processes.claimed([pid]):
-            pass
+        wait_until(partial(_is_free, pid), "the last thread of the guard to end")
     assert job.ask() == 101
     assert job.send("verify") == "ok"
 

@@ -60,7 +60,8 @@ def test_suspend_and_resume_with_a_key(counter: CounterFactory, driver: CudaDriv
     terminal.press("y")
     terminal.wait_for(f"{root} checkpointed, {child} checkpointed: ")
     assert (driver.state(root), driver.state(child)) == (CHECKPOINTED, CHECKPOINTED)
-    terminal.wait_for(lambda text: "checkpointed" in text.splitlines()[4], "the table to show it")
+    row = [str(job.pid), "-", "2", "checkpointed"]
+    terminal.wait_for(lambda text: row in [line.split()[:4] for line in text.splitlines()], "the table to show it")
     terminal.press("r")
     terminal.wait_for(f"resume job {job.pid}")
     terminal.press("y")

@@ -40,9 +40,10 @@ class ProcessState:
 
 
 def list_cuda_processes() -> tuple[ProcessState, ...]:
-    """Every process of the machine with a CUDA state, suspended ones included, as far as the caller may look.
+    """Every process of the machine that uses CUDA, suspended ones included, as far as the caller may look.
 
-    One that is stopped or frozen is listed with its ``halt`` if it has the driver's library loaded.
+    Programs that only watch GPUs through NVML are not among them. One that is stopped or frozen is listed with its
+    ``halt`` if it has the driver's library loaded.
 
     Raises DriverUnavailable where there is no driver with the checkpoint functions.
     """
@@ -50,16 +51,25 @@ def list_cuda_processes() -> tuple[ProcessState, ...]:
     held = _device_bytes()
     found: list[ProcessState] = []
     for pid in sorted(processes.all_pids()):
-        if pid == os.getpid():  # asking the driver makes the asking process one of the driver's own (driver 580)
+        if pid == os.getpid():  # NVML has just given it a CUDA state (driver 580)
             continue
         with contextlib.suppress(GpucrError, PermissionError):  # it has ended meanwhile, or is someone else's
             process = processes.describe(pid)
             state = state_of(driver, process)
             if isinstance(state, Halt):
                 found.append(_describe(process, None, held, state.word))
-            elif state is not None:
+            elif state is not None and _has_cuda(pid, state, held):
                 found.append(_describe(process, state, held))
     return tuple(found)
+
+
+def _has_cuda(pid: int, state: CudaState, held: Mapping[int, Mapping[str, int]]) -> bool:
+    """Whether a process with a CUDA state uses CUDA, rather than having asked NVML for something.
+
+    NVML gives a process the state RUNNING, with nothing behind it (driver 580); cuInit maps device files
+    (docs/hardware.md).
+    """
+    return state is not CudaState.RUNNING or pid in held or memory.has_mapped(pid, "/dev/nvidia")
 
 
 def job_states(pid: int | str, *, only: bool = False) -> tuple[ProcessState, ...]:

@@ -235,8 +235,8 @@ def _judge(process: ProcessInfo, files: Sequence[OpenFile], *, in_gang: bool) ->
                 [file for file in files if NVIDIA_DEVICE.match(file.target)],
                 "holds an NVIDIA device without a CUDA context",
                 "CRIU cannot dump it",
-                "leave programs that watch GPUs through NVML out of the tree; start a worker anew that was forked from "
-                "a CUDA process which another tool than gpucr has checkpointed since",
+                "leave programs that draw with GPUs, or watch them, out of the tree; start a worker anew that was "
+                "forked from a CUDA process which another tool than gpucr has checkpointed since",
                 "GPUCR-GPU-HELD",
             ),
         ]
