@@ -84,11 +84,15 @@ def start_counter(folder: Path, *arguments: str, name: str = "counter", **option
         cwd=folder,
         **options,  # type: ignore[arg-type]
     )
-    log = started.record.log
-    wait_until(lambda: _READY.search(log.read_text()) is not None, "the counter to be ready")
-    ready = _READY.search(log.read_text())
+    return SandboxedCounter(started.record.pid, wait_ready(started.record.log))
+
+
+def wait_ready(output: Path) -> int:
+    """Wait until the counter that prints to this file is ready. Returns its port."""
+    wait_until(lambda: output.exists() and _READY.search(output.read_text()) is not None, "the counter to be ready")
+    ready = _READY.search(output.read_text())
     assert ready is not None
-    return SandboxedCounter(started.record.pid, int(ready[2]))
+    return int(ready[2])
 
 
 def end_all_in(folder: Path) -> None:

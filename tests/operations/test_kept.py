@@ -23,7 +23,7 @@ from gpucr.operations.steps import Progress
 from gpucr.sim import build as simulator
 from tests.counter import CounterFactory, processes_in, wait_until
 from tests.operations.test_killed import killed
-from tests.sandboxed import SandboxedCounter, end_all_in, start_counter
+from tests.sandboxed import SandboxedCounter, end_all_in, start_counter, wait_ready
 
 PROGRAM = """
 import itertools, os, signal, time
@@ -164,7 +164,6 @@ read line
 def test_a_job_of_a_script_comes_back_into_its_session(folder: Path, tmp_path: Path, flags: str) -> None:
     """Stopped, in a process group without a parent outside in that session, the job would be sent SIGHUP."""
     program = str(simulator.build() / "counter")
-    said = folder / "stdout"
     with (
         subprocess.Popen(
             ["bash", flags, SCRIPT, "script", program, sys.executable, str(tmp_path / "s")],
@@ -179,8 +178,7 @@ def test_a_job_of_a_script_comes_back_into_its_session(folder: Path, tmp_path: P
         assert script.stdin is not None
         assert script.stdout is not None
         pid = int(script.stdout.readline())
-        wait_until(lambda: said.exists() and "ready" in said.read_text(), "the counter")
-        port = int(said.read_text().partition("port=")[2].split()[0])
+        port = wait_ready(folder / "stdout")
         gpucr.dump(pid, tmp_path / "s")
         script.stdin.write("restore\n")
         script.stdin.flush()

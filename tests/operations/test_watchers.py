@@ -18,7 +18,7 @@ from gpucr.linux import processes
 from gpucr.model import CudaState
 from gpucr.sim import build as simulator
 from tests.counter import wait_until
-from tests.sandboxed import SandboxedCounter, end_all_in
+from tests.sandboxed import SandboxedCounter, end_all_in, wait_ready
 
 pytestmark = pytest.mark.criu
 
@@ -66,8 +66,7 @@ def wait_watching(log: Path) -> None:
 def test_in_the_tree_of_a_job(folder: Path, tmp_path: Path) -> None:
     log = folder / "watched"
     job = start(folder, "sh", "-c", BESIDE, "sh", sys.executable, WATCHER, str(simulator.build() / "counter"))
-    wait_until(lambda: "port=" in (folder / "stdout").read_text(), "the counter")
-    port = int((folder / "stdout").read_text().partition("port=")[2].split()[0])
+    port = wait_ready(folder / "stdout")
     wait_watching(log)
     names = [each.name for each in processes.tree(job.pid)]
     assert len(names) == 2

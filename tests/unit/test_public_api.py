@@ -92,9 +92,11 @@ def test_import_takes_nothing_with_it() -> None:
         ("from gpucr import inspect", ("click", "rich", "pynvml", "gpucr.cli", "gpucr.driver", "gpucr.criu.engine")),
         ("from gpucr import Process", ("click", "rich", "google", "pynvml", "gpucr.criu", "gpucr.operations")),
         ("from gpucr import GpucrError", ("dataclasses", "click", "gpucr.driver", "gpucr.operations")),
+        ("import gpucr.sandbox.keeper", ("subprocess", "gpucr.sandbox.spawn", "gpucr.sandbox.found", "gpucr.model")),
+        ("import gpucr.cli.dump, gpucr.cli.restore", ("gpucr.hooks.containers", "gpucr.hooks.podman", "gpucr.store")),
     ],
 )
-def test_a_name_takes_only_what_it_needs(statement: str, heavy: tuple[str, ...]) -> None:
+def test_an_import_takes_only_what_it_needs(statement: str, heavy: tuple[str, ...]) -> None:
     code = f"import sys; {statement}; print(*sys.modules)"
     done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
     assert not set(heavy) & set(done.stdout.split())

@@ -214,8 +214,8 @@ class CriuDump:
         outside = look_outside(tree, context.target.folder, is_sandboxed=context.sandbox is not None)
         self._passing_names = outside.passing_names
         self.draft = _draft(context, tree, outside)
-        if not self._context.leave_running and self._interrupts is not None and self._meter is not None:
-            self.snapshot = commit(self._context, self.draft, self._interrupts, self._meter)
+        if not context.leave_running and self._interrupts is not None and self._meter is not None:
+            self.snapshot = commit(context, self.draft, self._interrupts, self._meter)
 
     def _after_failure(self, error: CriuError) -> None:
         """Find the better explanation, and never let a job be lost whose snapshot is committed."""

@@ -161,9 +161,8 @@ def _linked_files(process: ProcessInfo, *, is_sandboxed: bool) -> list[Finding]:
     shared = PROC / str(process.pid) / "root" / "dev" / "shm"
     written: set[str] = set()
     not_saved: set[str] = set()
-    with contextlib.suppress(
-        FileNotFoundError, ProcessLookupError, PermissionError
-    ):  # it has ended, or is closed to us
+    # What is not there any more has ended, or is closed to us.
+    with contextlib.suppress(FileNotFoundError, ProcessLookupError, PermissionError):
         shared_device = shared.stat().st_dev if shared.is_dir() else None
         is_saved = is_sandboxed or sees_our_files(process.pid)
         for file in files_in_use([process.pid]):
