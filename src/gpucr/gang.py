@@ -225,7 +225,15 @@ class Gang:
     def unlock(self, *, down_to: Callable[[GangMember], CudaState]) -> None:
         """LOCKED → RUNNING for every member whose ``down_to`` state is RUNNING."""
         wanted = [m.pid for m in self.members if down_to(m) is CudaState.RUNNING]
-        self._everywhere("unlock", CudaState.LOCKED, self.driver.unlock, wanted)
+        self._everywhere("unlock", CudaState.LOCKED, self._unlock_unless_ended, wanted)
+
+    def _unlock_unless_ended(self, pid: int) -> None:
+        """Those that run already may be about to end, and end the rest of the job: that is no failure."""
+        try:
+            self.driver.unlock(pid)
+        except GpucrError:
+            if processes.goes_on(self._members[pid].id):
+                raise
 
     def return_to_found(self) -> None:
         """Bring every member that still lives back to the state in which it was found, from wherever it is now.

@@ -280,7 +280,7 @@ def test_a_state_that_is_on_no_rung_is_left_alone(three: list[int]) -> None:
 # --- the job changes under our hands ---------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize("action", ACTIONS)
+@pytest.mark.parametrize("action", ["lock", "checkpoint", "restore"])
 def test_a_process_that_dies_during_an_action(action: str, mortals: list[Child]) -> None:
     before, _ = ACTIONS[action]
     dead, *others = (child.pid for child in mortals)
@@ -298,6 +298,21 @@ def test_a_process_that_dies_during_an_action(action: str, mortals: list[Child])
     assert isinstance(caught.value.__cause__, DriverError)
     gang.return_to_found()
     assert [driver.states[pid] for pid in others] == [before] * 2
+
+
+def test_a_job_that_ends_while_it_is_unlocked_was_unlocked(mortals: list[Child]) -> None:
+    """The first one to run does its last work, ends, and takes the others with it."""
+    first, second, third = (child.pid for child in mortals)
+    driver = FakeDriver(dict.fromkeys([first, second, third], LOCKED))
+    gang = of_gang(driver, driver.states)
+
+    def die() -> None:
+        mortals[1].make_zombie()
+        raise DriverError("operating system error", pid=second, action="unlock", result=304)
+
+    driver.hooks["unlock", second] = die
+    gang.unlock(down_to=lambda member: RUNNING)
+    assert (driver.states[first], gang.state(second), driver.states[third]) == (RUNNING, None, RUNNING)
 
 
 def test_a_process_that_dies_between_two_questions(mortals: list[Child]) -> None:

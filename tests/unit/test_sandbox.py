@@ -24,7 +24,7 @@ from gpucr.sandbox import Started, tag
 from tests.conftest import skip_or_fail
 from tests.counter import processes_in, wait_until
 from tests.sandboxed import end_all_in
-from tests.unit.children import NOBODY_UID, python, sleeper
+from tests.unit.children import NOBODY_UID, python
 
 
 class Workplace:
@@ -324,7 +324,7 @@ def test_a_process_is_adopted(place: Workplace) -> None:
         assert inner is not None
         assert inner > 5000
         assert made.sandbox.root is None
-        made.adopt(root)
+        made.adopt(root, inner_pid=inner)
         assert sandbox.keeper_root(made.sandbox.keeper.pid) == _identity(root)
 
 
@@ -333,18 +333,22 @@ def test_an_adopted_process_outlives_its_gpucr_and_its_end_is_known(place: Workp
     os.mkfifo(place.folder / "go")
     with empty(place) as made:
         root = spawn_in(made, place.folder, "read line < go; exit 6")
-        made.adopt(root)
+        made.adopt(root, inner_pid=made.sandbox.pids.inner_pid(root) or 0)
     (place.folder / "go").write_text("go\n")
     assert place.ended()["exit_code"] == 6
 
 
 @pytest.mark.usefixtures("root_only")
 def test_a_process_that_ended_before_it_was_adopted(place: Workplace) -> None:
-    with empty(place) as made, sleeper() as other:
-        with pytest.raises(gpucr.BrokenInstall, match="keeper"):
-            made.adopt(other.pid)
-        assert processes.is_alive(made.sandbox.keeper)
-    assert not processes.is_alive(made.sandbox.keeper)
+    os.mkfifo(place.folder / "go")
+    with empty(place) as made:
+        root = spawn_in(made, place.folder, "read line < go; exit 6")
+        inner = made.sandbox.pids.inner_pid(root) or 0
+        (place.folder / "go").write_text("go\n")
+        wait_until(lambda: processes.read_stat(root) is None, "its end, collected by the keeper")
+        made.adopt(root, inner_pid=inner)
+    assert place.ended()["exit_code"] == 6
+    wait_until(lambda: not processes.is_alive(made.sandbox.keeper), "the keeper's end")
 
 
 @pytest.mark.usefixtures("root_only")

@@ -115,8 +115,9 @@ class Criu:
         ``on_start(criu)`` and ``on_notify(hook, pid)``: as in `dump`; ``pid`` is the root's where CRIU tells it
         (post-restore and later), else 0. A restore that fails, is refused by ``on_notify``, or is ended by ``deadline``
         or KeyboardInterrupt has killed everything of the tree; the pids are free once their parent (init, as a rule)
-        has reaped them. With ``shell_job`` the tree joins the caller's session, in the background of
-        the terminal that is the caller's stdin.
+        has reaped them. Unless it is left stopped, the tree runs after the answer to pre-resume: from then on neither
+        ends the restore, and the root may have ended when its pid is returned. With ``shell_job`` the tree joins the
+        caller's session, in the background of the terminal that is the caller's stdin.
         Raises CriuError, DeadlineExceeded.
         """
         new = outputs or {}
@@ -129,7 +130,7 @@ class Criu:
                 on_notify,
                 deadline,
                 hook_pid=0,
-                point_of_no_return=None,
+                point_of_no_return=None if leave_stopped else "pre-resume",
                 sandbox=self._sandbox,
             )
             try:
@@ -144,7 +145,7 @@ class Criu:
                 }
                 with foreground_kept():  # CRIU gives the terminal of a shell job to the tree
                     response = run.serve(rpc_pb2.RESTORE, request_options)
-                return self._outer_pid(response.restore.pid, log_path)
+                return run.outer(response.restore.pid) or run.told_pid
             except BaseException:
                 if service.end() < 0:  # CRIU cleans up after itself, unless it was killed
                     kill_orphans(images_dir, since_ticks=started_ticks, sandbox=self._sandbox)
@@ -186,17 +187,6 @@ class Criu:
         if inner is None:
             raise ProcessNotFound(f"there is no process {pid} in the sandbox", pid=pid)
         return inner
-
-    def _outer_pid(self, pid: int, log_path: Path) -> int:
-        outer = self._sandbox.outer_pid(pid) if self._sandbox is not None else pid
-        if outer is None:
-            raise CriuError(
-                "the job's first process ended right after it was restored",
-                phase="restore",
-                log_path=str(log_path),
-                hint="its own log may say why; the snapshot is intact",
-            )
-        return outer
 
     def check(self) -> None:
         """Ask CRIU whether this kernel, with these privileges, has what it needs. Raises CriuError."""
@@ -260,7 +250,7 @@ class _Run:
         self._log_path = log_path
         self._on_notify = on_notify
         self._deadline = deadline
-        self._hook_pid = hook_pid
+        self.told_pid = hook_pid
         self._point_of_no_return = point_of_no_return
         self._sandbox = sandbox
         self._last_hook = ""
@@ -325,7 +315,7 @@ class _Run:
         hook = notification.script
         self._last_hook = hook
         if notification.HasField("pid"):
-            self._hook_pid = self._outer(notification.pid)
+            self.told_pid = self.outer(notification.pid) or self.told_pid  # at the last hook it may have ended
         if self._stop_reason is not None:
             # Part of CRIU's undo; everything else is refused, so that a dump which must end does not complete.
             return hook == "network-unlock"
@@ -334,7 +324,7 @@ class _Run:
             return False
         try:
             if self._on_notify is not None:
-                self._on_notify(hook, self._hook_pid)
+                self._on_notify(hook, self.told_pid)
         except BaseException as e:  # noqa: BLE001 - whatever it is, CRIU must undo before it goes on to the caller
             self._stop(e)
             return False
@@ -372,13 +362,15 @@ class _Run:
         done = response if response is not None and response.success else None
         if self._stop_reason is not None:
             if done is not None and self._phase == "restore":
-                processes.kill_tree(self._outer(done.restore.pid), including_root=True)
+                if self._committed and isinstance(self._stop_reason, KeyboardInterrupt):
+                    return done
+                processes.kill_tree(self.outer(done.restore.pid), including_root=True)
             raise self._stop_reason
         if done is None:
             raise self._failure(response, status)
         return done
 
-    def _outer(self, pid: int) -> int:
+    def outer(self, pid: int) -> int:
         """CRIU's pid for a process → the caller's; 0 where it has ended."""
         return pid if self._sandbox is None else self._sandbox.outer_pid(pid) or 0
 

@@ -281,16 +281,26 @@ class HoldThreads:
 
 
 class ReleaseThreads:
-    """The whole tree runs: held threads are let go, and what is only stopped goes on."""
+    """The whole tree runs: held threads are let go, and what is only stopped goes on.
+
+    ``is_result``: that is what was asked for. From then on the job may do its last work and end, and nothing that comes
+    later may take it back.
+    """
 
     name = "release"
 
     def __init__(
-        self, threads: GangThreads, protection: Protection, stopped: Callable[[], Iterable[int]] = tuple
+        self,
+        threads: GangThreads,
+        protection: Protection,
+        stopped: Callable[[], Iterable[int]] = tuple,
+        *,
+        is_result: bool = False,
     ) -> None:
         self._threads = threads
         self._protection = protection
         self._stopped = stopped
+        self._is_result = is_result
 
     def describe(self) -> str:
         """What goes on."""
@@ -300,6 +310,8 @@ class ReleaseThreads:
         """Release the held threads and end the stop of the processes without CUDA."""
         self._threads.release()
         processes.continue_stopped(self._stopped())
+        if self._is_result:
+            interrupts.commit()
         self._protection.job_runs()
         return 0
 

@@ -29,7 +29,7 @@ class Interrupts:
         self._error: BaseException | None = None
         self._raise_at_once = False
         self._undoing = False
-        self._committed = False
+        self.is_committed = False
         self._on_ignored = on_ignored
         self._previous: dict[signal.Signals, Any] = {}
 
@@ -53,7 +53,7 @@ class Interrupts:
 
         Raises what `stop_with` was given instead, where that came.
         """
-        if self._undoing or self._committed:
+        if self._undoing or self.is_committed:
             return
         if self._error is not None:
             raise self._error
@@ -80,8 +80,8 @@ class Interrupts:
         self._raise_at_once = False
 
     def commit(self) -> None:
-        """The point of no return: what was asked for exists now, and a signal no longer takes it back."""
-        self._committed = True
+        """The point of no return: what was asked for exists now. Neither a signal nor the deadline takes it back."""
+        self.is_committed = True
         self._raise_at_once = False
 
     def begin_undo(self) -> None:

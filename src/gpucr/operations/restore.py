@@ -206,7 +206,7 @@ def _run(
             HoldThreads(threads, context.restore_threads),
             RestoreDevice(context, RestoreGang(gang, placement, down_to=lambda member: member.found)),
             WithoutUndo(UnlockGang(gang, down_to=lambda member: member.found)),
-            ReleaseThreads(threads, protection, context.to_continue),
+            ReleaseThreads(threads, protection, context.to_continue, is_result=True),
         ]
     steps += at_the_end
     try:

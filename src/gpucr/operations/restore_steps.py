@@ -236,8 +236,12 @@ class CriuRestore:
                 on_notify=self._on_notify,
                 deadline=context.deadline,
             )
-            interrupts.postpone()
-        take_stock(context)
+            if context.gang is None:
+                interrupts.commit()
+            else:
+                interrupts.postpone()
+        if context.gang is not None:
+            take_stock(context)
         return sum(file.size_bytes for file in context.snapshot.manifest.files)
 
     def _on_start(self, criu: ProcessId) -> None:
@@ -248,6 +252,9 @@ class CriuRestore:
     def _on_notify(self, hook: str, pid: int) -> None:
         """All threads are there, and stand before their first instruction: what they start inherits from them."""
         if hook == "pre-resume":
+            self._context.root_pid = pid
+            if self._context.gang is None:
+                take_stock(self._context)  # CRIU lets it run now, and it may have ended a moment later
             self._context.warnings += restore_scheduling(self._context.snapshot.manifest, pid)
 
     def undo(self) -> None:
@@ -262,9 +269,9 @@ def take_stock(context: DeviceRestore) -> None:
         tree = processes.tree(context.root_pid)
     except ProcessNotFound as e:
         raise JobChanged(
-            "the job's first process ended right after it was restored",
+            "the job's first process ended while the job was restored",
             pids=[context.root_pid],
-            hint="its own log may say why; the snapshot is intact",
+            hint="somebody may have killed it; the snapshot is intact",
         ) from e
     context.restored = tuple(process.id for process in tree)
     if context.protection is not None:
@@ -281,8 +288,9 @@ def take_stock(context: DeviceRestore) -> None:
 def end_restored(context: DeviceRestore) -> None:
     """End every process of the restored tree. Raises JobDamaged where one does not end."""
     now: set[ProcessId] = set()
-    with contextlib.suppress(ProcessNotFound):  # the root may have ended by itself
-        now = {process.id for process in processes.tree(context.root_pid)}
+    with contextlib.suppress(ProcessNotFound):  # the root may have ended by itself, and its pid be another's by now
+        tree = processes.tree(context.root_pid)
+        now = {process.id for process in tree if not context.restored or tree[0].id == context.restored[0]}
     left = processes.kill_and_wait(now | set(context.restored))
     if left:
         failures = [f"process {process.pid} does not end" for process in left]
@@ -376,9 +384,9 @@ def _staging_file(size_bytes: int) -> StagingFile:
 def _member(record: ProcessRecord, restored: ProcessId | None) -> GangMember:
     if restored is None:
         raise JobChanged(
-            f"process {record.pid} ({record.name}) ended right after it was restored",
+            f"process {record.pid} ({record.name}) ended while the job was restored",
             pids=[record.pid],
-            hint="its own log may say why; the other processes have been ended, the snapshot is intact",
+            hint="somebody may have killed it; the other processes have been ended, the snapshot is intact",
         )
     assert record.found_state is not None  # noqa: S101 - the caller passes CUDA processes only
     return GangMember(restored, record.found_state)

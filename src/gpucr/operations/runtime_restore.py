@@ -96,7 +96,7 @@ def _steps(context: DeviceRestore, driver: Driver, placement: Placement, protect
         HoldThreads(threads, context.restore_threads),
         RestoreDevice(context, RestoreGang(gang, placement, down_to=lambda member: member.found)),
         WithoutUndo(UnlockGang(gang, down_to=lambda member: member.found)),
-        ReleaseThreads(threads, protection),
+        ReleaseThreads(threads, protection, is_result=True),
     ]
 
 

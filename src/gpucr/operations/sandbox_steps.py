@@ -266,7 +266,9 @@ class KeepJob:
             )
         if context.protection is not None:
             context.protection.change(sandbox=None)
-        made.adopt(context.root_pid)
+        manifest = context.snapshot.manifest
+        root = next(process for process in manifest.processes if process.pid == manifest.root_pid)
+        made.adopt(context.root_pid, inner_pid=root.ns_pids[-1])  # it may have ended: then it cannot be asked
         return 0
 
     def undo(self) -> None:

@@ -177,7 +177,8 @@ def run_steps(
     """Run the steps in order; on any failure undo those that were begun, in reverse order.
 
     Raises the step's own error when the undo succeeded, Interrupted after Ctrl-C or SIGTERM, DeadlineExceeded when
-    ``deadline`` (time.monotonic()) passed between steps, and JobDamaged when the undo failed too.
+    ``deadline`` (time.monotonic()) passed between steps before one of them committed, and JobDamaged when the undo
+    failed too.
     """
     listener = _Listener(on_progress)
     begun: list[Step] = []
@@ -187,7 +188,7 @@ def run_steps(
         try:
             for step in steps:
                 interrupts.check()
-                if deadline is not None and time.monotonic() > deadline:
+                if deadline is not None and time.monotonic() > deadline and not interrupts.is_committed:
                     raise DeadlineExceeded(
                         f"the time was over before: {step.describe()}", hint="give a longer --timeout"
                     )

@@ -159,20 +159,18 @@ class _Waiting:
         """The keeper's own identity."""
         return self._keeper.id
 
-    def adopt(self, root_pid: int) -> None:
-        """This process (the caller's pid) is the job's first: from now on the job does not depend on the caller.
+    def adopt(self, root_pid: int, *, inner_pid: int) -> None:
+        """This process is the job's first: from now on the job does not depend on the caller.
 
-        Raises BrokenInstall where the keeper has ended.
+        It may have ended already: then the keeper has collected it, and tells how. ``root_pid`` is the caller's pid for
+        it, ``inner_pid`` its own in a sandbox. Raises BrokenInstall where the keeper has ended.
         """
-        own_pid = self._as_the_keeper_knows(root_pid)
-        if own_pid is None:
-            raise self._keeper.lost()
-        self._keeper.send(adopt=own_pid)
+        self._keeper.send(adopt=self._as_the_keeper_knows(root_pid, inner_pid))
         self._keeper.receive("started")
         self._is_adopted = True
         self._keeper.close()
 
-    def _as_the_keeper_knows(self, pid: int) -> int | None:
+    def _as_the_keeper_knows(self, pid: int, inner_pid: int) -> int:
         return pid
 
     def end(self) -> bool:
@@ -202,8 +200,8 @@ class EmptySandbox(_Waiting):
         super().__init__(keeper)
         self.sandbox = Sandbox(keeper.id, None, lineage, network, log_path)
 
-    def _as_the_keeper_knows(self, pid: int) -> int | None:
-        return self.sandbox.pids.inner_pid(pid)
+    def _as_the_keeper_knows(self, pid: int, inner_pid: int) -> int:
+        return inner_pid
 
     def _kill(self) -> tuple[ProcessId, ...]:
         return processes.kill_and_wait([self.id])  # the kernel ends the rest, also what is not below it
