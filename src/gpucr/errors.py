@@ -278,7 +278,11 @@ class CudaStarted(JobChanged):
 
 
 class JobDamaged(GpucrError):
-    """An operation failed and undoing it failed too. ``failures`` says what could not be undone, per step."""
+    """The job is not as it was found: undoing failed too, or processes were lost.
+
+    ``failures`` says what could not be undone, per step, and which processes have ended, and how if that is known.
+    A process that exited with 0 meanwhile counts as one that had finished.
+    """
 
     exit_code = 10
     code = "GPUCR-JOB-DAMAGED"

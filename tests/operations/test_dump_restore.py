@@ -299,10 +299,11 @@ def test_an_application_that_ends_in_the_middle_of_a_dump(
     child = child_of(job)
     killer = threading.Thread(target=_kill_when_locked, args=(driver, child))
     killer.start()
-    with pytest.raises(gpucr.JobChanged) as failure:
+    with pytest.raises(gpucr.JobDamaged, match=f"process {child} ended during the checkpoint") as failure:
         gpucr.dump(job.pid, tmp_path / "s")
     killer.join()
-    assert failure.value.pids == (child,)
+    (lost,) = failure.value.failures
+    assert lost.startswith(f"process {child} (")
     assert driver.state(job.pid) is RUNNING
     assert job.ask() == 101
     assert not (tmp_path / "s").exists()

@@ -116,18 +116,20 @@ def test_when_it_has_killed_a_part(
 
 
 @pytest.mark.parametrize("code", ["GPUCR-NO-SPACE", None])
-def test_a_failure_with_a_reason_is_not_put_down_to_a_process_that_ended_since(
+def test_a_process_that_was_killed_meanwhile_is_a_loss_whatever_the_failure(
     job: JobRecord, folder: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, code: str | None
 ) -> None:
-    """A job that starts small processes all the time: each failure would seem to be the end of one."""
+    """It uses no CUDA, so no undo looks at it. The reason of the failure is told as well."""
+    (child,) = (pid for pid in processes_in(folder) if pid != job.pid)
 
     def dump(*_: Any, **__: Any) -> None:
-        (child,) = (pid for pid in processes_in(folder) if pid != job.pid)
         os.kill(child, signal.SIGKILL)
         raise CriuError("CRIU could not dump the job: no space", phase="dump", code=code)
 
     monkeypatch.setattr(Criu, "dump", dump)
-    with pytest.raises(gpucr.CriuError if code else gpucr.JobChanged) as failure:
+    with pytest.raises(JobDamaged) as failure:
         gpucr.dump("job", tmp_path / "s")
-    assert failure.value.code == (code or "GPUCR-JOB-CHANGED")
+    assert failure.value.exit_code == 10
+    assert failure.value.failures == (f"process {child} (python) was ended by SIGKILL",)
+    assert (f"process {child} ended while it was dumped" if code is None else "no space") in failure.value.message
     assert processes.is_alive(job.root)

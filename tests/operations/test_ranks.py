@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import re
 import signal
 import subprocess
 import sys
@@ -199,8 +200,9 @@ def test_a_rank_that_dies_in_the_middle(ranks: RanksFactory, driver: CudaDriver)
     wait_until(lambda: driver.state(job.ranks[0]) is LOCKED, "the rank that is behind to be locked")
     os.kill(job.ranks[0], signal.SIGKILL)
     suspending.join()
-    assert isinstance(outcome[0], gpucr.JobChanged)
-    assert outcome[0].pids == (job.ranks[0],)
+    assert isinstance(outcome[0], gpucr.JobDamaged)
+    (lost,) = outcome[0].failures
+    assert re.fullmatch(rf"process {job.ranks[0]} \(.*\) (was ended by SIGKILL|ended, nobody can say how)", lost)
     assert {driver.state(pid) for pid in job.ranks[1:]} == {RUNNING}
 
 

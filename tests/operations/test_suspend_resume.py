@@ -165,9 +165,10 @@ def test_a_process_that_dies_in_the_middle_is_named(
     sim_only: None, counter: CounterFactory, action: str, sim_environment: Callable[..., dict[str, str]]
 ) -> None:
     job = counter(env=sim_environment(faults=f"{action}=die"))
-    with pytest.raises(gpucr.JobChanged, match=f"process {job.pid} ended during the {action}") as failure:
+    with pytest.raises(gpucr.JobDamaged, match=f"process {job.pid} ended during the {action}") as failure:
         gpucr.suspend(job.pid)
-    assert failure.value.pids == (job.pid,)
+    (lost,) = failure.value.failures
+    assert lost.startswith(f"process {job.pid} (")
 
 
 def test_a_process_that_starts_cuda_meanwhile_is_taken_in(

@@ -21,7 +21,7 @@ from gpucr.errors import InvalidRequest, NotPermitted, ProcessNotFound, Unsuppor
 from gpucr.model import ProcessId, ProcessInfo
 
 PROC = Path("/proc")
-PF_EXITING, _PF_KTHREAD = 0x00000004, 0x00200000  # include/linux/sched.h
+PF_EXITING, _PF_DUMPCORE, _PF_KTHREAD = 0x00000004, 0x00000200, 0x00200000  # include/linux/sched.h
 _MAX_STAT_BYTES = 4096  # 52 numbers and a name, at most 1.2 KiB
 _CAP_SYS_PTRACE, _CAP_SYS_ADMIN, _CAP_SYS_TIME = 19, 21, 25  # include/uapi/linux/capability.h
 
@@ -126,12 +126,12 @@ def wait_for_the_killed(found: Iterable[ProcessId], timeout_s: float) -> None:
 
 
 def goes_on(process: ProcessId) -> bool:
-    """Whether this very process is alive, and was neither killed (SIGKILL is pending) nor is exiting.
+    """Whether this very process is alive, and was neither killed (SIGKILL is pending) nor is exiting or dumping core.
 
     One that was killed may be there for long: the driver gives its device memory back first.
     """
     stat = read_stat(process.pid)
-    if stat is None or not _is_alive(stat, process) or stat.flags & PF_EXITING:
+    if stat is None or not _is_alive(stat, process) or stat.flags & (PF_EXITING | _PF_DUMPCORE):
         return False
     try:
         status = _status_fields(process.pid)

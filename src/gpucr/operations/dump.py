@@ -31,6 +31,7 @@ from gpucr.operations.freeze import (
 from gpucr.operations.job_snapshot import JobSnapshot
 from gpucr.operations.places import Compress, Place, TargetPlace, find_target
 from gpucr.operations.protection import Protection
+from gpucr.operations.roll import Roll
 from gpucr.operations.staged import GangStaging
 from gpucr.operations.steps import OnProgress, Phase, Step, run_steps
 from gpucr.operations.targets import DumpCounts
@@ -120,6 +121,7 @@ def dump(
     for attempt in range(1, ATTEMPTS + 1):
         with contextlib.ExitStack() as opened:
             found = opened.enter_context(jobs.claimed_job(pid))
+            roll = opened.enter_context(Roll(found.job))
             protection = opened.enter_context(Protection(found.claims)) if found.job.gang else None
             prepared = _prepare(
                 found,
@@ -132,7 +134,7 @@ def dump(
             )
             preflight.require_no_blocking(prepared.findings, force=force)
             try:
-                return _run(prepared, on_progress)
+                return _run(prepared, roll, on_progress)
             except CudaStarted:
                 if attempt == ATTEMPTS:
                     raise
@@ -268,10 +270,10 @@ def _steps(
     return ([*begin, save, *thaw] if persist == "sync" else [*begin, *thaw, save]), save
 
 
-def _run(prepared: _Prepared, on_progress: OnProgress | None) -> DumpReport:
+def _run(prepared: _Prepared, roll: Roll, on_progress: OnProgress | None) -> DumpReport:
     context = prepared.context
     try:
-        phases = run_steps(prepared.steps, deadline=context.deadline, on_progress=on_progress)
+        phases = run_steps(prepared.steps, roll=roll, deadline=context.deadline, on_progress=on_progress)
     finally:
         context.writer.cancel()
         context.staging.close()
@@ -282,6 +284,10 @@ def _run(prepared: _Prepared, on_progress: OnProgress | None) -> DumpReport:
     snapshot = prepared.commit.snapshot
     if snapshot is None:
         raise AssertionError("a dump without error has committed its snapshot")
+    if context.leave_running:
+        roll.require_gang(
+            f"the snapshot {snapshot.where} is complete", hint="end what is left of the job and restore it"
+        )
     return DumpReport(
         snapshot=snapshot,
         pid=context.job.root.pid,

@@ -2,12 +2,13 @@
 
 from __future__ import annotations
 
+import contextlib
 from collections.abc import Callable, Iterable, Mapping, Sequence
 
 from gpucr import gang as gangs
 from gpucr import staging
 from gpucr.driver.libcuda import INVALID_VALUE
-from gpucr.errors import CudaStarted, DriverError
+from gpucr.errors import CudaStarted, DriverError, GpucrError, JobChanged
 from gpucr.gang import Gang
 from gpucr.linux import processes
 from gpucr.linux.inherited import InheritedDevices, find_inherited, let_go
@@ -220,15 +221,28 @@ class DetachStaging:
 
     def undo(self) -> None:
         """Map the files again, where `attach` has not done so already."""
-        self.attach()
+        with contextlib.suppress(JobChanged):  # who has ended is told by the roll
+            self.attach()
 
     def attach(self) -> None:
-        """Detached → mapped again, for all."""
+        """Detached → mapped again, for all. Raises one of the errors when all have been tried.
+
+        One that cannot be traced, or has ended, must not keep the others from getting their device memory back: the
+        driver would restore them from nothing.
+        """
+        errors: list[GpucrError] = []
         for pid in list(self._detached):
-            with explained(pid):
-                fd = self._staged.files[pid].fd
-                staging.attach(self._checkpoint.restore_threads[pid], fd, self._detached[pid])
-            del self._detached[pid]
+            try:
+                with explained(pid):
+                    fd = self._staged.files[pid].fd
+                    staging.attach(self._checkpoint.restore_threads[pid], fd, self._detached[pid])
+                del self._detached[pid]
+            except GpucrError as error:
+                errors.append(error)
+                if isinstance(error, JobChanged):  # it has ended
+                    del self._detached[pid]
+        if errors:
+            raise min(errors, key=lambda error: isinstance(error, JobChanged))  # who lives counts for more
         self._protection.change(detached=())
 
 

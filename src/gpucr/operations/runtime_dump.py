@@ -44,6 +44,7 @@ from gpucr.operations.freeze import (
 from gpucr.operations.gpu_part import GpuPart
 from gpucr.operations.interrupts import Interrupts
 from gpucr.operations.protection import Protection
+from gpucr.operations.roll import Roll
 from gpucr.operations.staged import GangStaging
 from gpucr.operations.steps import AroundStep, Meter, Step, run_steps
 from gpucr.operations.targets import FolderTarget
@@ -140,6 +141,7 @@ def dump_for_runtime(root_pid: int, images: Path, hooks: RuntimeHooks, *, claim:
     with contextlib.ExitStack() as opened:
         opened.enter_context(part.older_aside())
         found = opened.enter_context(jobs.claimed_job(root_pid))
+        roll = opened.enter_context(Roll(found.job))
         protection = opened.enter_context(Protection(found.claims))
         context, threads, findings = _prepare(found, images, protection)
         preflight.require_no_blocking(findings, force=False)
@@ -147,10 +149,12 @@ def dump_for_runtime(root_pid: int, images: Path, hooks: RuntimeHooks, *, claim:
             hooks.say(f"warning: {finding.sentence()}")
         run = RuntimeDump(context, hooks, part)
         try:
-            run_steps(_steps(context, threads, run))
+            run_steps(_steps(context, threads, run), roll=roll)
         finally:
             context.writer.cancel()
             context.staging.close()
+        if run.left_running:
+            roll.require_gang(f"{context.target.where} is complete")
         return run.left_running
 
 

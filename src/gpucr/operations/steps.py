@@ -14,8 +14,9 @@ from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from typing import Literal, Protocol
 
-from gpucr.errors import DeadlineExceeded, Interrupted, JobDamaged
+from gpucr.errors import DeadlineExceeded, GpucrError, Interrupted, JobDamaged
 from gpucr.operations.interrupts import Interrupts
+from gpucr.operations.roll import Ended, Roll
 
 
 @dataclass(frozen=True)
@@ -171,14 +172,17 @@ class WithoutUndo(AroundStep):
 def run_steps(
     steps: Sequence[Step],
     *,
+    roll: Roll | None = None,
     deadline: float | None = None,
     on_progress: OnProgress | None = None,
 ) -> tuple[Phase, ...]:
     """Run the steps in order; on any failure undo those that were begun, in reverse order.
 
+    ``roll``: the processes of the job that must all be there after an undo.
+
     Raises the step's own error when the undo succeeded, Interrupted after Ctrl-C or SIGTERM, DeadlineExceeded when
     ``deadline`` (time.monotonic()) passed between steps before one of them committed, and JobDamaged when the undo
-    failed too.
+    failed too or the job has lost processes.
     """
     listener = _Listener(on_progress)
     begun: list[Step] = []
@@ -197,7 +201,8 @@ def run_steps(
             interrupts.check()
         except BaseException as error:
             interrupts.begin_undo()
-            outcome = _outcome(error, _undo(begun, listener))
+            failures = _undo(begun, listener)
+            outcome = _outcome(error, failures, roll.call_after_undo() if roll is not None else ())
             if outcome is error:
                 raise
             raise outcome from error
@@ -279,14 +284,26 @@ class _Listener:
             pass_on()
 
 
-def _outcome(error: BaseException, failures: Sequence[str]) -> BaseException:
-    if failures:
-        said = str(error) or type(error).__name__
-        return JobDamaged(
-            f"{said}; and it could not be undone: " + "; ".join(failures),
-            failures=failures,
-            hint="`gpucr ps` shows where the processes are now; `gpucr resume PID` brings back what is suspended",
-        )
+def _outcome(error: BaseException, failures: Sequence[str], ended: Sequence[Ended]) -> BaseException:
+    lost = [each.sentence() for each in ended if each.is_loss]
+    if isinstance(error, JobDamaged) and not failures:
+        return error  # what is lost is its subject already
+    if failures or lost:
+        return _damage(str(error) or type(error).__name__, failures, lost)
     if isinstance(error, KeyboardInterrupt):
         return Interrupted("interrupted; the job is as it was found")
+    if ended and isinstance(error, GpucrError):
+        meanwhile = "; ".join(each.sentence() for each in ended) + " meanwhile"
+        error.hint = meanwhile if error.hint is None else f"{error.hint}; {meanwhile}"
     return error
+
+
+def _damage(said: str, failures: Sequence[str], lost: Sequence[str]) -> JobDamaged:
+    parts, hints = [said], []
+    if failures:
+        parts.append("and it could not be undone: " + "; ".join(failures))
+        hints.append("`gpucr ps` shows where the processes are now; `gpucr resume PID` brings back what is suspended")
+    if lost:
+        parts.append("and the job has lost processes: " + "; ".join(lost))
+        hints.append("if the job cannot do without them, end it and restore its last snapshot")
+    return JobDamaged("; ".join(parts), failures=(*failures, *lost), hint="; ".join(hints))

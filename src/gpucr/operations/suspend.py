@@ -19,6 +19,7 @@ from gpucr.operations.freeze import CheckpointGang, LockGang, RestoreGang, Unloc
 from gpucr.operations.gpu_choice import GpuChoice, GpuRequest, GpuUser, choose_gpus
 from gpucr.operations.gpu_places import Placement, ProcessGpus, all_gpus, busy_gpus, gpus_of
 from gpucr.operations.protection import Protection
+from gpucr.operations.roll import Roll
 from gpucr.operations.staged import GangStaging
 from gpucr.operations.steps import OnProgress, Phase, Step, run_steps
 from gpucr.operations.traps import findings_of_traps
@@ -77,6 +78,7 @@ def suspend(
     pid = registered.resolve_pid(pid)
     with contextlib.ExitStack() as opened:
         found = opened.enter_context(jobs.claimed_job(pid, only=only))
+        roll = opened.enter_context(Roll(found.job))
         gang = _gang_of(found, deadline)
         protection = opened.enter_context(Protection(found.claims))
         uses = gpu_processes()
@@ -95,11 +97,12 @@ def suspend(
         ]
         staged.prepare({pid: sum(by_gpu.values()) for pid, by_gpu in held.items()})
         try:
-            phases = run_steps(steps, deadline=deadline, on_progress=on_progress)
+            phases = run_steps(steps, roll=roll, deadline=deadline, on_progress=on_progress)
         finally:
             staged.close()
         for member in gang.members:
             suspended.remember(member, held.get(member.pid, {}))
+        roll.require_gang("the rest of the job is suspended")
         warnings = tuple(finding.sentence() for finding in findings)
         return replace(_report(pid, gang, phases), warnings=warnings, lock=gang.first_lock)
 
@@ -130,10 +133,11 @@ def resume(
     request = GpuRequest.of(gpu_map, gpu)
     with contextlib.ExitStack() as opened:
         found = opened.enter_context(jobs.claimed_job(pid, only=only))
+        roll = opened.enter_context(Roll(found.job))
         gang = _gang_of(found, deadline)
         protection = opened.enter_context(Protection(found.claims))
         phases, choice = _resume(
-            found, gang, protection, request, deadline=deadline, force=force, on_progress=on_progress
+            found, gang, protection, roll, request, deadline=deadline, force=force, on_progress=on_progress
         )
         return replace(_report(pid, gang, phases), gpu_map=choice.gpu_map, gpu_reasons=choice.reasons)
 
@@ -142,6 +146,7 @@ def _resume(
     found: jobs.FoundJob,
     gang: Gang,
     protection: Protection,
+    roll: Roll,
     request: GpuRequest,
     *,
     deadline: float | None,
@@ -171,10 +176,11 @@ def _resume(
         for member in gang.members:
             _keep_staging_file(member, kept)
         protection.change(members=gang.members)
-        phases = run_steps(steps, deadline=deadline, on_progress=on_progress)
+        phases = run_steps(steps, roll=roll, deadline=deadline, on_progress=on_progress)
         threading.Thread(target=kept.pop_all().close, name="free-staging").start()
     for member in gang.members:
         suspended.forget(member.id)
+    roll.require_gang("the rest of the job runs")
     return phases, choice
 
 

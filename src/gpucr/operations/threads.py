@@ -14,7 +14,7 @@ import os
 import signal
 from collections.abc import Iterator, Mapping
 
-from gpucr.errors import JobChanged, NotPermitted
+from gpucr.errors import GpucrError, JobChanged, NotPermitted
 from gpucr.linux import processes
 from gpucr.linux.ptrace import HeldThreads
 
@@ -46,9 +46,20 @@ class GangThreads:
         self._free_threads |= new
 
     def hold_again(self) -> None:
-        """After `stop`, when CRIU is done: stopped → held, then the free threads go on."""
-        self._hold(self._free_threads)
+        """After `stop`, when CRIU is done: stopped → held, then the free threads go on.
+
+        One process that cannot be held keeps no other from being held, nor the stop from ending: the driver answers
+        for none that is stopped. Its error is raised afterwards.
+        """
+        errors: list[GpucrError] = []
+        for pid, tid in self._free_threads.items():
+            try:
+                self._hold({pid: tid})
+            except GpucrError as error:
+                errors.append(error)
         self.continue_stopped()
+        if errors:
+            raise errors[0]
 
     def stop(self) -> None:
         """Held → stopped by SIGSTOP, and no longer traced."""
