@@ -24,8 +24,9 @@ from benchmarks.compare import WARM_UP_GIB, running_target
 from benchmarks.machine import Place, hardware, is_simulated, lack_of_room, place_of, some_driver, warm_size_bytes
 from benchmarks.target import Target, TargetFailed
 from benchmarks.tools import Gpucr, forget_cached
-from gpucr.cli.output import format_bytes, print_json, say
+from gpucr.cli.output import print_json, say
 from gpucr.operations.places import Compress
+from gpucr.quantities import format_bytes
 
 FOLDER = "folder"
 MEASURED = ("dump", "restore", "again")

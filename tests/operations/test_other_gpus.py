@@ -187,7 +187,7 @@ def test_auto_leaves_a_gpu_that_has_become_full(machine: MakeMachine, counter: C
     report = gpucr.resume(job.pid, gpu="auto")
     assert places(job) == [uuids[1]]
     assert places(other) == [uuids[0]]
-    assert "it has 104 MiB free" in report.gpu_reasons[0]
+    assert "it has 104.0 MiB free" in report.gpu_reasons[0]
     assert works(job)
 
 
@@ -225,7 +225,7 @@ def test_a_resume_that_is_undone_leaves_the_job_on_its_new_gpu(
         gpucr.resume(job.pid, gpu="2")
     assert driver.state(job.pid) is CHECKPOINTED
     filler = counter("--mib", "400", "--devices", "2")
-    with pytest.raises(gpucr.Unsupported, match=f"GPU {uuids[2]} has 104 MiB free"):
+    with pytest.raises(gpucr.Unsupported, match=f"GPU {uuids[2]} has 104.0 MiB free"):
         gpucr.resume(job.pid)
     filler.kill()
     gpucr.resume(job.pid, gpu_map="2=1")
@@ -294,7 +294,7 @@ def test_a_job_of_gpu_0_is_restored_on_gpu_1_while_gpu_0_is_busy(
     assert "--gpu auto" in refused.stderr
     restored = command.run_json("restore", tmp_path / "s", "--gpu", "auto")
     assert restored["gpu_map"] == {uuids[0]: uuids[1], uuids[1]: uuids[0]}
-    assert "it has 104 MiB free" in restored["gpu_reasons"][0]
+    assert "it has 104.0 MiB free" in restored["gpu_reasons"][0]
     assert (places(job), places(other)) == ([uuids[1]], [uuids[0]])
     assert works(job)
     assert works(other)

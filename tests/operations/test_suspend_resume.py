@@ -207,7 +207,7 @@ def test_a_resume_without_room_is_refused_before_it_starts(
     job = counter("--mib", "256")
     gpucr.suspend(job.pid)
     other = counter("--mib", "256")
-    with pytest.raises(gpucr.Unsupported, match="MiB are missing, and a restore that runs out loses the job"):
+    with pytest.raises(gpucr.Unsupported, match="are missing; running out would lose the job"):
         gpucr.resume(job.pid)
     assert driver.state(job.pid) is CHECKPOINTED
     other.kill()

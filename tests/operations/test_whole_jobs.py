@@ -121,10 +121,10 @@ def test_a_job_finds_free_gpus_by_itself(
     fillers = [counter("--mib", "500", "--devices", gpu) for gpu in ("0", "2")]
     refused = command.run("restore", tmp_path / "s")
     assert refused.returncode == 3
-    assert f"GPU {uuids[0]} has 4 MiB free" in refused.stderr
+    assert f"GPU {uuids[0]} has 4.0 MiB free" in refused.stderr
     assert not processes_in(folder)
     restored = command.run_json("restore", tmp_path / "s", "--gpu", "auto")
-    assert "it has 4 MiB free" in " ".join(restored["gpu_reasons"])
+    assert "it has 4.0 MiB free" in " ".join(restored["gpu_reasons"])
     job.assert_goes_on()
     assert sorted(job.places()) == sorted([uuids[3], uuids[1]])
     assert all(filler.send("verify") == "ok" for filler in fillers)

@@ -22,6 +22,7 @@ import pytest
 
 from gpucr.errors import SnapshotDamaged, SnapshotError
 from gpucr.model import StagedExtent
+from gpucr.quantities import format_bytes
 from gpucr.snapshot.device import Destination, DeviceReader, DeviceWriter, FolderSink, Source, check_shape, verify
 from gpucr.snapshot.device.crew import PieceBuffer
 from gpucr.snapshot.device.stripes import STRIPES, Layout
@@ -878,7 +879,7 @@ def test_a_destination_that_takes_nothing(stored: tuple[Path, DeviceData], stagi
     with pytest.raises(SnapshotError, match=f"process {PID} cannot be put into host memory") as caught:
         load(folder, [Destination(PID, fd, data)])
     assert not isinstance(caught.value, SnapshotDamaged)
-    assert f"{data.size_bytes} bytes" in (caught.value.hint or "")
+    assert format_bytes(data.size_bytes) in (caught.value.hint or "")
 
 
 def test_few_threads_work_while_something_else_needs_the_processors(staging: MakeStaging, tmp_path: Path) -> None:

@@ -248,8 +248,8 @@ def test_no_room_anywhere() -> None:
     with pytest.raises(Unsupported) as caught:
         choose_gpus(GpuRequest.of(None, "auto"), both, [user(both, 4)], both)
     assert caught.value.message == (
-        "no choice of GPUs has room for the job: it needs 4096 MiB (GPU 0 (GPU-00000000)); "
-        "free are 1024 MiB (GPU 0 (GPU-00000000)), 3072 MiB (GPU 1 (GPU-00000001))"
+        "no choice of GPUs has room for the job: it needs 4.0 GiB (GPU 0 (GPU-00000000)); "
+        "free are 1.0 GiB (GPU 0 (GPU-00000000)), 3.0 GiB (GPU 1 (GPU-00000001))"
     )
 
 
@@ -267,7 +267,7 @@ def test_auto_stays_where_there_is_room() -> None:
     both = machine(10, 90)
     choice = choose_gpus(GpuRequest.of(None, "auto"), both, [user(both, 4)], both)
     assert choice.gpu_map is None
-    assert choice.reasons == ("GPU 0 (GPU-00000000) stays (10.0 GiB free, 4096 MiB needed)",)
+    assert choice.reasons == ("GPU 0 (GPU-00000000) stays (10.0 GiB free, 4.0 GiB needed)",)
 
 
 def test_auto_leaves_a_full_gpu_for_the_emptiest() -> None:
@@ -275,7 +275,7 @@ def test_auto_leaves_a_full_gpu_for_the_emptiest() -> None:
     choice = choose_gpus(GpuRequest.of(None, "auto"), four, [user(four, 4)], four)
     assert places(choice, four, four) == [2, 1, 0, 3]
     assert choice.reasons[0] == (
-        "GPU 0 (GPU-00000000) goes to GPU 2 (GPU-00000002) (90.0 GiB free, 4096 MiB needed): it has 1024 MiB free"
+        "GPU 0 (GPU-00000000) goes to GPU 2 (GPU-00000002) (90.0 GiB free, 4.0 GiB needed): it has 1.0 GiB free"
     )
     assert choice.reasons[1].startswith("GPU 2 (GPU-00000002), which the job does not use, goes to GPU 0")
 

@@ -326,7 +326,7 @@ def test_disk(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
 def test_a_real_disk_that_is_too_small() -> None:
     with python(WAITING) as child:
         finding = only(preflight.check_disk(job_of(child.pid), Path("/proc"), 0))
-    assert (finding.severity, finding.what) == ("blocking", "/proc has 0 MiB free")
+    assert (finding.severity, finding.what) == ("blocking", "/proc has 0 B free")
     assert "--to" in finding.remedy
 
 
@@ -336,8 +336,8 @@ def test_the_machine_s_host_memory() -> None:
     finding = only(preflight.check_host_memory([MemoryNeed(os.getpid(), 1 << 60)]))
     assert finding.severity == "blocking"
     assert "MemAvailable" in finding.evidence
-    assert "needs 1073741824.0 GiB" in finding.evidence
-    assert "GiB are missing" in finding.consequence
+    assert "needs 1048576.0 TiB" in finding.evidence
+    assert "TiB are missing" in finding.consequence
 
 
 def test_the_needs_of_all_are_added_up() -> None:
@@ -355,10 +355,10 @@ def test_a_real_cgroup_that_is_charged_for_two_processes() -> None:
             assert preflight.check_host_memory([needs[0], MemoryNeed(outside.pid, 120 * MIB)]) == []
             finding = only(preflight.check_host_memory(needs))
     assert finding.severity == "blocking"
-    assert finding.evidence == f"{limit_file} is 200 MiB; the device memory in use needs 240 MiB"
-    missing = re.search(r"(\d+) MiB are missing, and the kernel would kill", finding.consequence)
+    assert finding.evidence == f"{limit_file} is 200.0 MiB; the device memory in use needs 240.0 MiB"
+    missing = re.search(r"([\d.]+) MiB are missing, and the kernel would kill", finding.consequence)
     assert missing is not None
-    assert 40 <= int(missing[1]) < 120  # and what the two processes themselves use
+    assert 40 <= float(missing[1]) < 120  # and what the two processes themselves use
     assert finding.remedy.startswith(f"raise {limit_file.name}")
 
 
@@ -369,12 +369,12 @@ def test_a_limit_that_only_slows_down_is_a_warning(monkeypatch: pytest.MonkeyPat
     monkeypatch.setattr(cgroups, "memory_limits", lambda pid: (high, hard) if pid == 7 else (hard,))
     assert preflight.check_host_memory([MemoryNeed(7, GIB), MemoryNeed(8, 2 * GIB)]) == []
     slow = only(preflight.check_host_memory([MemoryNeed(7, GIB + MIB), MemoryNeed(8, GIB)]))
-    assert (slow.severity, slow.what) == ("warning", "a cgroup has 1024 MiB of its host memory left")
-    assert slow.consequence.startswith("1 MiB are missing, and the kernel slows")
+    assert (slow.severity, slow.what) == ("warning", "a cgroup has 1.0 GiB of its host memory left")
+    assert slow.consequence.startswith("1.0 MiB are missing, and the kernel slows")
     kill = only(preflight.check_host_memory([MemoryNeed(7, GIB), MemoryNeed(8, 2 * GIB + MIB)]))
     assert (kill.severity, kill.evidence) == (
         "blocking",
-        "/c/memory.max is 8192 MiB; the device memory in use needs 3073 MiB",
+        "/c/memory.max is 8.0 GiB; the device memory in use needs 3.0 GiB",
     )
 
 
@@ -434,8 +434,8 @@ def test_too_little_room_where_the_map_leads() -> None:
     here = [gpu(A, free_gib=50), gpu(B, free_gib=1)]
     assert preflight.check_gpus([gpu(A), gpu(B)], {B: 50 * GIB, A: GIB}, here, gpu_map) == []
     finding = only(preflight.check_gpus([gpu(A), gpu(B)], {A: 2 * GIB}, here, gpu_map))
-    assert (finding.severity, finding.what) == ("blocking", f"GPU {B} has 1024 MiB free")
-    assert finding.consequence.startswith("1024 MiB are missing")
+    assert (finding.severity, finding.what) == ("blocking", f"GPU {B} has 1.0 GiB free")
+    assert finding.consequence.startswith("1.0 GiB are missing")
 
 
 def test_room_is_not_judged_on_gpus_that_are_not_here() -> None:

@@ -17,9 +17,9 @@ from pathlib import Path
 
 import pytest
 
-from gpucr.cli.output import format_seconds
 from gpucr.cli.progress import how_far, progress_printer
 from gpucr.operations.steps import OnProgress, Progress
+from gpucr.quantities import format_seconds
 from tests import command
 from tests.counter import CounterFactory
 
@@ -377,6 +377,6 @@ def test_dump_and_restore_on_a_terminal(counter: CounterFactory, tmp_path: Path)
     program.reap()
     restored = on_terminal("restore", tmp_path / "snapshot")
     assert any(re.match(r"dump 1 process with CRIU .*  \d+\.\d s, ", line) for line in kept(dumped.shown))
-    assert any(re.match(r"restore 1 process\(es\) with CRIU.*  \d+\.\d s", line) for line in kept(restored.shown))
+    assert any(re.match(r"restore 1 process with CRIU.*  \d+\.\d s", line) for line in kept(restored.shown))
     assert "phase" in dumped.out
     assert "runs again" in restored.out

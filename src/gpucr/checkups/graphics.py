@@ -9,7 +9,7 @@ from gpucr.checkups.checkup import Checkup, ok
 from gpucr.driver import gpus
 from gpucr.errors import DriverUnavailable
 from gpucr.model import Gpu
-from gpucr.preflight.findings import mib
+from gpucr.quantities import format_bytes
 
 _ABOUT = "GPUs"
 
@@ -67,7 +67,8 @@ def check(facts: GpuFacts) -> list[Checkup]:
 
 
 def _gpu(gpu: Gpu, *, is_persistent: bool | None) -> Checkup:
-    what = f"GPU {gpu.index}, {gpu.name}: {mib(gpu.memory_free_bytes)} of {mib(gpu.memory_total_bytes)} free"
+    free, total = format_bytes(gpu.memory_free_bytes), format_bytes(gpu.memory_total_bytes)
+    what = f"GPU {gpu.index}, {gpu.name}: {free} of {total} free"
     if is_persistent is False:
         return Checkup(
             _ABOUT,

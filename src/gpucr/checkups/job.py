@@ -16,7 +16,7 @@ from gpucr.linux import processes
 from gpucr.model import CudaState, GangMember, GpuUse, Job
 from gpucr.operations import jobs, registered, suspended
 from gpucr.operations.traps import findings_of_traps
-from gpucr.preflight.findings import mib
+from gpucr.quantities import format_bytes
 
 
 def examine(target: int | str, folder: Path, *, was_named: bool) -> list[Checkup]:
@@ -105,7 +105,7 @@ def check_deleted_files(largest_bytes: Mapping[int, int]) -> list[preflight.Find
     return [
         preflight.Finding(
             "blocking",
-            f"process {pid} has a deleted file of {mib(size_bytes)} in use",
+            f"process {pid} has a deleted file of {format_bytes(size_bytes)} in use",
             "/proc/PID/fd and map_files",
             "CRIU keeps deleted files of up to 4 GiB: a dump is refused",
             "close the file, or give it a name",
@@ -125,7 +125,11 @@ def _room(job: Job, uses: Sequence[GpuUse], folder: Path) -> list[Checkup]:
     found = from_findings(
         "host memory",
         preflight.check_host_memory(needs),
-        ok("host memory", f"there is room for {mib(device_bytes)} of device memory", "MemAvailable, limits of cgroups"),
+        ok(
+            "host memory",
+            f"there is room for {format_bytes(device_bytes)} of device memory",
+            "MemAvailable, limits of cgroups",
+        ),
     )
     found += from_findings(
         "disk",
@@ -146,7 +150,11 @@ def _way_back(away: Sequence[GangMember]) -> list[Checkup]:
     return from_findings(
         "GPU memory",
         preflight.check_room(needed, list_gpus(), None),
-        ok("GPU memory", f"a resume needs {mib(sum(needed.values()))}, which is free", "what suspend noted, NVML")
+        ok(
+            "GPU memory",
+            f"a resume needs {format_bytes(sum(needed.values()))}, which is free",
+            "what suspend noted, NVML",
+        )
         if needed
         else ok("GPU memory", "what a resume needs is not known", "another tool did the suspend, or another boot"),
     )

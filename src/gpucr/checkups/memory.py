@@ -12,7 +12,7 @@ from gpucr.checkups.checkup import Checkup, RepairName, ok
 from gpucr.linux import cgroups, memory, processes
 from gpucr.linux.tmpfs import StagingFile
 from gpucr.model import Gpu
-from gpucr.preflight.findings import mib
+from gpucr.quantities import format_bytes
 
 _PAGES, _MEMORY, _CGROUPS = "huge pages", "host memory", "cgroups"
 _MEMINFO, _MOUNTS = Path("/proc/meminfo"), Path("/proc/self/mountinfo")
@@ -128,7 +128,7 @@ def _reserved(facts: MemoryFacts) -> list[Checkup]:
         Checkup(
             _PAGES,
             "warning",
-            f"{mib(facts.reserved_bytes)} of host memory are reserved for hugetlb pages and not used",
+            f"{format_bytes(facts.reserved_bytes)} of host memory are reserved for hugetlb pages and not used",
             f"HugePages_Free in {_MEMINFO}",
             "gpucr uses transparent huge pages: it cannot have that memory",
             "lower vm.nr_hugepages (sysctl) where no other program needs them",
@@ -137,8 +137,8 @@ def _reserved(facts: MemoryFacts) -> list[Checkup]:
 
 
 def _room(facts: MemoryFacts) -> Checkup:
-    have, used = mib(facts.available_bytes), mib(facts.device_used_bytes)
-    evidence = f"MemAvailable; the GPUs have {mib(facts.device_total_bytes)}, of which {used} are in use"
+    have, used = format_bytes(facts.available_bytes), format_bytes(facts.device_used_bytes)
+    evidence = f"MemAvailable; the GPUs have {format_bytes(facts.device_total_bytes)}, of which {used} are in use"
     if facts.available_bytes >= facts.device_used_bytes:
         return ok(_MEMORY, f"{have} of host memory are available", evidence)
     return Checkup(
@@ -163,8 +163,9 @@ def _cgroups(facts: MemoryFacts) -> list[Checkup]:
         Checkup(
             _CGROUPS,
             "warning",
-            f"a cgroup has {mib(limit.available_bytes)} of its host memory left",
-            f"{limit.path} is {mib(limit.limit_bytes)}; {mib(facts.device_used_bytes)} of device memory are in use",
+            f"a cgroup has {format_bytes(limit.available_bytes)} of its host memory left",
+            f"{limit.path} is {format_bytes(limit.limit_bytes)}; "
+            f"{format_bytes(facts.device_used_bytes)} of device memory are in use",
             "jobs that hold more device memory than that are refused: "
             + ("the kernel would kill" if limit.is_hard else "the kernel would slow down")
             + " processes of the cgroup",

@@ -10,7 +10,7 @@ from pathlib import Path
 from gpucr.checkups.checkup import Checkup, ok
 from gpucr.linux import memory
 from gpucr.model import Gpu
-from gpucr.preflight.findings import mib
+from gpucr.quantities import format_bytes
 
 _ABOUT = "disk"
 
@@ -63,8 +63,8 @@ def check(facts: StorageFacts) -> list[Checkup]:
 
 
 def _space(facts: StorageFacts) -> Checkup:
-    what = f"{facts.folder} has {mib(facts.free_bytes)} free"
-    evidence = f"statvfs; {mib(facts.device_used_bytes)} of device memory are in use on all GPUs"
+    what = f"{facts.folder} has {format_bytes(facts.free_bytes)} free"
+    evidence = f"statvfs; {format_bytes(facts.device_used_bytes)} of device memory are in use on all GPUs"
     if facts.free_bytes >= facts.device_used_bytes:
         return ok(_ABOUT, what, evidence)
     return Checkup(

@@ -20,11 +20,12 @@ import click
 
 import gpucr
 from gpucr.cli.options import json_option
-from gpucr.cli.output import format_bytes, print_json, say
+from gpucr.cli.output import print_json, say
 from gpucr.driver.cuda import load_driver
 from gpucr.driver.gpus import gpu_processes, list_gpus
 from gpucr.errors import DeadlineExceeded, DriverUnavailable, GpucrError, InvalidRequest, ProcessNotFound
 from gpucr.linux.processes import describe, kill_and_wait, read_stat
+from gpucr.quantities import format_bytes
 
 ANSWER_TIMEOUT_S = 30.0
 """How long the counter may take to start or to answer: a CUDA start takes seconds on a machine with many GPUs."""

@@ -9,7 +9,8 @@ import click
 
 from gpucr.cli.keys import key_file_option, with_key
 from gpucr.cli.options import json_option, verbose_option
-from gpucr.cli.output import format_bytes, print_json, printable
+from gpucr.cli.output import print_json, printable
+from gpucr.quantities import format_bytes
 
 _COLUMNS = "{:>8}  {:<24} {:<14} {:>10} {:>12}"
 _KINDS = {"device": "device memory", "memory": "host memory", "file": "file"}

@@ -19,13 +19,14 @@ from gpucr.cli.options import (
     timeout_option,
     verbose_option,
 )
-from gpucr.cli.output import format_bytes, print_json, say
+from gpucr.cli.output import print_json, say
 from gpucr.cli.progress import progress_printer
 from gpucr.cli.reports import lock_fields, print_phases, report_fields, snapshot_text
 from gpucr.errors import InvalidRequest
 from gpucr.hooks.container_record import RUNTIMES, Runtime
 from gpucr.operations.dump import DumpPlan, Persist, dump, plan_dump
 from gpucr.operations.places import Compress, is_store
+from gpucr.quantities import format_bytes
 from gpucr.snapshot.folder import Snapshot
 
 

@@ -11,11 +11,12 @@ import click
 from gpucr.cli.columns import terminal_width
 from gpucr.cli.keys import key_file_option, with_key
 from gpucr.cli.options import json_option
-from gpucr.cli.output import format_bytes, print_json, printable, say
+from gpucr.cli.output import print_json, printable, say
 from gpucr.cli.reports import snapshot_text
-from gpucr.cli.snapshot_tree import as_json_record, counted, tree_of
+from gpucr.cli.snapshot_tree import as_json_record, tree_of
 from gpucr.operations.inspect import inspect
 from gpucr.operations.places import open_snapshot
+from gpucr.quantities import counted, format_bytes
 from gpucr.snapshot.manifest import Manifest, ProcessRecord
 
 

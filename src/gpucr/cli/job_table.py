@@ -8,12 +8,13 @@ from dataclasses import asdict
 from typing import Any
 
 from gpucr.cli.columns import Column, fit
-from gpucr.cli.output import format_bytes, format_seconds, printable
+from gpucr.cli.output import printable
 from gpucr.cli.processes import as_json_record
 from gpucr.gang import HALTS
 from gpucr.model import CudaState, Gpu
 from gpucr.operations.gpu_jobs import GpuJob
 from gpucr.operations.listing import ProcessState
+from gpucr.quantities import format_bytes, format_seconds
 
 _LONGEST_USER = 10
 _SHORT_COMMAND = 30
@@ -113,12 +114,6 @@ def gpu_numbers(device_bytes: Mapping[str, int], gpus: Sequence[Gpu]) -> str:
     return ",".join([*map(str, known), *("?" for uuid in device_bytes if uuid not in indices)]) or "-"
 
 
-def age(seconds: float) -> str:
-    """``7 s``, ``2 min 5 s``, ``1 h 12 min``, ``3 d 4 h``."""
-    days, rest = divmod(seconds, 86400)
-    return f"{days:.0f} d {rest // 3600:.0f} h" if days else format_seconds(rest)
-
-
 def user_name(uid: int) -> str:
     """The user's name, or the number where there is none."""
     try:
@@ -161,7 +156,7 @@ def _cells(
     return (
         state,
         user_name(uid)[:_LONGEST_USER],
-        age(age_s),
+        format_seconds(age_s),
         gpu_numbers(device_bytes, gpus),
         format_bytes(sum(device_bytes.values())),
         format_bytes(resident_bytes),

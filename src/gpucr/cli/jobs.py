@@ -11,10 +11,11 @@ import click
 
 from gpucr.cli.columns import output_width
 from gpucr.cli.options import json_option
-from gpucr.cli.output import format_seconds, print_json, printable
+from gpucr.cli.output import print_json, printable
 from gpucr.errors import InvalidRequest
 from gpucr.launch.registry import ListedJob
 from gpucr.operations.launch import forget_job, list_jobs
+from gpucr.quantities import format_seconds
 
 _COLUMNS = "{:<20} {:>8}  {:<28} {:>12}  {:<8}  {}"
 
@@ -99,8 +100,7 @@ def _age(created: str) -> str:
         seconds = (datetime.datetime.now(datetime.timezone.utc) - then).total_seconds()
     except (ValueError, TypeError):  # not a time, or one without a zone
         return "?"
-    days, rest = divmod(max(seconds, 0.0), 86400)
-    return f"{days:.0f} d {rest // 3600:.0f} h" if days else format_seconds(rest)
+    return format_seconds(max(seconds, 0.0))
 
 
 def _as_json_record(job: ListedJob) -> dict[str, Any]:

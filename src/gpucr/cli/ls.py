@@ -9,8 +9,9 @@ import click
 
 from gpucr.cli.keys import key_file_option, with_key
 from gpucr.cli.options import json_option
-from gpucr.cli.output import format_bytes, print_json, printable, say
+from gpucr.cli.output import print_json, printable, say
 from gpucr.errors import SnapshotError
+from gpucr.quantities import format_bytes
 
 if TYPE_CHECKING:
     from gpucr.store.snapshots import StoredSnapshot

@@ -117,26 +117,6 @@ def say(message: str) -> None:
     click.echo(message, file=TALK)
 
 
-def format_bytes(size_bytes: int) -> str:
-    """A size as people read it: ``512 B``, ``1.5 MiB``, ``10.6 GiB``."""
-    size = float(size_bytes)
-    for unit in ("B", "KiB", "MiB", "GiB"):
-        if size < 1024:
-            return f"{size:.0f} {unit}" if unit == "B" else f"{size:.1f} {unit}"
-        size /= 1024
-    return f"{size:.1f} TiB"
-
-
-def format_seconds(seconds: float) -> str:
-    """A time to wait as people say it: ``7 s``, ``2 min 5 s``, ``1 h 12 min``."""
-    whole = round(seconds)
-    if whole < 60:
-        return f"{whole} s"
-    if whole < 3600:
-        return f"{whole // 60} min {whole % 60} s"
-    return f"{whole // 3600} h {whole % 3600 // 60} min"
-
-
 def printable(text: str) -> str:
     """The text with control characters escaped: a command line of another user must not steer this terminal."""
     return "".join(c if c.isprintable() else c.encode("unicode_escape", "surrogateescape").decode() for c in text)

@@ -4,8 +4,9 @@ from __future__ import annotations
 
 import os
 
-from gpucr.cli.output import TALK, format_bytes, format_seconds, printable, say
+from gpucr.cli.output import TALK, printable, say
 from gpucr.operations.steps import OnProgress, Progress
+from gpucr.quantities import format_bytes, format_seconds
 
 LINE_INTERVAL_S = 5.0
 """How far apart the plain lines of a phase are that moves bytes."""

@@ -11,7 +11,8 @@ import click
 from gpucr.cli.keys import key_file_option, with_key
 from gpucr.cli.ls import snapshot_fields
 from gpucr.cli.options import json_option
-from gpucr.cli.output import format_bytes, print_json
+from gpucr.cli.output import print_json
+from gpucr.quantities import format_bytes
 
 _UNITS = {"s": 1.0, "m": 60.0, "h": 3600.0, "d": 86400.0, "w": 7 * 86400.0}
 

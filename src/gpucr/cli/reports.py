@@ -8,8 +8,9 @@ from typing import TYPE_CHECKING, Any
 
 import click
 
-from gpucr.cli.output import format_bytes, print_json, say
+from gpucr.cli.output import print_json, say
 from gpucr.operations.steps import Phase
+from gpucr.quantities import format_bytes
 
 if TYPE_CHECKING:  # each command loads its own operation only
     from gpucr.model import GangLock

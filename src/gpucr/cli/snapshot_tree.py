@@ -7,10 +7,11 @@ from collections.abc import Iterator
 from dataclasses import asdict, dataclass, field
 from typing import Any
 
-from gpucr.cli.output import format_bytes, printable
+from gpucr.cli.output import printable
 from gpucr.criu.imaged_files import OpenDescriptor
 from gpucr.criu.imaged_memory import MemoryUse
 from gpucr.operations.inspect import ProcessContents, SnapshotContents
+from gpucr.quantities import counted, format_bytes
 
 _SOCKETS = ("tcp", "udp", "internet", "unix", "packet", "netlink")
 
@@ -39,7 +40,7 @@ def tree_of(contents: SnapshotContents, *, every_file: bool) -> Branch:
     ``every_file`` lists the descriptors one by one.
     """
     threads = sum(len(process.record.threads) for process in contents.processes)
-    root = Branch(f"job: {counted(len(contents.processes), 'process', 'es')}, {counted(threads, 'thread')}")
+    root = Branch(f"job: {counted(len(contents.processes), 'process')}, {counted(threads, 'thread')}")
     if len(contents.processes) > 1:
         root.branches.append(Branch("memory of all", [Branch(_memory_line(use)) for use in contents.memory]))
     by_pid: dict[int, Branch] = {}
@@ -126,8 +127,3 @@ def as_json_record(contents: SnapshotContents) -> dict[str, Any]:
         "packed_bytes": contents.packed_bytes,
         "problems": list(contents.problems),
     }
-
-
-def counted(number: int, noun: str, plural: str = "s") -> str:
-    """A number with its noun: ``1 thread``, ``3 threads``."""
-    return f"{number} {noun}{'' if number == 1 else plural}"

@@ -10,7 +10,6 @@ import threading
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
-from gpucr.cli.output import format_bytes
 from gpucr.cli.top_state import Notice, Operate
 from gpucr.driver.gpus import nvml_kept_open
 from gpucr.errors import GpucrError, JobChanged
@@ -20,6 +19,7 @@ from gpucr.operations.gpu_jobs import GpuJob, findings_of
 from gpucr.operations.steps import Progress
 from gpucr.operations.suspend import ChangeReport, resume, suspend
 from gpucr.preflight import Finding
+from gpucr.quantities import format_bytes
 
 
 @dataclass(frozen=True)

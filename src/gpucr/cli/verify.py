@@ -8,10 +8,11 @@ import click
 
 from gpucr.cli.keys import key_file_option, with_key
 from gpucr.cli.options import json_option, quiet_option
-from gpucr.cli.output import format_bytes, print_json, say
+from gpucr.cli.output import print_json, say
 from gpucr.cli.progress import progress_printer
 from gpucr.errors import SnapshotDamaged, StoreDamaged
 from gpucr.operations.places import is_store, open_snapshot
+from gpucr.quantities import format_bytes
 
 
 @click.command("verify")

@@ -17,6 +17,7 @@ from typing import Any, Literal
 
 from gpucr.criu.install import CriuInstall, find_criu, has_feature
 from gpucr.errors import Unsupported
+from gpucr.quantities import format_bytes
 
 NetworkLock = Literal["nftables", "iptables", "skip"]
 _NETWORK_LOCKS = ("nftables", "iptables", "skip")
@@ -121,7 +122,7 @@ def _ghost_limit(pids: Sequence[int]) -> int:
     largest_bytes = max((size for pid in pids for size in deleted_file_sizes(pid)), default=0)
     if largest_bytes > GHOST_LIMIT_MAX_BYTES:
         raise Unsupported(
-            f"a deleted file of {largest_bytes} bytes is still in use, and CRIU keeps deleted files of up to 4 GiB",
+            f"a deleted file of {format_bytes(largest_bytes)} is in use, and CRIU keeps those of up to 4.0 GiB",
             hint="close the file, or give it a name",
             code="GPUCR-GHOST-TOO-LARGE",
         )

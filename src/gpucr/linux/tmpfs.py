@@ -12,6 +12,7 @@ from types import TracebackType
 
 from gpucr.linux import memory
 from gpucr.linux.memory import HUGE_PAGE_BYTES
+from gpucr.quantities import format_bytes
 
 _FSOPEN, _FSCONFIG, _FSMOUNT = 430, 431, 432  # the same numbers on all architectures (since Linux 5.2)
 _CLOEXEC, _SET_STRING, _CREATE = 1, 1, 6  # FSOPEN_CLOEXEC and FSMOUNT_CLOEXEC, FSCONFIG_* of uapi/linux/mount.h
@@ -127,7 +128,7 @@ class StagingFile:
         """The kernel kills instead of refusing where a limit is reached, so look first."""
         missing = min(size_bytes, self.size_bytes - self.resident_bytes()) - memory.available_bytes()
         if missing > 0:
-            raise OSError(errno.ENOMEM, f"{missing / (1 << 30):.1f} GiB of host memory are missing for a staging file")
+            raise OSError(errno.ENOMEM, f"{format_bytes(missing)} of host memory are missing for a staging file")
 
     def _populate_piece(self, address: int, offset: int, size_bytes: int) -> None:
         # One mapping for all threads, and pages dropped from it with madvise: both calls share the address space's

@@ -34,6 +34,7 @@ from gpucr.operations.scheduling import scheduling_of
 from gpucr.operations.staged import GangStaging
 from gpucr.operations.steps import Meter
 from gpucr.operations.targets import DumpTarget
+from gpucr.quantities import format_bytes
 from gpucr.sandbox import Sandbox
 from gpucr.snapshot import shared_files
 from gpucr.snapshot.device.writer import DeviceWriter
@@ -130,7 +131,7 @@ class AllocateStaging:
 
     def describe(self) -> str:
         """How much."""
-        return f"allocate {self._expected_bytes() >> 20} MiB of host memory for device memory"
+        return f"allocate {format_bytes(self._expected_bytes())} of host memory for device memory"
 
     def run(self, interrupts: Interrupts, meter: Meter) -> int:
         """Allocate, or begin to, what the processes use now."""
@@ -299,7 +300,7 @@ def commit(context: GangDump, draft: Manifest, interrupts: Interrupts, meter: Me
                 "the time was over while device memory was saved", hint="give a longer --timeout, or a faster disk"
             )
     meter.set(writer.bytes_seen)
-    meter.note(f"device memory: {writer.bytes_seen} bytes seen, {writer.bytes_written} written")
+    meter.note(f"device memory: {format_bytes(writer.bytes_seen)} seen, {format_bytes(writer.bytes_written)} written")
     if writer.rewritten_pieces:
         meter.note(f"{writer.rewritten_pieces} pieces were written again: they changed after they had been saved early")
     interrupts.postpone()

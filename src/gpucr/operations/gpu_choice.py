@@ -12,7 +12,7 @@ from dataclasses import dataclass
 
 from gpucr.errors import InvalidRequest, Unsupported
 from gpucr.model import Gpu, GpuMap, gpu_pairs
-from gpucr.preflight.findings import mib
+from gpucr.quantities import counted, format_bytes
 
 _ALL_PLACED = "the driver wants a place for every GPU of the machine"
 
@@ -161,7 +161,7 @@ def _named_pairs(request: GpuRequest, job: _Job, here: Sequence[Gpu]) -> list[tu
         if len(request.onto) != len(job.used):
             uses = ", ".join(_label(gpu) for gpu in job.used) or "none"
             raise InvalidRequest(
-                f"the job uses {_counted(len(job.used))}, and --gpu names {len(request.onto)}",
+                f"the job uses {counted(len(job.used), 'GPU')}, and --gpu names {len(request.onto)}",
                 hint=f"name one for each GPU that it uses ({uses}), or `--gpu auto`",
                 code="GPUCR-BAD-GPU",
             )
@@ -276,8 +276,8 @@ class _Places:
         return [gpu.memory_free_bytes for gpu in self._of_model(model)]
 
     def _explain_used(self, old: Gpu, *, chosen: bool) -> None:
-        new, needed = self.found[old.uuid], mib(self._job.needs(old))
-        room = f"{mib(new.memory_free_bytes)} free, {needed} needed"
+        new, needed = self.found[old.uuid], format_bytes(self._job.needs(old))
+        room = f"{format_bytes(new.memory_free_bytes)} free, {needed} needed"
         if new.uuid != old.uuid:
             self.reasons.append(f"{_label(old)} goes to {_label(new)} ({room}): {self._why_not_its_own(old)}")
         elif chosen:
@@ -293,7 +293,7 @@ class _Places:
         if own is None:
             return "this machine does not have it"
         if own.memory_free_bytes < self._job.needs(old):
-            return f"it has {mib(own.memory_free_bytes)} free"
+            return f"it has {format_bytes(own.memory_free_bytes)} free"
         if own.uuid in self._busy:
             return "another process uses it"
         return "it is taken by another GPU of the job"
@@ -303,15 +303,15 @@ class _Places:
         have = ", ".join(dict.fromkeys(gpu.name for gpu in self._here)) or "none"
         used = sum(gpu.name == model for gpu in self._job.used)
         return Unsupported(
-            f"the job ran on a machine with {_counted(wanted)} ({model}) and uses {used}; this machine has "
+            f"the job ran on a machine with {counted(wanted, 'GPU')} ({model}) and uses {used}; this machine has "
             f"{len(usable)} of that model (its GPUs: {have}), and {_ALL_PLACED}: {missing} too few",
             hint="restore it on a machine with as many",
             code="GPUCR-NO-GPU",
         )
 
     def _no_room(self, used: Sequence[Gpu], model: str) -> Unsupported:
-        needs = ", ".join(f"{mib(self._job.needs(gpu))} ({_label(gpu)})" for gpu in used)
-        free = ", ".join(f"{mib(gpu.memory_free_bytes)} ({_label(gpu)})" for gpu in self._of_model(model))
+        needs = ", ".join(f"{format_bytes(self._job.needs(gpu))} ({_label(gpu)})" for gpu in used)
+        free = ", ".join(f"{format_bytes(gpu.memory_free_bytes)} ({_label(gpu)})" for gpu in self._of_model(model))
         return Unsupported(
             f"no choice of GPUs has room for the job: it needs {needs}; free are {free}",
             hint="end or suspend what uses the GPUs (`gpucr ps`), then try again",
@@ -329,7 +329,3 @@ def _fits(needs: Sequence[int], free: Sequence[int]) -> bool:
 
 def _label(gpu: Gpu) -> str:
     return f"GPU {gpu.index} ({gpu.uuid[:12]})"
-
-
-def _counted(number: int) -> str:
-    return f"{number} GPU{'' if number == 1 else 's'}"

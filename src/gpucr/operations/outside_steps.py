@@ -20,6 +20,7 @@ from gpucr.operations.interrupts import Interrupts
 from gpucr.operations.restore_steps import RestoreContext
 from gpucr.operations.steps import Meter, Step
 from gpucr.preflight.outside import FilesMode, TcpMode
+from gpucr.quantities import counted, format_bytes
 from gpucr.snapshot.manifest import Manifest
 from gpucr.snapshot.shared_files import SharedFiles
 
@@ -61,7 +62,8 @@ class PutBackSharedFiles:
     def describe(self) -> str:
         """How many, and how large."""
         records = self._context.snapshot.manifest.shared_files
-        return f"put back {len(records)} file(s) of shared memory, {sum(r.size_bytes for r in records)} bytes"
+        size = format_bytes(sum(record.size_bytes for record in records))
+        return f"put back {counted(len(records), 'file')} of shared memory, {size}"
 
     def run(self, interrupts: Interrupts, meter: Meter) -> int:
         """Write them. Returns their bytes."""

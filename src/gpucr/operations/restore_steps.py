@@ -34,6 +34,7 @@ from gpucr.operations.scheduling import restore_scheduling
 from gpucr.operations.sources import RestoreSource
 from gpucr.operations.steps import Meter
 from gpucr.operations.threads import explained
+from gpucr.quantities import counted, format_bytes
 from gpucr.snapshot import shared_files
 from gpucr.snapshot.device.loader import DeviceLoader
 from gpucr.snapshot.device.reader import Destination
@@ -129,7 +130,7 @@ class LoadDevice:
     def describe(self) -> str:
         """How much."""
         stored = sum(data.stored_bytes for data in self._context.snapshot.manifest.device_data.values())
-        return f"begin to read {stored} bytes of device memory"
+        return f"begin to read {format_bytes(stored)} of device memory"
 
     def run(self, interrupts: Interrupts, meter: Meter) -> int:
         """Make the files and start the threads that read."""
@@ -220,7 +221,7 @@ class CriuRestore:
     def describe(self) -> str:
         """How many processes."""
         manifest = self._context.snapshot.manifest
-        return f"restore {len(manifest.processes)} process(es) with CRIU, root pid {manifest.root_pid}"
+        return f"restore {counted(len(manifest.processes), 'process')} with CRIU, root pid {manifest.root_pid}"
 
     def run(self, interrupts: Interrupts, meter: Meter) -> int:
         """Restore, then take stock of the restored processes."""

@@ -45,10 +45,3 @@ def require_no_blocking(findings: Iterable[Finding], *, force: bool = False) -> 
         hint=f"{first.remedy} (--force tries all the same; nothing was changed)",
         code=first.code,
     )
-
-
-def mib(size_bytes: int) -> str:
-    """A size as findings show it: MiB, from 10 GiB on GiB."""
-    if size_bytes >= 10 << 30:
-        return f"{size_bytes / (1 << 30):.1f} GiB"
-    return f"{size_bytes / (1 << 20):.0f} MiB"

@@ -5,7 +5,8 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 
 from gpucr.model import Gpu, GpuMap, GpuUse, Job
-from gpucr.preflight.findings import Finding, mib
+from gpucr.preflight.findings import Finding
+from gpucr.quantities import format_bytes
 
 
 def device_bytes_in_use(job: Job, uses: Sequence[GpuUse]) -> dict[int, dict[str, int]]:
@@ -58,9 +59,9 @@ def check_room(needed_bytes: Mapping[str, int], here: Sequence[Gpu], gpu_map: Gp
             found.append(
                 Finding(
                     "blocking",
-                    f"GPU {new.uuid} has {mib(new.memory_free_bytes)} free",
-                    f"the job held {mib(needed)} on it",
-                    f"{mib(needed - new.memory_free_bytes)} are missing, and a restore that runs out loses the job",
+                    f"GPU {new.uuid} has {format_bytes(new.memory_free_bytes)} free",
+                    f"the job held {format_bytes(needed)} on it",
+                    f"{format_bytes(needed - new.memory_free_bytes)} are missing; running out would lose the job",
                     "end or suspend what uses that GPU, or choose another one with --gpu auto or --gpu-map",
                     code="GPUCR-GPU-FULL",
                 )

@@ -9,7 +9,8 @@ from pathlib import Path
 
 from gpucr.linux import cgroups, memory
 from gpucr.model import Job
-from gpucr.preflight.findings import Finding, mib
+from gpucr.preflight.findings import Finding
+from gpucr.quantities import format_bytes
 
 _DISK_MARGIN_BYTES = 64 << 20
 
@@ -25,9 +26,9 @@ def check_disk(job: Job, folder: Path, device_bytes: int) -> list[Finding]:
     return [
         Finding(
             "blocking" if free < surely else "warning",
-            f"{folder} has {mib(free)} free",
-            f"device memory {mib(device_bytes)}, resident memory {mib(resident)}",
-            f"the snapshot needs up to {mib(likely)}, {mib(likely - free)} more",
+            f"{folder} has {format_bytes(free)} free",
+            f"device memory {format_bytes(device_bytes)}, resident memory {format_bytes(resident)}",
+            f"the snapshot needs up to {format_bytes(likely)}, {format_bytes(likely - free)} more",
             "free some space, or name a folder on another disk with --to",
             code="GPUCR-NO-SPACE",
         )
@@ -79,9 +80,9 @@ def check_host_memory(needs: Sequence[MemoryNeed]) -> list[Finding]:
         found.append(
             Finding(
                 "blocking",
-                f"{mib(available)} of host memory are available",
-                f"MemAvailable in /proc/meminfo; the device memory in use needs {mib(total)}",
-                f"{mib(total - available)} are missing, and the kernel would kill processes",
+                f"{format_bytes(available)} of host memory are available",
+                f"MemAvailable in /proc/meminfo; the device memory in use needs {format_bytes(total)}",
+                f"{format_bytes(total - available)} are missing, and the kernel would kill processes",
                 "end other programs, or add memory",
                 code="GPUCR-HOST-MEMORY",
             )
@@ -99,11 +100,12 @@ def check_host_memory(needs: Sequence[MemoryNeed]) -> list[Finding]:
 
 
 def _limit_finding(limit: cgroups.MemoryLimit, needed_bytes: int) -> Finding:
-    missing = mib(needed_bytes - limit.available_bytes)
+    missing = format_bytes(needed_bytes - limit.available_bytes)
     return Finding(
         "blocking" if limit.is_hard else "warning",
-        f"a cgroup has {mib(limit.available_bytes)} of its host memory left",
-        f"{limit.path} is {mib(limit.limit_bytes)}; the device memory in use needs {mib(needed_bytes)}",
+        f"a cgroup has {format_bytes(limit.available_bytes)} of its host memory left",
+        f"{limit.path} is {format_bytes(limit.limit_bytes)}; "
+        f"the device memory in use needs {format_bytes(needed_bytes)}",
         f"{missing} are missing, and the kernel would kill processes of the cgroup"
         if limit.is_hard
         else f"{missing} are missing, and the kernel slows the processes of the cgroup down, perhaps to a standstill",

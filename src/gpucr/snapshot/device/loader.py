@@ -6,6 +6,7 @@ import os
 from typing import Protocol
 
 from gpucr.errors import SnapshotError
+from gpucr.quantities import format_bytes
 
 
 class DeviceLoader(Protocol):
@@ -63,6 +64,6 @@ def fill(fd: int, position: int, data: memoryview, *, pid: int, needed_bytes: in
         raise SnapshotError(
             f"device memory of process {pid} cannot be put into host memory: {e.strerror}",
             path=f"/proc/{os.getpid()}/fd/{fd}",
-            hint=f"free host memory: {needed_bytes} bytes are needed for this process",
+            hint=f"free host memory: {format_bytes(needed_bytes)} are needed for this process",
             code="GPUCR-HOST-MEMORY",
         ) from e
