@@ -396,11 +396,7 @@ def test_the_folder_of_a_socket_is_made_again_where_the_job_has_removed_it(tmp_p
     folder.mkdir(parents=True)
     folder.chmod(0o750)
     path = folder / "socket"
-    with (tmp_path / "output").open("wb") as output:
-        job = subprocess.Popen(
-            [sys.executable, "-c", ECHO, str(path)],
-            stdin=subprocess.DEVNULL, stdout=output, stderr=output, start_new_session=True,
-        )  # fmt: skip
+    job = start_echo(path, tmp_path)
     pid = job.pid
     try:
         wait_until(lambda: answers(path), "the job to answer")
@@ -410,7 +406,7 @@ def test_the_folder_of_a_socket_is_made_again_where_the_job_has_removed_it(tmp_p
         job.wait()
         shutil.rmtree(tmp_path / "a")
         (tmp_path / "a").write_text("in the way")
-        with pytest.raises(gpucr.Unsupported, match="cannot be made"):
+        with pytest.raises(gpucr.Unsupported, match="cannot be used: Not a directory"):
             gpucr.restore(tmp_path / "s")
         (tmp_path / "a").unlink()
         pid = gpucr.restore(tmp_path / "s").pid
@@ -419,6 +415,44 @@ def test_the_folder_of_a_socket_is_made_again_where_the_job_has_removed_it(tmp_p
     finally:
         with contextlib.suppress(ProcessLookupError):
             os.kill(pid, signal.SIGKILL)
+
+
+@pytest.mark.parametrize("is_there", [False, True])
+def test_no_folder_of_a_socket_is_made_or_used_behind_a_link_of_another_user(tmp_path: Path, is_there: bool) -> None:
+    home, victim = tmp_path / "home", tmp_path / "victim"
+    path = home / "a" / "b" / "socket"
+    path.parent.mkdir(parents=True)
+    victim.mkdir()
+    job = start_echo(path, tmp_path)
+    try:
+        wait_until(lambda: answers(path), "the job to answer")
+        gpucr.dump(job.pid, tmp_path / "s")
+        job.wait()
+        shutil.rmtree(home / "a")
+        (home / "a").symlink_to(victim)
+        os.chown(home, 65534, 65534)
+        if is_there:
+            (victim / "b").mkdir()
+        found = list(victim.rglob("*"))
+        refused = command.run("restore", tmp_path / "s")
+        assert refused.returncode == 3
+        assert "'a', a link that another user can change" in refused.stderr
+        assert "GPUCR-UNTRUSTED-PATH" in refused.stderr
+        assert list(victim.rglob("*")) == found
+        (home / "a").unlink()
+        assert gpucr.restore(tmp_path / "s").pid == job.pid
+        assert answers(path)
+    finally:
+        with contextlib.suppress(ProcessLookupError):
+            os.kill(job.pid, signal.SIGKILL)
+
+
+def start_echo(path: Path, tmp_path: Path) -> subprocess.Popen[bytes]:
+    with (tmp_path / "output").open("wb") as output:
+        return subprocess.Popen(
+            [sys.executable, "-c", ECHO, str(path)],
+            stdin=subprocess.DEVNULL, stdout=output, stderr=output, start_new_session=True,
+        )  # fmt: skip
 
 
 def answers(path: Path) -> bool:

@@ -57,13 +57,25 @@ def test_a_file_that_is_shorter(log: Path) -> None:
     assert [path.name for path in log.parent.iterdir()] == ["log"]
 
 
-def test_symbolic_links_are_not_followed(log: Path) -> None:
+def test_a_file_is_never_a_symbolic_link(log: Path) -> None:
     log.with_name("link").symlink_to(log)
-    log.with_name("folder").symlink_to(log.parent)
-    for path in (log.with_name("link"), log.parent / "folder" / "log"):
-        with pytest.raises(OSError, match="symbolic links"):
-            cut_back(path, 1000, stamp="s")
+    with pytest.raises(OSError, match="symbolic links"):
+        cut_back(log.with_name("link"), 1000, stamp="s")
     assert log.read_bytes() == LARGE
+
+
+def test_links_of_others_are_not_followed(log: Path) -> None:
+    if os.geteuid() != 0:
+        skip_or_fail("root", "only root gives folders to other users")
+    theirs = log.with_name("theirs")
+    theirs.mkdir()
+    (theirs / "folder").symlink_to(log.parent)
+    os.chown(theirs, 12, 34)
+    with pytest.raises(OSError, match="a link that another user can change"):
+        cut_back(theirs / "folder" / "log", 1000, stamp="s")
+    assert log.read_bytes() == LARGE
+    os.chown(theirs, 0, 0)
+    assert cut_back(theirs / "folder" / "log", 1000, stamp="s").kept_as.read_bytes() == LARGE[1000:]
 
 
 def test_a_full_disk_cuts_nothing_off(log: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -2,25 +2,15 @@
 
 from __future__ import annotations
 
-import contextlib
-import ctypes
 import errno
 import os
 import stat
-import struct
-from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
 
-_OPENAT2 = 437
-_AT_FDCWD = -100
-_RESOLVE_NO_SYMLINKS = 0x04  # include/uapi/linux/openat2.h
-_HOW = struct.Struct("<QQQ")  # struct open_how: flags, mode, resolve
-_COPY_BYTES = 1 << 20
+from gpucr.linux.trusted_paths import opened_folder
 
-_libc = ctypes.CDLL(None, use_errno=True)
-_libc.syscall.argtypes = (ctypes.c_long, ctypes.c_int, ctypes.c_char_p, ctypes.c_char_p, ctypes.c_size_t)
-_libc.syscall.restype = ctypes.c_long
+_COPY_BYTES = 1 << 20
 
 
 @dataclass(frozen=True)
@@ -35,10 +25,10 @@ class CutOff:
 def cut_back(path: Path, size_bytes: int, *, stamp: str) -> CutOff:
     """Save what is behind ``size_bytes`` as ``PATH.gpucr-STAMP``, with the file's owner and mode, and cut it off.
 
-    It is durable before anything is cut off. No symbolic link is followed on the way: with root's privileges another
-    file could be meant. Raises OSError; the file is as it was then.
+    It is durable before anything is cut off. Symbolic links on the way are followed only where no other user can change
+    them: with root's privileges another file could be meant. Raises OSError; the file is as it was then.
     """
-    with _folder_of(path) as folder:
+    with opened_folder(path.parent) as folder:
         file = os.open(path.name, os.O_RDWR | os.O_NOFOLLOW | os.O_NONBLOCK | os.O_CLOEXEC, dir_fd=folder)
         try:
             status = os.fstat(file)
@@ -57,7 +47,7 @@ def put_back(cut: CutOff) -> None:
 
     Raises OSError; where the file has got another size meanwhile (EBUSY), nothing is changed and both stay.
     """
-    with _folder_of(cut.path) as folder:
+    with opened_folder(cut.path.parent) as folder:
         file = os.open(cut.path.name, os.O_RDWR | os.O_NOFOLLOW | os.O_NONBLOCK | os.O_CLOEXEC, dir_fd=folder)
         try:
             if os.fstat(file).st_size != cut.size_bytes:
@@ -107,18 +97,3 @@ def _copy(source: int, source_offset: int, target: int, target_offset: int) -> N
         while view:
             written = os.pwrite(target, view, target_offset)
             view, target_offset = view[written:], target_offset + written
-
-
-@contextlib.contextmanager
-def _folder_of(path: Path) -> Iterator[int]:
-    """The folder of an absolute path, reached without a symbolic link (openat2(2))."""
-    flags = os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC
-    how = _HOW.pack(flags, 0, _RESOLVE_NO_SYMLINKS)
-    fd = int(_libc.syscall(_OPENAT2, _AT_FDCWD, os.fsencode(path.parent), how, len(how)))
-    if fd < 0:
-        error = ctypes.get_errno()
-        raise OSError(error, os.strerror(error), str(path.parent))
-    try:
-        yield fd
-    finally:
-        os.close(fd)

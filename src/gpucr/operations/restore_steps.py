@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import errno
 import os
 import time
 from collections.abc import Callable, Mapping, Sequence
@@ -22,7 +23,7 @@ from gpucr.errors import (
     Unsupported,
 )
 from gpucr.gang import Gang
-from gpucr.linux import processes
+from gpucr.linux import processes, trusted_paths
 from gpucr.linux.tmpfs import StagingFile
 from gpucr.model import CudaState, GangMember, ProcessId
 from gpucr.operations.freeze import RestoreGang
@@ -38,7 +39,7 @@ from gpucr.quantities import counted, format_bytes
 from gpucr.snapshot import shared_files
 from gpucr.snapshot.device.loader import DeviceLoader
 from gpucr.snapshot.device.reader import Destination
-from gpucr.snapshot.manifest import DeviceData, FolderRecord, ProcessRecord
+from gpucr.snapshot.manifest import DeviceData, ProcessRecord
 from gpucr.staging import Gate
 
 _WAIT_S = 0.2
@@ -177,37 +178,38 @@ class MakeFolders:
 
     def __init__(self, context: RestoreContext) -> None:
         self._context = context
-        self._made: list[Path] = []
+        self._made: list[str] = []
 
     def describe(self) -> str:
-        """Which are missing now."""
-        missing = [folder.path for folder in self._missing()]
-        return f"make the missing folders of the job's sockets: {', '.join(missing) or 'none'}"
+        """What for."""
+        return "make the missing folders of the job's sockets"
 
     def run(self, interrupts: Interrupts, meter: Meter) -> int:
-        """Make them, outermost first, with the owner and mode that they had."""
-        for record in self._missing():
-            path = Path(record.path)
+        """Make them, outermost first, with the owner and mode that they had.
+
+        CRIU binds the sockets by their paths, as root: no folder, also none that is there, may be behind a link of
+        another user's.
+        """
+        for record in self._context.snapshot.manifest.folders:
             try:
-                path.mkdir(mode=0o700)
-                self._made.append(path)
-                os.chown(path, record.uid, record.gid, follow_symlinks=False)
-                path.chmod(record.mode)
+                with contextlib.suppress(FileNotFoundError):
+                    os.close(trusted_paths.open_file(record.path, os.O_PATH | os.O_DIRECTORY))
+                    continue
+                trusted_paths.make_folder_for(record.path, mode=record.mode, uid=record.uid, gid=record.gid)
+                self._made.append(record.path)
             except OSError as e:
-                raise Unsupported(
-                    f"the folder {path} is missing, in which the job has a socket, and cannot be made: {e.strerror}",
-                    hint="make it, or restore where it can be made",
-                ) from e
+                what = f"the folder {record.path}, in which the job has a socket, cannot be used: {e.strerror}"
+                if e.errno == errno.ELOOP:
+                    hint = "remove that link, or restore where the folder is not behind one"
+                    raise Unsupported(what, hint=hint, code="GPUCR-UNTRUSTED-PATH") from e
+                raise Unsupported(what, hint="make it, or restore where it can be made") from e
         return 0
 
     def undo(self) -> None:
         """Remove those that were made and are empty."""
         while self._made:
             with contextlib.suppress(OSError):
-                self._made.pop().rmdir()
-
-    def _missing(self) -> list[FolderRecord]:
-        return [folder for folder in self._context.snapshot.manifest.folders if not Path(folder.path).exists()]
+                trusted_paths.remove_empty_folder(self._made.pop())
 
 
 class CriuRestore:

@@ -1,0 +1,238 @@
+"""Open what a path names without being led elsewhere by a user who can change one of its folders.
+
+gpucr is root and works on paths that others have a hand in: the folders of a job's sockets, its files, a snapshot below
+somebody's home. A name is *fixed* where only root, the running user or the owner of ``/`` can make it mean something
+else. Symbolic links are followed as long as every name so far is fixed: a ``/home`` that root has moved is no danger.
+From the first name on that another user can change, none is (OSError ELOOP), and ``..`` neither. Every name is looked
+up below the descriptor of its folder, one at a time, so nothing can change between the look and the use. openat2(2) has
+no flag for this rule, and some sandboxes do not have openat2.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import errno
+import os
+import stat
+from collections.abc import Iterator
+
+_LOOK = os.O_PATH | os.O_NOFOLLOW | os.O_CLOEXEC
+_FOLDER = os.O_RDONLY | os.O_DIRECTORY | os.O_NOFOLLOW | os.O_CLOEXEC
+_LINKS_LIMIT = 40  # the kernel's own (path_resolution(7))
+
+PathLike = str | os.PathLike[str]
+
+
+def open_folder(path: PathLike) -> int:
+    """A descriptor (O_RDONLY) of the folder that the path names. Raises OSError; ELOOP as the module says."""
+    return open_file(path, _FOLDER)
+
+
+@contextlib.contextmanager
+def opened_folder(path: PathLike) -> Iterator[int]:
+    """`open_folder` for a block."""
+    fd = open_folder(path)
+    try:
+        yield fd
+    finally:
+        os.close(fd)
+
+
+def open_file(path: PathLike, flags: int, mode: int = 0o600) -> int:
+    """As open(2), where the path does not lead through a name that another user can change. Raises OSError.
+
+    The last name, too, is followed as a link only where it is fixed. A file that is made has exactly ``mode``, whatever
+    the umask.
+    """
+    walk = _Walk(path)
+    try:
+        walk.to_the_end()
+        return _open_below(walk.folder, walk.name, flags, mode)
+    except OSError as e:
+        raise OSError(e.errno, e.strerror, os.fspath(path)) from e
+    finally:
+        walk.close()
+
+
+def require_ours(path: PathLike) -> None:
+    """Raise PermissionError unless every name on the way is fixed and nobody else can write to what it names.
+
+    What is executed, and what is believed, lies there. Names that are missing at the end are no objection:
+    `make_private` looks again. Raises other OSErrors where the path cannot be looked at.
+    """
+    walk = _Walk(path)
+    try:
+        walk.to_the_end(only_fixed=True)
+    except FileNotFoundError:
+        return
+    finally:
+        walk.close()
+
+
+def make_private(path: PathLike) -> None:
+    """Make a folder, and those above it that are missing, for the running user alone (0700, whatever the umask).
+
+    Folders that are there stay as they are. Raises PermissionError where another user can change one on the way, and
+    OSError.
+    """
+    walk = _Walk(path)
+    try:
+        walk.to_the_end(only_fixed=True, make=True)
+    finally:
+        walk.close()
+
+
+def make_folder_for(path: PathLike, *, mode: int, uid: int, gid: int) -> None:
+    """Make a folder that somebody else will own, in one that may be somebody else's already. Raises OSError."""
+    walk = _Walk(path)
+    try:
+        walk.to_the_end()
+        os.mkdir(walk.name, 0o700, dir_fd=walk.folder)
+        fd = os.open(walk.name, _FOLDER, dir_fd=walk.folder)
+        try:
+            # Who owns the folder above may have put another one there meanwhile. An empty one he could have made.
+            if os.fstat(fd).st_uid != os.geteuid() or os.listdir(fd):
+                raise FileExistsError(errno.EEXIST, "another folder was put there meanwhile")
+            os.fchown(fd, uid, gid)
+            os.fchmod(fd, mode)
+        finally:
+            os.close(fd)
+    except OSError as e:
+        raise OSError(e.errno, e.strerror, os.fspath(path)) from e
+    finally:
+        walk.close()
+
+
+def remove_empty_folder(path: PathLike) -> None:
+    """As rmdir(2). Raises OSError."""
+    walk = _Walk(path)
+    try:
+        walk.to_the_end()
+        os.rmdir(walk.name, dir_fd=walk.folder)
+    finally:
+        walk.close()
+
+
+class _Walk:
+    """On the way along a path. ``folder`` is the descriptor of the folder in which ``name`` is to be looked up."""
+
+    def __init__(self, path: PathLike) -> None:
+        text = os.fspath(path)
+        self._path = text if os.path.isabs(text) else os.path.join(os.getcwd(), text)  # abspath would drop `x/..`
+        self._trusted = _trusted_uids()
+        self._is_fixed = True
+        self._links = 0
+        self._names = _reversed_names(self._path)
+        self.folder = os.open("/", _LOOK | os.O_DIRECTORY)
+        self.name = "."
+
+    def close(self) -> None:
+        """Let go of the folder."""
+        os.close(self.folder)
+
+    def to_the_end(self, *, only_fixed: bool = False, make: bool = False) -> None:
+        """Until ``name`` is the last one, and no link that could be followed; it may be missing.
+
+        ``only_fixed``: all of it must be fixed, the last one too. ``make``: missing folders are made, the last one too.
+        """
+        while self._names:
+            self.name = self._names.pop()
+            if self.name == "..":
+                if not self._is_fixed:
+                    raise self._led_away()
+                self._enter(os.open("..", _LOOK, dir_fd=self.folder), is_fixed=True)
+                continue
+            try:
+                entry = self._look(make=make)
+            except FileNotFoundError:
+                if self._names or only_fixed:
+                    raise
+                return
+            try:
+                status = os.fstat(entry)
+                is_fixed = self._is_fixed and self._fixes(os.fstat(self.folder), status)
+                if only_fixed and not is_fixed:
+                    raise self._not_ours(os.fstat(self.folder), status)
+                if stat.S_ISLNK(status.st_mode):
+                    self._follow(entry, is_fixed=is_fixed)
+                    continue
+                if not self._names:
+                    if only_fixed and (status.st_uid not in self._trusted or _is_shared(status)):
+                        raise self._not_ours(status, status)
+                    return
+                entry, self.folder = self.folder, entry
+                self._is_fixed = is_fixed
+            finally:
+                os.close(entry)
+        self.name = "."
+
+    def _look(self, *, make: bool) -> int:
+        try:
+            return os.open(self.name, _LOOK, dir_fd=self.folder)
+        except FileNotFoundError:
+            if not make:
+                raise
+        folder = os.fstat(self.folder)
+        if folder.st_uid not in self._trusted or (_is_shared(folder) and not folder.st_mode & stat.S_ISVTX):
+            raise self._not_ours(folder, folder)
+        with contextlib.suppress(FileExistsError):
+            os.mkdir(self.name, 0o700, dir_fd=self.folder)
+            os.chmod(self.name, 0o700, dir_fd=self.folder)  # a umask may have taken bits away; the name is fixed
+        return os.open(self.name, _LOOK, dir_fd=self.folder)
+
+    def _follow(self, link: int, *, is_fixed: bool) -> None:
+        self._links += 1
+        if not is_fixed or self._links > _LINKS_LIMIT:
+            raise self._led_away()
+        target = os.readlink("", dir_fd=link)
+        if target.startswith("/"):
+            self._enter(os.open("/", _LOOK | os.O_DIRECTORY), is_fixed=True)
+        self._names += _reversed_names(target)
+        self.name = "."
+
+    def _enter(self, folder: int, *, is_fixed: bool) -> None:
+        os.close(self.folder)
+        self.folder, self._is_fixed = folder, is_fixed
+
+    def _fixes(self, folder: os.stat_result, entry: os.stat_result) -> bool:
+        """Whether nobody else can put something else in the place of the entry."""
+        if folder.st_uid not in self._trusted:
+            return False
+        return not _is_shared(folder) or (bool(folder.st_mode & stat.S_ISVTX) and entry.st_uid in self._trusted)
+
+    def _led_away(self) -> OSError:
+        return OSError(errno.ELOOP, f"it leads through {self.name!r}, a link that another user can change", self._path)
+
+    def _not_ours(self, folder: os.stat_result, entry: os.stat_result) -> PermissionError:
+        changed_by = next((f"uid {each.st_uid}" for each in (folder, entry) if each.st_uid not in self._trusted), None)
+        who = changed_by or f"every user (mode {stat.S_IMODE(folder.st_mode):04o})"
+        return PermissionError(errno.EPERM, f"{who} can change {self.name!r} on the way there", self._path)
+
+
+def _open_below(folder: int, name: str, flags: int, mode: int) -> int:
+    flags |= os.O_NOFOLLOW | os.O_CLOEXEC
+    if not flags & os.O_CREAT:
+        return os.open(name, flags, dir_fd=folder)
+    with contextlib.suppress(FileExistsError):
+        fd = os.open(name, flags | os.O_EXCL, mode, dir_fd=folder)
+        os.fchmod(fd, mode)
+        return fd
+    if flags & os.O_EXCL:
+        raise FileExistsError(errno.EEXIST, os.strerror(errno.EEXIST), name)
+    return os.open(name, flags & ~os.O_CREAT, dir_fd=folder)
+
+
+def _is_shared(status: os.stat_result) -> bool:
+    """Whether others can write to it. A group that is root's or the running user's own is nobody else."""
+    if stat.S_ISLNK(status.st_mode):
+        return False
+    by_group = status.st_mode & stat.S_IWGRP and status.st_gid not in (0, os.getegid())
+    return bool(status.st_mode & stat.S_IWOTH or by_group)
+
+
+def _trusted_uids() -> frozenset[int]:
+    return frozenset((0, os.geteuid(), os.stat("/").st_uid))
+
+
+def _reversed_names(path: str) -> list[str]:
+    return [name for name in reversed(path.split("/")) if name not in ("", ".")]
