@@ -63,7 +63,9 @@ class Row:
 class Job:
     """The running job, in a session of its own. ``steps`` has a file a rank that grows or changes with each step."""
 
-    def __init__(self, program: str, ranks: int, folder: Path, deadline_s: float) -> None:
+    def __init__(
+        self, program: str, ranks: int, folder: Path, deadline_s: float, *, transport: str = "shared_memory"
+    ) -> None:
         self._ranks, self._deadline_s = ranks, deadline_s
         self._is_simulated = program == "sim"
         self.steps = folder / "steps"
@@ -72,7 +74,7 @@ class Job:
         with self.log_path.open("wb") as log:
             self._child = subprocess.Popen(
                 self._command(program),
-                env={**os.environ, **SHARED_MEMORY},
+                env={**os.environ, **(SHARED_MEMORY if transport == "shared_memory" else {})},
                 cwd=ROOT,
                 stdin=subprocess.DEVNULL,
                 stdout=log,
@@ -96,6 +98,24 @@ class Job:
             return path.stat().st_size
         words = dict(word.partition("=")[::2] for word in path.read_text().split())
         return int(words.get("steps", 0))
+
+    def pid_of(self, rank: int) -> int:
+        """The rank's process. It submits nothing more after SIGUSR1, until SIGUSR2."""
+        status = self.steps / (f"rank-{rank:03}" if self._is_simulated else f"pid-{rank:03}")
+        text = status.read_text()
+        return int(dict(word.partition("=")[::2] for word in text.split())["pid"])
+
+    def wait_standstill(self) -> None:
+        """Wait until a rank that submits nothing has brought all others to a stop, for half a second."""
+        seen = [(time.monotonic(), self.steps_done())]
+
+        def stands() -> bool:
+            now = (time.monotonic(), self.steps_done())
+            if now[1] != seen[0][1]:
+                seen[0] = now
+            return now[0] - seen[0][0] > 0.5
+
+        self._wait(stands, "that the job stands still")
 
     def wait_steps(self, more: int) -> None:
         """Wait until every rank has made so many more steps. Raises Failed when the deadline passes."""
