@@ -305,11 +305,11 @@ def test_a_computing_thread_survives_the_death_of_its_tracer_at_any_moment(
         target.assert_goes_on()
 
 
-@pytest.mark.parametrize("mode", _BLOCKED_IN)
+@pytest.mark.parametrize(("mode", "where"), [*((mode, "thread") for mode in _BLOCKED_IN), ("poll", "main")])
 def test_a_blocked_thread_survives_the_death_of_its_tracer_at_any_moment(
-    start: StartExact, monkeypatch: pytest.MonkeyPatch, mode: str
+    start: StartExact, monkeypatch: pytest.MonkeyPatch, mode: str, where: str
 ) -> None:
-    target = start(mode)
+    target = start(mode, where)
     target.wait_blocked()
 
     def trace() -> None:

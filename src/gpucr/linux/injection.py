@@ -13,7 +13,8 @@ is killed in between. Here everything that leads back is in the thread's own han
 All signals are blocked meanwhile, from right after step 2, and the frame gives the mask back; what comes stays pending.
 
 Where gpucr is killed in between, three things are less than perfect. A call with a timeout that the thread was blocked
-in begins anew with the whole of it. A signal that comes just then does not make such a call fail with EINTR, but finds
+in begins anew with the whole of it, or fails with EINTR where the thread was interrupted before and its call's number
+is unknown (interrupted_calls.py). A signal that comes just then does not make such a call fail with EINTR, but finds
 the thread as if it were just about to make it. And a seccomp filter, suspended otherwise, judges the added call.
 """
 
@@ -29,6 +30,7 @@ from dataclasses import dataclass
 from pathlib import PurePath
 
 from gpucr.linux import memory, sigframe
+from gpucr.linux.interrupted_calls import with_call_number
 from gpucr.linux.memory import Mapping
 from gpucr.linux.ptrace import StopKind, TracedThread
 from gpucr.linux.registers import Registers
@@ -42,8 +44,6 @@ PROT_NONE, MAP_FIXED, MAP_NORESERVE = 0, 0x10, 0x4000
 SCRATCH_BYTES = 256
 """How much memory of the thread a caller may use for what a call reads or writes (see `scratch_address`)."""
 
-_RESTART_SYSCALL = 219
-_LOAD_NUMBER, _MOV_EAX = struct.Struct("<BI"), 0xB8  # an instruction and the 32-bit number in it
 _NT_X86_XSTATE, _XSTATE_MAX_BYTES = 0x202, 1 << 16  # include/uapi/linux/elf.h
 _RED_ZONE_BYTES = 128  # below the stack pointer, the running function's own (System V ABI for x86-64)
 _ALL_SIGNALS = (1 << 64) - 1
@@ -145,23 +145,10 @@ def _plan(thread: TracedThread) -> _Plan:
     frame_address = fpu_address - sigframe.FRAME_BYTES
     _check_room(thread, site.stack_start, frame_address, before.rsp)
     signal_mask = thread.signal_mask()
-    frame = sigframe.frame(site.restorer, _about_to_call(thread, before), signal_mask, fpu_address)
+    # Sigreturn cannot bring a thread back into a call, nor a timeout that has begun: the call is made anew.
+    back = with_call_number(before, thread.read_memory).about_to_call()
+    frame = sigframe.frame(site.restorer, back, signal_mask, fpu_address)
     return _Plan(before, signal_mask, site.syscall, frame_address, frame + fpu_state, is_filtered)
-
-
-def _about_to_call(thread: TracedThread, registers: Registers) -> Registers:
-    """What brings the thread back without being inside a call: sigreturn cannot express that, nor a started timeout.
-
-    In a thread that was interrupted before, the kernel's restart_syscall(2) has taken the place of the call, whose
-    number then shows only in the instruction before: ``mov $number, %eax; syscall``.
-    """
-    found = registers.about_to_call()
-    if registers.is_in_interrupted_call and registers.orig_rax == _RESTART_SYSCALL:
-        code = thread.read_memory(found.rip - _LOAD_NUMBER.size, _LOAD_NUMBER.size)
-        instruction, number = _LOAD_NUMBER.unpack(code)
-        if instruction == _MOV_EAX:
-            found.rax = number
-    return found
 
 
 def _check_kind(thread: TracedThread) -> bool:

@@ -27,6 +27,7 @@ from typing import overload
 
 from gpucr.errors import ProcessNotFound
 from gpucr.linux import processes
+from gpucr.linux.interrupted_calls import with_call_number
 from gpucr.linux.registers import Registers
 
 # include/uapi/linux/ptrace.h and, for the registers, arch/x86/include/uapi/asm/ptrace-abi.h
@@ -401,7 +402,7 @@ class HeldThreads:
                 raise
             self._held.append(thread)
             if _MACHINE == "x86_64":  # elsewhere the registers are told in another way; it is held all the same
-                thread.set_registers(thread.registers().with_whole_timeout())
+                thread.set_registers(with_call_number(thread.registers(), thread.read_memory).with_whole_timeout())
 
     def _detach_all(self) -> None:
         for thread in self._held:
