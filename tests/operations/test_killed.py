@@ -12,8 +12,9 @@ import pytest
 
 import gpucr
 from gpucr.driver.cuda import CudaDriver
-from gpucr.linux import processes
+from gpucr.linux import descriptors, processes
 from gpucr.linux.descriptors import send_descriptor
+from gpucr.linux.ptrace import TracedThread
 from gpucr.linux.tmpfs import StagingFile
 from gpucr.model import CudaState
 from gpucr.operations.dump import plan_dump
@@ -102,32 +103,42 @@ THAW_PHASES = ["hold", "attach", "restore", "unlock", "release", "save"]
 
 KILLED_IN_THE_CALL = """
 import os, signal, sys, gpucr
+from gpucr.linux import descriptors
 from gpucr.staging.capture import Capture
-Capture._watch = lambda self, thread, number: os.kill(os.getpid(), signal.SIGKILL)
-getattr(gpucr, sys.argv[1])(int(sys.argv[2]), *sys.argv[3:])
+def die(*_):
+    os.kill(os.getpid(), signal.SIGKILL)
+if sys.argv[1] == "watching":
+    Capture._watch = die
+else:
+    descriptors._receive = die
+getattr(gpucr, sys.argv[2])(int(sys.argv[3]), *sys.argv[4:])
 """
 
 
+def _open(pid: int) -> dict[str, str]:
+    return {entry.name: os.readlink(entry.path) for entry in os.scandir(f"/proc/{pid}/fd")}
+
+
 def _staging_files(pid: int) -> list[str]:
-    links = [os.readlink(entry.path) for entry in os.scandir(f"/proc/{pid}/fd")]
-    return [link for link in links if "gpucr-staging" in link]
+    return [link for link in _open(pid).values() if "gpucr-staging" in link]
 
 
 @pytest.mark.criu
 @pytest.mark.parametrize("operation", ["dump", "suspend"])
-def test_while_the_driver_fills_staging(
-    counter: CounterFactory, driver: CudaDriver, tmp_path: Path, operation: str
+@pytest.mark.parametrize("point", ["watching", "sending"])
+def test_with_the_staging_file_open_in_the_process_or_on_its_way(
+    counter: CounterFactory, driver: CudaDriver, tmp_path: Path, operation: str, point: str
 ) -> None:
-    """The process has the file open then. It would keep that memory, and could never be dumped again."""
+    """It would keep that memory, and could never be dumped again."""
     job = counter("--mib", "16")
-    pids = job.processes()
-    arguments = [operation, str(job.pid), *([str(tmp_path / "s")] if operation == "dump" else [])]
+    pids, before = job.processes(), _open(job.pid)
+    arguments = [point, operation, str(job.pid), *([str(tmp_path / "s")] if operation == "dump" else [])]
     done = subprocess.run(
         [sys.executable, "-c", KILLED_IN_THE_CALL, *arguments], check=False, capture_output=True, timeout=60
     )
     assert done.returncode == -signal.SIGKILL, done.stderr.decode()
     assert_goes_on(job, driver, pids, 101)
-    assert _staging_files(job.pid) == []
+    assert _open(job.pid).keys() == before.keys()
     gpucr.dump(job.pid, tmp_path / "t")
     job.reap()
     gpucr.restore(tmp_path / "t")
@@ -150,6 +161,31 @@ def test_a_staging_file_that_no_guard_has_closed_is_closed_by_the_next_dump(
     gpucr.restore(tmp_path / "s")
     assert_goes_on(job, driver, pids, 101)
     assert _staging_files(job.pid) == []
+
+
+@pytest.mark.criu
+@pytest.mark.parametrize("suspended", [False, True])
+def test_a_socket_that_no_guard_has_closed_is_closed_by_the_next_dump(
+    counter: CounterFactory, driver: CudaDriver, tmp_path: Path, suspended: bool
+) -> None:
+    """Also in a process that was suspended before, whose staging nobody captures."""
+    job = counter("--mib", "16")
+    pids = job.processes()
+    if suspended:
+        gpucr.suspend(job.pid)
+    before = _open(job.pid)
+    sender = os.fork()
+    if sender == 0:
+        descriptors._receive = lambda *_: os.kill(os.getpid(), signal.SIGKILL)  # type: ignore[assignment]
+        send_descriptor(TracedThread.seize(job.pid), StagingFile.create(1 << 20).fd)
+        os._exit(1)
+    assert os.waitstatus_to_exitcode(os.waitpid(sender, 0)[1]) == -signal.SIGKILL
+    assert len(_open(job.pid)) == len(before) + 1
+    gpucr.dump(job.pid, tmp_path / "s", leave_running=True)
+    assert _open(job.pid).keys() == before.keys()
+    if suspended:
+        gpucr.resume(job.pid)
+    assert_goes_on(job, driver, pids, 101)
 
 
 @pytest.mark.criu

@@ -6,6 +6,7 @@ import contextlib
 import errno
 import os
 import resource
+import signal
 import socket
 from collections.abc import Iterator
 from mmap import MAP_SHARED, PROT_READ, PROT_WRITE
@@ -14,7 +15,7 @@ import pytest
 
 from gpucr.linux import descriptors
 from gpucr.linux.descriptors import close_descriptor, send_descriptor
-from gpucr.linux.injection import MMAP, RECVMSG, SOCKETPAIR, run_syscall
+from gpucr.linux.injection import MMAP, RECVMSG, SOCKETPAIR, run_syscall, scratch_address
 from gpucr.linux.processes import open_files
 from gpucr.linux.ptrace import TracedThread
 from tests.unit.children import Child, python
@@ -161,3 +162,56 @@ def test_the_end_of_the_process_is_told(child: Child, memory_file: int) -> None:
         child.make_zombie()
         with pytest.raises(ProcessLookupError):
             send_descriptor(thread, memory_file)
+
+
+_POINTS = ["named", "sent", "received"]
+
+
+def _send_and_die(tid: int, fd: int, point: str) -> None:
+    """Send a descriptor as a gpucr that is killed at this point. In a process of its own; does not return."""
+
+    def die(*_: object) -> None:
+        os.kill(os.getpid(), signal.SIGKILL)
+
+    def run(thread: TracedThread, number: int, *arguments: int) -> int:
+        if number == RECVMSG and point == "sent":
+            die()
+        result = run_syscall(thread, number, *arguments)
+        if number == RECVMSG and point == "received":
+            die()
+        return result
+
+    vars(descriptors)["run_syscall"] = run
+    if point == "named":
+        socket.send_fds = die  # type: ignore[assignment]
+    send_descriptor(TracedThread.seize(tid), fd)
+
+
+@pytest.mark.parametrize("point", _POINTS)
+def test_what_one_that_was_killed_has_left_is_known(child: Child, memory_file: int, point: str) -> None:
+    """Other sockets of the process, bound to names or not, are not touched."""
+    with _traced(child.pid) as thread:
+        scratch = scratch_address(thread)
+        run_syscall(thread, SOCKETPAIR, socket.AF_UNIX, socket.SOCK_STREAM, 0, scratch)
+    before = _opened(child.pid)
+    assert descriptors.sockets_left_behind(child.pid) == ()
+
+    killed = os.fork()
+    if killed == 0:
+        _send_and_die(child.pid, memory_file, point)
+        os._exit(1)
+    assert os.waitstatus_to_exitcode(os.waitpid(killed, 0)[1]) == -signal.SIGKILL
+
+    left = descriptors.sockets_left_behind(child.pid)
+    arrived = {number for number, target in _opened(child.pid).items() if "memfd:sent" in target}
+    assert len(left) > 0
+    assert set(_opened(child.pid)) - set(before) == {*left, *arrived}
+    assert len(arrived) == (point == "received")
+    with _traced(child.pid) as thread:
+        for number in (*left, *arrived):
+            close_descriptor(thread, number)
+    assert _opened(child.pid) == before
+
+
+def test_nothing_is_left_in_a_process_that_has_ended() -> None:
+    assert descriptors.sockets_left_behind(1 << 22) == ()

@@ -2,6 +2,11 @@
 
 Descriptors travel over local sockets (SCM_RIGHTS of unix(7)), so the process gets a pair of them for a moment. It makes
 its calls itself, in a thread that is stopped (injection.py).
+
+A gpucr that is killed in here leaves the sockets open in the process, perhaps with the descriptor on its way in one.
+Then CRIU cannot dump the process, and the file keeps its memory. So the sockets have names, by which the guard and
+every later gpucr recognise them (`sockets_left_behind`). Only between the call that makes them and the one that names
+them nothing tells them from the job's own: two empty ones stay open then, which does no harm.
 """
 
 from __future__ import annotations
@@ -10,11 +15,13 @@ import contextlib
 import ctypes
 import errno
 import os
+import secrets
 import socket
 import struct
 from collections.abc import Iterator
 
 from gpucr.linux.injection import CLOSE, RECVMSG, SOCKETPAIR, run_syscall, scratch_address
+from gpucr.linux.processes import PROC, open_files
 from gpucr.linux.ptrace import TracedThread
 
 _PIDFD_GETFD = 438
@@ -23,6 +30,9 @@ _MESSAGE = struct.Struct("<QI4xQQQQI4x")  # struct msghdr: name, its length, iov
 _VECTOR = struct.Struct("<QQ")
 _CONTROL = struct.Struct("<QiiI4x")  # struct cmsghdr and one descriptor
 _PAIR = struct.Struct("<ii")
+
+_NAME = "gpucr-descriptor-"
+"""How the sockets' names in the abstract namespace (unix(7)) begin."""
 
 _libc = ctypes.CDLL(None, use_errno=True)
 _libc.syscall.argtypes = (ctypes.c_long, ctypes.c_int, ctypes.c_int, ctypes.c_uint)
@@ -33,11 +43,28 @@ def send_descriptor(thread: TracedThread, fd: int) -> int:
     """Open our file in the thread's process as well, closed on exec; return its number there. Stopped → stopped.
 
     Needs what `run_syscall` needs, and raises what it raises; OSError with EMFILE where the process may open no more
-    files. Nothing else stays open in the process (but the two sockets if gpucr is killed in here).
+    files. Nothing else stays open in the process.
     """
     with _socket_into(thread) as (ours, theirs):
         socket.send_fds(ours, [b"\0"], [fd])
         return _receive(thread, theirs)
+
+
+def sockets_left_behind(pid: int) -> tuple[int, ...]:
+    """The descriptors of sockets that a gpucr which was killed has left in a process that nobody sends anything now.
+
+    Empty where the process has ended; raises PermissionError.
+    """
+    sockets = {file.fd: file.target for file in open_files(pid) if file.target.startswith("socket:[")}
+    if not sockets:
+        return ()
+    try:
+        table = (PROC / str(pid) / "net" / "unix").read_text(errors="replace").splitlines()[1:]
+    except OSError:
+        return ()
+    lines = (line.split(maxsplit=7) for line in table)
+    ours = {f"socket:[{fields[6]}]" for fields in lines if len(fields) == 8 and fields[7].startswith(f"@{_NAME}")}
+    return tuple(number for number, target in sockets.items() if target in ours)
 
 
 def close_descriptor(thread: TracedThread, number: int) -> None:
@@ -53,13 +80,25 @@ def _socket_into(thread: TracedThread) -> Iterator[tuple[socket.socket, int]]:
     for_us, theirs = _PAIR.unpack(thread.read_memory(scratch, _PAIR.size))
     try:
         try:
-            ours = socket.socket(fileno=_copy_descriptor(thread, for_us))
+            ours = _named_copy(thread, for_us)
+            _named_copy(thread, theirs).close()
         finally:
             close_descriptor(thread, for_us)
         with ours:
             yield ours, theirs
     finally:
         close_descriptor(thread, theirs)
+
+
+def _named_copy(thread: TracedThread, number: int) -> socket.socket:
+    """A socket of the process, opened here as well, with a name."""
+    copy = socket.socket(fileno=_copy_descriptor(thread, number))
+    try:
+        copy.bind(f"\0{_NAME}{secrets.token_hex(8)}")
+    except BaseException:
+        copy.close()
+        raise
+    return copy
 
 
 def _copy_descriptor(thread: TracedThread, number: int) -> int:

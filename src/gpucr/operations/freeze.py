@@ -97,7 +97,7 @@ class CheckpointGang:
             with self._staged.captured(locked, meter):
                 self._gang.checkpoint()
             self._let_go(inherited, meter)
-            self._close_in_children(meter)
+            self._close_left_behind(meter)
             self._adopt_found(meter)
             late = self._late_members()
             if not late:
@@ -139,18 +139,19 @@ class CheckpointGang:
             else:
                 meter.note(f"{name} let go of the GPUs that it was forked with: {len(each.fds)} descriptors")
 
-    def _close_in_children(self, meter: Meter) -> None:
-        """A child that was forked during the checkpoint has the staging file open, as its parent had then."""
+    def _close_left_behind(self, meter: Meter) -> None:
+        """Captures are over, and what is open of staging files now was left by a gpucr that was killed.
+
+        Or by a fork during the checkpoint: the child has open what its parent had then.
+        """
         if not self._staged.use_files:
             return
-        members = {member.id for member in self._gang.members}
         for process in self._tree():
-            if process.id not in members:
-                try:
-                    staging.close_left_behind(process.pid)
-                except OSError as error:
-                    if processes.goes_on(process.id):
-                        meter.note(f"a staging file stays open in process {process.pid} ({process.name}): {error}")
+            try:
+                staging.close_left_behind(self.restore_threads.get(process.pid, process.pid))
+            except OSError as error:
+                if processes.goes_on(process.id):
+                    meter.note(f"a staging file stays open in process {process.pid} ({process.name}): {error}")
 
     def _tree(self) -> tuple[ProcessInfo, ...]:
         return processes.tree(self._root_pid) if self._whole_tree else ()

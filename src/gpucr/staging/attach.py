@@ -11,7 +11,7 @@ import contextlib
 from collections.abc import Iterator, Sequence
 from mmap import MADV_DONTFORK, MAP_ANONYMOUS, MAP_PRIVATE, MAP_SHARED, PROT_READ, PROT_WRITE
 
-from gpucr.linux.descriptors import close_descriptor, send_descriptor
+from gpucr.linux.descriptors import close_descriptor, send_descriptor, sockets_left_behind
 from gpucr.linux.injection import MADVISE, MAP_FIXED, MAP_NORESERVE, MMAP, PROT_NONE, run_syscall
 from gpucr.linux.processes import open_files
 from gpucr.linux.ptrace import TracedThread
@@ -38,9 +38,10 @@ def attach(restore_thread: int, fd: int, extents: Sequence[StagedExtent]) -> Non
 
 
 def close_left_behind(restore_thread: int) -> None:
-    """Close what a gpucr that was killed had opened of its staging files in the process. Raises as `detach` does.
+    """Close what a gpucr that was killed has left open in the process. Raises as `detach` does.
 
-    Such a file keeps its memory for as long as it is open, and CRIU dumps no process that has it. Nobody captures now.
+    A staging file keeps its memory for as long as it is open, or on its way in a socket, and CRIU dumps no process that
+    has it. Nobody captures now.
     """
     if left_behind(restore_thread):
         with traced(restore_thread) as thread:
@@ -54,8 +55,9 @@ def close_left(thread: TracedThread) -> None:
 
 
 def left_behind(tid: int) -> Sequence[int]:
-    """The descriptors of staging files in the process of this thread. Raises PermissionError."""
-    return [file.fd for file in open_files(tid) if file.target == f"/{FILE_NAME} (deleted)"]
+    """The descriptors of staging files, and of what carries them, in the thread's process. Raises PermissionError."""
+    files = [file.fd for file in open_files(tid) if file.target == f"/{FILE_NAME} (deleted)"]
+    return [*files, *sockets_left_behind(tid)]
 
 
 def reserve(thread: TracedThread, extent: StagedExtent) -> None:
