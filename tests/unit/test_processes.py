@@ -174,6 +174,14 @@ def test_target_is_an_ancestor_of_the_caller() -> None:
     assert processes.ancestors(os.getpid()) == {p.pid for p in psutil.Process().parents()}
 
 
+def test_target_is_the_init_of_the_machine(monkeypatch: pytest.MonkeyPatch) -> None:
+    this_namespace = os.stat("/proc/self/ns/pid").st_ino
+    monkeypatch.setattr(processes, "_INITIAL_PID_NAMESPACE", this_namespace)
+    with pytest.raises(InvalidRequest, match="is the machine's init") as caught:
+        processes.resolve_target(1)
+    assert caught.value.code == "GPUCR-NOT-ONE-JOB"
+
+
 def test_target_is_a_zombie() -> None:
     with sleeper() as child:
         child.make_zombie()

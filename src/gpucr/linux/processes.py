@@ -22,6 +22,7 @@ from gpucr.model import ProcessId, ProcessInfo
 
 PROC = Path("/proc")
 PF_EXITING, _PF_DUMPCORE, _PF_KTHREAD = 0x00000004, 0x00000200, 0x00200000  # include/linux/sched.h
+_INITIAL_PID_NAMESPACE = 0xEFFFFFFC  # PROC_PID_INIT_INO of include/linux/proc_ns.h
 _MAX_STAT_BYTES = 4096  # 52 numbers and a name, at most 1.2 KiB
 _CAP_SYS_PTRACE, _CAP_SYS_ADMIN, _CAP_SYS_TIME = 19, 21, 25  # include/uapi/linux/capability.h
 
@@ -212,8 +213,8 @@ def all_pids() -> Iterator[int]:
 def resolve_target(pid: int) -> int:
     """The process that a user means by ``pid``: a thread id stands for its process.
 
-    Raises ProcessNotFound (none, zombie), InvalidRequest (not a pid, a kernel thread, gpucr itself or one of its
-    ancestors) and NotPermitted (another user's process).
+    Raises ProcessNotFound (none, zombie), InvalidRequest (not a pid, a kernel thread, the machine's init, gpucr itself
+    or one of its ancestors) and NotPermitted (another user's process).
     """
     if pid <= 0:
         raise InvalidRequest(f"{pid} is not a process id", hint="a process id is a number above 0")
@@ -228,6 +229,13 @@ def resolve_target(pid: int) -> int:
             hint="run gpucr from outside the job that it is to work on",
             code="GPUCR-OWN-JOB",
         )
+    if leader == 1 and _is_machine_init():
+        raise InvalidRequest(
+            f"process 1 ({stat.name if stat is not None else 'init'}) is the machine's init: its tree is everything "
+            "that runs",
+            hint="name the job's own first process; `gpucr ps` and `gpucr jobs` list them",
+            code="GPUCR-NOT-ONE-JOB",
+        )
     if leader in ancestors(os.getpid()):
         raise InvalidRequest(
             f"process {leader} is an ancestor of gpucr, which would stop itself with it",
@@ -235,6 +243,11 @@ def resolve_target(pid: int) -> int:
             code="GPUCR-OWN-JOB",
         )
     return leader
+
+
+def _is_machine_init() -> bool:
+    """Whether pid 1 is the init of the machine, and not the first process of a container, which may be a job."""
+    return (PROC / "self" / "ns" / "pid").stat().st_ino == _INITIAL_PID_NAMESPACE
 
 
 def ancestors(pid: int) -> set[int]:

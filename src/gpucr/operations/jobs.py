@@ -14,6 +14,7 @@ from gpucr.errors import DriverUnavailable, InvalidRequest, ProcessNotFound
 from gpucr.linux import processes
 from gpucr.model import Job, ProcessInfo
 from gpucr.operations import registered
+from gpucr.operations.one_job import require_one_job
 from gpucr.sandbox import Sandbox
 
 LONGEST_TIMEOUT_S = 1e6
@@ -37,7 +38,8 @@ def find_job(pid: int | str, *, only: bool = False) -> FoundJob:
     """The tree of ``pid`` and the CUDA state of each of its processes.
 
     A thread id stands for its process, a keeper and the name of a registered job for the job's first one. ``only``
-    leaves the descendants out. Raises ProcessNotFound, InvalidRequest or NotPermitted; changes nothing.
+    leaves the descendants out. Raises ProcessNotFound, InvalidRequest (also for a tree that is not one job) or
+    NotPermitted; changes nothing.
     """
     return _examine(_tree_of(pid, only=only))
 
@@ -59,6 +61,7 @@ def _tree_of(pid: int | str, *, only: bool) -> tuple[ProcessInfo, ...]:
     tree = processes.tree(processes.resolve_target(target if root is None else root.pid))
     if only:
         tree = tree[:1]
+    require_one_job(tree)
     processes.require_access(tree[0])
     return (tree[0], *filter(_is_there_still, tree[1:]))
 

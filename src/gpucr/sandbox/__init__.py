@@ -9,7 +9,7 @@ from __future__ import annotations
 
 TYPE_CHECKING = False
 if TYPE_CHECKING:
-    from gpucr.sandbox.found import Sandbox, copies, keeper_root, of
+    from gpucr.sandbox.found import Sandbox, copies, is_keeper, keeper_root, of
     from gpucr.sandbox.spawn import BareKeeper, EmptySandbox, Network, Started, bare_keeper, empty, start
 
 __all__ = [
@@ -21,12 +21,13 @@ __all__ = [
     "bare_keeper",
     "copies",
     "empty",
+    "is_keeper",
     "keeper_root",
     "of",
     "start",
 ]
 
-_IN_FOUND = ("Sandbox", "copies", "keeper_root", "of")
+_IN_FOUND = ("Sandbox", "copies", "is_keeper", "keeper_root", "of")
 
 
 def __getattr__(name: str) -> object:

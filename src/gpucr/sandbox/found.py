@@ -11,7 +11,7 @@ from pathlib import Path
 
 from gpucr.linux import processes
 from gpucr.linux.namespaces import PidNamespace, namespace_id, pids_of
-from gpucr.model import ProcessId
+from gpucr.model import ProcessId, ProcessInfo
 from gpucr.sandbox import tag
 from gpucr.sandbox.tag import Tag
 
@@ -63,6 +63,11 @@ def of(pid: int) -> Sandbox | None:
         if found is not None:
             return _sandbox(each, found) if found.isolated else None
     return None
+
+
+def is_keeper(process: ProcessInfo) -> bool:
+    """Whether it is the keeper of a job. Asked by its name first, which costs nothing."""
+    return process.name == tag.FILE_NAME and _tag_of(process.pid) is not None
 
 
 def keeper_root(pid: int) -> ProcessId | None:

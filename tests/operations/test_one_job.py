@@ -1,0 +1,193 @@
+"""A pid that stands above more than one job is refused by whatever takes a job; pid 1 of a container may be a job."""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import signal
+import subprocess
+import sys
+from collections.abc import Callable, Iterator
+from pathlib import Path
+
+import pytest
+
+import gpucr
+from gpucr.launch.record import JobRecord
+from gpucr.linux import processes
+from gpucr.operations import launch, one_job
+from gpucr.sim import build as simulator
+from tests import command
+from tests.counter import wait_until
+from tests.sandboxed import end_all_in, wait_ready
+
+pytestmark = pytest.mark.root
+
+NOBODY, GAMES = 65534, 5
+WAIT = "import signal; signal.pause()"
+
+COMMANDS: dict[str, tuple[object, ...]] = {
+    "state": (),
+    "suspend": (),
+    "resume": (),
+    "dump": ("--to", "snapshot"),
+    "doctor": (),
+}
+
+
+def _arguments(name: str, pid: int, folder: Path) -> list[object]:
+    return [name, pid, *(folder / each if each == "snapshot" else each for each in COMMANDS[name])]
+
+
+class Container:
+    """A pid namespace whose first process runs ``code``. Commands are run in it as `docker exec` does: beside pid 1."""
+
+    def __init__(self, program: list[str], output: Path) -> None:
+        words = ["unshare", "--pid", "--fork", "--kill-child", "--mount-proc", *program]
+        self.output = output
+        with output.open("wb") as file:
+            self._child = subprocess.Popen(words, stdin=subprocess.DEVNULL, stdout=file, stderr=subprocess.STDOUT)
+
+    def run(self, *arguments: object) -> subprocess.CompletedProcess[str]:
+        enter = ["nsenter", "--pid", "--mount", f"--target={self.init}", f"--wd={Path.cwd()}"]
+        return subprocess.run(
+            [*enter, *command.command(*arguments)], capture_output=True, text=True, timeout=60, check=False
+        )
+
+    @property
+    def init(self) -> int:
+        children = [pid for pid in processes.all_pids() if _parent(pid) == self._child.pid]
+        return children[0]
+
+    def close(self) -> None:
+        self._child.kill()
+        self._child.wait()
+
+
+def _parent(pid: int) -> int:
+    stat = processes.read_stat(pid)
+    return stat.parent_pid if stat is not None else 0
+
+
+StartContainer = Callable[[list[str]], Container]
+
+
+@pytest.fixture
+def container(tmp_path: Path) -> Iterator[StartContainer]:
+    with contextlib.ExitStack() as opened:
+
+        def start(program: list[str]) -> Container:
+            made = Container(program, tmp_path / "output")
+            opened.callback(made.close)
+            return made
+
+        yield start
+
+
+@contextlib.contextmanager
+def supervisor(code: str, folder: Path) -> Iterator[int]:
+    """A process that runs this, prints a line, and waits."""
+    words = [sys.executable, "-c", f"import os, signal, sys\n{code}\nprint('ready', flush=True)\nsignal.pause()"]
+    with subprocess.Popen(words, cwd=folder, stdout=subprocess.PIPE, text=True, start_new_session=True) as child:
+        assert child.stdout is not None
+        try:
+            assert child.stdout.readline() == "ready\n"
+            yield child.pid
+        finally:
+            end_all_in(folder)
+
+
+def forking(*uids: int) -> str:
+    """Children of these users, each of which waits."""
+    return "\n".join(
+        f"read, write = os.pipe()\nif os.fork() == 0:\n os.setuid({uid}); os.write(write, b'x'); signal.pause()\n"
+        "os.read(read, 1)"
+        for uid in uids
+    )
+
+
+@pytest.fixture
+def folder(tmp_path: Path) -> Path:
+    made = tmp_path / "job"
+    made.mkdir()
+    return made
+
+
+@pytest.mark.parametrize("name", COMMANDS)
+def test_a_tree_of_several_users(name: str, folder: Path, tmp_path: Path) -> None:
+    with supervisor(forking(NOBODY, GAMES), folder) as pid:
+        done = command.run(*_arguments(name, pid, tmp_path))
+        assert done.returncode == 2, done.stdout
+        assert f"process {pid} (" in done.stderr
+        assert f"is not one job: it has processes of the users {GAMES}, {NOBODY}\n" in done.stderr
+        assert "code:  GPUCR-NOT-ONE-JOB\n" in done.stderr
+
+
+def test_a_tree_of_one_user_below_root_is_one_job(folder: Path, tmp_path: Path) -> None:
+    """So is a program that a launcher, run by root, has started for somebody."""
+    with supervisor(forking(NOBODY, NOBODY), folder) as pid:
+        assert gpucr.plan_dump(pid, tmp_path / "s").pid == pid
+
+
+def test_two_logins_are_two_users(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    with supervisor(forking(0, 0), folder) as pid:
+        tree = processes.tree(pid)
+        logins = {tree[1].pid: 1000, tree[2].pid: 1001}
+        monkeypatch.setattr(one_job, "_login_uid", logins.get)
+        with pytest.raises(gpucr.InvalidRequest, match="users 1000, 1001"):
+            one_job.require_one_job(tree)
+        logins[tree[2].pid] = 1000
+        one_job.require_one_job(tree)
+
+
+@pytest.mark.parametrize("name", COMMANDS)
+def test_jobs_that_gpucr_keeps(name: str, folder: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Their keepers are the children of a process that asks for orphans, as of every init."""
+    monkeypatch.setenv("XDG_STATE_HOME", str(tmp_path / "state"))
+    subreaper = "import ctypes; ctypes.CDLL(None).prctl(36, 1, 0, 0, 0)"
+    arguments = command.command("run", "--name", "kept", "--no-isolate", "--", sys.executable, "-c", WAIT)
+    start = f"{subreaper}\nimport subprocess; subprocess.run({arguments!r}, check=True, stdout=subprocess.DEVNULL)"
+    with supervisor(start, folder) as pid:
+        kept = kept_job()
+        assert kept.keeper is not None
+        done = command.run(*_arguments(name, pid, tmp_path))
+        assert done.returncode == 2, done.stdout
+        assert f"is not one job: it holds jobs that gpucr keeps (keepers {kept.keeper.pid})\n" in done.stderr
+        assert gpucr.plan_dump(kept.keeper.pid, tmp_path / "s").pid == kept.pid, "the keeper stands for its own job"
+
+
+def kept_job() -> JobRecord:
+    (job,) = launch.list_jobs()
+    assert job.record is not None
+    return job.record
+
+
+# --- pid 1 of a container, with gpucr beside it --------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("name", COMMANDS)
+def test_an_init_above_several_users(name: str, container: StartContainer, tmp_path: Path) -> None:
+    code = f"import os, signal\n{forking(NOBODY, GAMES)}\nprint('ready', flush=True)\nsignal.pause()"
+    made = container([sys.executable, "-c", code])
+    wait_until(lambda: "ready" in made.output.read_text(), "the container")
+    done = made.run(*_arguments(name, 1, tmp_path))
+    assert done.returncode == 2, done.stdout
+    assert "the tree of process 1 (" in done.stderr
+    assert "is not one job" in done.stderr
+
+
+def test_a_job_that_is_pid_1_of_its_container(container: StartContainer, sim_only: None) -> None:
+    made = container([str(simulator.build() / "counter"), "--port", "0", "--mib", "2"])
+    wait_ready(made.output)
+    for name, state in (("suspend", "checkpointed"), ("resume", "running")):
+        done = made.run(name, 1)
+        assert done.returncode == 0, done.stderr
+        assert made.run("state", 1).stdout == f"1 {state} counter\n"
+    os.kill(made.init, signal.SIGKILL)
+
+
+def test_a_container_with_several_users_is_one_job_from_outside(container: StartContainer, tmp_path: Path) -> None:
+    code = f"import os, signal\n{forking(NOBODY, GAMES)}\nprint('ready', flush=True)\nsignal.pause()"
+    made = container([sys.executable, "-c", code])
+    wait_until(lambda: "ready" in made.output.read_text(), "the container")
+    assert gpucr.plan_dump(made.init, tmp_path / "s").pid == made.init
