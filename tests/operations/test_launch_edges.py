@@ -123,6 +123,83 @@ def test_exec_without_privileges(nobody: Nobody, folder: Path) -> None:
     assert "cannot be entered: Permission denied" in refused.stderr
 
 
+SHOWS_ITS_CAPABILITIES = "#!/bin/sh\ntouch RAN\ngrep -E '^(Uid|Cap|NoNewPrivs)' /proc/self/status\n"
+
+
+@pytest.fixture
+def disguised(tmp_path_factory: pytest.TempPathFactory) -> Iterator[tuple[str, Path]]:
+    """The mount command with which a container puts a program of its own at /usr/bin/id, and the mark of its run."""
+    with tempfile.TemporaryDirectory() as name:  # pytest's own temporary folders are closed to others
+        folder = Path(name)
+        folder.chmod(0o777)
+        program, ran = folder / "id", folder / "ran"
+        program.write_text(SHOWS_ITS_CAPABILITIES.replace("RAN", str(ran)))
+        program.chmod(0o755)
+        yield f"mount --bind {program} /usr/bin/id", ran
+
+
+@contextlib.contextmanager
+def _container(mount: str, *words: str) -> Iterator[int]:
+    """The pid of a process in a mount namespace of its own."""
+    command_line = [*words, "sh", "-c", f"{mount}; echo ready; exec sleep 1000"]
+    with subprocess.Popen(command_line, stdout=subprocess.PIPE, start_new_session=True) as started:
+        assert started.stdout is not None
+        assert started.stdout.readline() == b"ready\n"
+        try:
+            yield started.pid
+        finally:
+            started.kill()
+
+
+@pytest.mark.root
+def test_exec_runs_nothing_in_another_user_namespace(disguised: tuple[str, Path]) -> None:
+    mount, ran = disguised
+    user = ("setpriv", "--reuid", str(NOBODY_UID), "--regid", str(NOBODY_UID), "--clear-groups")
+    with _container(mount, *user, "unshare", "--user", "--map-root-user", "--mount") as pid:
+        refused = command.run("exec", pid, "id")
+    assert refused.returncode == 2
+    assert f"process {pid} is in another user namespace" in refused.stderr
+    assert not ran.exists()
+
+
+@pytest.mark.root
+def test_exec_has_no_more_capabilities_than_the_job(disguised: tuple[str, Path]) -> None:
+    """Root of a container without a user namespace of its own is known by its capabilities alone."""
+    mount, ran = disguised
+    less = "setpriv --bounding-set -sys_admin,-sys_ptrace --no-new-privs"
+    with _container(f"{mount}; echo ready; exec {less} sleep 1000", "unshare", "--mount") as pid:
+        wait_until(
+            lambda: "NoNewPrivs:\t1" in Path(f"/proc/{pid}/status").read_text(), "the capabilities to be dropped"
+        )
+        theirs = Path(f"/proc/{pid}/status").read_text().splitlines()
+        shown = command.run("exec", pid, "id").stdout.splitlines()
+    assert ran.exists()
+    assert len(shown) == 7
+    assert set(shown) <= set(theirs)
+
+
+def test_exec_does_not_tell_the_passphrase(folder: Path) -> None:
+    launch.run_job(["sleep", "1000"], name="job", cwd=folder, isolate=False)
+    shown = command.run("exec", "job", "env", env={"GPUCR_PASSPHRASE": "xyzzy", "MINE": "1"}).stdout
+    assert "MINE=1" in shown
+    assert "xyzzy" not in shown
+
+
+@pytest.mark.parametrize("isolate", [pytest.param(True, marks=pytest.mark.root), False])
+def test_neither_keeper_nor_job_has_the_passphrase(
+    isolate: bool, folder: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    for name in ("GPUCR_PASSPHRASE", "AWS_SECRET_ACCESS_KEY", "GPUCR_ANYTHING"):
+        monkeypatch.setenv(name, f"secret of {name}")
+    record = launch.run_job(["sleep", "1000"], name="job", cwd=folder, isolate=isolate).record
+    assert record.keeper is not None
+    keepers, jobs = (Path(f"/proc/{pid}/environ").read_text() for pid in (record.keeper.pid, record.pid))
+    assert "GPUCR_ANYTHING" in keepers
+    assert "AWS_SECRET" not in keepers
+    assert "AWS_SECRET" in jobs
+    assert "PASSPHRASE" not in keepers + jobs
+
+
 @pytest.mark.root
 def test_what_another_user_may_not_look_at(nobody: Nobody, folder: Path) -> None:
     """One line that says so, where `Path.exists` and the like raise PermissionError."""

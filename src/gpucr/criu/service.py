@@ -226,7 +226,7 @@ def _environment() -> dict[str, str]:
 
     CRIU has no request field for its plugin folder, but this variable; our package's folder holds no shared object.
     """
-    return {**os.environ, "CRIU_LIBS_DIR": str(Path(__file__).parent)}
+    return {**own_python.environment(), "CRIU_LIBS_DIR": str(Path(__file__).parent)}
 
 
 def _spawn(command: tuple[str, ...], socket_fd: int, output_fd: int, *, own_session: bool) -> int:

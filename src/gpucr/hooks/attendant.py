@@ -43,6 +43,7 @@ def start(criu: ProcessId, root_pid: int, images: Path, claim: int) -> None:
                 pass_fds=[listening.fileno(), claim],
                 start_new_session=True,
                 cwd="/",
+                env=own_python.environment(),
             )
     except OSError as e:
         raise BrokenInstall(

@@ -26,7 +26,7 @@ from gpucr.criu.options import DumpOptions
 from gpucr.errors import BrokenInstall, CriuError, InvalidRequest
 from gpucr.hooks.container_record import ContainerRecord
 from gpucr.hooks.criu_config import SCRIPT_NAME, script_text
-from gpucr.linux import processes
+from gpucr.linux import own_python, processes
 from gpucr.model import ProcessId
 from gpucr.operations.interrupts import Interrupts
 
@@ -91,7 +91,11 @@ def programs(options: DumpOptions) -> Iterator[Programs]:
                 hint="name another folder that only root can write with XDG_DATA_HOME",
             ) from e
         folder = Path(work)
-        environment = {**os.environ, "PATH": f"{folder}:{os.environ.get('PATH', os.defpath)}"}
+        # A monitor that the runtime leaves with its container keeps it.
+        environment = {
+            **own_python.without_passphrase(os.environ),
+            "PATH": f"{folder}:{os.environ.get('PATH', os.defpath)}",
+        }
         made = Programs(folder, environment)
         made.config.write_text(
             f"action-script {folder / SCRIPT_NAME}\n"
@@ -111,7 +115,7 @@ def programs(options: DumpOptions) -> Iterator[Programs]:
 
 
 def _own_variables() -> dict[str, str]:
-    return {name: value for name, value in os.environ.items() if _OUR_VARIABLES.fullmatch(name)}
+    return {name: value for name, value in own_python.environment().items() if _OUR_VARIABLES.fullmatch(name)}
 
 
 def _write_script(path: Path, text: str) -> Path:

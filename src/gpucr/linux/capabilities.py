@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-import os
+from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -47,8 +47,17 @@ class Capabilities:
 
 def own() -> Capabilities:
     """The caller's sets."""
-    lines = STATUS.read_text(errors="replace").splitlines()
-    fields = {name: value.strip() for name, _, value in (line.partition(":") for line in lines)}
+    return in_status(status_fields(STATUS))
+
+
+def status_fields(path: Path) -> dict[str, str]:
+    """What a ``/proc/PID/status`` says, by name. Raises OSError."""
+    lines = path.read_text(errors="replace").splitlines()
+    return {name: value.strip() for name, _, value in (line.partition(":") for line in lines)}
+
+
+def in_status(fields: Mapping[str, str]) -> Capabilities:
+    """The sets that `status_fields` tell of."""
     sets = {name: int(fields[name], 16) for name in ("CapPrm", "CapEff", "CapInh", "CapBnd", "CapAmb")}
     return Capabilities(
         permitted=sets["CapPrm"],
@@ -56,7 +65,7 @@ def own() -> Capabilities:
         inheritable=sets["CapInh"],
         bounding=sets["CapBnd"],
         ambient=sets["CapAmb"],
-        is_root=os.geteuid() == 0,
+        is_root=int(fields["Uid"].split()[1]) == 0,
         no_new_privs=fields.get("NoNewPrivs") == "1",
     )
 

@@ -34,6 +34,7 @@ _FLAGS: Mapping[Kind, int] = {  # CLONE_NEW* of include/uapi/linux/sched.h
 
 _MS_NOSUID, _MS_NODEV, _MS_NOEXEC, _MS_REC, _MS_SLAVE = 2, 4, 8, 1 << 14, 1 << 19  # include/uapi/linux/mount.h
 _SIOCGIFFLAGS, _SIOCSIFFLAGS, _IFF_UP = 0x8913, 0x8914, 1  # include/uapi/linux/sockios.h, if.h
+_NS_GET_USERNS = 0xB701  # include/uapi/linux/nsfs.h
 _INTERFACE_FLAGS = struct.Struct("16sh22x")  # struct ifreq
 
 _PID_MAX = Path("/proc/sys/kernel/pid_max")
@@ -130,6 +131,18 @@ def opened(pid: int, *kinds: Kind) -> Iterator[dict[Kind, int]]:
             fds[kind] = os.open(PROC / str(pid) / "ns" / kind, os.O_RDONLY | os.O_CLOEXEC)
             stack.callback(os.close, fds[kind])
         yield fds
+
+
+def is_owned_here(fd: int) -> bool:
+    """Whether this namespace was made in the caller's own user namespace: nobody with fewer privileges set it up."""
+    try:
+        owner = fcntl.ioctl(fd, _NS_GET_USERNS)
+    except PermissionError:  # one outside the caller's
+        return False
+    try:
+        return os.fstat(owner).st_ino == namespace_id("self", "user")
+    finally:
+        os.close(owner)
 
 
 # --- entering and making -------------------------------------------------------------------------------------------

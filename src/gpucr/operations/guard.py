@@ -180,4 +180,5 @@ def _spawn(socket_fd: int, operation_fd: int, output_fd: int) -> subprocess.Pope
         pass_fds=[socket_fd, operation_fd],
         start_new_session=True,
         cwd="/",
+        env=own_python.environment(),
     )

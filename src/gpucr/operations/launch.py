@@ -20,6 +20,7 @@ from gpucr.launch.names import check_name
 from gpucr.launch.record import JobRecord, JobState, Network
 from gpucr.launch.registry import ListedJob, Reservation
 from gpucr.linux import processes, seccomp
+from gpucr.linux.own_python import without_passphrase
 from gpucr.model import CudaState
 from gpucr.operations.interrupts import Interrupts
 from gpucr.operations.probe import measurements
@@ -76,7 +77,7 @@ def plan_job(
 
     Raises InvalidRequest where the program or the folder is not there, or the options contradict each other.
     """
-    given = dict(os.environ) if environment is None else environment
+    given = without_passphrase(os.environ) if environment is None else environment
     folder = Path.cwd() if cwd is None else Path(cwd).absolute()
     if not os.path.isdir(folder):  # which, unlike Path.is_dir, is no error where the caller may not look
         raise InvalidRequest(f"the folder {folder} is not there", hint="give the folder to start the job in with --cwd")
@@ -117,10 +118,11 @@ def run_job(
 ) -> StartedJob:
     """Start a job that can be frozen and brought back, and return at once. It goes on when gpucr ends.
 
-    It gets the caller's environment (or ``environment``) with what makes NCCL and PyTorch checkpointable, a session of
-    its own, nothing on stdin, and its output goes to a log file; io_uring is refused where that is possible.
-    ``isolate``: in pid, mount, IPC and network namespaces of its own; None: where the caller may (CAP_SYS_ADMIN and
-    CAP_SYS_PTRACE). ``network="host"`` shares the machine's network. Without a ``name`` it is called after its program.
+    It gets the caller's environment without GPUCR_PASSPHRASE (or ``environment``), with what makes NCCL and PyTorch
+    checkpointable, a session of its own, nothing on stdin, and its output goes to a log file; io_uring is refused where
+    that is possible. ``isolate``: in pid, mount, IPC and network namespaces of its own; None: where the caller may
+    (CAP_SYS_ADMIN and CAP_SYS_PTRACE). ``network="host"`` shares the machine's network. Without a ``name`` it is called
+    after its program.
 
     Raises InvalidRequest (a name that is taken, a program that is not there, ...), Unsupported (the namespaces cannot
     be made, the registry cannot be written), BrokenInstall, Interrupted (SIGINT, SIGTERM, SIGHUP). Then no job runs.
@@ -133,7 +135,7 @@ def run_job(
         if name is None
         else jobs.reserve(check_name(name), log_path=log_path)
     )
-    given = dict(os.environ) if environment is None else environment
+    given = without_passphrase(os.environ) if environment is None else environment
     # Outermost: a signal between the job's start and the end of the reservation must not take its record away.
     with Interrupts() as interrupts:
         try:

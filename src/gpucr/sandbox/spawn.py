@@ -353,6 +353,7 @@ class _Keeper:
                     pass_fds=fds,
                     start_new_session=own_session,
                     cwd="/",
+                    env=own_python.environment(),
                 )
             except OSError as e:
                 raise BrokenInstall(

@@ -1,0 +1,97 @@
+"""The credentials of another process (credentials(7), capabilities(7)), and taking them on.
+
+Root that runs something inside a container's namespaces must not lend it more than the container has.
+"""
+
+from __future__ import annotations
+
+import ctypes
+import os
+from dataclasses import dataclass
+from pathlib import Path
+
+from gpucr.linux import capabilities
+from gpucr.linux.capabilities import Capabilities
+
+_PR_SET_DUMPABLE, _PR_SET_KEEPCAPS, _PR_CAPBSET_DROP = 4, 8, 24  # include/uapi/linux/prctl.h
+_PR_SET_NO_NEW_PRIVS, _PR_CAP_AMBIENT, _PR_CAP_AMBIENT_RAISE, _PR_CAP_AMBIENT_CLEAR_ALL = 38, 47, 2, 4
+_CAPABILITY_VERSION_3 = 0x20080522  # include/uapi/linux/capability.h
+_WORD_BITS = 32
+
+_libc = ctypes.CDLL(None, use_errno=True)
+_libc.prctl.argtypes = (ctypes.c_int, *(ctypes.c_ulong,) * 4)
+
+
+@dataclass(frozen=True)
+class Credentials:
+    """Who a process is and what it may do. ``uids`` and ``gids``: real, effective and saved."""
+
+    uids: tuple[int, int, int]
+    gids: tuple[int, int, int]
+    groups: tuple[int, ...]
+    capabilities: Capabilities
+
+
+def of(pid: int) -> Credentials:
+    """Those of a process. Raises FileNotFoundError or ProcessLookupError where it has ended."""
+    fields = capabilities.status_fields(Path(f"/proc/{pid}/status"))
+    uids, gids = (tuple(map(int, fields[name].split()[:3])) for name in ("Uid", "Gid"))
+    return Credentials(
+        (uids[0], uids[1], uids[2]),
+        (gids[0], gids[1], gids[2]),
+        tuple(sorted(map(int, fields["Groups"].split()))),
+        capabilities.in_status(fields),
+    )
+
+
+def take_on(wanted: Credentials) -> None:
+    """The calling thread gets these credentials, but no capability that it has not got itself.
+
+    No way leads back. Raises OSError where it may not (another user's without CAP_SETUID, a smaller bounding set
+    without CAP_SETPCAP).
+    """
+    own = of(os.getpid())
+    theirs = wanted.capabilities
+    for number in _bits(own.capabilities.bounding & ~theirs.bounding):
+        _prctl(_PR_CAPBSET_DROP, number)
+    if wanted.groups != own.groups:
+        os.setgroups(wanted.groups)
+    if wanted.gids != own.gids:
+        os.setresgid(*wanted.gids)
+    if wanted.uids != own.uids:
+        _prctl(_PR_SET_KEEPCAPS, 1)
+        os.setresuid(*wanted.uids)
+    may = own.capabilities.permitted
+    permitted, inheritable = theirs.permitted & may, theirs.inheritable & (may | own.capabilities.inheritable)
+    _prctl(_PR_CAP_AMBIENT, _PR_CAP_AMBIENT_CLEAR_ALL)
+    _set_capabilities(theirs.effective & may, permitted, inheritable)
+    for number in _bits(theirs.ambient & permitted & inheritable):
+        _prctl(_PR_CAP_AMBIENT, _PR_CAP_AMBIENT_RAISE, number)
+    if theirs.no_new_privs:
+        _prctl(_PR_SET_NO_NEW_PRIVS, 1)
+
+
+def hide_from_tracers() -> None:
+    """Until its next execve(2) nobody but root of the machine reads or writes this process through /proc."""
+    _prctl(_PR_SET_DUMPABLE, 0)
+
+
+def _set_capabilities(effective: int, permitted: int, inheritable: int) -> None:
+    header = (ctypes.c_uint32 * 2)(_CAPABILITY_VERSION_3, 0)
+    masks = (effective, permitted, inheritable)
+    words = [mask >> shift & 0xFFFFFFFF for shift in (0, _WORD_BITS) for mask in masks]
+    _check(_libc.capset(header, (ctypes.c_uint32 * 6)(*words)), "capset")
+
+
+def _prctl(*arguments: int) -> None:
+    _check(_libc.prctl(*arguments, *(0,) * (5 - len(arguments))), "prctl")
+
+
+def _check(result: int, call: str) -> None:
+    if result != 0:
+        number = ctypes.get_errno()
+        raise OSError(number, f"{call}: {os.strerror(number)}")
+
+
+def _bits(mask: int) -> list[int]:
+    return [bit for bit in range(mask.bit_length()) if mask >> bit & 1]
