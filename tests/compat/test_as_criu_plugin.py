@@ -2,19 +2,24 @@
 
 from __future__ import annotations
 
+import contextlib
 import os
+import signal
 import subprocess
 import sys
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from pathlib import Path
 
 import pytest
 
+from gpucr.linux import processes
+from gpucr.linux.ptrace import TracedThread
 from tests.counter import CounterFactory
 
 SCRIPT = Path(__file__).parents[2] / "scripts" / "cuda-checkpoint"
 HELP_BUFFER_BYTES = 2048 - 1  # the last byte is the plugin's NUL
 ANSWER_BUFFER_BYTES = 128 - 1
+ALL_BUT_SIGTRAP = (1 << 64) - 1 - (1 << (signal.SIGTRAP - 1))
 
 Plugin = Callable[..., tuple[int, str]]
 
@@ -35,6 +40,7 @@ def plugin(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Plugin:
             stdin=subprocess.DEVNULL,
             stdout=subprocess.PIPE,
             stderr=subprocess.STDOUT,
+            timeout=60,  # CRIU's own is off while the plugin waits: a command that hangs hangs the dump
             check=False,
         )
         return done.returncode, done.stdout[:buffer_bytes].decode()
@@ -53,6 +59,36 @@ def state_word(plugin: Plugin, pid: int) -> str:
     code, answer = plugin("--get-state", "--pid", str(pid))
     assert code == 0
     return next(word for word in ("running", "locked", "checkpointed") if answer.startswith(word))
+
+
+class Frozen:
+    """A process as CRIU has it: every thread seized and stopped; the restore thread alone can be let run."""
+
+    def __init__(self, pid: int) -> None:
+        self.threads = {tid: TracedThread.seize(tid) for tid in processes.threads(pid)}
+
+    @contextlib.contextmanager
+    def restore_thread_runs(self, tid: int) -> Iterator[None]:
+        """Resumed for the action with all signals blocked, and interrupted after it."""
+        thread = self.threads[tid]
+        mask = thread.signal_mask()
+        thread.set_signal_mask(ALL_BUT_SIGTRAP)
+        thread.resume()
+        yield
+        thread.stop()
+        thread.set_signal_mask(mask)
+
+    def thaw(self) -> None:
+        """Let the process run again."""
+        for thread in self.threads.values():
+            thread.detach()
+
+
+def paused(plugin: Plugin, pid: int) -> None:
+    """What the plugin does with a process that CRIU is about to freeze. The state is asked of the restore thread."""
+    tid = restore_thread(plugin, pid)
+    assert state_word(plugin, tid) == "running"
+    assert plugin("--action", "lock", "--pid", str(pid), "--timeout", "10000") == (0, "")
 
 
 def test_probe_for_actions(plugin: Plugin) -> None:
@@ -76,6 +112,55 @@ def test_dump_that_leaves_the_process_running(plugin: Plugin, counter: CounterFa
     assert state_word(plugin, program.pid) == "running"
     assert program.ask() == 101
     assert program.send("verify") == "ok"
+
+
+def test_dump_of_a_frozen_process_that_is_left_running(plugin: Plugin, counter: CounterFactory) -> None:
+    program = counter("--mib", "8")
+    pid = str(program.pid)
+    paused(plugin, program.pid)
+    frozen = Frozen(program.pid)
+    try:
+        tid = restore_thread(plugin, program.pid)
+        with frozen.restore_thread_runs(tid):
+            assert plugin("--action", "checkpoint", "--pid", pid) == (0, "")
+        assert restore_thread(plugin, program.pid) == tid  # all threads are held again, as while CRIU reads the memory
+        with frozen.restore_thread_runs(tid):
+            assert plugin("--action", "restore", "--pid", pid) == (0, "")
+            assert plugin("--action", "unlock", "--pid", pid) == (0, "")
+    finally:
+        frozen.thaw()
+    assert state_word(plugin, program.pid) == "running"
+    assert (program.ask(), program.send("verify")) == (101, "ok")
+
+
+def test_dump_that_fails_before_the_checkpoint(plugin: Plugin, counter: CounterFactory) -> None:
+    program = counter("--mib", "4")
+    paused(plugin, program.pid)
+    frozen = Frozen(program.pid)
+    try:
+        with frozen.restore_thread_runs(restore_thread(plugin, program.pid)):
+            assert plugin("--action", "unlock", "--pid", str(program.pid)) == (0, "")
+    finally:
+        frozen.thaw()
+    assert program.ask() == 101
+
+
+def test_a_frozen_process_without_cuda_is_passed_over(plugin: Plugin, process_without_cuda: int) -> None:
+    frozen = Frozen(process_without_cuda)
+    try:
+        assert restore_thread(plugin, process_without_cuda) == -1
+    finally:
+        frozen.thaw()
+
+
+def test_restore_thread_of_a_stopped_process(plugin: Plugin, counter: CounterFactory) -> None:
+    program = counter()
+    tid = restore_thread(plugin, program.pid)
+    os.kill(program.pid, signal.SIGSTOP)
+    processes.wait_for_stop([program.pid], 30)
+    assert restore_thread(plugin, program.pid) == tid
+    os.kill(program.pid, signal.SIGCONT)
+    assert state_word(plugin, program.pid) == "running"
 
 
 def test_process_without_cuda_is_passed_over(plugin: Plugin, process_without_cuda: int) -> None:

@@ -1,4 +1,4 @@
-"""No call returns while the target's restore thread is stopped; the other threads do not matter."""
+"""While the target's restore thread is stopped no call returns but the one for its id; other threads do not matter."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ import pytest
 
 import gpucr
 from gpucr.linux import cgroups, processes
-from gpucr.linux.ptrace import HeldThreads
+from gpucr.linux.ptrace import HeldThreads, TracedThread
 from tests.conftest import skip_or_fail
 from tests.counter import CounterFactory, wait_until
 from tests.sim.libcuda import CHECKPOINTED, LOCKED, RUNNING, Libcuda
@@ -20,7 +20,6 @@ from tests.sim.libcuda import CHECKPOINTED, LOCKED, RUNNING, Libcuda
 UNANSWERED_S = 0.2
 CALLS: dict[str, tuple[Callable[[Libcuda, int], object], object, int]] = {
     "state": (lambda libcuda, pid: libcuda.state(pid), (0, RUNNING), RUNNING),
-    "restore thread": (lambda libcuda, pid: libcuda.restore_tid(pid)[0], 0, RUNNING),
     "lock": (lambda libcuda, pid: libcuda.lock(pid), 0, LOCKED),
     "unlock": (lambda libcuda, pid: libcuda.act("unlock", pid), 401, RUNNING),
 }
@@ -94,6 +93,25 @@ def test_answered_when_a_traced_restore_thread_goes_on(
     held.release()
     assert caller.result() == answer
     assert libcuda.state(program.pid) == (0, state)
+
+
+def test_the_restore_thread_is_told_of_a_stopped_target(libcuda: Libcuda, counter: CounterFactory) -> None:
+    program = counter()
+    told = libcuda.restore_tid(program.pid)
+    stop(program.pid)
+    assert libcuda.restore_tid(program.pid) == told
+    os.kill(program.pid, signal.SIGCONT)
+    assert libcuda.state(program.pid) == (0, RUNNING)
+
+
+def test_the_restore_thread_is_told_while_all_threads_are_traced(libcuda: Libcuda, counter: CounterFactory) -> None:
+    program = counter()
+    told = libcuda.restore_tid(program.pid)
+    held = [TracedThread.seize(tid) for tid in processes.threads(program.pid)]
+    assert libcuda.restore_tid(program.pid) == told
+    for thread in held:
+        thread.detach()
+    assert libcuda.state(program.pid) == (0, RUNNING)
 
 
 @pytest.fixture

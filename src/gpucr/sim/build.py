@@ -16,13 +16,14 @@ from gpucr.errors import SimulatorUnavailable
 
 SOURCES = Path(__file__).parent / "c"
 FLAGS = ("-std=c11", "-D_GNU_SOURCE", "-O2", "-Wall", "-Wextra")
-_LIBRARY_FLAGS = ("-fPIC", "-shared", "-fvisibility=hidden", "-pthread", "-Wl,-z,defs")
+# Symbolic: no library loaded earlier stands in for its functions, in calls or in what cuGetProcAddress gives.
+_LIBRARY_FLAGS = ("-fPIC", "-shared", "-fvisibility=hidden", "-pthread", "-Wl,-z,defs", "-Wl,-Bsymbolic")
 _BUILD_TIMEOUT_S = 120
 
 _MACHINE = ("machine.c", "abilities.c", "procfs.c", "ledger.c")
 _CUDA = (
     "results.c", "thread.c", "gate.c", "memory.c", "staging.c", "context.c", "execution.c", "collective.c", "device.c",
-    "api.c",
+    "api.c", "proc_address.c",
 )  # fmt: skip
 _SHARING = ("view.c", "host_memory.c", "peer.c", "ipc.c", "vmm.c", "graph.c")
 _CHECKPOINT = ("faults.c", "watcher.c", "restore_thread.c", "control.c", "checkpoint_api.c")

@@ -8,12 +8,14 @@
 #include <stdio.h>
 #include <string.h>
 
+int cuda_version(void) {
 #ifdef GPUCR_SIM_OLD_DRIVER
-#define DRIVER_VERSION 12040
+    return 12040;
 #else
-#define DRIVER_VERSION CURRENT_VERSIONS[driver_generation()]
-static const int CURRENT_VERSIONS[] = {[DRIVER_580] = 13000, [DRIVER_610] = 13030, [DRIVER_FUTURE] = 14000};
+    static const int VERSIONS[] = {[DRIVER_580] = 13000, [DRIVER_610] = 13030, [DRIVER_FUTURE] = 14000};
+    return VERSIONS[driver_generation()];
 #endif
+}
 
 EXPORT int cuInit(unsigned flags) {
     return flags != 0 ? INVALID_VALUE : (int)library_initialize();
@@ -22,7 +24,7 @@ EXPORT int cuInit(unsigned flags) {
 EXPORT int cuDriverGetVersion(int *version) {
     if (version == NULL)
         return INVALID_VALUE;
-    *version = DRIVER_VERSION;
+    *version = cuda_version();
     return SUCCESS;
 }
 

@@ -100,9 +100,9 @@ static bool target_lives(const struct link *link) {
 }
 
 /*
- * The driver asks the restore thread for whatever it wants to know: while that thread is stopped (SIGSTOP, a tracer),
- * no call returns. Measured on driver 580, with all threads stopped and with all but this one; a frozen one cannot answer
- * either. False: the target died.
+ * The driver asks the restore thread for what it wants to know: while that thread is stopped (SIGSTOP, a tracer), no call
+ * returns but the one for the thread's id. Measured on driver 580, with all threads stopped and with all but this one; a
+ * frozen one cannot answer either. False: the target died.
  */
 static bool wait_runnable(const struct link *link) {
     const uint32_t look_every_ms = 20;
@@ -218,8 +218,8 @@ enum result control_restore_tid(pid_t pid, int *tid) {
     result = link_open(pid, &link);
     if (result != SUCCESS)
         return result;
-    bool answered = wait_runnable(&link);
+    bool lives = target_lives(&link);
     *tid = link.restore_tid;
     link_close(&link);
-    return answered ? SUCCESS : OPERATING_SYSTEM;
+    return lives ? SUCCESS : OPERATING_SYSTEM;
 }

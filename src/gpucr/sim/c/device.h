@@ -4,6 +4,7 @@
 
 #include "sim.h"
 
+int cuda_version(void); /* api.c: of the driver, 13000 for 13.0 */
 enum result library_initialize(void);
 bool library_usable(void); /* false before cuInit, and in a child forked after it */
 struct device *device_at(int ordinal); /* NULL: no such device */
