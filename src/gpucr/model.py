@@ -9,7 +9,7 @@ from dataclasses import dataclass
 
 from gpucr.errors import InvalidRequest
 
-_GPU_UUID = re.compile(r"^GPU-[0-9a-f]{8}(-[0-9a-f]{4}){3}-[0-9a-f]{12}$")
+_UUID_DIGITS = re.compile(r"[0-9a-f]{32}", re.IGNORECASE)
 
 
 class CudaState(enum.IntEnum):
@@ -70,13 +70,17 @@ class GpuUse:
 
 
 def uuid_bytes(uuid: str) -> bytes:
-    """The 16 bytes of a ``GPU-…`` UUID, as the driver takes them in ``CUcheckpointGpuPair``."""
-    if not _GPU_UUID.match(uuid.lower().replace("gpu-", "GPU-", 1)):
+    """The 16 bytes of a GPU's UUID, as the driver takes them in ``CUcheckpointGpuPair``.
+
+    With ``GPU-`` in front, as NVML writes it, or without, as cuda.core does. Raises InvalidRequest for anything else.
+    """
+    digits = (uuid[4:] if uuid[:4].upper() == "GPU-" else uuid).replace("-", "")
+    if not _UUID_DIGITS.fullmatch(digits):
         raise InvalidRequest(
             f"{uuid!r} is not a GPU UUID",
             hint="a GPU UUID looks like GPU-6b1e4d2c-0f3a-4c52-9c53-0a6f5a1d7e88; `nvidia-smi -L` lists them",
         )
-    return bytes.fromhex(uuid[4:].replace("-", ""))
+    return bytes.fromhex(digits)
 
 
 def uuid_text(raw: bytes) -> str:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import ctypes
 import os
 import uuid
 from typing import Any
@@ -13,6 +14,15 @@ from gpucr.driver.process import Process
 from gpucr.errors import IllegalState, NotACudaProcess, ProcessNotFound
 from gpucr.model import uuid_bytes
 from tests.counter import CounterFactory
+
+UUIDS = ("GPU-6b1e4d2c-0f3a-4c52-9c53-0a6f5a1d7e88", "GPU-7f8dc54f-9e1b-4d52-8bc6-09d2a4a4a8b1")
+
+
+def _cuuuid(raw: bytes) -> Any:
+    bindings = pytest.importorskip("cuda.bindings.driver", reason="cuda-bindings is not installed")
+    made = bindings.CUuuid()
+    ctypes.memmove(made.getPtr(), raw, len(raw))
+    return made
 
 
 @pytest.mark.parametrize("pid", [True, "1", 1.0, None, b"1"])
@@ -43,11 +53,34 @@ def test_bad_timeout(timeout_ms: Any, error: type[Exception]) -> None:
         ({1: 2}, TypeError),
         ({"GPU-1": "GPU-2"}, ValueError),
         ({b"short": b"short"}, ValueError),
+        ({"GPU-" + "0" * 31: "1" * 32}, ValueError),
+        ({"GPU-GPU-" + "0" * 32: "1" * 32}, ValueError),
+        ({UUIDS[0]: UUIDS[0], UUIDS[0].removeprefix("GPU-"): UUIDS[1]}, ValueError),
+        ({UUIDS[0]: UUIDS[0], UUIDS[1]: uuid_bytes(UUIDS[0])}, ValueError),
     ],
 )
-def test_bad_gpu_mapping(mapping: Any, error: type[Exception]) -> None:
+def test_bad_gpu_mapping(counter: CounterFactory, mapping: Any, error: type[Exception]) -> None:
+    program = counter("--mib", "4")
+    process = Process(program.pid)
+    process.lock()
+    process.checkpoint()
     with pytest.raises(error):
-        Process(os.getpid()).restore(mapping)
+        process.restore(mapping)
+    assert process.state == "checkpointed"
+    process.restore()
+    process.unlock()
+    assert program.send("verify") == "ok"
+
+
+def test_arguments_are_checked_before_a_driver_is_looked_for(monkeypatch: pytest.MonkeyPatch) -> None:
+    def no_driver() -> None:
+        pytest.fail("the driver was loaded")
+
+    monkeypatch.setattr("gpucr.driver.process.load_driver", no_driver)
+    with pytest.raises(TypeError, match="gpu_mapping"):
+        Process(1).restore([])  # type: ignore[arg-type]
+    with pytest.raises(ValueError, match="timeout_ms"):
+        Process(1).lock(-1)
 
 
 def test_pid_is_read_only() -> None:
@@ -91,11 +124,14 @@ def test_process_that_is_not_there() -> None:
         _ = Process(2**31 - 1).state
 
 
-@pytest.mark.parametrize("form", ["text", "bytes", "uuid"])
+@pytest.mark.parametrize("form", ["text", "without prefix", "digits", "bytes", "uuid", "CUuuid"])
 def test_forms_of_uuid_in_the_gpu_mapping(counter: CounterFactory, form: str) -> None:
     uuids = [gpu.uuid for gpu in gpus.list_gpus()]
     forms: dict[str, list[Any]] = {
         "text": list(uuids),
+        "without prefix": [text.removeprefix("GPU-") for text in uuids],
+        "digits": [uuid_bytes(text).hex().upper() for text in uuids],
+        "CUuuid": [_cuuuid(uuid_bytes(text)) for text in uuids] if form == "CUuuid" else [],
         "bytes": [uuid_bytes(text) for text in uuids],
         "uuid": [uuid.UUID(bytes=uuid_bytes(text)) for text in uuids],
     }

@@ -183,6 +183,14 @@ def test_a_job_without_gpus_has_none_to_place() -> None:
     assert choose_gpus(GpuRequest.of(None, "auto"), [], [], here).gpu_map is None
 
 
+def test_a_whole_uuid_without_its_prefix() -> None:
+    gpus = machine(10, 10)
+    bare = gpus[1].uuid.removeprefix("GPU-")
+    assert find_gpu(bare, gpus, "here") == find_gpu(bare.upper(), gpus, "here") == gpus[1]
+    with pytest.raises(InvalidRequest, match="names no GPU"):
+        find_gpu(bare[:8] + "-", gpus, "here")
+
+
 def test_an_index_that_two_gpus_had() -> None:
     """A job that was suspended on one machine and restored on another has GPUs of both."""
     had = [*machine(10), *machine(10, first=50)]

@@ -24,7 +24,9 @@ class Process:
     __slots__ = ("_driver", "_pid")
 
     def __init__(self, pid: int) -> None:
-        self._pid = _checked_int("pid", pid, minimum=1)
+        self._pid = _checked_int("pid", pid)
+        if pid <= 0:
+            raise ValueError(f"pid must be a positive int, not {pid}")
         self._driver: Driver | None = None
 
     def __repr__(self) -> str:
@@ -57,7 +59,10 @@ class Process:
         Waits at most ``timeout_ms`` milliseconds (0: no limit). Raises LockTimeout, and the process is RUNNING again;
         IllegalState, DriverError.
         """
-        self._loaded().lock(self._pid, _checked_int("timeout_ms", timeout_ms, minimum=0))
+        _checked_int("timeout_ms", timeout_ms)
+        if timeout_ms < 0:
+            raise ValueError(f"timeout_ms must be >= 0, not {timeout_ms}")
+        self._loaded().lock(self._pid, timeout_ms)
 
     def checkpoint(self) -> None:
         """LOCKED → CHECKPOINTED: device memory moves to host memory, the GPU is released.
@@ -70,12 +75,15 @@ class Process:
         """CHECKPOINTED → LOCKED: device memory goes back to a GPU.
 
         ``gpu_mapping`` maps the UUID of every GPU of the machine to the UUID of the GPU to restore onto.
-        A UUID is a ``GPU-…`` string, 16 bytes, a `uuid.UUID`, or anything with its 16 ``bytes`` (``CUuuid``).
+        A UUID is a string, with or without ``GPU-`` in front, 16 bytes, a `uuid.UUID`, or anything with its 16
+        ``bytes`` (``CUuuid``).
 
-        Raises TypeError or ValueError for what is no mapping of UUIDs, Unsupported where the driver is older than
-        CUDA 13.0, DriverError (and the process stays CHECKPOINTED) for a wrong map.
+        Raises TypeError or ValueError for what is no mapping of UUIDs or names a GPU twice, before anything is asked of
+        the driver; Unsupported where the driver is older than CUDA 13.0, DriverError for a wrong map. The process
+        stays CHECKPOINTED.
         """
-        self._loaded().restore(self._pid, _gpu_map(gpu_mapping))
+        gpu_map = _gpu_map(gpu_mapping)
+        self._loaded().restore(self._pid, gpu_map)
 
     def unlock(self) -> None:
         """LOCKED → RUNNING: CUDA calls go on. Raises IllegalState, DriverError."""
@@ -87,11 +95,9 @@ class Process:
         return self._driver
 
 
-def _checked_int(name: str, value: object, *, minimum: int) -> int:
+def _checked_int(name: str, value: object) -> int:
     if isinstance(value, bool) or not isinstance(value, int):
         raise TypeError(f"{name} must be an int, not {type(value).__name__}")
-    if value < minimum:
-        raise ValueError(f"{name} must be at least {minimum}, not {value}")
     return value
 
 
@@ -99,10 +105,18 @@ def _gpu_map(gpu_mapping: Mapping[object, object] | None) -> GpuMap | None:
     if gpu_mapping is None:
         return None
     if not isinstance(gpu_mapping, Mapping):
-        raise TypeError(f"gpu_mapping must be a mapping of GPU UUIDs, not {type(gpu_mapping).__name__}")
+        raise TypeError(
+            "gpu_mapping must be a mapping from the old UUID of each GPU to the new one, "
+            f"not {type(gpu_mapping).__name__}"
+        )
     if not gpu_mapping:
         return None
-    return GpuMap(tuple((_uuid_of(old), _uuid_of(new)) for old, new in gpu_mapping.items()))
+    pairs = tuple((_uuid_of(old), _uuid_of(new)) for old, new in gpu_mapping.items())
+    for side, uuids in zip(("from", "to"), zip(*pairs, strict=True), strict=True):
+        twice = next((uuid for uuid in uuids if uuids.count(uuid) > 1), None)
+        if twice is not None:
+            raise ValueError(f"gpu_mapping maps {side} {twice} twice")
+    return GpuMap(pairs)
 
 
 def _uuid_of(value: object) -> str:
@@ -110,10 +124,12 @@ def _uuid_of(value: object) -> str:
         try:
             return uuid_text(uuid_bytes(value))
         except InvalidRequest as e:
-            raise ValueError(f"{value!r} is not a GPU UUID") from e
+            raise ValueError(
+                f"a GPU UUID string must be 32 hex characters, with optional hyphens and GPU- in front, not {value!r}"
+            ) from e
     raw = value if isinstance(value, bytes) else getattr(value, "bytes", None)
     if not isinstance(raw, bytes):
-        raise TypeError(f"a GPU UUID is a str, 16 bytes or a uuid.UUID, not {type(value).__name__}")
+        raise TypeError(f"a GPU UUID must be a str, 16 bytes, a uuid.UUID or a CUuuid, not {type(value).__name__}")
     if len(raw) != 16:
         raise ValueError(f"a GPU UUID has 16 bytes, not {len(raw)}")
     return uuid_text(raw)

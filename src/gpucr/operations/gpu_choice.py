@@ -112,12 +112,14 @@ def choose_gpus(
 def find_gpu(name: str, gpus: Sequence[Gpu], where: str) -> Gpu:
     """The GPU with this index, or whose UUID begins so. ``where`` ends the message: "on this machine".
 
-    Raises InvalidRequest where no GPU or several fit.
+    A whole UUID may lack its ``GPU-``, as in cuda.core. Raises InvalidRequest where no GPU or several fit.
     """
     if name.isascii() and name.isdecimal():
         fitting = [gpu for gpu in gpus if gpu.index == int(name)]
     elif len(name) > len("GPU-") and name.lower().startswith("gpu-"):
         fitting = [gpu for gpu in gpus if gpu.uuid.lower().startswith(name.lower())]
+    elif len(name) == len("6b1e4d2c-0f3a-4c52-9c53-0a6f5a1d7e88"):
+        fitting = [gpu for gpu in gpus if gpu.uuid.lower() == f"gpu-{name.lower()}"]
     else:
         raise InvalidRequest(
             f"{name!r} names no GPU",
