@@ -333,7 +333,7 @@ def test_a_folder_that_cannot_be_made_is_told(container: StartContainer, tmp_pat
     finally:
         subprocess.run(["umount", str(where)], check=True)
     assert done.returncode == 5
-    assert f"the snapshot folder {where}/snapshot cannot be made: Read-only file system" in done.stderr
+    assert f"the snapshot folder {where}/snapshot cannot be made: {where} cannot be written to" in done.stderr
     assert made.ask() == 101
 
 

@@ -361,6 +361,23 @@ class TestFullDisk:
         assert job.ask() == 101
         assert job.send("verify") == "ok"
 
+    def test_the_disk_becomes_read_only_in_the_middle(
+        self, counter: CounterFactory, driver: CudaDriver, small_disk: Path
+    ) -> None:
+        """What was written cannot be removed either: that is no damage to the job."""
+        job = counter()
+
+        def make_read_only(progress: gpucr.Progress) -> None:
+            if (progress.event, progress.phase) == ("begin", "allocate"):
+                subprocess.run(["mount", "-o", "remount,ro", small_disk], check=True)
+
+        with pytest.raises(gpucr.GpucrError) as caught:
+            gpucr.dump(job.pid, small_disk / "s", force=True, on_progress=make_read_only)
+        assert caught.value.exit_code in (1, 5)
+        assert f"what was written to {small_disk / 's'} could not be removed" in str(caught.value.hint)
+        assert driver.state(job.pid) is CudaState.RUNNING
+        assert job.ask() == 101
+
     def test_the_folder_cannot_be_made(self, counter: CounterFactory, driver: CudaDriver, tmp_path: Path) -> None:
         folder = tmp_path / "readonly"
         folder.mkdir()
@@ -368,7 +385,10 @@ class TestFullDisk:
             pytest.skip("needs the right to mount a file system")
         try:
             job = counter()
-            assert "cannot be made" in refused(5, "dump", job.pid, "--to", folder / "s", "--force")
+            for target in (folder / "s", folder):
+                options = ("dump", job.pid, "--to", target, "--force")
+                assert f"{target} cannot be made: {folder} cannot be written to" in refused(5, *options)
+                assert "cannot be written to" in command.run(*options, "--dry-run").stderr
             assert driver.state(job.pid) is CudaState.RUNNING
             assert job.ask() == 101
         finally:

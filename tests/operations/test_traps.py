@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import subprocess
 from collections.abc import Iterator
 from pathlib import Path
@@ -13,7 +14,7 @@ from gpucr.canaries.canary import Canary
 from gpucr.driver.cuda import CudaDriver
 from gpucr.errors import DriverError, Unsupported
 from gpucr.model import CudaState
-from tests.command import run, run_json
+from tests.command import run
 from tests.counter import Counter, CounterFactory
 
 FAR = 1e9
@@ -68,10 +69,14 @@ def test_a_dump_is_refused_too_and_a_dry_run_shows_it(nccl_job: Counter, tmp_pat
     with pytest.raises(Unsupported, match="through NCCL over P2P"):
         gpucr.dump(nccl_job.pid, tmp_path / "snapshot")
     assert not (tmp_path / "snapshot").exists()
-    findings = run_json("dump", nccl_job.pid, "--to", tmp_path / "snapshot", "--dry-run")["findings"]
+    done = run("dump", nccl_job.pid, "--to", tmp_path / "snapshot", "--dry-run", "--json")
+    assert done.returncode == 3, done.stderr
+    findings = json.loads(done.stdout)["findings"]
     whats = [finding["what"] for finding in findings if finding["severity"] == "blocking"]
     assert "through NCCL over P2P" in whats[0]
     assert ["may use peer access" in what for what in whats[1:]] == [True, True]
+    assert run("dump", nccl_job.pid, "--to", tmp_path / "snapshot", "--dry-run").returncode == 3
+    assert run("dump", nccl_job.pid, "--to", tmp_path / "snapshot", "--dry-run", "--force").returncode == 0
     assert nccl_job.ask() == 101
 
 

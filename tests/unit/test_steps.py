@@ -19,7 +19,7 @@ import pytest
 from gpucr.errors import DeadlineExceeded, DriverError, GpucrError, Interrupted, JobDamaged
 from gpucr.operations import steps as steps_module
 from gpucr.operations.interrupts import Interrupts
-from gpucr.operations.steps import Meter, Phase, Progress, Step, WithoutUndo, run_steps
+from gpucr.operations.steps import LeftBehind, Meter, Phase, Progress, Step, WithoutUndo, run_steps
 
 SIGNALS = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)
 Action = Callable[[Interrupts], None]
@@ -132,6 +132,22 @@ def test_an_undo_that_fails_is_told_with_both_messages_and_the_others_are_still_
     )
     assert caught.value.__cause__ is cause
     assert caught.value.exit_code == 10
+
+
+def test_what_an_undo_leaves_behind_is_told_and_is_no_damage() -> None:
+    log: list[str] = []
+    first = Recorded("first", log, undo=raising(LeftBehind("/x could not be removed: Input/output error")))
+    failing = Recorded("failing", log, run=raising(GpucrError("it failed", hint="try again")))
+    with pytest.raises(GpucrError, match="it failed") as caught:
+        run_steps([first, failing])
+    assert (caught.value.exit_code, caught.value.hint) == (
+        1,
+        "try again; /x could not be removed: Input/output error",
+    )
+    interrupted = Recorded("interrupted", log, run=raising(KeyboardInterrupt()))
+    with pytest.raises(Interrupted) as stopped:
+        run_steps([first, interrupted])
+    assert stopped.value.hint == "/x could not be removed: Input/output error"
 
 
 def test_errors_that_are_not_gpucrs_are_undone_too() -> None:

@@ -22,7 +22,7 @@ from gpucr.cli.options import (
 from gpucr.cli.output import print_json, say
 from gpucr.cli.progress import progress_printer
 from gpucr.cli.reports import lock_fields, print_phases, report_fields, snapshot_text
-from gpucr.errors import InvalidRequest
+from gpucr.errors import InvalidRequest, Unsupported
 from gpucr.hooks.container_record import RUNTIMES, Runtime
 from gpucr.operations.dump import DumpPlan, Persist, dump, plan_dump
 from gpucr.operations.places import Compress, is_store
@@ -71,7 +71,11 @@ class _Options(TypedDict):
 )
 @click.option("--encrypt", is_flag=True, help="Take no other store than one that is encrypted.")
 @key_file_option
-@click.option("--dry-run", is_flag=True, help="Look at the job, print what would be done, and change nothing.")
+@click.option(
+    "--dry-run",
+    is_flag=True,
+    help="Look at the job, print what would be done, and change nothing. Exit code 3: it would be refused.",
+)
 @only_option
 @timeout_option
 @force_option
@@ -134,6 +138,8 @@ def command(
     if dry_run:
         plan = with_key(key_file, lambda key: plan_dump(pid, to, **options, key=key))
         _print_plan(plan, as_json=as_json)
+        if not force and any(finding.severity == "blocking" for finding in plan.findings):
+            raise SystemExit(Unsupported.exit_code)
         return
     listener = progress_printer(quiet=quiet or as_json, verbose=verbose)
     report = with_key(

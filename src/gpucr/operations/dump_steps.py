@@ -16,7 +16,7 @@ from gpucr import gang as gangs
 from gpucr.criu.engine import Criu
 from gpucr.criu.options import DumpOptions
 from gpucr.driver.gpus import driver_version
-from gpucr.errors import CriuError, CudaStarted, DeadlineExceeded, JobChanged, JobDamaged
+from gpucr.errors import CriuError, CudaStarted, DeadlineExceeded, GpucrError, JobChanged, JobDamaged
 from gpucr.gang import Gang
 from gpucr.linux import processes
 from gpucr.linux.sockets import bound_socket_paths
@@ -32,7 +32,7 @@ from gpucr.operations.protection import Protection
 from gpucr.operations.registered import DumpNote
 from gpucr.operations.scheduling import scheduling_of
 from gpucr.operations.staged import GangStaging
-from gpucr.operations.steps import Meter
+from gpucr.operations.steps import LeftBehind, Meter
 from gpucr.operations.targets import DumpTarget
 from gpucr.quantities import format_bytes
 from gpucr.sandbox import Sandbox
@@ -112,9 +112,12 @@ class PrepareTarget:
         context.writer.cancel()
         is_needed = context.leave_running or not all(processes.is_alive(p.id) for p in context.job.processes)
         if not (context.target.is_committed and is_needed):
-            context.target.discard()
             if context.note is not None:
                 context.note.withdraw()
+            try:
+                context.target.discard()
+            except (OSError, GpucrError) as e:
+                raise LeftBehind(f"what was written to {context.target.where} could not be removed: {e}") from e
 
 
 class AllocateStaging:
@@ -186,8 +189,8 @@ class CriuDump:
                 )
         except CriuError as error:
             self._after_failure(error)
-        if self.snapshot is None:  # else the dump is complete, and a guard that has ended must not make it fail
-            self._tell_guard(None)
+        if context.protection is not None:
+            context.protection.relax(criu=None)
         if self.draft is not None and not context.leave_running:  # else CRIU has removed them
             remove_names(self._passing_names)
             if context.sandbox is None:
@@ -199,9 +202,6 @@ class CriuDump:
         """Nothing: CRIU lets the tree go on when its dump fails, and the snapshot is PrepareTarget's to discard."""
 
     def _on_start(self, criu: ProcessId) -> None:
-        self._tell_guard(criu)
-
-    def _tell_guard(self, criu: ProcessId | None) -> None:
         if self._context.protection is not None:
             self._context.protection.change(criu=criu)
 

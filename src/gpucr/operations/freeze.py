@@ -244,7 +244,7 @@ class DetachStaging:
                     del self._detached[pid]
         if errors:
             raise min(errors, key=lambda error: isinstance(error, JobChanged))  # who lives counts for more
-        self._protection.change(detached=())
+        self._protection.relax(detached=())
 
 
 class AttachStaging:

@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+import contextlib
 from collections.abc import Mapping, Sequence
 from dataclasses import replace
 from types import TracebackType
 from typing import Any
 
+from gpucr.errors import BrokenInstall
 from gpucr.model import StagedExtent
 from gpucr.operations.guard import Guard
 from gpucr.operations.recovery import DetachedStaging, Recovery
@@ -16,8 +18,7 @@ class Protection:
     """The recovery record of one operation, and the guard that has it.
 
     A context manager: the guard is started at its beginning, which takes a moment that the first `change` waits for,
-    and dismissed at its end. ``claims`` are the descriptors of `processes.claimed`. All methods raise BrokenInstall
-    where there is no guard any more.
+    and dismissed at its end. ``claims`` are the descriptors of `processes.claimed`.
     """
 
     def __init__(self, claims: Sequence[int] = ()) -> None:
@@ -35,7 +36,10 @@ class Protection:
         self._guard.dismiss()
 
     def change(self, **members: Any) -> None:
-        """These members of the record are what holds from now on. To be called before what they would undo."""
+        """These members of the record are what holds from now on. To be called before what they would undo.
+
+        Raises BrokenInstall where there is no guard any more: then that must not be done.
+        """
         if not self._is_ready:
             self._guard.wait_ready()
             self._guard.hold(self._claims)
@@ -43,12 +47,17 @@ class Protection:
         self._record = replace(self._record, **members)
         self._guard.update(self._record)
 
+    def relax(self, **members: Any) -> None:
+        """As `change`, after something was undone or needs no undo any more: a guard that has ended does not matter."""
+        with contextlib.suppress(BrokenInstall):
+            self.change(**members)
+
     def expect_detached(self, extents: Mapping[int, Sequence[StagedExtent]], fds: Mapping[int, int]) -> None:
-        """The staging of these processes (by pid) may be in these files alone, from now on."""
+        """The staging of these processes (by pid) may be in these files alone, from now on. Raises as `change`."""
         numbers = dict(zip(extents, self._guard.hold([fds[pid] for pid in extents]), strict=True))
         detached = tuple(DetachedStaging(pid, numbers[pid], tuple(parts)) for pid, parts in extents.items())
         self.change(detached=detached)
 
     def job_runs(self) -> None:
         """The job needs nothing any more; an unfinished snapshot is still to be removed."""
-        self.change(members=(), restore_threads={}, stopped=(), detached=(), kill=(), criu=None, images=None)
+        self.relax(members=(), restore_threads={}, stopped=(), detached=(), kill=(), criu=None, images=None)

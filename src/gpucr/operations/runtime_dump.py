@@ -263,7 +263,8 @@ class RuntimeDump:
     def run(self, interrupts: Interrupts, meter: Meter) -> int:
         """Answer pre-dump, commit at post-dump, and wait until CRIU has ended. Returns the bytes that were saved."""
         self._part.begin()
-        self._tell_guard(self._hooks.criu)
+        if self._context.protection is not None:
+            self._context.protection.change(criu=self._hooks.criu)
         self._hooks.answer(None)
         try:
             self._wait_for_post_dump(interrupts)
@@ -279,7 +280,8 @@ class RuntimeDump:
             if self._hooks.wait_for_call(0):
                 self._hooks.answer(None)  # the script is configured twice
         self.left_running = self._is_left()
-        self._tell_guard(None)
+        if self._context.protection is not None:
+            self._context.protection.relax(criu=None)
         self._wait_until_thawed()
         return size_bytes
 
@@ -308,10 +310,6 @@ class RuntimeDump:
         root = self._context.job.root.id
         while processes.is_alive(root) and cgroups.frozen_by(root.pid) is not None:
             time.sleep(_LOOK_EVERY_S)
-
-    def _tell_guard(self, criu: ProcessId | None) -> None:
-        if self._context.protection is not None:
-            self._context.protection.change(criu=criu)
 
     def _failure(self) -> GpucrError:
         gone = [p.pid for p in self._context.job.processes if not processes.is_alive(p.id)]

@@ -265,7 +265,7 @@ class KeepJob:
                 context.restored[0], made.id, isolated=self._start.isolated, network=self._start.network
             )
         if context.protection is not None:
-            context.protection.change(sandbox=None)
+            context.protection.relax(sandbox=None)
         manifest = context.snapshot.manifest
         root = next(process for process in manifest.processes if process.pid == manifest.root_pid)
         made.adopt(context.root_pid, inner_pid=root.ns_pids[-1])  # it may have ended: then it cannot be asked

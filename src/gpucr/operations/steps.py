@@ -114,6 +114,10 @@ class Meter:
         return news
 
 
+class LeftBehind(Exception):
+    """An undo did its part for the job, but left something that should be removed; the message names it."""
+
+
 class Step(Protocol):
     """One reversible part of an operation."""
 
@@ -134,7 +138,10 @@ class Step(Protocol):
         ...
 
     def undo(self) -> None:
-        """Take back whatever was done of this step, nothing if nothing was. Raises where that fails."""
+        """Take back whatever was done of this step, nothing if nothing was.
+
+        Raises LeftBehind where the job is as it was before the step, and anything else where it may not be.
+        """
         ...
 
 
@@ -201,8 +208,8 @@ def run_steps(
             interrupts.check()
         except BaseException as error:
             interrupts.begin_undo()
-            failures = _undo(begun, listener)
-            outcome = _outcome(error, failures, roll.call_after_undo() if roll is not None else ())
+            failures, left = _undo(begun, listener)
+            outcome = _outcome(error, failures, left, roll.call_after_undo() if roll is not None else ())
             if outcome is error:
                 raise
             raise outcome from error
@@ -220,15 +227,19 @@ def _run_one(step: Step, interrupts: Interrupts, listener: _Listener) -> Phase:
     return phase
 
 
-def _undo(begun: Sequence[Step], listener: _Listener) -> list[str]:
+def _undo(begun: Sequence[Step], listener: _Listener) -> tuple[list[str], list[str]]:
+    """What could not be undone, and what was left behind."""
     failures: list[str] = []
+    left: list[str] = []
     for step in reversed(begun):
         listener.try_to_tell(Progress("undo", step.name, step.describe()))
         try:
             step.undo()
+        except LeftBehind as error:
+            left.append(str(error))
         except Exception as error:  # noqa: BLE001 - the other steps must be undone whatever happens here
             failures.append(f"{step.name}: {error}")
-    return failures
+    return failures, left
 
 
 class _Listener:
@@ -284,17 +295,19 @@ class _Listener:
             pass_on()
 
 
-def _outcome(error: BaseException, failures: Sequence[str], ended: Sequence[Ended]) -> BaseException:
+def _outcome(
+    error: BaseException, failures: Sequence[str], left: Sequence[str], ended: Sequence[Ended]
+) -> BaseException:
     lost = [each.sentence() for each in ended if each.is_loss]
     if isinstance(error, JobDamaged) and not failures:
         return error  # what is lost is its subject already
     if failures or lost:
-        return _damage(str(error) or type(error).__name__, failures, lost)
+        return _damage(str(error) or type(error).__name__, (*failures, *left), lost)
     if isinstance(error, KeyboardInterrupt):
-        return Interrupted("interrupted; the job is as it was found")
-    if ended and isinstance(error, GpucrError):
-        meanwhile = "; ".join(each.sentence() for each in ended) + " meanwhile"
-        error.hint = meanwhile if error.hint is None else f"{error.hint}; {meanwhile}"
+        return Interrupted("interrupted; the job is as it was found", hint="; ".join(left) or None)
+    if isinstance(error, GpucrError):
+        meanwhile = ["; ".join(each.sentence() for each in ended) + " meanwhile"] if ended else []
+        error.hint = "; ".join(([error.hint] if error.hint else []) + [*left, *meanwhile]) or None
     return error
 
 

@@ -125,11 +125,13 @@ class UnfinishedSnapshot:
         check_target(self.path)
         try:
             if self.path.exists():
-                self._mode_before = stat.S_IMODE(self.path.stat().st_mode)
+                mode = stat.S_IMODE(self.path.stat().st_mode)
+                self.path.chmod(0o700)
+                self._mode_before = mode
             else:
                 self.path.mkdir(mode=0o700)
                 self._made_folder = True
-            self.path.chmod(0o700)
+                self.path.chmod(0o700)
             if self._with_images:
                 self.images.mkdir(mode=0o700)
             self._is_begun = True
@@ -306,6 +308,13 @@ def _check_target(path: Path) -> None:
         )
     if not path.exists() and not path.parent.is_dir():
         raise InvalidRequest(f"the folder {path.parent} does not exist", hint=f"make it first: mkdir -p {path.parent}")
+    folder = path if path.exists() else path.parent
+    if not os.access(folder, os.W_OK | os.X_OK):
+        raise SnapshotError(
+            f"the snapshot folder {path} cannot be made: {folder} cannot be written to",
+            path=str(path),
+            hint="see whether its file system is read-only, or name a folder elsewhere with --to",
+        )
     if path.exists() and path.stat().st_uid not in (0, os.geteuid()):
         raise SnapshotError(
             f"{path} belongs to uid {path.stat().st_uid}, who could change the snapshot before it is restored",
