@@ -130,6 +130,18 @@ def test_a_dump_that_ends_the_job(make_job: type[Job], tmp_path: Path) -> None:
     assert not any(map(is_running, tree))
 
 
+def test_nothing_that_was_put_in_the_place_of_criu_is_run(make_job: type[Job], tmp_path: Path) -> None:
+    program, ran = tmp_path / "program", tmp_path / "ran"
+    program.write_text(f"#!/bin/sh\ntouch {ran}\n")
+    program.chmod(0o755)
+    words = ["mount", "--bind", str(program), find_criu().command[0]]
+    job = make_job(tmp_path, f"import subprocess; subprocess.run({words}, check=True)\n{CODE}")
+    with pytest.raises(CriuError, match="is another file in the job's mounts than outside"):
+        job.dump()
+    assert not ran.exists()
+    job.assert_undisturbed()
+
+
 class HookError(Exception):
     pass
 

@@ -8,7 +8,8 @@ from pathlib import Path
 import pytest
 
 from gpucr.errors import CriuError
-from gpucr.operations.logs import log_kept_on_failure, state_folder
+from gpucr.linux.private_folders import state_folder
+from gpucr.operations.logs import log_kept_on_failure
 
 
 @pytest.fixture(autouse=True)

@@ -1,4 +1,4 @@
-"""gpucr.operations.process_records and gpu_places: what is kept of a process for later commands."""
+"""gpucr.linux.process_records and gpu_places: what is kept of a process for later commands."""
 
 from __future__ import annotations
 

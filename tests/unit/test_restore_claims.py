@@ -7,7 +7,7 @@ from pathlib import Path
 import pytest
 
 from gpucr.errors import Unsupported
-from gpucr.operations.process_records import ProcessRecords
+from gpucr.linux.process_records import ProcessRecords
 from gpucr.operations.restore_claims import claimed_pids
 from tests.unit.children import unused_pid
 

@@ -16,11 +16,11 @@ import pytest
 
 import gpucr
 from gpucr import sandbox
-from gpucr.errors import InvalidRequest
-from gpucr.linux import namespaces, processes
+from gpucr.errors import BrokenInstall, InvalidRequest
+from gpucr.linux import namespaces, process_records, processes
 from gpucr.linux.namespaces import PidNamespace, namespace_id
 from gpucr.model import ProcessId
-from gpucr.sandbox import Started, tag
+from gpucr.sandbox import Started, known, tag
 from tests.conftest import skip_or_fail
 from tests.counter import processes_in, wait_until
 from tests.sandboxed import end_all_in
@@ -282,16 +282,34 @@ signal.pause()
 
 
 @pytest.mark.usefixtures("root_only")
-def test_another_users_process_is_no_keeper() -> None:
-    """It could lead a gpucr of root's into a mount namespace with a CRIU of its own."""
+def test_only_what_gpucr_has_started_is_a_keeper() -> None:
+    """Anything else could lead a gpucr of root's into a mount namespace with a CRIU of its own."""
     shown = json.dumps(asdict(tag.Tag(0, 1, "abc", isolated=True, network="own", log_path="/log")))
     shown = shown.replace('"keeper": 0', '"keeper": PID')
     with python(FORGED, shown, NOBODY_UID) as forger:
         assert sandbox.of(forger.pid) is None
-    with python(FORGED, shown) as ours:  # the same, made by the user that asks, is believed
-        assert sandbox.of(ours.pid) is not None
+    with python(FORGED, shown) as root:  # that of a container, for all that is seen of it
+        assert sandbox.of(root.pid) is None
+        stat = processes.read_stat(root.pid)
+        assert stat is not None
+        known.note(ProcessId(root.pid, stat.start_time_ticks))  # what the gpucr that has started a keeper does
+        found = sandbox.of(root.pid)
+        assert found is not None
+        assert sandbox.copies("abc", also_awaited=True) == (found,)
     with python(FORGED, shown.replace("PID", "1")) as copy:  # the tag of another process, as a child has it
         assert sandbox.of(copy.pid) is None
+
+
+@pytest.mark.usefixtures("root_only")
+def test_a_job_whose_keeper_cannot_be_noted_does_not_run(place: Workplace, monkeypatch: pytest.MonkeyPatch) -> None:
+    shared = place.folder / "run"
+    shared.mkdir()
+    shared.chmod(0o777)
+    monkeypatch.setattr(process_records, "runtime_folder", lambda: shared / "gpucr")
+    with pytest.raises(BrokenInstall, match=r"cannot be noted: every user .* can change"):
+        place.shell("touch ran")
+    assert not (place.folder / "ran").exists()
+    assert processes_in(place.folder) == []
 
 
 @pytest.mark.parametrize("data", [b"", b"{", b"[]", b"{}", b'{"keeper": 1}', b"\xff"])

@@ -8,26 +8,36 @@ from __future__ import annotations
 import os
 import socket
 import sys
+from collections.abc import Sequence
 from typing import NoReturn
 
 from gpucr.linux import namespaces
+from gpucr.linux.trusted_paths import open_file
 
 
-def main(mounts: str, network: str, gpucr: str, output_count: str, *rest: str) -> NoReturn:
+def identities(command: Sequence[str]) -> str:
+    """Which files the absolute paths of a command are, in the mount namespace of the caller. Raises OSError."""
+    found = [os.stat(word) for word in command if word.startswith("/")]
+    return " ".join(f"{each.st_dev}:{each.st_ino}" for each in found)
+
+
+def main(mounts: str, network: str, gpucr: str, programs: str, output_count: str, *rest: str) -> NoReturn:
     """Become the command in ``rest``, which gets the number of its socket as one more argument.
 
     ``mounts``, ``network`` and ``gpucr`` are the numbers of two namespaces and of a socket to gpucr. CRIU looks up who
     made its socket, and opens descriptors in that process: so the socket is made here, and its other end goes to gpucr,
     with the numbers of the ``output_count`` files that ``rest`` begins with. They are opened to append, in the mount
-    namespace: what CRIU gives to the job must be of the job's namespace.
+    namespace: what CRIU gives to the job must be of the job's namespace. ``programs`` are the `identities` of the
+    command outside: nothing that has been put in CRIU's place inside is run.
     """
     count = int(output_count)
     paths, command = rest[:count], rest[count:]
     try:
         namespaces.enter(int(network), "net")
         namespaces.enter(int(mounts), "mnt")
-        os.stat(command[0])  # gpucr takes the socket for a sign that CRIU starts
-        outputs = [os.open(path, os.O_RDWR | os.O_APPEND | os.O_NOCTTY | os.O_CLOEXEC) for path in paths]
+        if identities(command) != programs:  # before the socket, which gpucr takes for a sign that CRIU starts
+            raise OSError(f"{command[0]} is another file in the job's mounts than outside")
+        outputs = [open_file(path, os.O_RDWR | os.O_APPEND | os.O_NOCTTY) for path in paths]
         for number in (mounts, network, gpucr):
             os.set_inheritable(int(number), False)
         ours, theirs = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)

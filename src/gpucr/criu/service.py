@@ -273,7 +273,9 @@ def _spawn_inside(
             (os.POSIX_SPAWN_DUP2, high[-1], 2),
             *((os.POSIX_SPAWN_DUP2, fd, images + place) for place, fd in enumerate(high[:-1])),
         ]
-        argv = own_python.command(inside.__name__, *numbers, len(outputs), *outputs, *_arguments(command))
+        argv = own_python.command(
+            inside.__name__, *numbers, inside.identities(command), len(outputs), *outputs, *_arguments(command)
+        )
 
         def spawn() -> int:
             return os.posix_spawn(

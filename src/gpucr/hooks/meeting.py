@@ -14,9 +14,9 @@ from pathlib import Path
 from typing import Any
 
 from gpucr.errors import BrokenInstall, GpucrError
-from gpucr.linux import processes
+from gpucr.linux import processes, trusted_paths
+from gpucr.linux.process_records import ProcessRecords
 from gpucr.model import ProcessId
-from gpucr.operations.process_records import ProcessRecords
 
 MEETINGS = ProcessRecords("hooks")
 MESSAGE_LIMIT_BYTES = 1 << 16
@@ -26,7 +26,7 @@ _MAX_TEXT = 4000
 def listen(criu: ProcessId) -> socket.socket:
     """The attendant's end, under a name that only root can reach. Raises OSError."""
     path = socket_path(criu)
-    path.parent.mkdir(mode=0o700, parents=True, exist_ok=True)
+    trusted_paths.make_private(path.parent)
     _remove_ended(path.parent)
     listening = socket.socket(socket.AF_UNIX, socket.SOCK_SEQPACKET)
     try:

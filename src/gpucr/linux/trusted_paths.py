@@ -211,15 +211,19 @@ class _Walk:
 
 def _open_below(folder: int, name: str, flags: int, mode: int) -> int:
     flags |= os.O_NOFOLLOW | os.O_CLOEXEC
-    if not flags & os.O_CREAT:
-        return os.open(name, flags, dir_fd=folder)
-    with contextlib.suppress(FileExistsError):
-        fd = os.open(name, flags | os.O_EXCL, mode, dir_fd=folder)
-        os.fchmod(fd, mode)
-        return fd
-    if flags & os.O_EXCL:
-        raise FileExistsError(errno.EEXIST, os.strerror(errno.EEXIST), name)
-    return os.open(name, flags & ~os.O_CREAT, dir_fd=folder)
+    while True:
+        if not flags & os.O_CREAT:
+            return os.open(name, flags, dir_fd=folder)
+        try:
+            fd = os.open(name, flags | os.O_EXCL, mode, dir_fd=folder)
+        except FileExistsError:
+            if flags & os.O_EXCL:
+                raise
+            with contextlib.suppress(FileNotFoundError):  # removed at this very moment
+                return os.open(name, flags & ~os.O_CREAT, dir_fd=folder)
+        else:
+            os.fchmod(fd, mode)
+            return fd
 
 
 def _is_shared(status: os.stat_result) -> bool:

@@ -15,10 +15,10 @@ from gpucr.driver.gpus import gpus_with_device_file, visible_gpus
 from gpucr.errors import GpucrError
 from gpucr.gang import Gang
 from gpucr.linux import processes
+from gpucr.linux.process_records import ProcessRecords
 from gpucr.model import CudaState, Gpu, GpuMap, GpuUse, ProcessId
 from gpucr.operations import suspended
 from gpucr.operations.gpu_choice import GpuChoice, GpuRequest, GpuUser, choose_gpus
-from gpucr.operations.process_records import ProcessRecords
 from gpucr.snapshot.manifest import Manifest
 
 RECORDS = ProcessRecords("gpus")

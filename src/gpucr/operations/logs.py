@@ -12,28 +12,16 @@ from collections.abc import Iterator
 from pathlib import Path
 
 from gpucr.errors import GpucrError
-
-
-def state_folder() -> Path:
-    """Where gpucr keeps what must outlive a command: $XDG_STATE_HOME/gpucr, by default ~/.local/state/gpucr.
-
-    Raises OSError where the user has no home folder.
-    """
-    base = os.environ.get("XDG_STATE_HOME")
-    if base:
-        return Path(base) / "gpucr"
-    try:
-        return Path.home() / ".local" / "state" / "gpucr"
-    except RuntimeError as e:  # a container's uid without a name, and no HOME
-        raise FileNotFoundError(f"uid {os.geteuid()} has no home folder") from e
+from gpucr.linux import trusted_paths
+from gpucr.linux.private_folders import state_folder
 
 
 def append_to_log(name: str, line: str) -> None:
     """Add a line with the time to ``NAME.log`` in the log folder, or to syslog where that cannot be written."""
     try:
         base = state_folder() / "log"
-        base.mkdir(mode=0o700, parents=True, exist_ok=True)
-        fd = os.open(base / f"{name}.log", os.O_WRONLY | os.O_APPEND | os.O_CREAT | os.O_NOFOLLOW | os.O_CLOEXEC, 0o600)
+        trusted_paths.make_private(base)
+        fd = trusted_paths.open_file(base / f"{name}.log", os.O_WRONLY | os.O_APPEND | os.O_CREAT)
         with os.fdopen(fd, "w", encoding="utf-8", errors="backslashreplace") as file:
             file.write(f"{time.strftime('%Y-%m-%dT%H:%M:%S%z')} {line}\n")
     except OSError:
@@ -50,7 +38,7 @@ def log_kept_on_failure(phase: str) -> Iterator[Path]:
     prefix = f"{phase}-{time.strftime('%Y%m%dT%H%M%S')}-"
     try:
         base = state_folder() / "log"
-        base.mkdir(mode=0o700, parents=True, exist_ok=True)
+        trusted_paths.make_private(base)
         folder = Path(tempfile.mkdtemp(prefix=prefix, dir=base))
     except OSError:
         folder = Path(tempfile.mkdtemp(prefix=f"gpucr-{prefix}"))

@@ -13,7 +13,7 @@ from gpucr.canaries.results import WHAT, CanaryOutcome, CanaryResult, ProbeRepor
 from gpucr.driver.api import Driver
 from gpucr.driver.cuda import load_driver
 from gpucr.errors import InvalidRequest
-from gpucr.operations.logs import state_folder
+from gpucr.linux.private_folders import state_folder
 
 CANARY_TIMEOUT_S = 60.0
 """How long one canary may take. Two CUDA starts take seconds on a machine with many GPUs."""

@@ -12,9 +12,9 @@ from gpucr.errors import GpucrError, InvalidRequest, Unsupported
 from gpucr.launch.record import JobRecord, Network
 from gpucr.launch.registry import ListedJob, Registry, Reservation, is_replaceable
 from gpucr.linux import processes
+from gpucr.linux.private_folders import state_folder
 from gpucr.model import ProcessId
 from gpucr.operations.job_snapshot import JobSnapshot
-from gpucr.operations.logs import state_folder
 from gpucr.snapshot.manifest import LaunchRecord
 
 

@@ -14,7 +14,8 @@ from collections.abc import Iterable, Iterator
 from pathlib import Path
 
 from gpucr.errors import Unsupported
-from gpucr.operations.process_records import ProcessRecords
+from gpucr.linux import trusted_paths
+from gpucr.linux.process_records import ProcessRecords
 
 _FLOCK = struct.Struct("@hhqqi4x")
 """struct flock of fcntl(2): type, whence, start, length, pid. (x86-64)"""
@@ -51,6 +52,6 @@ def claimed_pids(pids: Iterable[int]) -> Iterator[None]:
 
 def _open() -> int:
     folder = ProcessRecords("restores").folder()
-    folder.mkdir(mode=0o700, parents=True, exist_ok=True)
+    trusted_paths.make_private(folder)
     namespace = Path("/proc/self/ns/pid").stat().st_ino
-    return os.open(folder / str(namespace), os.O_RDWR | os.O_CREAT | os.O_NOFOLLOW | os.O_CLOEXEC, 0o600)
+    return trusted_paths.open_file(folder / str(namespace), os.O_RDWR | os.O_CREAT)

@@ -14,8 +14,8 @@ from __future__ import annotations
 from collections.abc import Mapping
 from dataclasses import dataclass
 
+from gpucr.linux.process_records import ProcessRecords
 from gpucr.model import CudaState, GangMember, GpuMap, ProcessId
-from gpucr.operations.process_records import ProcessRecords
 
 RECORDS = ProcessRecords("suspended")
 _FOUND_STATES = (CudaState.RUNNING, CudaState.LOCKED, CudaState.CHECKPOINTED)

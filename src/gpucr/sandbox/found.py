@@ -12,7 +12,7 @@ from pathlib import Path
 from gpucr.linux import processes
 from gpucr.linux.namespaces import PidNamespace, namespace_id, pids_of
 from gpucr.model import ProcessId, ProcessInfo
-from gpucr.sandbox import tag
+from gpucr.sandbox import known, tag
 from gpucr.sandbox.tag import Tag
 
 
@@ -118,7 +118,8 @@ def _tag_of(pid: int) -> Tag | None:
     """What the process says of itself, where it is a keeper of this user's."""
     folder = processes.PROC / str(pid)
     with contextlib.suppress(FileNotFoundError, ProcessLookupError, PermissionError):
-        if not _is_trusted(pid):
+        stat = processes.read_stat(pid)
+        if stat is None or not known.is_known(ProcessId(pid, stat.start_time_ticks)) or not _is_trusted(pid):
             return None
         for name in os.listdir(folder / "fd"):
             if os.readlink(folder / "fd" / name) == tag.LINK:

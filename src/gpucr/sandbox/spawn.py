@@ -18,6 +18,7 @@ from gpucr.errors import BrokenInstall, GpucrError, InvalidRequest, Unsupported
 from gpucr.linux import own_python, processes
 from gpucr.linux.namespaces import PidNamespace
 from gpucr.model import ProcessId
+from gpucr.sandbox import known
 from gpucr.sandbox.found import Sandbox
 from gpucr.sandbox.keeper import MESSAGE_LIMIT_BYTES
 
@@ -264,9 +265,20 @@ class _Keeper:
             if found is None:
                 raise self.lost()
             self.id = found
+            self._note()
         except BaseException:
             self.close()
             raise
+
+    def _note(self) -> None:
+        try:
+            known.note(self.id)
+        except OSError as e:
+            raise BrokenInstall(
+                f"the keeper process of the job cannot be noted: {e.strerror} ({e.filename})",
+                hint="see that root can write to /run/gpucr, and nobody else",
+                code="GPUCR-KEEPER",
+            ) from e
 
     def __enter__(self) -> _Keeper:
         return self

@@ -1,7 +1,8 @@
 """How a keeper is recognised from outside: a file in memory that it has open, with what must be known of its job.
 
-It is trusted only where the keeper belongs to the same user as the reader, in the same user namespace (found.py): else
-somebody could lead a gpucr that runs as root into a mount namespace with a CRIU of their own.
+It is believed only of a keeper that gpucr itself has started (known.py), which belongs to the same user as the reader,
+in the same user namespace (found.py): else somebody could lead a gpucr that runs as root into a mount namespace with a
+CRIU of their own.
 """
 
 from __future__ import annotations
