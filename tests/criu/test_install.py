@@ -10,6 +10,7 @@ import pytest
 from gpucr.criu import install
 from gpucr.criu.install import find_criu, find_provided, provided_folder, version_text
 from gpucr.errors import CriuUnavailable
+from tests.conftest import skip_or_fail
 
 
 @pytest.fixture(autouse=True)
@@ -126,3 +127,49 @@ def test_least_version_is_what_this_kernel_needs(monkeypatch: pytest.MonkeyPatch
     monkeypatch.undo()
     major, minor = (int(part) for part in os.uname().release.split(".")[:2])
     assert install.least_version() == ((4, 2, 0) if (major, minor) >= (6, 16) else (4, 1, 0))
+
+
+# --- who may have put it there ------------------------------------------------------------------------------------
+
+
+def given_to_another_user(path: Path) -> None:
+    if os.geteuid() != 0:
+        skip_or_fail("root", "only root gives files to other users")
+    os.chown(path, 65534, 65534)
+
+
+def test_what_another_user_can_replace_is_not_run(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    criu = fake(tmp_path / "home" / "bin" / "criu", f"touch {tmp_path}/ran; echo Version: 4.2")
+    (tmp_path / "link").symlink_to(criu)
+    given_to_another_user(tmp_path / "home")
+    for named in (criu, tmp_path / "link"):
+        monkeypatch.setenv("GPUCR_CRIU", str(named))
+        with pytest.raises(
+            CriuUnavailable, match=r"is not run: uid 65534 can change 'bin' on the way there"
+        ) as refused:
+            find_criu()
+        assert refused.value.code == "GPUCR-UNTRUSTED-PATH"
+    assert not (tmp_path / "ran").exists()
+
+
+def test_one_on_path_that_another_user_can_replace_is_passed_over(tmp_path: Path) -> None:
+    criu = fake(tmp_path / "bin/criu", f"touch {tmp_path}/ran; echo Version: 4.2")
+    criu.chmod(0o777)
+    with pytest.raises(CriuUnavailable, match=r"is not run: every user \(mode 0777\) can change 'criu'"):
+        find_criu()
+    fake_unpacked("4.1.1")
+    assert find_criu().origin == "provided"
+    assert not (tmp_path / "ran").exists()
+
+
+@pytest.mark.parametrize("inner", ["", "4.2-some/usr", "4.2-some/usr/lib/x86_64-linux-gnu/libsome.so"])
+def test_provided_ones_that_another_user_can_change(inner: str) -> None:
+    """HOME of another user, as with sudo; or a part of it is theirs."""
+    root = fake_unpacked("4.2")
+    (root / "usr/lib/x86_64-linux-gnu/libsome.so").touch()
+    given_to_another_user(provided_folder() / inner)
+    with pytest.raises(CriuUnavailable, match="is not run: uid 65534 can change"):
+        find_criu()
+    if inner:
+        fake_unpacked("4.1.1")
+        assert find_criu().version == (4, 1, 1)

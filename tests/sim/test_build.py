@@ -51,7 +51,7 @@ def test_no_compiler(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
 
 def test_no_place_for_the_build(tmp_path: Path) -> None:
     (tmp_path / "file").touch()
-    with pytest.raises(SimulatorUnavailable, match="cannot be made or written: Not a directory") as failure:
+    with pytest.raises(SimulatorUnavailable, match="cannot be used: Not a directory") as failure:
         simulator.build(tmp_path / "file" / "sim")
     assert "XDG_CACHE_HOME" in str(failure.value.hint)
 

@@ -18,6 +18,7 @@ from pathlib import Path
 from typing import Any
 
 from gpucr.canaries.results import WHAT, CanaryOutcome, CanaryResult, MeasuredMachine, ProbeReport
+from gpucr.linux import trusted_paths
 
 SCHEMA = "gpucr.probe-results"
 SCHEMA_VERSION = 1
@@ -52,7 +53,7 @@ def load(machine: MeasuredMachine, folder: Path) -> ProbeReport:
 
 def save(report: ProbeReport, folder: Path) -> Path:
     """Write the results, in place of those that were there. Durable, readable for the user only. Raises OSError."""
-    folder.mkdir(mode=0o700, parents=True, exist_ok=True)
+    trusted_paths.make_private(folder)
     path = file_for(report.machine, folder)
     fd, temporary = tempfile.mkstemp(prefix=".probe-", dir=folder)  # 0600
     try:

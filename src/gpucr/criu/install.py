@@ -13,6 +13,7 @@ from pathlib import Path
 from typing import Literal
 
 from gpucr.errors import CriuUnavailable
+from gpucr.linux import trusted_paths
 
 ENVIRONMENT_VARIABLE = "GPUCR_CRIU"
 OLDEST_VERSION = (4, 1, 0)
@@ -74,8 +75,12 @@ def find_criu() -> CriuInstall:
 
 
 def find_provided() -> CriuInstall | None:
-    """The newest CRIU that `gpucr.criu.provide` has put in place and that starts here; None where there is none."""
+    """The newest CRIU that `gpucr.criu.provide` has put in place and that starts here; None where there is none.
+
+    Raises CriuUnavailable where there are only such that another user can change.
+    """
     found: list[CriuInstall] = []
+    refused: CriuUnavailable | None = None
     try:
         folders = [entry for entry in provided_folder().iterdir() if not entry.name.startswith(".")]
     except (FileNotFoundError, NotADirectoryError):
@@ -83,8 +88,10 @@ def find_provided() -> CriuInstall | None:
     for folder in folders:
         try:
             found.append(probe_unpacked(folder))
-        except CriuUnavailable:
-            continue
+        except CriuUnavailable as e:
+            refused = e if e.code == "GPUCR-UNTRUSTED-PATH" else refused
+    if not found and refused is not None:
+        raise refused
     return max(found, key=lambda install: install.version, default=None)
 
 
@@ -122,7 +129,11 @@ def probe_unpacked(root: Path) -> CriuInstall:
 
 
 def probe(command: tuple[str, ...], origin: Origin, path: Path, least: tuple[int, int, int]) -> CriuInstall:
-    """Start ``command --version`` and read the answer. Raises CriuUnavailable where it fails or is too old."""
+    """Start ``command --version`` and read the answer. Raises CriuUnavailable where it fails or is too old.
+
+    It is not started where another user could have put it there: it runs with the caller's privileges.
+    """
+    _require_ours(command, path)
     try:
         result = subprocess.run(
             [*command, "--version", "--no-default-config"],  # a bad line in there is not gpucr's
@@ -148,6 +159,22 @@ def probe(command: tuple[str, ...], origin: Origin, path: Path, least: tuple[int
             hint=_FETCH_HINT,
         )
     return CriuInstall(command, version, origin, path)
+
+
+def _require_ours(command: tuple[str, ...], path: Path) -> None:
+    try:
+        for word in command:
+            if word.startswith("/"):
+                trusted_paths.require_ours(word)
+                if os.path.isdir(word):
+                    for name in os.listdir(word):
+                        trusted_paths.require_ours(f"{word}/{name}")
+    except OSError as e:
+        raise CriuUnavailable(
+            f"{path} is not run: {e.strerror}",
+            hint="use a CRIU in folders that only root can change; with sudo, -H makes HOME root's own",
+            code="GPUCR-UNTRUSTED-PATH",
+        ) from e
 
 
 def has_feature(install: CriuInstall, name: str) -> bool:

@@ -29,6 +29,7 @@ from gpucr.criu.install import (
     version_text,
 )
 from gpucr.errors import CriuUnavailable
+from gpucr.linux import trusted_paths
 
 OnEvent = Callable[[str], None]
 
@@ -79,7 +80,7 @@ def provide_criu(on_event: OnEvent | None = None) -> CriuInstall:
         raise CriuUnavailable(f"gpucr provides CRIU for x86-64 only, not for {platform.machine()}", hint=_NO_FETCH_HINT)
     home = provided_folder()
     try:
-        home.mkdir(mode=0o700, parents=True, exist_ok=True)
+        trusted_paths.make_private(home)
         home.chmod(0o700)
         with _exclusive(home):
             return find_provided() or _fetch_first(home, say)

@@ -26,7 +26,7 @@ from gpucr.criu.options import DumpOptions
 from gpucr.errors import BrokenInstall, CriuError, InvalidRequest
 from gpucr.hooks.container_record import ContainerRecord
 from gpucr.hooks.criu_config import SCRIPT_NAME, script_text
-from gpucr.linux import own_python, processes
+from gpucr.linux import own_python, processes, trusted_paths
 from gpucr.model import ProcessId
 from gpucr.operations.interrupts import Interrupts
 
@@ -83,7 +83,7 @@ def programs(options: DumpOptions) -> Iterator[Programs]:
         )
     with contextlib.ExitStack() as made_here:
         try:
-            parent.mkdir(mode=0o700, parents=True, exist_ok=True)
+            trusted_paths.make_private(parent)
             work = made_here.enter_context(tempfile.TemporaryDirectory(prefix="criu-for-runtime-", dir=parent))
         except OSError as e:
             raise BrokenInstall(

@@ -31,6 +31,7 @@ from gpucr.launch.record import (
     encode,
     state_of,
 )
+from gpucr.linux import trusted_paths
 from gpucr.model import ProcessId
 
 LOCK_TIMEOUT_S = 10.0
@@ -176,7 +177,7 @@ class Registry:
     @contextlib.contextmanager
     def reserve_numbered(self, base: str, *, first: int = 1, log_path: Path | None = None) -> Iterator[Reservation]:
         """As `reserve`, with the first of the names ``BASE-1``, ``BASE-2``, ... that no job has or had."""
-        _make_private(self._folder)
+        trusted_paths.make_private(self._folder)
         for name in numbered_names(base, first):
             try:
                 (self._folder / name).mkdir(mode=0o700)
@@ -259,7 +260,7 @@ class Registry:
         deadline = time.monotonic() + LOCK_TIMEOUT_S
         with contextlib.ExitStack() as held:
             while True:
-                fd = held.enter_context(_lock_file(self._folder, folder))
+                fd = held.enter_context(_lock_file(folder))
                 _flock(fd, name, deadline)
                 # Whoever held the lock before may have removed the folder: then this is the lock of nothing.
                 with contextlib.suppress(FileNotFoundError):
@@ -269,19 +270,13 @@ class Registry:
 
 
 @contextlib.contextmanager
-def _lock_file(base: Path, folder: Path) -> Iterator[int]:
-    _make_private(base)
-    folder.mkdir(mode=0o700, exist_ok=True)
-    fd = os.open(folder / _LOCK, os.O_RDWR | os.O_CREAT | os.O_NOFOLLOW | os.O_CLOEXEC, 0o600)
+def _lock_file(folder: Path) -> Iterator[int]:
+    trusted_paths.make_private(folder)
+    fd = trusted_paths.open_file(folder / _LOCK, os.O_RDWR | os.O_CREAT)
     try:
         yield fd
     finally:
         os.close(fd)
-
-
-def _make_private(folder: Path) -> None:
-    folder.parent.mkdir(mode=0o700, parents=True, exist_ok=True)
-    folder.mkdir(mode=0o700, exist_ok=True)
 
 
 def _flock(fd: int, name: str, deadline: float) -> None:

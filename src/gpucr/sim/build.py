@@ -13,6 +13,7 @@ from pathlib import Path
 from typing import Literal
 
 from gpucr.errors import SimulatorUnavailable
+from gpucr.linux import trusted_paths
 
 SOURCES = Path(__file__).parent / "c"
 FLAGS = ("-std=c11", "-D_GNU_SOURCE", "-O2", "-Wall", "-Wextra")
@@ -63,15 +64,16 @@ def build(cache_dir: Path | None = None) -> Path:
     """
     parent = cache_dir if cache_dir is not None else _default_cache_dir()
     folder = parent / _digest()
-    if os.path.isdir(folder):  # which, unlike Path.is_dir, is no error where the caller may not look
-        return folder
     try:
-        parent.mkdir(mode=0o700, parents=True, exist_ok=True)
+        trusted_paths.require_ours(folder)  # every program that is started on the simulated driver loads it
+        if os.path.isdir(folder):  # which, unlike Path.is_dir, is no error where the caller may not look
+            return folder
+        trusted_paths.make_private(parent)
         work = Path(tempfile.mkdtemp(prefix="build-", dir=parent))
     except OSError as e:
         raise SimulatorUnavailable(
-            f"the simulated driver cannot be built: {parent} cannot be made or written: {e.strerror}",
-            hint="set XDG_CACHE_HOME to a folder that can be written",
+            f"the simulated driver cannot be built: {parent} cannot be used: {e.strerror}",
+            hint="set XDG_CACHE_HOME to a folder that only this user can write",
         ) from e
     try:
         for product in PRODUCTS:

@@ -1,0 +1,85 @@
+"""Small private records, one a process, that a later command needs: they are there until the next boot.
+
+A record belongs to one process (pid and start time). It is an aid, not the truth: what cannot be written or read is not
+there, and every operation works without.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import json
+import os
+from collections.abc import Iterator, Mapping
+from pathlib import Path
+from typing import Any
+
+from gpucr.linux import processes, trusted_paths
+from gpucr.linux.private_folders import runtime_folder
+from gpucr.model import ProcessId
+
+_MAX_BYTES = 1 << 20
+
+
+class ProcessRecords:
+    """The records of one kind, in a folder of that name."""
+
+    def __init__(self, kind: str) -> None:
+        self._kind = kind
+
+    def write(self, process: ProcessId, record: Mapping[str, Any]) -> None:
+        """Write the record of a process that has none; one that is there stays."""
+        with contextlib.suppress(OSError):  # a full disk must not stop an operation
+            self.require_written(process, record)
+
+    def require_written(self, process: ProcessId, record: Mapping[str, Any]) -> None:
+        """As `write`, where nothing works without. Raises OSError."""
+        path = self.path(process)
+        trusted_paths.make_private(path.parent)
+        fd = trusted_paths.open_file(path, os.O_WRONLY | os.O_CREAT | os.O_EXCL)
+        with os.fdopen(fd, "w") as stream:
+            json.dump(record, stream)
+
+    def read(self, process: ProcessId) -> Any:
+        """The record as JSON, unchecked; None where there is none, or something that is not JSON."""
+        with contextlib.suppress(OSError, ValueError, RecursionError), self.path(process).open("rb") as stream:
+            return json.loads(stream.read(_MAX_BYTES))
+        return None
+
+    def is_written(self, process: ProcessId) -> bool:
+        """Whether there is a record of this process."""
+        with contextlib.suppress(OSError):
+            return self.path(process).exists()
+        return False
+
+    def remove(self, process: ProcessId) -> None:
+        """Remove the record of one process."""
+        with contextlib.suppress(OSError):
+            self.path(process).unlink()
+
+    def remove_ended(self) -> None:
+        """Remove the records of all processes that have ended."""
+        with contextlib.suppress(OSError):
+            for path, process in list(self._all()):
+                if not processes.is_alive(process):
+                    path.unlink()
+
+    def path(self, process: ProcessId) -> Path:
+        """Where the record of a process is."""
+        return self.folder() / f"{_here()}-{process.pid}-{process.start_time_ticks}.json"
+
+    def folder(self) -> Path:
+        """Where they are. Raises OSError where the user has no folder, or somebody else can change it."""
+        return runtime_folder() / self._kind
+
+    def _all(self) -> Iterator[tuple[Path, ProcessId]]:
+        here = _here()
+        for path in self.folder().iterdir():
+            numbers = path.stem.removeprefix(f"{here}-").split("-")
+            if path.stem.startswith(here) and len(numbers) == 2 and all(number.isdecimal() for number in numbers):
+                yield path, ProcessId(int(numbers[0]), int(numbers[1]))
+
+
+def _here() -> str:
+    """What pids and start times belong to: this boot (start times begin anew with each) and this pid namespace."""
+    boot_id = Path("/proc/sys/kernel/random/boot_id").read_text().strip()
+    return f"{boot_id}-{os.stat('/proc/self/ns/pid').st_ino}"
