@@ -30,6 +30,7 @@ from gpucr.quantities import format_bytes
 
 FOLDER = "folder"
 MEASURED = ("dump", "restore", "again")
+_TRUSTED = "+trusted"
 _WIDTH = 110
 
 
@@ -69,9 +70,10 @@ class PlainFolder:
 class InStore:
     """All snapshots go into one store."""
 
-    def __init__(self, compress: Compress, *, encrypt: bool) -> None:
-        self.name = f"{compress}+encrypted" if encrypt else compress
+    def __init__(self, compress: Compress, *, encrypt: bool, trust_store: bool) -> None:
+        self.name = f"{compress}{'+encrypted' if encrypt else ''}{_TRUSTED if trust_store else ''}"
         self._compress: Compress = compress
+        self._trust_store = trust_store
         self._key = gpucr.Secret.key_file(bytes(32)) if encrypt else None
 
     def prepare(self, folder: Path) -> None:
@@ -81,7 +83,9 @@ class InStore:
 
     def dump(self, pid: int, name: str) -> gpucr.DumpReport:
         """See `Way.dump`."""
-        return gpucr.dump(pid, f"{self._store}#{name}", compress=self._compress, key=self._key)
+        return gpucr.dump(
+            pid, f"{self._store}#{name}", compress=self._compress, trust_store=self._trust_store, key=self._key
+        )
 
     def restore(self, name: str) -> gpucr.RestoreReport:
         """See `Way.restore`."""
@@ -92,7 +96,8 @@ def all_ways() -> Mapping[str, Way]:
     """The ways that can be chosen, by name."""
     compressions: tuple[Compress, ...] = ("none", "auto", "fast")
     ways: list[Way] = [PlainFolder()]
-    ways += [InStore(compress, encrypt=encrypt) for encrypt in (False, True) for compress in compressions]
+    for trust in (False, True):
+        ways += [InStore(compress, encrypt=on, trust_store=trust) for on in (False, True) for compress in compressions]
     return {way.name: way for way in ways}
 
 
@@ -232,7 +237,7 @@ def print_table(results: Mapping[str, Result], title: str) -> None:
 def _parse_ways(ctx: click.Context, parameter: click.Parameter, value: str | None) -> tuple[Way, ...]:
     ways = all_ways()
     if value is None:
-        return tuple(ways.values())
+        return tuple(way for name, way in ways.items() if not name.endswith(_TRUSTED))
     names = [name.strip() for name in value.split(",")]
     unknown = [name for name in names if name not in ways]
     if unknown:
@@ -245,7 +250,10 @@ def _parse_ways(ctx: click.Context, parameter: click.Parameter, value: str | Non
 @click.option("--to", required=True, type=click.Path(file_okay=False, path_type=Path), help="For snapshots.")
 @click.option("--rounds", default=3, show_default=True, type=click.IntRange(1), help="Rounds; medians are taken.")
 @click.option(
-    "--ways", callback=_parse_ways, metavar="WAY,...", help="Which ones, such as folder,auto+encrypted.  [default: all]"
+    "--ways",
+    callback=_parse_ways,
+    metavar="WAY,...",
+    help="Which ones, such as folder,auto+encrypted,auto+trusted (--trust-store).  [default: all but the trusted]",
 )
 @click.option("--warm-gib", type=click.FloatRange(min=0), help="Host memory to touch first [2.5 times --gib].")
 @click.option("--json", "as_json_output", is_flag=True, help="Print everything that was measured as JSON.")

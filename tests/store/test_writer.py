@@ -115,8 +115,7 @@ def test_a_second_writer_stores_nothing_again(secret: Secret | None) -> None:
     assert [writer.add(piece) for piece in noise(20)] == first
     writer.flush()
     assert (writer.counts.known_bytes, writer.counts.bytes_written) == (20 * PIECE, 0)
-    assert writer.relied_packs == {contents.pack_id for contents in index.load(store).packs}
-    assert writer.own_packs == frozenset()
+    assert writer.counts.checked_bytes == 20 * PIECE
     assert store.backend.objects == before  # type: ignore[attr-defined]
 
 
@@ -588,51 +587,3 @@ def test_a_writer_that_is_discarded() -> None:
     for call in (writer.flush, lambda: writer.add(b"more")):
         with pytest.raises(StoreError, match="the writer has ended"):
             call()
-
-
-# --- packs that go away -------------------------------------------------------------------------------------------
-
-
-def test_what_was_relied_on_is_stored_again(secret: Secret | None) -> None:
-    """A prune retired the packs: after that the old packs may go, and everything is still there."""
-    place = MemoryBackend()
-    store = new_store(place, secret)
-    write(store, noise(20))
-    writer = StoreWriter(store, index.load(store))
-    refs = [writer.add(piece) for piece in noise(20)]
-    retired = writer.relied_packs
-    writer.store_again(retired)
-    refs += [writer.add(piece) for piece in noise(1) + noise(5, seed=3)]
-    writer.flush()
-    assert not writer.relied_packs
-    assert not writer.own_packs & retired
-    for pack_id in retired:
-        place.delete(pack.pack_name(pack_id))
-    own = StoreReader(store, index.load(store, without=retired))
-    assert own.read_all(refs) == b"".join(noise(20) + noise(1) + noise(5, seed=3))
-
-
-def test_what_is_not_relied_on_in_a_retired_pack_is_stored_when_it_comes() -> None:
-    store = new_store()
-    write(store, noise(4), lanes=1)
-    writer = StoreWriter(store, index.load(store))
-    writer.add(noise(4)[0])
-    writer.store_again(writer.relied_packs)
-    writer.add(noise(4)[3])
-    writer.flush()
-    assert not writer.relied_packs
-    assert len(index.load(store, without=[next(iter(index.load(store).packs)).pack_id]).packs) == 1
-
-
-def test_what_cannot_be_stored_again() -> None:
-    place = MemoryBackend()
-    store = new_store(place)
-    write(store, noise(1))
-    writer = StoreWriter(store, index.load(store))
-    writer.add(noise(1)[0])
-    for name in place.names("packs/"):
-        place.delete(name)
-    with pytest.raises(StoreDamaged, match="is missing"):
-        writer.store_again(writer.relied_packs)
-    with pytest.raises(StoreDamaged, match="is missing"):
-        writer.flush()

@@ -25,6 +25,7 @@ from gpucr.cli.progress import progress_printer
 )
 @click.option("--from-plain", is_flag=True, help="The first store is not encrypted, though the second one is.")
 @click.option("--to-plain", is_flag=True, help="The second store is not encrypted, though the first one is.")
+@click.option("--trust-store", is_flag=True, help="Rely on what the second store has already without reading it.")
 @json_option
 @quiet_option
 def command(
@@ -35,12 +36,14 @@ def command(
     to_key_file: Path | None,
     from_plain: bool,
     to_plain: bool,
+    trust_store: bool,
     as_json: bool,
     quiet: bool,
 ) -> None:
     """Copy a snapshot, or all of a store, to another store: only what is missing there.
 
-    A copy that was cut off goes on from there when it is made again.
+    What is there already is read and checked, and copied again where it is damaged. A copy that was cut off continues
+    when it is made again.
 
     \b
     Example:
@@ -58,6 +61,7 @@ def command(
             target,
             key=None if from_plain else key,
             target_key=to_key if to_key is not None or to_plain else key,
+            trust_store=trust_store,
             on_progress=listener,
         ),
     )

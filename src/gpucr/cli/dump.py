@@ -36,6 +36,7 @@ class _Options(TypedDict):
     only: bool
     compress: Compress
     encrypt: bool
+    trust_store: bool
 
 
 @click.command("dump")
@@ -70,6 +71,9 @@ class _Options(TypedDict):
     help="In a store: compress where that saves time, not at all, or wherever it saves bytes.",
 )
 @click.option("--encrypt", is_flag=True, help="Take no other store than one that is encrypted.")
+@click.option(
+    "--trust-store", is_flag=True, help="In a store: rely on what it has already without reading and checking it."
+)
 @key_file_option
 @click.option(
     "--dry-run",
@@ -93,6 +97,7 @@ def command(
     persist: Persist,
     compress: Compress,
     encrypt: bool,
+    trust_store: bool,
     key_file: Path | None,
     dry_run: bool,
     only: bool,
@@ -106,7 +111,7 @@ def command(
 
     The processes are ended only after the snapshot is complete and durable. If anything fails before, they go on as
     if nothing had been, and DIR is as it was. A store (`gpucr store init`) holds many snapshots: what it has already is
-    not written again.
+    checked, and not written again.
 
     \b
     Example:
@@ -134,6 +139,7 @@ def command(
         raise click.UsageError("name what to dump: PID, NAME, or --container ID with --runtime and --runtime-root")
     options: _Options = {
         "leave_running": leave_running, "persist": persist, "only": only, "compress": compress, "encrypt": encrypt,
+        "trust_store": trust_store,
     }  # fmt: skip
     if dry_run:
         plan = with_key(key_file, lambda key: plan_dump(pid, to, **options, key=key))

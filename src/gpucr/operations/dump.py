@@ -92,6 +92,7 @@ def dump(
     only: bool = False,
     compress: Compress = "auto",
     encrypt: bool = False,
+    trust_store: bool = False,
     key: Secret | None = None,
     timeout_s: float | None = None,
     force: bool = False,
@@ -108,7 +109,8 @@ def dump(
     and ``to`` is as it was. Needs root (CAP_SYS_ADMIN and CAP_SYS_PTRACE).
 
     ``to`` is a folder that does not exist, or is empty; or a store (``STORE#NAME``, where the name may be left out), in
-    which what it has already is not stored again. The rest is compressed as ``compress`` says. ``key`` opens a store
+    which what it has already is not stored again: it is read and compared, and written anew where it is damaged; with
+    ``trust_store`` it is taken for intact, unread. The rest is compressed as ``compress`` says. ``key`` opens a store
     that is encrypted; with ``encrypt`` no other one is taken.
 
     Raises ProcessNotFound, InvalidRequest, NotPermitted, SnapshotExists, Unsupported, WrongKey (before anything was
@@ -117,7 +119,7 @@ def dump(
     JobDamaged (not undone).
     """  # fmt: skip
     deadline = jobs.deadline_after(timeout_s)
-    place = find_target(to, compress=compress, encrypt=encrypt, key=key)
+    place = find_target(to, compress=compress, encrypt=encrypt, trust_store=trust_store, key=key)
     for attempt in range(1, ATTEMPTS + 1):
         with contextlib.ExitStack() as opened:
             found = opened.enter_context(jobs.claimed_job(pid))
@@ -150,10 +152,11 @@ def plan_dump(
     only: bool = False,
     compress: Compress = "auto",
     encrypt: bool = False,
+    trust_store: bool = False,
     key: Secret | None = None,
 ) -> DumpPlan:
     """What `dump` would do with the same arguments. Changes nothing; raises as `dump` does before its first step."""
-    place = find_target(to, compress=compress, encrypt=encrypt, key=key)
+    place = find_target(to, compress=compress, encrypt=encrypt, trust_store=trust_store, key=key)
     found = jobs.find_job(pid)
     protection = Protection() if found.job.gang else None
     prepared = _prepare(
@@ -304,7 +307,17 @@ def _run(prepared: _Prepared, roll: Roll, on_progress: OnProgress | None) -> Dum
 def _warnings(prepared: _Prepared) -> tuple[str, ...]:
     note = prepared.context.note
     noted = (note.warning,) if note is not None and note.warning is not None else ()
-    return (*(finding.sentence() for finding in prepared.findings), *noted)
+    return (*(finding.sentence() for finding in prepared.findings), *noted, *_repairs(prepared.context))
+
+
+def _repairs(context: DumpContext) -> tuple[str, ...]:
+    repaired_bytes = context.target.counts(context.writer).repaired_bytes
+    if not repaired_bytes:
+        return ()
+    return (
+        f"{repaired_bytes} bytes that {context.target.where} relies on were damaged in the store, and were written "
+        "again; other snapshots there may be damaged too: check them with gpucr verify --deep",
+    )
 
 
 def _downtime_s(steps: Sequence[Step], phases: Sequence[Phase]) -> float:

@@ -64,14 +64,22 @@ class _InStore:
     store: Store
     name: str | None
     compress: Compress
+    trust_store: bool
 
     def target(self, job: Job, device_bytes: int) -> DumpTarget:
         from gpucr.operations.store_target import StoreTarget
 
-        return StoreTarget(self.store, self.name, compress=self.compress, job=job, device_bytes=device_bytes)
+        return StoreTarget(
+            self.store,
+            self.name,
+            compress=self.compress,
+            trust_store=self.trust_store,
+            job=job,
+            device_bytes=device_bytes,
+        )
 
 
-def find_target(to: Place, *, compress: Compress, encrypt: bool, key: Secret | None) -> TargetPlace:
+def find_target(to: Place, *, compress: Compress, encrypt: bool, trust_store: bool, key: Secret | None) -> TargetPlace:
     """What a dump is to go to. A folder that is empty, or is not there, is one for a plain snapshot.
 
     Raises InvalidRequest, WrongKey, StoreDamaged, StoreError.
@@ -80,7 +88,7 @@ def find_target(to: Place, *, compress: Compress, encrypt: bool, key: Secret | N
         raise InvalidRequest(f"compress is {compress!r}", hint="give one of " + ", ".join(get_args(Compress)))
     location = _store_location(to)
     if location is None:
-        if encrypt or key is not None or compress != "auto":
+        if encrypt or key is not None or trust_store or compress != "auto":
             raise InvalidRequest(
                 f"{os.fspath(to)} is no store: only in a store are snapshots compressed and encrypted",
                 hint=f"make one first: gpucr store init {os.fspath(to)}",
@@ -94,7 +102,7 @@ def find_target(to: Place, *, compress: Compress, encrypt: bool, key: Secret | N
             hint="make another one with: gpucr store init --encrypt",
             code="GPUCR-NOT-ENCRYPTED",
         )
-    return _InStore(store, location.snapshot, compress)
+    return _InStore(store, location.snapshot, compress, trust_store)
 
 
 def open_snapshot(place: Place, key: Secret | None = None) -> Snapshot | SnapshotInStore:

@@ -27,6 +27,7 @@ from gpucr.snapshot.folder import IMAGES_NAME, UnfinishedSnapshot, completed
 from gpucr.snapshot.manifest import DeviceData, FileRecord, Manifest, encode
 from gpucr.snapshot.shared_files import FOLDER_NAME
 from gpucr.store import snapshots
+from gpucr.store.checks import Checks
 from gpucr.store.codec import Compress
 from gpucr.store.local import LocalBackend
 from gpucr.store.opened import Store
@@ -40,15 +41,20 @@ _NO_SPACE_HINT = "free space in the folder for temporary files, or name another 
 class StoreTarget:
     """A snapshot in a store (see `DumpTarget`). ``job`` and ``device_bytes``: what will be dumped.
 
+    ``trust_store``: what the store has already is relied on unread.
+
     Raises InvalidRequest for a name that no snapshot can have.
     """
 
-    def __init__(self, store: Store, name: str | None, *, compress: Compress, job: Job, device_bytes: int) -> None:
+    def __init__(
+        self, store: Store, name: str | None, *, compress: Compress, trust_store: bool, job: Job, device_bytes: int
+    ) -> None:
         if name is not None:
             snapshots.check_name(name)
         self._store = store
         self._name = name
         self._compress: Compress = compress
+        self._checks = Checks(trust=trust_store)
         resident_bytes = sum(memory.resident_bytes(pid) for pid in job.pids)
         self._working = WorkingFolder(resident_bytes, besides_bytes=device_bytes)
         self.folder = UnfinishedSnapshot(self._working.snapshot)
@@ -106,7 +112,9 @@ class StoreTarget:
         self.folder.create()
         if protection is not None:
             protection.change(folder=UnfinishedFolder(str(self.folder.path)))
-        self._session = self._sink.session = WriteSession.begin(self._store, compress=self._compress)
+        self._session = self._sink.session = WriteSession.begin(
+            self._store, compress=self._compress, checks=self._checks
+        )
 
     @property
     def is_committed(self) -> bool:

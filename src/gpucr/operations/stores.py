@@ -12,6 +12,7 @@ from gpucr.operations.interrupts import Interrupts
 from gpucr.operations.places import Place, open_store, place_of_store
 from gpucr.operations.steps import Meter, OnProgress, run_steps
 from gpucr.store import copy, prune, snapshots, verify
+from gpucr.store.checks import Checks
 from gpucr.store.keys import Secret
 from gpucr.store.local import INCOMING_NAME
 from gpucr.store.location import backend_at
@@ -119,11 +120,13 @@ def copy_snapshots(
     *,
     key: Secret | None = None,
     target_key: Secret | None = None,
+    trust_store: bool = False,
     on_progress: OnProgress | None = None,
 ) -> tuple[CopiedSnapshot, ...]:
     """Copy one snapshot (``STORE#NAME``), or all, to another store: only what is missing there.
 
-    A copy that was cut off goes on when it is made again. Raises InvalidRequest, StoreDamaged, StoreError, WrongKey.
+    What the target has already is read once, and copied again where it is damaged; with ``trust_store`` it is not read.
+    A copy that was cut off continues when it is made again. Raises InvalidRequest, StoreDamaged, StoreError, WrongKey.
     """
     _require_whole(target)
     opened, named = _named(source, key)
@@ -133,7 +136,10 @@ def copy_snapshots(
     def work(interrupts: Interrupts, meter: Meter) -> tuple[CopiedSnapshot, ...]:
         meter.expect(sum(each.size_bytes for each in wanted))
         on_bytes = _counting(interrupts, meter)
-        return tuple(CopiedSnapshot(each, copy.copy(opened, each, to, on_bytes=on_bytes)) for each in wanted)
+        checks = Checks(trust=trust_store)
+        return tuple(
+            CopiedSnapshot(each, copy.copy(opened, each, to, on_bytes=on_bytes, checks=checks)) for each in wanted
+        )
 
     return _run("copy", f"copy {source} to {target}", work, on_progress)
 

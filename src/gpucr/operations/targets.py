@@ -24,7 +24,8 @@ class DumpCounts:
 
     ``bytes_seen``: device memory, and all files (CRIU's images, shared memory). Of these ``zero_bytes`` were zero,
     ``known_bytes`` were in the store already, and compression saved ``compressed_saved_bytes``. ``bytes_written`` is
-    what was written.
+    what was written. Of what the store had already ``checked_bytes`` were read; ``repaired_bytes`` were damaged there
+    and were written again.
     """
 
     bytes_seen: int
@@ -32,6 +33,8 @@ class DumpCounts:
     zero_bytes: int
     known_bytes: int = 0
     compressed_saved_bytes: int = 0
+    checked_bytes: int = 0
+    repaired_bytes: int = 0
 
 
 class DumpTarget(Protocol):

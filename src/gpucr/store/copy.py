@@ -1,17 +1,19 @@
 """Copies a snapshot from one store to another: only pieces that are missing there, encrypted for the target.
 
 What was copied is made known to the target now and then, so that a copy that was cut off goes on from there when it is
-begun again. A snapshot that was copied before gets back what it lacks by now. Between stores without encryption that
-name pieces by the same hash, a piece that the target has is not even read; where one of them is encrypted, only its
-content tells.
+begun again. A snapshot that was copied before gets back what it lacks by now. What the target has already is read and
+checked there, once. Between stores without encryption that name pieces by the same hash, the source need not be read
+for it; where one of them is encrypted, only the content tells.
 """
 
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Sequence
 
+from gpucr.errors import StoreDamaged
 from gpucr.store import retired, snapshots
 from gpucr.store.backend import Buffer
+from gpucr.store.checks import Checks
 from gpucr.store.index import Index
 from gpucr.store.opened import Store
 from gpucr.store.pieces import PieceRef
@@ -28,19 +30,21 @@ def copy(
     target: Store,
     *,
     on_bytes: Callable[[int], None] | None = None,
+    checks: Checks | None = None,
     flush_bytes: int = _FLUSH_BYTES,
 ) -> StoredSnapshot:
-    """The snapshot as it is in the target now; one that is there already, in whole packs, is not copied again.
+    """The snapshot as it is in the target now; one that is there already, and intact, is not copied again.
 
     It gets an id of its own there; name, time and host stay. ``on_bytes`` is told the size of every piece that is done,
-    by several threads. Raises StoreDamaged, also where a pack of one that is there has its size and not its content, as
-    far as that shows here, and StoreError.
+    by several threads. ``checks`` are those of the target: what it has is read before it is relied on, and copied again
+    where it is damaged. Raises StoreDamaged, StoreError.
     """
+    checks = checks if checks is not None else Checks()
     there = _same(snapshot, snapshots.list_all(target).snapshots)
-    if there is not None and _is_whole(target, there):
+    if there is not None and _is_intact(target, there, checks):
         return there
     reader = snapshots.open_reader(source, snapshot)
-    with WriteSession.begin(target) as session:
+    with WriteSession.begin(target, checks=checks) as session:
         lists = {area.name: area.pieces(reader) for area in snapshot.areas}
         moved = _Moved(reader, session, on_bytes or _ignore)
         for part in _parts(list(dict.fromkeys(ref for refs in lists.values() for ref in refs)), flush_bytes):
@@ -66,7 +70,6 @@ class _Moved:
     def __init__(self, reader: StoreReader, session: WriteSession, on_bytes: Callable[[int], None]) -> None:
         self._reader = reader
         self._writer = session.writer
-        self._known = session.known
         self._on_bytes = on_bytes
         self._there: dict[PieceRef, Sequence[PieceRef]] = {}
         source, target = reader.store, session.writer.store
@@ -74,13 +77,12 @@ class _Moved:
 
     def move(self, refs: Sequence[PieceRef]) -> None:
         """Make sure that the target has these pieces."""
-        missing = []
-        for ref in refs:
-            if ref.is_zero or (self._same_names and self._known.find(ref.id) is not None):
-                self._there[ref] = (ref,)
-                self._on_bytes(ref.length)
-            else:
-                missing.append(ref)
+        zeros = [ref for ref in refs if ref.is_zero]
+        missing = [ref for ref in refs if not ref.is_zero]
+        for ref in zeros:
+            self._take(ref)
+        if self._same_names:
+            missing = self._writer.rely_on(missing, self._take)
 
         def deliver(number: int, data: Buffer | None) -> None:
             # A piece of the source may be larger than those of the target.
@@ -88,6 +90,11 @@ class _Moved:
             self._on_bytes(missing[number].length)
 
         self._reader.stream(missing, deliver)
+
+    def _take(self, ref: PieceRef) -> None:
+        """The target has it under the same name."""
+        self._there[ref] = (ref,)
+        self._on_bytes(ref.length)
 
     def refs(self, refs: Sequence[PieceRef]) -> Sequence[PieceRef]:
         """The pieces of the target for these of the source."""
@@ -101,14 +108,22 @@ def _same(snapshot: StoredSnapshot, there: Sequence[StoredSnapshot]) -> StoredSn
     return next((each for each in there if identity(each) == identity(snapshot)), None)
 
 
-def _is_whole(target: Store, there: StoredSnapshot) -> bool:
-    """Whether all that it needs is in packs that are there in their full size. Raises StoreDamaged, StoreError."""
+def _is_intact(target: Store, there: StoredSnapshot, checks: Checks) -> bool:
+    """Whether all that it needs is in packs that are there in their full size, and is what was written.
+
+    Raises StoreError.
+    """
     index = Index()
     for pack in retired.inventory(target, footers=True).packs.values():
         if pack.contents is not None and pack.is_whole:
             index.add(pack.contents)
-    needed = snapshots.live_pieces(there, StoreReader(target, index))
-    return all(index.find(piece_id) is not None for piece_id in needed)
+    reader = StoreReader(target, index)
+    try:
+        places = {ref: index.find(ref.id) for ref in snapshots.live_pieces(there, reader)}
+    except StoreDamaged:  # a list of its pieces
+        return False
+    known = [(ref, place) for ref, place in places.items() if place is not None]
+    return len(known) == len(places) and not checks.damaged(reader, known)
 
 
 def _parts(refs: Sequence[PieceRef], part_bytes: int) -> Iterator[Sequence[PieceRef]]:

@@ -11,7 +11,7 @@ from __future__ import annotations
 
 import os
 import struct
-from collections.abc import Callable, Collection, Iterable, Iterator
+from collections.abc import Callable, Collection, Iterable, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
 
 from gpucr.errors import StoreDamaged
@@ -54,6 +54,7 @@ class Index:
         self._numbers: list[PackContents] = []
         # A piece is found as pack number and entry number in one integer: 200 bytes of memory a piece, not 500.
         self._pieces: dict[bytes, int] = {}
+        self._copies: dict[bytes, list[int]] = {}
 
     def add(self, contents: PackContents) -> None:
         """Take in one pack. A piece that is in another one too is found where it was found first."""
@@ -63,13 +64,20 @@ class Index:
         self._packs[contents.pack_id] = contents
         self._numbers.append(contents)
         for number, entry in enumerate(iter_entries(contents.entries)):
-            self._pieces.setdefault(entry.id, base + number)
+            if self._pieces.setdefault(entry.id, base + number) != base + number:
+                self._copies.setdefault(entry.id, []).append(base + number)
 
     def find(self, piece_id: bytes) -> Place | None:
         """Where the piece is; None: in no pack that the index knows."""
         found = self._pieces.get(piece_id)
-        if found is None:
-            return None
+        return None if found is None else self._place(found)
+
+    def places(self, piece_id: bytes) -> Sequence[Place]:
+        """Every place where the piece is, the one that `find` tells first."""
+        first = self.find(piece_id)
+        return () if first is None else (first, *map(self._place, self._copies.get(piece_id, ())))
+
+    def _place(self, found: int) -> Place:
         pack, number = divmod(found, MAX_ENTRIES)
         contents = self._numbers[pack]
         return Place(contents.pack_id, *_PLACE.unpack_from(contents.entries, number * ENTRY_BYTES))

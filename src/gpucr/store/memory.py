@@ -8,6 +8,10 @@ import mmap
 
 from gpucr.store.backend import Buffer
 
+_libc = ctypes.CDLL(None)
+_libc.memcmp.argtypes = (ctypes.c_void_p, ctypes.c_void_p, ctypes.c_size_t)
+_libc.memcmp.restype = ctypes.c_int
+
 
 class AlignedBuffer:
     """Private memory that begins at a page and stays out of child processes."""
@@ -39,6 +43,19 @@ def copy(into: memoryview, data: Buffer) -> None:
         ctypes.memmove(address_of(into), address_of(memoryview(data)), len(data))
     else:
         into[: len(data)] = data  # a read-only view does not tell its address: the rare case
+
+
+def is_equal(one: Buffer, other: Buffer) -> bool:
+    """Whether the bytes are the same. Of bytes and of writable memory it compares without the GIL."""
+    if len(one) != len(other):
+        return False
+    places = [each if isinstance(each, bytes) else _readable(memoryview(each)) for each in (one, other)]
+    return int(_libc.memcmp(*places, len(one))) == 0
+
+
+def _readable(view: memoryview) -> bytes | int:
+    # A read-only view does not tell its address: the rare case.
+    return view.tobytes() if view.readonly or not view else address_of(view)
 
 
 def is_direct(view: memoryview, block_bytes: int) -> bool:

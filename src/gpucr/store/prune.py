@@ -13,9 +13,10 @@ from dataclasses import dataclass
 from gpucr.errors import StoreDamaged, StoreError
 from gpucr.store import index as indexes
 from gpucr.store import retired, snapshots, writers
+from gpucr.store.checks import Checks
 from gpucr.store.index import Index
 from gpucr.store.opened import NO_SPACE, Store
-from gpucr.store.pack import iter_entries, pack_name
+from gpucr.store.pack import Entry, iter_entries, pack_name
 from gpucr.store.pieces import PieceRef
 from gpucr.store.reader import StoreReader
 from gpucr.store.retired import Batch, Inventory, Pack
@@ -189,7 +190,7 @@ class _Prune:
         reader = StoreReader(self._store, index)
         live: set[bytes] = set()
         for snapshot in kept:
-            needed = set(snapshots.live_pieces(snapshot, reader)) - live
+            needed = {ref.id for ref in snapshots.live_pieces(snapshot, reader)} - live
             for piece_id in needed:
                 if index.find(piece_id) is None:
                     raise StoreDamaged(
@@ -202,23 +203,29 @@ class _Prune:
 
     def _delete(self, inventory: Inventory, live: Set[bytes], alive: Set[str]) -> tuple[Sequence[Pack], Sequence[Pack]]:
         """Delete what was retired before and is not needed any more. What is deleted, and what must wait."""
-        whole = (pack for pack in inventory.in_use() if pack.is_whole)
-        held = {piece_id for pack in whole for piece_id in _pieces(pack) if piece_id in live}
-        deleted: dict[bytes, Pack] = {}
-        waiting: dict[bytes, Pack] = {}
-        for batch in inventory.batches:
-            may = self._may_delete(batch, alive)
-            for pack in (inventory.packs[pack_id] for pack_id in batch.packs if pack_id in inventory.packs):
-                if may and all(piece_id in held for piece_id in _pieces(pack) if piece_id in live):
-                    deleted[pack.id] = pack
-                else:
-                    waiting[pack.id] = pack
-        waiting = {pack_id: pack for pack_id, pack in waiting.items() if pack_id not in deleted}
+        leaving = {pack_id for batch in inventory.batches for pack_id in batch.packs if pack_id in inventory.packs}
+        may = {pack_id for batch in inventory.batches if self._may_delete(batch, alive) for pack_id in batch.packs}
+        candidates = [inventory.packs[pack_id] for pack_id in leaving & may]
+        lost = self._lost_with(candidates, inventory, live)
+        deleted = {pack.id: pack for pack in candidates if lost.isdisjoint(_pieces(pack))}
+        waiting = {pack_id: inventory.packs[pack_id] for pack_id in leaving - deleted.keys()}
         if not self._dry_run:
             for pack_id in deleted:
                 self._store.backend.delete(pack_name(pack_id))
             self._forget(inventory, inventory.packs.keys() - deleted.keys())
         return list(deleted.values()), list(waiting.values())
+
+    def _lost_with(self, packs: Sequence[Pack], inventory: Inventory, live: Set[bytes]) -> Set[bytes]:
+        """The needed pieces of these packs of which no pack in use has a copy that is intact."""
+        in_use = Index()
+        for pack in inventory.in_use():
+            if pack.contents is not None and pack.is_whole:
+                in_use.add(pack.contents)
+        refs = {PieceRef(entry.id, entry.raw_length) for pack in packs for entry in _entries(pack) if entry.id in live}
+        places = {ref: in_use.find(ref.id) for ref in refs}
+        known = [(ref, place) for ref, place in places.items() if place is not None]
+        damaged = Checks().damaged(StoreReader(self._store, in_use), known)
+        return {ref.id for ref in refs} - {ref.id for ref, _ in known} | {ref.id for ref, _ in damaged}
 
     def _may_delete(self, batch: Batch, alive: Set[str]) -> bool:
         if batch.writers is None:
@@ -251,7 +258,7 @@ class _Prune:
         writer = StoreWriter(self._store, known)
         try:
             for pack in sparse:
-                for entry in iter_entries(pack.contents.entries if pack.contents else b""):
+                for entry in _entries(pack):
                     if entry.id in live:
                         writer.add(reader.fetch(PieceRef(entry.id, entry.raw_length)))
             writer.flush()
@@ -289,18 +296,20 @@ class _Prune:
                 backend.delete(info.name)
 
 
+def _entries(pack: Pack) -> Iterator[Entry]:
+    return iter_entries(pack.contents.entries if pack.contents is not None else b"")
+
+
 def _pieces(pack: Pack) -> Iterator[bytes]:
-    return (entry.id for entry in iter_entries(pack.contents.entries)) if pack.contents else iter(())
+    return (entry.id for entry in _entries(pack))
 
 
 def _needed(pack: Pack, live: Set[bytes]) -> int:
     """How many bytes of the pack are needed."""
-    if pack.contents is None:
-        return 0
-    return sum(entry.stored_length for entry in iter_entries(pack.contents.entries) if entry.id in live)
+    return sum(entry.stored_length for entry in _entries(pack) if entry.id in live)
 
 
 def _needed_part(pack: Pack, live: Set[bytes]) -> float:
     """Of what is in the pack, not of its size: a pack that was just filled with what is needed has a footer too."""
-    stored = sum(entry.stored_length for entry in iter_entries(pack.contents.entries)) if pack.contents else 0
+    stored = sum(entry.stored_length for entry in _entries(pack))
     return _needed(pack, live) / stored if stored else 0.0

@@ -8,15 +8,16 @@ from __future__ import annotations
 
 import threading
 from collections.abc import Callable, Iterable, Iterator, Sequence
+from contextlib import suppress
 from itertools import islice
 from typing import NamedTuple
 
-from gpucr.errors import GpucrError
+from gpucr.errors import GpucrError, StoreDamaged
 from gpucr.store import codec, pieces
 from gpucr.store.backend import Buffer, Missing
 from gpucr.store.crypto import Changed
 from gpucr.store.index import Index
-from gpucr.store.memory import AlignedBuffer, copy
+from gpucr.store.memory import AlignedBuffer, copy, is_equal
 from gpucr.store.opened import Store
 from gpucr.store.pack import Place, bound, pack_name
 from gpucr.store.pieces import PieceListError, PieceRef
@@ -29,6 +30,7 @@ _GAP_BYTES = 128 << 10
 _WINDOW_BYTES = 128 << 20
 
 Deliver = Callable[[int, Buffer | None], None]
+OnDamaged = Callable[[int, StoreDamaged], None]
 
 
 class _Wanted(NamedTuple):
@@ -60,8 +62,24 @@ class StoreReader:
         """One piece. Raises StoreDamaged, StoreError."""
         if ref.is_zero:
             return bytes(ref.length)
-        place = self._place(ref)
-        return self._piece(ref, place, memoryview(self._read_range(place)))
+        return self._first_intact(ref, self._places(ref)[0], None)
+
+    def is_intact(self, ref: PieceRef, place: Place, buffer: memoryview, content: memoryview | None) -> bool:
+        """Whether the piece really lies at this one place. Reads it into the buffer, past the page cache.
+
+        Compares it with its content where that is given, else with its digest. Raises StoreError where the place of the
+        store does not work.
+        """
+        if place.raw_length != ref.length:
+            return False
+        try:
+            stored = buffer[: self._read_into(pack_name(place.pack_id), place.offset, buffer)][: place.stored_length]
+            if content is not None:
+                return is_equal(self._decoded(ref, place, stored), content)
+            self._piece(ref, place, stored)
+        except StoreDamaged:
+            return False
+        return True
 
     def read(self, refs: Sequence[PieceRef], into: Sequence[memoryview]) -> None:
         """Fill each buffer, which is as long as its piece, with the piece. Raises StoreDamaged, StoreError."""
@@ -92,20 +110,20 @@ class StoreReader:
 
     def stored_bytes(self, refs: Iterable[PieceRef]) -> int:
         """What these pieces take in their packs; one that is named twice is there once. Raises StoreDamaged."""
-        return sum(self._place(ref).stored_length for ref in dict.fromkeys(refs) if not ref.is_zero)
+        return sum(self._places(ref)[0].stored_length for ref in dict.fromkeys(refs) if not ref.is_zero)
 
-    def stream(self, refs: Iterable[PieceRef], deliver: Deliver) -> None:
+    def stream(self, refs: Iterable[PieceRef], deliver: Deliver, on_damaged: OnDamaged | None = None) -> None:
         """Hand over every piece, checked, with its number in the order of ``refs``; None: it is all zero.
 
         ``deliver`` is called by several threads at once, and the bytes are its own only until it returns. Earlier
         pieces come earlier, within a window. The first exception, also one of ``deliver``, ends it and is raised when
-        all threads have ended.
+        all threads have ended. ``on_damaged`` is called instead for a piece that cannot be read, and the others follow.
         """
-        _Stream(self, refs, deliver).run(self._threads)
+        _Stream(self, refs, deliver, on_damaged).run(self._threads)
 
     # --- for `_Stream` ---------------------------------------------------------------------------------------
 
-    def groups(self, refs: Iterable[PieceRef]) -> Iterator[_Group]:
+    def groups(self, refs: Iterable[PieceRef], on_damaged: OnDamaged | None) -> Iterator[_Group]:
         """What to read with one request each."""
         numbered = enumerate(refs)
         count = max(1, _WINDOW_BYTES // self.store.config.piece_bytes)
@@ -113,77 +131,118 @@ class StoreReader:
             zeros = [number for number, ref in window if ref.is_zero]
             if zeros:
                 yield _Group([], zeros)
-            wanted = [_Wanted(number, ref, self._place(ref)) for number, ref in window if not ref.is_zero]
+            wanted = []
+            for number, ref in window:
+                if not ref.is_zero:
+                    try:
+                        wanted.append(_Wanted(number, ref, self._places(ref)[0]))
+                    except StoreDamaged as e:
+                        _tell(on_damaged, number, e)
             yield from sorted(_neighbours(wanted), key=lambda group: min(each.number for each in group.wanted))
 
-    def hand_over(self, group: _Group, buffer: memoryview, deliver: Deliver) -> None:
+    def hand_over(self, group: _Group, buffer: memoryview, deliver: Deliver, on_damaged: OnDamaged | None) -> None:
         """Read one group, which fits into the buffer, and hand over its pieces."""
         for number in group.zeros:
             deliver(number, None)
         if not group.wanted:
             return
         start = group.wanted[0].place.offset
-        name = pack_name(group.wanted[0].place.pack_id)
-        try:
-            count = self.store.backend.read_into(name, start, buffer[: group.size_bytes])
-        except Missing as e:
-            raise self.store.damaged(name, "is missing") from e
-        except OSError as e:
-            raise self.store.unreadable(name, e) from e
-        data = buffer[:count]
+        data: memoryview | None = None
+        with suppress(StoreDamaged):  # of one bad sector, say: what lies beside it can be read alone
+            name = pack_name(group.wanted[0].place.pack_id)
+            data = buffer[: self._read_into(name, start, buffer[: group.size_bytes])]
         for number, ref, place in sorted(group.wanted):
             offset = place.offset - start
-            deliver(number, self._piece(ref, place, data[offset : offset + place.stored_length]))
+            try:
+                stored = None if data is None else data[offset : offset + place.stored_length]
+                piece = self._first_intact(ref, place, stored)
+            except StoreDamaged as e:
+                _tell(on_damaged, number, e)
+                continue
+            deliver(number, piece)
 
     # --- one piece -------------------------------------------------------------------------------------------
 
-    def _place(self, ref: PieceRef) -> Place:
-        place = self._index.find(ref.id)
-        if place is None:
+    def _places(self, ref: PieceRef) -> Sequence[Place]:
+        """Where the piece is, at least one place. Raises StoreDamaged."""
+        found = self._index.places(ref.id)
+        if not found:
             raise self.store.damaged("packs/", f"lacks the piece {ref.id.hex()}: no pack in the index has it")
-        if place.raw_length != ref.length:
-            name = pack_name(place.pack_id)
-            raise self.store.damaged(name, f"has {place.raw_length} bytes for a piece of {ref.length}")
-        return place
+        places = [place for place in found if place.raw_length == ref.length]
+        if not places:
+            name = pack_name(found[0].pack_id)
+            raise self.store.damaged(name, f"has {found[0].raw_length} bytes for a piece of {ref.length}")
+        return places
 
-    def _read_range(self, place: Place) -> bytes:
-        name = pack_name(place.pack_id)
+    def _first_intact(self, ref: PieceRef, first: Place, stored: memoryview | None) -> Buffer:
+        """The piece, whose first place holds ``stored`` (None: not read yet); else a copy of it that is intact.
+
+        Raises StoreDamaged where there is none.
+        """
         try:
-            return self.store.backend.read(name, place.offset, place.stored_length)
+            return self._piece(ref, first, self._read_range(first) if stored is None else stored)
+        except StoreDamaged:
+            for place in self._places(ref)[1:]:
+                with suppress(StoreDamaged):
+                    return self._piece(ref, place, self._read_range(place))
+            raise
+
+    def _read_range(self, place: Place) -> memoryview:
+        data = bytearray(place.stored_length)
+        view = memoryview(data)
+        return view[: self._read_into(pack_name(place.pack_id), place.offset, view)]
+
+    def _read_into(self, name: str, offset: int, buffer: memoryview) -> int:
+        try:
+            return self.store.backend.read_into(name, offset, buffer)
         except Missing as e:
             raise self.store.damaged(name, "is missing") from e
         except OSError as e:
             raise self.store.unreadable(name, e) from e
 
     def _piece(self, ref: PieceRef, place: Place, stored: memoryview) -> Buffer:
-        name = pack_name(place.pack_id)
+        data = self._decoded(ref, place, stored)
+        # What was encrypted is authenticated together with its name already.
+        if self.store.keys is None and self.store.digest(data) != ref.id:
+            raise self._differs(place, "it differs from its digest")
+        return data
+
+    def _decoded(self, ref: PieceRef, place: Place, stored: memoryview) -> Buffer:
         if len(stored) < place.stored_length:
             end = place.offset + place.stored_length
-            raise self.store.damaged(name, f"is cut short: it ends before byte {end}, where a piece of it ends")
+            what = f"is cut short: it ends before byte {end}, where a piece of it ends"
+            raise self.store.damaged(pack_name(place.pack_id), what)
         try:
             data: Buffer = stored
             if self.store.keys is not None:
                 cipher = self.store.keys.pack(place.pack_id)
                 data = cipher.decrypt(place.block, stored, bound(ref.id, place.raw_length, place.encoding))
-            data = codec.decode(data, place.encoding, place.raw_length)
-            # What was encrypted is authenticated together with its name already.
-            if self.store.keys is None and self.store.digest(data) != ref.id:
-                raise Changed("it differs from its digest")
+            return codec.decode(data, place.encoding, place.raw_length)
         except Changed as e:
-            last = place.offset + place.stored_length
-            raise self.store.damaged(
-                name, f"differs from what was written, between bytes {place.offset} and {last}: {e}"
-            ) from e
-        return data
+            raise self._differs(place, str(e)) from e
+
+    def _differs(self, place: Place, why: str) -> StoreDamaged:
+        last = place.offset + place.stored_length
+        what = f"differs from what was written, between bytes {place.offset} and {last}: {why}"
+        return self.store.damaged(pack_name(place.pack_id), what)
+
+
+def _tell(on_damaged: OnDamaged | None, number: int, error: StoreDamaged) -> None:
+    if on_damaged is None:
+        raise error
+    on_damaged(number, error)
 
 
 class _Stream:
     """One call of `StoreReader.stream`: threads that take groups until there are no more, or one of them fails."""
 
-    def __init__(self, reader: StoreReader, refs: Iterable[PieceRef], deliver: Deliver) -> None:
+    def __init__(
+        self, reader: StoreReader, refs: Iterable[PieceRef], deliver: Deliver, on_damaged: OnDamaged | None
+    ) -> None:
         self._reader = reader
         self._deliver = deliver
-        self._groups = reader.groups(refs)
+        self._on_damaged = on_damaged
+        self._groups = reader.groups(refs, on_damaged)
         self._lock = threading.Lock()
         self._error: BaseException | None = None
 
@@ -209,7 +268,7 @@ class _Stream:
             while (group := begun.pop(0) if begun else self._next()) is not None:
                 if group.size_bytes > len(buffer):  # a single piece that is larger than what is read at once
                     buffer = AlignedBuffer(group.size_bytes)
-                self._reader.hand_over(group, buffer.view, self._deliver)
+                self._reader.hand_over(group, buffer.view, self._deliver, self._on_damaged)
         except BaseException as e:  # noqa: BLE001 - whatever it is, `run` raises it when all threads have ended
             with self._lock:
                 self._error = self._error or e

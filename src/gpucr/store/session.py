@@ -10,8 +10,8 @@ from collections.abc import Iterable, Mapping, Sequence
 from types import TracebackType
 
 from gpucr.store import retired, snapshots
+from gpucr.store.checks import Checks
 from gpucr.store.codec import Compress
-from gpucr.store.index import Index
 from gpucr.store.opened import Store
 from gpucr.store.pieces import PieceRef
 from gpucr.store.snapshots import Area, StoredSnapshot
@@ -22,25 +22,31 @@ from gpucr.store.writers import REFRESH_S, Registration
 class WriteSession:
     """A snapshot that is being written; a context manager. `commit` makes it exist, leaving without it discards it.
 
-    ``writer`` takes the pieces (its `StoreWriter.add`, by many threads), ``known`` is what the store had before.
+    ``writer`` takes the pieces (its `StoreWriter.add`, by many threads).
     """
 
-    def __init__(self, registration: Registration, writer: StoreWriter, known: Index) -> None:
+    def __init__(self, registration: Registration, writer: StoreWriter) -> None:
         self.writer = writer
-        self.known = known
         self._registration = registration
         self._has_ended = False
 
     @classmethod
-    def begin(cls, store: Store, *, compress: Compress = "auto", refresh_s: float = REFRESH_S) -> WriteSession:
-        """Make a new writer known to the store, and see what is there already.
+    def begin(
+        cls,
+        store: Store,
+        *,
+        compress: Compress = "auto",
+        checks: Checks | None = None,
+        refresh_s: float = REFRESH_S,
+    ) -> WriteSession:
+        """Make a new writer known to the store, and see what is there already. ``checks``: see `StoreWriter`.
 
         Raises StoreDamaged, StoreError, and Unsupported where the place cannot keep two writers apart.
         """
         registration = Registration.register(store, refresh_s=refresh_s)
         try:
             known = retired.known_index(store)
-            return cls(registration, StoreWriter(store, known, compress=compress), known)
+            return cls(registration, StoreWriter(store, known, compress=compress, checks=checks))
         except BaseException:
             registration.end()
             raise

@@ -310,16 +310,12 @@ def remove(store: Store, snapshot_id: str) -> None:
         raise store.not_usable(e) from e
 
 
-def live_pieces(snapshot: StoredSnapshot, reader: StoreReader) -> Iterable[bytes]:
-    """The names of all pieces that a snapshot needs, also those of its lists. Raises StoreDamaged."""
+def live_pieces(snapshot: StoredSnapshot, reader: StoreReader) -> Iterable[PieceRef]:
+    """All pieces that a snapshot needs, also those of its lists, less those of zeros. Raises StoreDamaged."""
     for area in snapshot.areas:
-        for ref in area.listed:
-            if not ref.is_zero:
-                yield ref.id
+        yield from (ref for ref in area.listed if not ref.is_zero)
         if area.is_long:
-            for ref in area.pieces(reader):
-                if not ref.is_zero:
-                    yield ref.id
+            yield from (ref for ref in area.pieces(reader) if not ref.is_zero)
 
 
 def open_reader(store: Store, snapshot: StoredSnapshot) -> StoreReader:
@@ -337,9 +333,9 @@ def open_reader(store: Store, snapshot: StoredSnapshot) -> StoreReader:
 def _complete_reader(store: Store, snapshot: StoredSnapshot, *, footers: bool) -> StoreReader:
     index = retired.whole_index(store, footers=footers)
     reader = StoreReader(store, index)
-    for piece_id in live_pieces(snapshot, reader):
-        if index.find(piece_id) is None:
-            what = f"lacks the piece {piece_id.hex()}, which the snapshot {snapshot.label} needs"
+    for ref in live_pieces(snapshot, reader):
+        if index.find(ref.id) is None:
+            what = f"lacks the piece {ref.id.hex()}, which the snapshot {snapshot.label} needs"
             raise store.damaged(PACKS_PREFIX, what)
     return reader
 

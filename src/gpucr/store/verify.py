@@ -118,29 +118,22 @@ class _Check:
         return bad
 
     def contents(self, refs: Sequence[PieceRef], on_bytes: Callable[[int], None]) -> dict[bytes, str]:
-        """What is wrong with the contents of these pieces, by piece."""
+        """What is wrong with the contents of these pieces, by piece; nothing where another pack has a good copy."""
         bad: dict[bytes, str] = {}
-        for wanted in self.by_pack(refs).values():
-            in_order = sorted(wanted, key=lambda each: each[1].block)
-            pack_refs = [ref for ref, _ in in_order]
+        in_order = [ref for wanted in self.by_pack(refs).values() for ref, _ in sorted(wanted, key=_block)]
 
-            def count(number: int, data: Buffer | None, pack_refs: Sequence[PieceRef] = pack_refs) -> None:
-                on_bytes(pack_refs[number].length)
+        def count(number: int, data: Buffer | None) -> None:
+            on_bytes(in_order[number].length)
 
-            try:
-                self._reader.stream(pack_refs, count)
-            except StoreDamaged:
-                bad |= self._one_by_one(pack_refs)  # the stream ends at the first; which others?
+        def note(number: int, error: StoreDamaged) -> None:
+            bad[in_order[number].id] = error.message
+
+        self._reader.stream(in_order, count, note)
         return bad
 
-    def _one_by_one(self, refs: Sequence[PieceRef]) -> dict[bytes, str]:
-        bad: dict[bytes, str] = {}
-        for ref in refs:
-            try:
-                self._reader.fetch(ref)
-            except StoreDamaged as e:
-                bad[ref.id] = e.message
-        return bad
+
+def _block(item: tuple[PieceRef, Place]) -> int:
+    return item[1].block
 
 
 def _without(name: str, error: StoreDamaged) -> str:

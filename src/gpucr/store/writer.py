@@ -9,14 +9,14 @@ from __future__ import annotations
 
 import threading
 import time
-from collections.abc import Callable, Collection, Iterable
+from collections.abc import Callable, Iterable
 from dataclasses import dataclass, replace
-from functools import partial
 
 from gpucr.errors import StoreError
 from gpucr.store import index as indexes
-from gpucr.store import pieces
+from gpucr.store import pieces, retired
 from gpucr.store.backend import Buffer
+from gpucr.store.checks import Checks
 from gpucr.store.codec import Codec, Compress, Encoding
 from gpucr.store.crypto import TAG_BYTES
 from gpucr.store.index import Index
@@ -24,7 +24,7 @@ from gpucr.store.lanes import LANES, Lanes
 from gpucr.store.memory import AlignedBuffer
 from gpucr.store.opened import Store
 from gpucr.store.pace import Pace
-from gpucr.store.pack import PackContents, padded
+from gpucr.store.pack import PackContents, Place, padded
 from gpucr.store.pieces import ZERO_ID, PieceRef
 from gpucr.store.reader import StoreReader
 
@@ -35,12 +35,15 @@ class WriteCounts:
 
     ``bytes_seen`` were given to it: ``zero_bytes`` were all zero, ``known_bytes`` were in the store or in the writer
     already; the rest was stored, ``compressed_saved_bytes`` less by compression. ``bytes_written`` is what the packs
-    that were published have in all, padding and footers included.
+    that were published have in all, padding and footers included. Of what was in the store already, ``checked_bytes``
+    were read, and ``repaired_bytes`` were damaged and therefore stored again.
     """
 
     bytes_seen: int = 0
     zero_bytes: int = 0
     known_bytes: int = 0
+    checked_bytes: int = 0
+    repaired_bytes: int = 0
     compressed_saved_bytes: int = 0
     bytes_written: int = 0
 
@@ -48,9 +51,10 @@ class WriteCounts:
 class StoreWriter:
     """Stores pieces. `add` from as many threads as wanted; `flush` when all that are needed have returned.
 
-    ``known`` is the index of what need not be stored again; nothing is looked up elsewhere. An error in one thread is
-    final: this and every later call raise it, and `flush` never succeeds. `discard` ends a writer that is not to be
-    flushed.
+    ``known`` is the index of what need not be stored again; nothing is looked up elsewhere. Each such piece is read and
+    compared before it is relied on, unless ``checks`` says that it was. One that is damaged is stored again, and
+    `flush` retires the pack that it was in. An error in one thread is final: this and every later call raise it, and
+    `flush` never succeeds. `discard` ends a writer that is not to be flushed.
     """
 
     def __init__(
@@ -59,6 +63,7 @@ class StoreWriter:
         known: Index,
         *,
         compress: Compress = "auto",
+        checks: Checks | None = None,
         lanes: int = LANES,
     ) -> None:
         self.store = store
@@ -67,11 +72,12 @@ class StoreWriter:
         self._pace = Pace() if compress == "auto" else None
         self._own = threading.local()
         self._lock = threading.Lock()
-        self._new: set[bytes] = set()
-        self._relied: dict[bytes, set[PieceRef]] = {}
-        self._avoided: set[bytes] = set()
+        self._checks = checks if checks is not None else Checks()
+        self._reader = StoreReader(store, known)
+        self._added: set[bytes] = set()
+        self._damaged: set[bytes] = set()
+        self._retired: set[bytes] = set()
         self._unindexed: list[PackContents] = []
-        self._published: list[PackContents] = []
         self._counts = WriteCounts()
         self._error: BaseException | None = None
         self._lanes = Lanes(store, lanes, self._finished)
@@ -80,19 +86,7 @@ class StoreWriter:
     def counts(self) -> WriteCounts:
         """What was seen and done so far."""
         with self._lock:
-            return self._counts
-
-    @property
-    def relied_packs(self) -> frozenset[bytes]:
-        """The packs of others in which pieces are that were not stored again."""
-        with self._lock:
-            return frozenset(self._relied)
-
-    @property
-    def own_packs(self) -> frozenset[bytes]:
-        """The packs that this writer has published."""
-        with self._lock:
-            return frozenset(contents.pack_id for contents in self._published)
+            return replace(self._counts, checked_bytes=self._checks.read_bytes)
 
     def add(self, buffer: Buffer) -> PieceRef:
         """Store one piece of 1 byte up to the store's piece size, if it is new; what to refer to it by.
@@ -107,8 +101,8 @@ class StoreWriter:
         ref = PieceRef(self.name(data), len(data))
         if ref.is_zero:
             self._count(bytes_seen=ref.length, zero_bytes=ref.length)
-        elif self._is_new(ref):
-            self._failing(lambda: self._store(ref, data))
+        elif self._is_first(ref):
+            self._failing(lambda: self._add(ref, data))
         return ref
 
     def name(self, buffer: Buffer) -> bytes:
@@ -130,20 +124,29 @@ class StoreWriter:
         self._failing(self._flush)
         self._check()
 
-    def store_again(self, pack_ids: Collection[bytes]) -> None:
-        """Store what was relied on in these packs once more, because they will go away. Then `flush` again.
+    def rely_on(self, refs: Iterable[PieceRef], on_relied: Callable[[PieceRef], None]) -> list[PieceRef]:
+        """Take pieces, each named once, as the store has them. Those that it lacks, or has damaged, must be added then.
 
-        Raises StoreDamaged where a piece cannot be read any more, and StoreError.
+        ``on_relied`` is told each of the others. Raises StoreError.
         """
-        with self._lock:
-            self._avoided.update(pack_ids)
-            refs = [ref for pack_id in pack_ids for ref in self._relied.pop(pack_id, ())]
-            # Not `known` any more; what several packs have is stored once.
-            again = [ref for ref in dict.fromkeys(refs) if ref.id not in self._new]
-            self._new.update(ref.id for ref in again)
-        reader = StoreReader(self.store, self._known)
-        for ref in again:
-            self._failing(partial(self._copy, reader, ref))
+        self._check()
+        missing: list[PieceRef] = []
+        known: list[tuple[PieceRef, Place]] = []
+        for ref in refs:
+            place = self._known_place(ref)
+            if place is None:
+                missing.append(ref)
+            else:
+                known.append((ref, place))
+
+        def relied(ref: PieceRef) -> None:
+            self._count(bytes_seen=ref.length, known_bytes=ref.length)
+            on_relied(ref)
+
+        for ref, place in self._checks.damaged(self._reader, known, relied):
+            self._give_up(ref, place)
+            missing.append(ref)
+        return missing
 
     def discard(self) -> None:
         """End the writer, and leave away the packs that are not finished. Idempotent.
@@ -156,18 +159,34 @@ class StoreWriter:
 
     # --- one piece -------------------------------------------------------------------------------------------
 
-    def _is_new(self, ref: PieceRef) -> bool:
+    def _is_first(self, ref: PieceRef) -> bool:
         with self._lock:
-            place = None
-            if ref.id not in self._new:
-                place = self._known.find(ref.id)
-                if place is None or place.pack_id in self._avoided:
-                    self._new.add(ref.id)
-                    self._add_counts(bytes_seen=ref.length)
-                    return True
-                self._relied.setdefault(place.pack_id, set()).add(ref)
+            if ref.id not in self._added:
+                self._added.add(ref.id)
+                return True
             self._add_counts(bytes_seen=ref.length, known_bytes=ref.length)
             return False
+
+    def _add(self, ref: PieceRef, data: memoryview) -> None:
+        place = self._known_place(ref)
+        if place is not None:
+            if self._checks.is_intact(self._reader, ref, place, data):
+                self._count(bytes_seen=ref.length, known_bytes=ref.length)
+                return
+            self._give_up(ref, place)
+        self._count(bytes_seen=ref.length)
+        self._store(ref, data)
+
+    def _known_place(self, ref: PieceRef) -> Place | None:
+        """Where a piece is that need not be stored again, as far as the index tells."""
+        place = self._known.find(ref.id)
+        return None if place is None or place.pack_id in self._damaged else place
+
+    def _give_up(self, ref: PieceRef, place: Place) -> None:
+        """This piece is damaged: nothing more of its pack is relied on."""
+        with self._lock:
+            self._damaged.add(place.pack_id)
+            self._add_counts(repaired_bytes=ref.length)
 
     def _store(self, ref: PieceRef, data: memoryview) -> None:
         encoding, stored = self._encode(data)
@@ -177,9 +196,6 @@ class StoreWriter:
         if self._pace is not None:
             self._pace.written(length, time.perf_counter() - begin)
         self._count(compressed_saved_bytes=len(data) - len(stored))
-
-    def _copy(self, reader: StoreReader, ref: PieceRef) -> None:
-        self._store(ref, memoryview(reader.fetch(ref)))
 
     def _encode(self, data: memoryview) -> tuple[Encoding, Buffer]:
         choice = self._codec.choose(data)
@@ -202,14 +218,18 @@ class StoreWriter:
     def _finished(self, contents: PackContents) -> None:
         with self._lock:
             self._unindexed.append(contents)
-            self._published.append(contents)
             self._add_counts(bytes_written=contents.size_bytes)
 
     def _flush(self) -> None:
         self._lanes.finish()
         with self._lock:
             packs, self._unindexed = self._unindexed, []
+            damaged = self._damaged - self._retired
+            self._retired |= damaged
         indexes.publish(self.store, packs)
+        if damaged:
+            # From now on what was stored again is found before its damaged copy, and no new writer relies on that one.
+            retired.retire(self.store, damaged)
 
     # --- errors and counts -----------------------------------------------------------------------------------
 
