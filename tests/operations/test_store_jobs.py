@@ -21,6 +21,7 @@ from gpucr.operations.store_snapshot import SnapshotInStore
 from gpucr.store import writers
 from gpucr.store.local import LocalBackend
 from gpucr.store.objects import ObjectsBackend, Patience
+from gpucr.store.opened import Store
 from tests.command import command, run, run_json
 from tests.counter import Counter, CounterFactory, kill_at_once, wait_until
 from tests.ranks import RanksFactory
@@ -388,7 +389,7 @@ def test_a_dump_that_was_taken_for_dead_leaves_the_job_as_it_was(
     def end(progress: gpucr.Progress) -> None:
         if (progress.event, progress.phase) == ("begin", "dump"):
             for writer in writers.seen(LocalBackend(store)).values():
-                writers.end_dead(LocalBackend(store), writer)  # as a prune does
+                writers.end_dead(Store.open(LocalBackend(store)), writer)  # as a prune does
 
     with pytest.raises(gpucr.StoreError, match="took this dump for dead"):
         gpucr.dump(job.pid, at(store, "a"), on_progress=end)

@@ -18,7 +18,7 @@ from gpucr.store import snapshots
 from gpucr.store.local import LocalBackend
 from gpucr.store.opened import Store
 from gpucr.store.session import WriteSession
-from gpucr.store.snapshots import StoredSnapshot
+from gpucr.store.stored_snapshot import StoredSnapshot
 from tests.counter import wait_until
 from tests.store.dumps import new_store
 

@@ -9,7 +9,7 @@ from gpucr.store.backend import Backend
 from gpucr.store.keys import Secret
 from gpucr.store.opened import Store
 from gpucr.store.session import WriteSession
-from gpucr.store.snapshots import StoredSnapshot
+from gpucr.store.stored_snapshot import StoredSnapshot
 
 PIECE_BYTES = 4096
 MANIFEST = b'{"what": "the manifest"}'

@@ -13,7 +13,7 @@ from gpucr.store.keys import Secret
 from gpucr.store.opened import Store
 from gpucr.store.prune import PruneReport, PruneRules, prune
 from gpucr.store.session import WriteSession
-from gpucr.store.snapshots import StoredSnapshot
+from gpucr.store.stored_snapshot import StoredSnapshot
 from gpucr.store.verify import verify
 from tests.store.dumps import NEVER_S, PIECE_BYTES, content, dump, new_store, restore
 from tests.store.memory import FaultyBackend, Killed, MemoryBackend
@@ -155,7 +155,7 @@ def test_a_writer_that_died_is_ended_and_what_it_left_goes() -> None:
     assert len(backend.names("writers/")) == 1, "it may be alive for all that is known"
     backend.clock_s += 3601
     (dead,) = prune(store, AT_ONCE).dead_writers
-    assert backend.objects[f"snapshots/{dead}"][0] == b"", "a tombstone"
+    assert [info.name for info in snapshots.list_all(store).tombstones] == [f"snapshots/{dead}"]
     _prune_all(store)
     assert backend.names("packs/") == backend.names("index/") == backend.names("writers/") == []
     backend.clock_s += 31 * 24 * 3600

@@ -17,7 +17,7 @@ from gpucr.store.opened import Store
 from gpucr.store.pack import pack_name
 from gpucr.store.prune import PruneRules, prune
 from gpucr.store.session import WriteSession
-from gpucr.store.snapshots import StoredSnapshot
+from gpucr.store.stored_snapshot import StoredSnapshot
 from gpucr.store.verify import verify
 from gpucr.store.writer import StoreWriter
 from tests.store.dumps import MANIFEST, NEVER_S, PIECE_BYTES, content, dump, new_store, piece, restore

@@ -8,12 +8,12 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from gpucr.errors import InvalidRequest, StoreDamaged, StoreError, Unsupported
-from gpucr.store import retired, snapshots, writers
+from gpucr.store import retired, snapshots, stored_snapshot, writers
 from gpucr.store.keys import Secret
 from gpucr.store.opened import Store
 from gpucr.store.pieces import PieceRef
 from gpucr.store.session import WriteSession
-from gpucr.store.snapshots import Area, StoredSnapshot
+from gpucr.store.stored_snapshot import Area, StoredSnapshot
 from tests.store.dumps import MANIFEST, NEVER_S, content, dump, new_store, restore
 from tests.store.memory import FaultyBackend, Killed, MemoryBackend
 
@@ -204,7 +204,7 @@ def test_a_writer_that_was_taken_for_dead_cannot_commit() -> None:
     store = new_store(backend)
     with WriteSession.begin(store, refresh_s=NEVER_S) as session:
         for writer in writers.seen(backend).values():
-            writers.end_dead(backend, writer)
+            writers.end_dead(store, writer)
         with pytest.raises(StoreError, match="took this dump for dead"):
             session.commit(name=None, manifest=b"", areas=[])
     assert snapshots.list_all(store).intact() == ()
@@ -267,18 +267,18 @@ def test_what_is_encoded_is_decoded(
 ) -> None:
     made = tuple(Area(name, sum(ref.length for ref in refs), tuple(refs)) for name, refs in areas.items())
     snapshot = StoredSnapshot("ab" * 16, "name", "2026-01-02T03:04:05.678+00:00", host, manifest, made, counters)
-    assert snapshots.decode("ab" * 16, snapshots.encode(snapshot)) == snapshot
+    assert stored_snapshot.decode("ab" * 16, stored_snapshot.encode(snapshot)) == snapshot
 
 
 @given(data=st.data())
 def test_a_snapshot_object_that_was_changed_is_refused_or_means_the_same(data: st.DataObject) -> None:
     area = Area("a", 4096, (PieceRef(b"x" * 32, 4096),))
     snapshot = StoredSnapshot("ab" * 16, None, "2026-01-02T03:04:05.678+00:00", "host", b"manifest", (area,), {"n": 1})
-    encoded = bytearray(snapshots.encode(snapshot))
+    encoded = bytearray(stored_snapshot.encode(snapshot))
     for _ in range(data.draw(st.integers(1, 4))):
         encoded[data.draw(st.integers(0, len(encoded) - 1))] = data.draw(st.integers(0, 255))
     try:
-        decoded = snapshots.decode("ab" * 16, bytes(encoded[: data.draw(st.integers(0, len(encoded)))]))
+        decoded = stored_snapshot.decode("ab" * 16, bytes(encoded[: data.draw(st.integers(0, len(encoded)))]))
     except ValueError:
         return
     assert sum(ref.length for area in decoded.areas for ref in area.listed) == decoded.size_bytes
@@ -311,16 +311,16 @@ def test_a_snapshot_object_that_was_changed_is_refused_or_means_the_same(data: s
     )
 )
 def test_no_json_breaks_the_reader(body: object) -> None:
-    with pytest.raises(snapshots._Invalid):
-        snapshots.decode("ab" * 16, json.dumps(body).encode())
+    with pytest.raises(stored_snapshot.InvalidSnapshot):
+        stored_snapshot.decode("ab" * 16, json.dumps(body).encode())
 
 
 def test_a_manifest_that_grows_when_it_is_decompressed_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
     snapshot = StoredSnapshot("ab" * 16, None, "2026-01-02T03:04:05.678+00:00", "host", bytes(10_000), ())
-    encoded = snapshots.encode(snapshot)
-    monkeypatch.setattr(snapshots, "MAX_MANIFEST_BYTES", 9_999)
+    encoded = stored_snapshot.encode(snapshot)
+    monkeypatch.setattr(stored_snapshot, "MAX_MANIFEST_BYTES", 9_999)
     with pytest.raises(ValueError, match="larger than 9999"):
-        snapshots.decode("ab" * 16, encoded)
+        stored_snapshot.decode("ab" * 16, encoded)
 
 
 def test_a_retired_pack_is_not_relied_on() -> None:

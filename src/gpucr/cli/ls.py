@@ -14,7 +14,7 @@ from gpucr.errors import SnapshotError
 from gpucr.quantities import format_bytes
 
 if TYPE_CHECKING:
-    from gpucr.store.snapshots import StoredSnapshot
+    from gpucr.store.stored_snapshot import StoredSnapshot
 
 _COLUMNS = "{:<24} {:<10} {:<25} {:<16} {:>10} {:>10}"
 

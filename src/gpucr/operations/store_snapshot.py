@@ -9,7 +9,7 @@ from gpucr.snapshot.json_reader import ManifestError
 from gpucr.snapshot.manifest import Manifest, decode
 from gpucr.store import snapshots, verify, writers
 from gpucr.store.opened import HINT_DAMAGED, Store
-from gpucr.store.snapshots import StoredSnapshot
+from gpucr.store.stored_snapshot import StoredSnapshot
 
 
 @dataclass(frozen=True)

@@ -33,7 +33,7 @@ from gpucr.store.local import LocalBackend
 from gpucr.store.opened import Store
 from gpucr.store.pieces import PieceRef
 from gpucr.store.session import WriteSession
-from gpucr.store.snapshots import Area
+from gpucr.store.stored_snapshot import Area
 
 _NO_SPACE_HINT = "free space in the folder for temporary files, or name another one with TMPDIR"
 

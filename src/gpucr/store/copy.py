@@ -19,7 +19,7 @@ from gpucr.store.opened import Store
 from gpucr.store.pieces import PieceRef
 from gpucr.store.reader import StoreReader
 from gpucr.store.session import WriteSession
-from gpucr.store.snapshots import StoredSnapshot
+from gpucr.store.stored_snapshot import StoredSnapshot
 
 _FLUSH_BYTES = 1 << 30
 

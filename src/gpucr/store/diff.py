@@ -7,7 +7,7 @@ from dataclasses import dataclass
 
 from gpucr.store.pieces import PieceRef
 from gpucr.store.reader import StoreReader
-from gpucr.store.snapshots import StoredSnapshot
+from gpucr.store.stored_snapshot import StoredSnapshot
 
 
 @dataclass(frozen=True)

@@ -21,6 +21,7 @@ HINT_DAMAGED = "the disk, a copy or somebody damaged it: use another snapshot, o
 _MASTER_BYTES = 32
 _MAX_KEYS = 64
 NO_SPACE = "GPUCR-NO-SPACE"
+DISK_FULL = (errno.ENOSPC, errno.EDQUOT)
 _BAD_DISK = (errno.EIO, errno.EUCLEAN, errno.EBADMSG)
 _BAD_FILE = (*_BAD_DISK, errno.EINVAL, errno.ELOOP, errno.EPERM)
 """What one object that cannot be read gives: a bad sector, a broken file system, something else in its place."""
@@ -168,6 +169,17 @@ class Store:
         """The key objects, each with its kind: ``passphrase``, ``key file``, or ``damaged``. Raises StoreError."""
         return {name: _kind(data) for name, data in _key_objects(self.backend)}
 
+    def damaged_keys(self) -> dict[str, str]:
+        """The key objects that open nothing, each with what is wrong. Raises StoreError."""
+        if self.keys is None:
+            return {}
+        remedy = "remove it and add a new one with `gpucr store keys`"
+        return {
+            name: f"{self.path(name)} is no valid key: {error}; {remedy}"
+            for name, data in _key_objects(self.backend)
+            if (error := _key_error(data)) is not None
+        }
+
     def remove_key(self, name: str) -> None:
         """Let a secret open the store no more. Raises StoreError for the last one, and where there is no such key.
 
@@ -228,7 +240,7 @@ def _not_encrypted(backend: Backend, hint: str) -> StoreError:
 
 def _not_usable(backend: Backend, error: OSError) -> StoreError:
     what = f"{error.strerror or error}"
-    if error.errno in (errno.ENOSPC, errno.EDQUOT):
+    if error.errno in DISK_FULL:
         hint = "free space there (`gpucr prune` removes what no snapshot needs), or name another store"
         message = f"the store {backend.url} takes no more data: {what}"
         return StoreError(message, path=backend.url, hint=hint, code=NO_SPACE)
@@ -291,6 +303,14 @@ def _key_object(backend: Backend, name: str) -> bytes:
         if e.errno not in _BAD_DISK:
             raise
         return b""
+
+
+def _key_error(key_object: bytes) -> KeyObjectError | None:
+    try:
+        keys.check(key_object)
+    except KeyObjectError as e:
+        return e
+    return None
 
 
 def _kind(key_object: bytes) -> str:

@@ -15,12 +15,13 @@ from gpucr.store import index as indexes
 from gpucr.store import retired, snapshots, writers
 from gpucr.store.checks import Checks
 from gpucr.store.index import Index
-from gpucr.store.opened import NO_SPACE, Store
+from gpucr.store.opened import DISK_FULL, NO_SPACE, Store
 from gpucr.store.pack import Entry, iter_entries, pack_name
 from gpucr.store.pieces import PieceRef
 from gpucr.store.reader import StoreReader
 from gpucr.store.retired import Batch, Inventory, Pack
-from gpucr.store.snapshots import StoredSnapshot
+from gpucr.store.snapshots import Listing
+from gpucr.store.stored_snapshot import StoredSnapshot
 from gpucr.store.writer import StoreWriter
 
 GRACE_S = 24 * 3600.0
@@ -146,7 +147,8 @@ class _Prune:
         # Batches, then writers, then snapshots: a writer of a batch that is not there has committed, and is listed.
         batches = retired.batches(self._store, self._on_damaged_batch)
         alive = {key: each for key, each in writers.seen(self._store.backend).items() if key not in {own_id, *dead}}
-        kept, removed = choose(snapshots.list_all(self._store).intact(), self._rules, self._now_s)
+        listing = snapshots.list_all(self._store)
+        kept, removed = choose(listing.intact(), self._rules, self._now_s)
         inventory = Inventory.load(self._store, batches)
         live = self._live_pieces(kept, inventory)
         # Not before it is known that what is kept can be restored: else what goes may be the only one that can.
@@ -162,7 +164,7 @@ class _Prune:
             if dead_packs or sparse:
                 retired.retire(self._store, [pack.id for pack in (*dead_packs, *sparse)])
             self._mend_index(inventory, {pack.id for pack in deleted})
-            self._tidy(oldest_s)
+            self._tidy(listing, oldest_s)
         return PruneReport(
             kept=tuple(kept),
             removed=tuple(self._removed),
@@ -180,8 +182,13 @@ class _Prune:
         dead = []
         for writer in writers.seen(self._store.backend).values():
             if writer.snapshot_id != own_id and self._now_s - writer.seen_s > self._rules.dead_after_s:
-                if not self._dry_run:
-                    writers.end_dead(self._store.backend, writer)
+                try:
+                    if not self._dry_run:
+                        writers.end_dead(self._store, writer)
+                except OSError as e:
+                    if e.errno not in DISK_FULL:
+                        raise
+                    continue  # a later prune ends it, when there is room for a tombstone
                 dead.append(writer.snapshot_id)
         return dead
 
@@ -285,13 +292,13 @@ class _Prune:
         for name in names:
             self._store.backend.delete(name)
 
-    def _tidy(self, oldest_s: float) -> None:
+    def _tidy(self, listing: Listing, oldest_s: float) -> None:
         """Remove remains; not those of writers at work, of whom the first began at ``oldest_s``."""
         backend = self._store.backend
         backend.sweep(max(self._rules.dead_after_s, self._now_s - min(oldest_s, self._now_s)))
         for name in retired.leftovers(self._store):
             backend.delete(name)
-        for info in snapshots.tombstones(self._store):
+        for info in listing.tombstones:
             if self._now_s - info.modified_s > _TOMBSTONE_S:
                 backend.delete(info.name)
 

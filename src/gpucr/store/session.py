@@ -14,7 +14,7 @@ from gpucr.store.checks import Checks
 from gpucr.store.codec import Compress
 from gpucr.store.opened import Store
 from gpucr.store.pieces import PieceRef
-from gpucr.store.snapshots import Area, StoredSnapshot
+from gpucr.store.stored_snapshot import Area, StoredSnapshot
 from gpucr.store.writer import StoreWriter
 from gpucr.store.writers import REFRESH_S, Registration
 

@@ -19,7 +19,7 @@ from gpucr.store.opened import Store
 from gpucr.store.pack import Place, iter_entries, pack_name
 from gpucr.store.pieces import PieceRef
 from gpucr.store.reader import StoreReader
-from gpucr.store.snapshots import StoredSnapshot
+from gpucr.store.stored_snapshot import StoredSnapshot
 
 _READERS = 8
 
@@ -59,6 +59,7 @@ def verify(
     check = _Check(store, inventory.index())
     if is_whole_store:
         problems |= {name: [_without(name, error)] for name, error in inventory.damaged.items()}
+        problems |= {name: [what] for name, what in store.damaged_keys().items()}
     needed = {snapshot.id: check.needed(snapshot, problems.setdefault(snapshot.id, [])) for snapshot in wanted}
     refs = list(dict.fromkeys(ref for each in needed.values() for ref in each))
     bad = check.places(refs)

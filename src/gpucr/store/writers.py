@@ -2,10 +2,11 @@
 
 A snapshot's name is chosen when the writing begins, and there is an object ``writers/NAME`` until the writer has
 ended. Every minute it makes another one, ``writers/NAME-NUMBER``, in place of the last of these: it lives. ``prune``
-takes a writer for dead whose records have not changed for long, and then puts an empty object, a tombstone, where that
-writer's snapshot would go. Both are creates of one name, so exactly one of them happens: a writer that was only slow,
-or a machine that slept, finds that it cannot commit any more. No clock has a part in that; clocks only say when it is
-worth doing.
+takes a writer for dead whose records have not changed for long, and then puts a tombstone where that writer's snapshot
+would go. Both are creates of one name, so exactly one of them happens: a writer that was only slow, or a machine that
+slept, finds that it cannot commit any more. No clock has a part in that; clocks only say when it is worth doing.
+
+A tombstone is a sealed object that says so. An empty one is what a broken file system leaves of a snapshot.
 """
 
 from __future__ import annotations
@@ -30,6 +31,7 @@ REFRESH_S = 60.0
 _CLOCK_TOLERANCE_S = 5.0
 """Object stores give whole seconds, and a request takes a while: a clock this near is better than what they say."""
 _ID_BYTES = 16
+_TOMBSTONE = b'{"format": "gpucr-tombstone", "version": 1}'
 _RECORD = re.compile(r"writers/([0-9a-f]{32})(-\d{8})?")
 
 
@@ -190,12 +192,21 @@ def seen(backend: Backend) -> Mapping[str, WriterSeen]:
     return found
 
 
-def end_dead(backend: Backend, writer: WriterSeen) -> None:
+def is_tombstone(body: bytes) -> bool:
+    """Whether an object under ``snapshots/``, unsealed, says that there is no such snapshot and never will be one."""
+    return body == _TOMBSTONE
+
+
+def end_dead(store: Store, writer: WriterSeen) -> None:
     """Keep a writer from ever committing, or learn that it has; then remove its records. Raises OSError."""
     with contextlib.suppress(Exists):  # it has committed, or there is a tombstone already
-        backend.create(snapshot_object(writer.snapshot_id), b"")
+        _put_tombstone(store, snapshot_object(writer.snapshot_id))
     for name in writer.records:
-        backend.delete(name)
+        store.backend.delete(name)
+
+
+def _put_tombstone(store: Store, name: str) -> None:
+    store.backend.create(name, store.seal(name, _TOMBSTONE))
 
 
 def commit(store: Store, registration: Registration, data: bytes) -> None:
@@ -204,26 +215,27 @@ def commit(store: Store, registration: Registration, data: bytes) -> None:
     Raises StoreError. Where it cannot be known whether the snapshot exists now, the error says so.
     """
     name = registration.snapshot_name
+    sealed = store.seal(name, data)
     try:
-        store.backend.create(name, store.seal(name, data))
+        store.backend.create(name, sealed)
     except Exists as e:
         registration.end()
         raise registration.was_ended() from e
     except OSError as e:
-        if not _is_committed(store, registration):
+        if not _is_committed(store, registration, sealed):
             registration.end()
             raise store.not_usable(e) from e
     registration.end()
 
 
-def _is_committed(store: Store, registration: Registration) -> bool:
+def _is_committed(store: Store, registration: Registration, sealed: bytes) -> bool:
     """After a commit that failed, or whose answer was lost: it may be under way still, so a tombstone has to decide."""
     name = registration.snapshot_name
     try:
         try:
-            store.backend.create(name, b"")
+            _put_tombstone(store, name)
         except Exists:
-            return store.backend.size(name) > 0
+            return store.backend.read(name, 0, len(sealed) + 1) == sealed
     except OSError as e:
         registration.abandon()
         raise StoreError(
