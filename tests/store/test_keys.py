@@ -13,7 +13,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from gpucr.errors import InvalidRequest, SnapshotError, StoreDamaged, StoreError, WrongKey
+from gpucr.errors import InvalidRequest, SnapshotError, StoreDamaged, StoreError, Unsupported, WrongKey
 from gpucr.store import config, crypto, keys
 from gpucr.store.config import ConfigError, StoreConfig
 from gpucr.store.crypto import Changed, CutShort, KeyRing
@@ -314,12 +314,14 @@ def test_a_key_with_a_flipped_bit(secret: Secret, place: int, bit: int) -> None:
 @pytest.mark.parametrize(
     ("member", "value", "message"),
     [
-        ("log2_n", 40, "out of range"),
+        ("log2_n", 40, "scrypt parameters are 40, 8, 1, not"),
+        ("log2_n", 1, "scrypt parameters are 1, 8, 1, not"),
         ("log2_n", True, "no number"),
         ("log2_n", -1, "no number"),
-        ("r", 0, "out of range"),
-        ("p", 17, "out of range"),
-        ("log2_n", 22, "take more than"),
+        ("r", 0, "scrypt parameters are"),
+        ("r", 1, "scrypt parameters are"),
+        ("r", 9, "scrypt parameters are"),
+        ("p", 2, "scrypt parameters are"),
         ("kdf", "md5", "'md5', which this gpucr does not know"),
         ("kdf", 5, "'kdf' is no text"),
         ("kdf", "hkdf", "a cost where there is none"),
@@ -337,6 +339,85 @@ def test_what_a_key_may_ask_for(member: str, value: object, message: str) -> Non
     data = edited(keys.wrap(b"m" * 32, WORDS, ID), member, value)
     with pytest.raises(KeyObjectError, match=message):
         keys.check(data)
+
+
+class _TooLate(AssertionError):
+    """A key derivation was begun: what it may cost had to be judged before."""
+
+
+@pytest.mark.parametrize(
+    ("log2_n", "r", "p"), [(17, 8, 2), (20, 8, 16), (22, 2, 16), (13, 32, 16), (1, 1, 1), (5, 1, 9)]
+)
+def test_a_forged_key_costs_nothing(monkeypatch: pytest.MonkeyPatch, log2_n: int, r: int, p: int) -> None:
+    monkeypatch.undo()
+    data = keys.wrap(b"m" * 32, WORDS, ID)
+    for member, value in (("log2_n", log2_n), ("r", r), ("p", p)):
+        data = edited(data, member, value)
+
+    def derive(self: object, secret: Secret) -> bytes:
+        raise _TooLate
+
+    monkeypatch.setattr(keys._Parameters, "key_of", derive)
+    with pytest.raises(KeyObjectError, match="scrypt parameters are"):
+        keys.unwrap(data, WORDS, ID)
+
+
+def test_a_store_with_more_passphrases_than_are_tried_is_refused_at_once(monkeypatch: pytest.MonkeyPatch) -> None:
+    place = MemoryBackend()
+    store = Store.create(place, secret=FILE_A)
+    for number in range(8):
+        store.add_key(Secret.passphrase(f"words {number}"))
+    with pytest.raises(StoreError, match="has 8 passphrases, and cannot have more") as refused:
+        store.add_key(WORDS)
+    assert "remove one" in (refused.value.hint or "")
+    assert len(place.names("keys/")) == 9
+    assert Store.open(place, Secret.passphrase("words 7")).config == store.config
+    place.create("keys/0000000000000000.json", keys.wrap(b"f" * 32, WORDS, ID))
+
+    def derive(self: object, secret: Secret) -> bytes:
+        raise _TooLate
+
+    with monkeypatch.context() as patched:
+        patched.setattr(keys._Parameters, "key_of", derive)
+        with pytest.raises(StoreDamaged, match="9 keys for passphrases, more than 8") as caught:
+            Store.open(place, Secret.passphrase("words 7"))
+    assert "delete" in (caught.value.hint or "")
+    assert Store.open(place, FILE_A).config == store.config
+
+
+def test_two_who_add_the_last_key_at_once_leave_a_store_that_opens(monkeypatch: pytest.MonkeyPatch) -> None:
+    place = MemoryBackend()
+    store = Store.create(place, secret=WORDS)
+    for number in range(6):
+        store.add_key(Secret.passphrase(f"words {number}"))
+    wrap = keys.wrap
+
+    def slow(*arguments: Any) -> bytes:
+        monkeypatch.setattr(keys, "wrap", wrap)
+        Store.open(place, WORDS).add_key(Secret.passphrase("the other's"))
+        return wrap(*arguments)
+
+    monkeypatch.setattr(keys, "wrap", slow)
+    with pytest.raises(StoreError, match="cannot have more"):
+        store.add_key(Secret.passphrase("mine"))
+    assert Store.open(place, Secret.passphrase("the other's")).config == store.config
+
+
+def test_a_passphrase_without_memory_is_said(monkeypatch: pytest.MonkeyPatch) -> None:
+    place = MemoryBackend()
+    Store.create(place, secret=WORDS)
+
+    class NoMemory:
+        def __init__(self, *arguments: object) -> None:
+            pass
+
+        def derive(self, value: bytes) -> bytes:
+            raise MemoryError
+
+    monkeypatch.setattr("cryptography.hazmat.primitives.kdf.scrypt.Scrypt", NoMemory)
+    with pytest.raises(Unsupported, match="too little memory for the passphrase") as caught:
+        Store.open(place, WORDS)
+    assert caught.value.hint
 
 
 def test_a_key_that_is_too_large() -> None:

@@ -21,7 +21,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any
 
-from gpucr.errors import InvalidRequest
+from gpucr.errors import InvalidRequest, Unsupported
 from gpucr.store import extra
 from gpucr.store.crypto import KEY_BYTES, NONCE_BYTES, TAG_BYTES
 
@@ -31,8 +31,6 @@ MAX_KEY_OBJECT_BYTES = 64 << 10
 _SALT_BYTES = 32
 _LOG2_N, _R, _P = 17, 8, 1
 """128 MiB, about 0.3 s: a guess costs the same."""
-_MAX_LOG2_N, _MAX_R, _MAX_P = 22, 32, 16
-_MAX_SCRYPT_BYTES = 1 << 30
 _PURPOSE = "an encrypted store"
 
 
@@ -83,7 +81,13 @@ class _Parameters:
     def key_of(self, secret: Secret) -> bytes:
         if self.kdf == "scrypt":
             kdf = extra.load("cryptography.hazmat.primitives.kdf.scrypt", _PURPOSE)
-            derived = kdf.Scrypt(self.salt, KEY_BYTES, 1 << self.log2_n, self.r, self.p).derive(secret.value)
+            try:
+                derived = kdf.Scrypt(self.salt, KEY_BYTES, 1 << self.log2_n, self.r, self.p).derive(secret.value)
+            except MemoryError as e:
+                raise Unsupported(
+                    f"there is too little memory for the passphrase, which takes {128 * self.r << self.log2_n} bytes",
+                    hint="end other programs, raise the memory limit (ulimit -v), or use a key file",
+                ) from e
         else:
             kdf = extra.load("cryptography.hazmat.primitives.kdf.hkdf", _PURPOSE)
             hashes = extra.load("cryptography.hazmat.primitives.hashes", _PURPOSE)
@@ -170,10 +174,8 @@ def _check_cost(parameters: _Parameters) -> None:
             raise KeyObjectError("it has a cost where there is none")
     elif parameters.kdf != "scrypt":
         raise KeyObjectError(f"its key derivation is {parameters.kdf!r}, which this gpucr does not know")
-    elif not (1 <= log2_n <= _MAX_LOG2_N and 1 <= r <= _MAX_R and 1 <= p <= _MAX_P):
-        raise KeyObjectError("its scrypt parameters are out of range")
-    elif 128 * r << log2_n > _MAX_SCRYPT_BYTES:
-        raise KeyObjectError(f"its scrypt parameters take more than {_MAX_SCRYPT_BYTES} bytes of memory")
+    elif (log2_n, r, p) != (_LOG2_N, _R, _P):
+        raise KeyObjectError(f"its scrypt parameters are {log2_n}, {r}, {p}, not {_LOG2_N}, {_R}, {_P}")
 
 
 def _text(members: Mapping[str, Any], name: str) -> str:

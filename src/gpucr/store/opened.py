@@ -5,7 +5,7 @@ from __future__ import annotations
 import contextlib
 import errno
 import os
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field, replace
 
 from gpucr.errors import StoreDamaged, StoreError, WrongKey
@@ -20,6 +20,8 @@ KEYS_PREFIX = "keys/"
 HINT_DAMAGED = "the disk, a copy or somebody damaged it: use another snapshot, or another copy of the store"
 _MASTER_BYTES = 32
 _MAX_KEYS = 64
+_MAX_PASSPHRASES = 8
+"""Each one takes 0.3 s to try, also one that somebody forged."""
 NO_SPACE = "GPUCR-NO-SPACE"
 DISK_FULL = (errno.ENOSPC, errno.EDQUOT)
 _BAD_DISK = (errno.EIO, errno.EUCLEAN, errno.EBADMSG)
@@ -150,20 +152,28 @@ class Store:
         """Let one more secret open the store. The name of its key object. Raises StoreError, also for one too many."""
         if self.keys is None:
             raise _not_encrypted(self.backend, "only an encrypted store has keys")
-        try:
-            count = sum(1 for _ in self.backend.list(KEYS_PREFIX))
-        except OSError as e:
-            raise self.not_usable(e) from e
-        if count >= _MAX_KEYS:
-            # With one more nobody could open it: a store that somebody filled with keys is refused.
-            message = f"the store {self.backend.url} has {count} keys, and cannot have more"
-            raise StoreError(message, path=self.path(KEYS_PREFIX), hint="remove one that nobody needs first")
         name = f"{KEYS_PREFIX}{os.urandom(8).hex()}.json"
         try:
+            self._require_room_for_key(secret, 1)
             self.backend.create(name, keys.wrap(self.keys.master, secret, self.config.store_id))
+            try:
+                self._require_room_for_key(secret, 0)
+            except StoreError:  # others have added keys at the same time
+                self.backend.delete(name)
+                raise
         except OSError as e:
             raise self.not_usable(e) from e
         return name
+
+    def _require_room_for_key(self, secret: Secret, more: int) -> None:
+        """With one key too many nobody could open the store: one that somebody filled with keys is refused."""
+        names = [found.name for found in self.backend.list(KEYS_PREFIX)]
+        kinds = [_kind(_key_object(self.backend, name)) for name in names] if secret.kind == "scrypt" else []
+        passphrases = kinds.count("passphrase")
+        for count, most, what in ((len(names), _MAX_KEYS, "keys"), (passphrases, _MAX_PASSPHRASES, "passphrases")):
+            if count + more > most:
+                message = f"the store {self.backend.url} has {count} {what}, and cannot have more"
+                raise StoreError(message, path=self.path(KEYS_PREFIX), hint="remove one that nobody needs first")
 
     def key_names(self) -> dict[str, str]:
         """The key objects, each with its kind: ``passphrase``, ``key file``, or ``damaged``. Raises StoreError."""
@@ -261,8 +271,11 @@ def _unlock(backend: Backend, config: StoreConfig, secret: Secret | None) -> tup
     if secret is None:
         hint = "give its key file or passphrase"
         raise WrongKey(f"the store {backend.url} is encrypted, and no key was given", path=backend.url, hint=hint)
+    found = list(_key_objects(backend))
+    if secret.kind == "scrypt":
+        _require_few_passphrases(backend, [data for _, data in found])
     damaged: tuple[str, KeyObjectError] | None = None
-    for name, data in _key_objects(backend):
+    for name, data in found:
         try:
             master = keys.unwrap(data, secret, config.store_id)
         except KeyObjectError as e:
@@ -277,6 +290,16 @@ def _unlock(backend: Backend, config: StoreConfig, secret: Secret | None) -> tup
     kind = "passphrase" if secret.kind == "scrypt" else "key file"
     hint = "give one that it was made with"
     raise WrongKey(f"this {kind} does not open the store {backend.url}", path=backend.url, hint=hint)
+
+
+def _require_few_passphrases(backend: Backend, key_objects: Sequence[bytes]) -> None:
+    count = sum(_kind(data) == "passphrase" for data in key_objects)
+    if count > _MAX_PASSPHRASES:
+        raise StoreDamaged(
+            f"the store {backend.url} has {count} keys for passphrases, more than {_MAX_PASSPHRASES}",
+            path=f"{backend.url}/{KEYS_PREFIX}",
+            hint="somebody added them: delete from there those that are not yours, or open the store with a key file",
+        )
 
 
 def _key_objects(backend: Backend) -> Iterator[tuple[str, bytes]]:
