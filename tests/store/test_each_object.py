@@ -161,6 +161,8 @@ def test_a_snapshot_that_was_cut_to_nothing_is_no_tombstone(root: Path, secret: 
     for wanted in ("latest", two.id[:8]):
         with pytest.raises(StoreDamaged, match=f"{two.id} is cut short"):
             snapshots.find(store, wanted)
+    with pytest.raises(StoreDamaged, match=f"no snapshot 'two' can be found .* damaged: .*{two.id} is cut short"):
+        snapshots.find(store, "two")
     assert list(verify_snapshots(root, key=secret).problems) == [two.id]
     with pytest.raises(StoreDamaged, match=two.id):
         prune(store, PruneRules(keep_last=1))

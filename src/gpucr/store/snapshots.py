@@ -225,6 +225,10 @@ def find(store: Store, wanted: str | None) -> StoredSnapshot:
     for snapshot_id, error in listing.damaged.items():
         if not meant and len(wanted) >= SHORT_ID and snapshot_id.startswith(wanted):
             raise error
+    if not meant and listing.damaged:  # their names are not known
+        error = next(iter(listing.damaged.values()))
+        message = f"no snapshot {wanted!r} can be found in {url}, and one that may be it is damaged: {error.message}"
+        raise StoreDamaged(message, path=error.path, hint=f"check the store: gpucr verify {url}") from error
     what = f"{len(meant)} snapshots whose id begins with" if meant else "no snapshot"
     raise InvalidRequest(f"the store {url} holds {what} {wanted!r}", hint=f"list what it holds: gpucr ls {url}")
 
