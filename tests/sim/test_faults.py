@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import threading
+import time
+from pathlib import Path
 
 import pytest
 
@@ -65,11 +67,28 @@ def test_hang_lasts_until_the_target_is_killed(libcuda: Libcuda, counter: Counte
 
 def test_delay_lengthens_the_action(libcuda: Libcuda, counter: CounterFactory) -> None:
     program = counter(env={"GPUCR_SIM_FAULTS": "lock=delay:400"})
+    start = time.monotonic()
+    assert libcuda.act("lock", program.pid) == 0
+    assert time.monotonic() - start >= 0.4
+    assert libcuda.state(program.pid) == (0, LOCKED)
+
+
+@pytest.mark.parametrize("side", ["target", "caller"])
+def test_the_action_waits_for_a_file(
+    libcuda: Libcuda, counter: CounterFactory, monkeypatch: pytest.MonkeyPatch, tmp_path: Path, side: str
+) -> None:
+    faults = f"lock=until:{tmp_path / 'go'}"
+    if side == "caller":
+        monkeypatch.setenv("GPUCR_SIM_CALLER_FAULTS", faults)
+    program = counter(env={"GPUCR_SIM_FAULTS": faults} if side == "target" else None)
     results: list[int] = []
     caller = threading.Thread(target=lambda: results.append(libcuda.act("lock", program.pid)))
     caller.start()
+    caller.join(0.2)
+    assert caller.is_alive()
     assert libcuda.state(program.pid) == (0, RUNNING)
-    caller.join()
+    (tmp_path / "go").touch()
+    caller.join(30)
     assert results == [0]
     assert libcuda.state(program.pid) == (0, LOCKED)
 
@@ -94,7 +113,7 @@ def test_caller_can_kill_the_target(libcuda: Libcuda, counter: CounterFactory, m
 
 
 @pytest.mark.parametrize(
-    "faults", ["explode=1", "lock", "lock=", "lock#0=1", "lock@x=1", "lock=delay:", "lock=1x", ","]
+    "faults", ["explode=1", "lock", "lock=", "lock#0=1", "lock@x=1", "lock=delay:", "lock=until:", "lock=1x", ","]
 )
 def test_malformed_faults_are_not_passed_over(
     libcuda: Libcuda, counter: CounterFactory, monkeypatch: pytest.MonkeyPatch, faults: str

@@ -172,12 +172,10 @@ static bool caller_fault(enum action action, pid_t pid, enum result *result) {
         kill(pid, SIGKILL);
         *result = OPERATING_SYSTEM;
         return true;
-    case FAULT_DELAY:
-        sleep_ms(fault.value);
-        return false;
     case FAULT_RESULT:
         return true;
     default:
+        fault_wait(&fault);
         return false;
     }
 }

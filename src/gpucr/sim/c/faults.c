@@ -20,6 +20,14 @@ void hang(void) {
         pause();
 }
 
+/* What is to happen before the action. */
+void fault_wait(const struct fault *fault) {
+    if (fault->kind == FAULT_DELAY)
+        sleep_ms(fault->value);
+    while (fault->kind == FAULT_UNTIL && access(fault->path, F_OK) != 0)
+        sleep_ms(1);
+}
+
 static bool parse_number(const char **text, uint32_t *number) {
     char *end;
     unsigned long value = strtoul(*text, &end, 10);
@@ -38,6 +46,11 @@ static bool parse_effect(struct fault *fault, const char *text) {
     if (strcmp(text, "die") == 0) {
         fault->kind = FAULT_DIE;
         return true;
+    }
+    if (strncmp(text, "until:", 6) == 0) {
+        fault->kind = FAULT_UNTIL;
+        int length = snprintf(fault->path, sizeof fault->path, "%s", text + 6);
+        return length > 0 && (size_t)length < sizeof fault->path;
     }
     fault->kind = FAULT_RESULT;
     if (strncmp(text, "delay:", 6) == 0) {
@@ -89,7 +102,8 @@ bool faults_parse(struct faults *faults, const char *variable) {
     while (good && (item = strsep(&rest, ",")) != NULL)
         good = faults->count < MAX_FAULTS && parse_one(&faults->list[faults->count++], item);
     if (!good)
-        fprintf(stderr, "gpucr simulator: %s=%s is not of the form ACTION[@PID][#NTH]=RESULT|hang|die|delay:MS\n",
+        fprintf(stderr,
+                "gpucr simulator: %s=%s is not of the form ACTION[@PID][#NTH]=RESULT|hang|die|delay:MS|until:PATH\n",
                 variable, value);
     return good;
 }

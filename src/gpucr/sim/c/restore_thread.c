@@ -155,8 +155,7 @@ static enum result perform(enum action action) {
     if (action >= ACTIONS)
         return INVALID_VALUE;
     struct fault fault = faults_pick(&faults, action, 0, ++control->calls[action]);
-    if (fault.kind == FAULT_DELAY)
-        sleep_ms(fault.value);
+    fault_wait(&fault);
     if (fault.kind == FAULT_RESULT) {
         if (fault.then_failed)
             control->state = FAILED;

@@ -36,16 +36,17 @@ enum result {
 
 enum process_state { RUNNING = 0, LOCKED = 1, CHECKPOINTED = 2, FAILED = 3 };
 
-/* faults.c: ACTION[@PID][#NTH]=RESULT[:failed]|hang|die|delay:MS, comma separated. */
+/* faults.c: ACTION[@PID][#NTH]=RESULT[:failed]|hang|die|delay:MS|until:PATH, comma separated. */
 enum action { ACTION_STATE, ACTION_TID, ACTION_LOCK, ACTION_CHECKPOINT, ACTION_RESTORE, ACTION_UNLOCK, ACTIONS };
 
 struct fault {
-    enum { FAULT_NONE, FAULT_RESULT, FAULT_HANG, FAULT_DIE, FAULT_DELAY } kind;
+    enum { FAULT_NONE, FAULT_RESULT, FAULT_HANG, FAULT_DIE, FAULT_DELAY, FAULT_UNTIL } kind;
     enum action action;
     pid_t pid;        /* 0: any */
     uint32_t nth;     /* 0: every call, else only this one, counted from 1 */
     uint32_t value;   /* the result, or milliseconds */
     bool then_failed; /* the state afterwards is FAILED */
+    char path[256];   /* the file that is waited for */
 };
 #define MAX_FAULTS 32
 struct faults {
@@ -54,6 +55,7 @@ struct faults {
 };
 bool faults_parse(struct faults *faults, const char *variable);
 struct fault faults_pick(const struct faults *faults, enum action action, pid_t pid, uint32_t nth);
+void fault_wait(const struct fault *fault);
 void sleep_ms(uint32_t duration_ms);
 void hang(void) __attribute__((noreturn));
 
