@@ -52,6 +52,13 @@ class Terminal:
         """Type."""
         os.write(self.master, keys.encode())
 
+    def wait_read(self) -> None:
+        """Wait until the program has read what was typed."""
+        deadline = time.monotonic() + DEADLINE_S
+        while struct.unpack("i", fcntl.ioctl(self._slave, termios.FIONREAD, bytes(4)))[0]:
+            assert time.monotonic() < deadline, "the program reads no keys"
+            time.sleep(0.01)
+
     def text(self) -> str:
         """What is on the screen now."""
         with self._lock:
@@ -106,7 +113,7 @@ class Terminal:
     def _read(self) -> None:
         while not self._is_closed:
             if select.select([self.master], [], [], 0.05)[0]:
-                data = os.read(self.master, 1 << 16)
-                with self._lock:
+                with self._lock:  # so that nothing has been read and is not on the screen yet
+                    data = os.read(self.master, 1 << 16)
                     self.raw += data
                     self._stream.feed(data)

@@ -245,12 +245,13 @@ def test_driver_that_is_too_old(sim_environment: Callable[..., dict[str, str]]) 
 
 
 def test_ctrl_c_in_a_toggle_leaves_the_process_running(
-    driver: CudaDriver, counter: CounterFactory, sim_environment: Callable[..., dict[str, str]]
+    driver: CudaDriver, counter: CounterFactory, sim_environment: Callable[..., dict[str, str]], tmp_path: Path
 ) -> None:
-    program = counter("--mib", "4", env=sim_environment(faults="checkpoint=delay:1000"))
+    program = counter("--mib", "4", env=sim_environment(faults=f"checkpoint=until:{tmp_path / 'go'}"))
     with subprocess.Popen([sys.executable, "-c", START, "--toggle", "--pid", str(program.pid)]) as command:
         wait_until(lambda: driver.state(program.pid) is CudaState.LOCKED, "the toggle to have locked the process")
         command.send_signal(signal.SIGINT)
+        (tmp_path / "go").touch()
         assert command.wait(DEADLINE_S) == 130
     assert state_of(program) == "running\n"
     assert program.ask() == 101

@@ -25,9 +25,9 @@ def ask_always():
     while True:
         ask()
         time.sleep(0.002)
-threading.Thread(target=ask_always, daemon=True).start()
 if os.fork() == 0:
     ask_always()
+threading.Thread(target=ask_always, daemon=True).start()
 """
 LOOP = """
 count = 0

@@ -295,9 +295,9 @@ def test_an_application_that_ends_in_the_middle_of_a_dump(
     tmp_path: Path,
     sim_environment: Callable[..., dict[str, str]],
 ) -> None:
-    job = counter("--fork", "1", env=sim_environment(faults="checkpoint=delay:300"))
+    job = counter("--fork", "1", env=sim_environment(faults=f"checkpoint=until:{tmp_path / 'go'}"))
     child = child_of(job)
-    killer = threading.Thread(target=_kill_when_locked, args=(driver, child))
+    killer = threading.Thread(target=_kill_when_locked, args=(driver, child, tmp_path / "go"))
     killer.start()
     with pytest.raises(gpucr.JobDamaged, match=f"process {child} ended during the checkpoint") as failure:
         gpucr.dump(job.pid, tmp_path / "s")
@@ -309,9 +309,10 @@ def test_an_application_that_ends_in_the_middle_of_a_dump(
     assert not (tmp_path / "s").exists()
 
 
-def _kill_when_locked(driver: CudaDriver, pid: int) -> None:
+def _kill_when_locked(driver: CudaDriver, pid: int, killed: Path) -> None:
     wait_until(lambda: driver.state(pid) is LOCKED, "the child to be locked")
     os.kill(pid, signal.SIGKILL)
+    killed.touch()
 
 
 def test_a_deadline_in_the_middle_of_a_dump(

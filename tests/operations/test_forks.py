@@ -115,14 +115,15 @@ def test_a_child_of_a_suspended_process_does_not_keep_its_staging(
 
 
 def test_a_child_that_is_forked_during_the_checkpoint_does_not_keep_the_file(
-    start: Callable[..., Forking], sim_environment: Callable[..., dict[str, str]]
+    start: Callable[..., Forking], sim_environment: Callable[..., dict[str, str]], tmp_path: Path
 ) -> None:
     """It does keep what else its parent had open then, of the driver as well: see docs/adr/0042."""
-    job = start(sim_environment(faults="checkpoint=delay:3000"))
+    job = start(sim_environment(faults=f"checkpoint=until:{tmp_path / 'go'}"))
     suspending = command.start("suspend", job.pid)
     wait_until(lambda: has_staging(job.pid), "the process to have the staging file open")
     child = int(job.tell("fork"))
     had_it = has_staging(child)
+    (tmp_path / "go").touch()
     said = suspending.communicate(timeout=command.TIMEOUT_S)
     assert suspending.returncode == 0, said
     assert had_it

@@ -210,9 +210,10 @@ def test_killed_while_the_driver_is_at_work(
     operation: Operation,
     log: Path,
     sim_environment: Environment,
+    tmp_path: Path,
     action: str,
 ) -> None:
-    job = counter("--mib", "8", env=sim_environment(faults=f"{action}#1=delay:800"))
+    job = counter("--mib", "8", env=sim_environment(faults=f"{action}#1=until:{tmp_path / 'go'}"))
     kill_in = """
     import threading
     for name in ("lock", "checkpoint", "restore", "unlock"):
@@ -224,7 +225,9 @@ def test_killed_while_the_driver_is_at_work(
             die()
         call.join()
     """.replace("ACTION", repr(action))
-    operation(job.pid, _ON_JOB, kill_in)
+    operation(job.pid, _ON_JOB, kill_in, wait=False)
+    (tmp_path / "go").touch()
+    wait_until(lambda: _is_free(job.pid), "the guard to let go of it")
     assert_as_found(job, driver, log)
 
 
@@ -265,9 +268,14 @@ def test_killed_with_the_job_stopped(
 
 
 def test_no_thread_but_the_drivers_runs_before_device_memory_is_back(
-    counter: CounterFactory, driver: CudaDriver, operation: Operation, log: Path, sim_environment: Environment
+    counter: CounterFactory,
+    driver: CudaDriver,
+    operation: Operation,
+    log: Path,
+    sim_environment: Environment,
+    tmp_path: Path,
 ) -> None:
-    job = counter("--mib", "8", env=sim_environment(faults="restore#1=delay:1000"))
+    job = counter("--mib", "8", env=sim_environment(faults=f"restore#1=until:{tmp_path / 'go'}"))
     tid = driver.restore_thread_id(job.pid)
     others = [thread for thread in processes.threads(job.pid) if thread != tid]
     guard = operation(job.pid, _ON_JOB, _FREEZE, "die()", wait=False)
@@ -275,6 +283,7 @@ def test_no_thread_but_the_drivers_runs_before_device_memory_is_back(
     for thread in others:
         assert processes.thread_group_leader(processes.tracer_pid(thread)) == guard
     assert driver.state(job.pid) is CHECKPOINTED
+    (tmp_path / "go").touch()
     wait_until(lambda: _is_free(job.pid), "the guard to let go of it")
     assert_as_found(job, driver, log)
 
@@ -299,13 +308,14 @@ def test_what_cannot_be_brought_back_is_said(
 
 
 def test_the_claim_is_kept_until_the_job_is_back(
-    counter: CounterFactory, driver: CudaDriver, operation: Operation, sim_environment: Environment
+    counter: CounterFactory, driver: CudaDriver, operation: Operation, sim_environment: Environment, tmp_path: Path
 ) -> None:
-    job = counter(env=sim_environment(faults="unlock#1=delay:1000"))
+    job = counter(env=sim_environment(faults=f"unlock#1=until:{tmp_path / 'go'}"))
     operation(job.pid, _ON_JOB, "gang.lock()\ndie()", wait=False)
     assert driver.state(job.pid) is LOCKED
     with pytest.raises(Unsupported, match="another gpucr"), processes.claimed([job.pid]):
         pass
+    (tmp_path / "go").touch()
     wait_until(lambda: driver.state(job.pid) is RUNNING, "the job to run")
     wait_until(lambda: _is_free(job.pid), "the guard to let go of it")
 

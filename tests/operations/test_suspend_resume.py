@@ -220,12 +220,14 @@ def test_a_signal_in_the_middle_undoes_and_ends_with_130(
     counter: CounterFactory,
     driver: CudaDriver,
     sim_environment: Callable[..., dict[str, str]],
+    tmp_path: Path,
     number: signal.Signals,
 ) -> None:
-    job = counter(env=sim_environment(faults="checkpoint=delay:1500"))
+    job = counter(env=sim_environment(faults=f"checkpoint=until:{tmp_path / 'go'}"))
     gpucr_process = command.start("suspend", job.pid)
     wait_until(lambda: driver.state(job.pid) is LOCKED, "the job to be locked")
     os.kill(gpucr_process.pid, number)
+    (tmp_path / "go").touch()
     _, err = gpucr_process.communicate(timeout=30)
     assert gpucr_process.returncode == 130
     assert "interrupted; the job is as it was found" in err
@@ -234,17 +236,20 @@ def test_a_signal_in_the_middle_undoes_and_ends_with_130(
 
 
 def test_a_second_signal_does_not_cut_the_undo_short(
-    counter: CounterFactory, driver: CudaDriver, sim_environment: Callable[..., dict[str, str]]
+    counter: CounterFactory, driver: CudaDriver, sim_environment: Callable[..., dict[str, str]], tmp_path: Path
 ) -> None:
-    job = counter(env=sim_environment(faults="checkpoint=delay:500,restore=delay:1500"))
+    saved, back = tmp_path / "saved", tmp_path / "back"
+    job = counter(env=sim_environment(faults=f"checkpoint=until:{saved},restore=until:{back}"))
     gpucr_process = command.start("suspend", job.pid)
     assert gpucr_process.stderr is not None
     while "checkpoint process" not in gpucr_process.stderr.readline():
         assert gpucr_process.poll() is None
     os.kill(gpucr_process.pid, signal.SIGINT)
+    saved.touch()
     while "undoing: checkpoint" not in gpucr_process.stderr.readline():
         assert gpucr_process.poll() is None
     os.kill(gpucr_process.pid, signal.SIGINT)
+    back.touch()
     _, err = gpucr_process.communicate(timeout=30)
     assert gpucr_process.returncode == 130
     assert "cannot be cut short" in err
@@ -252,13 +257,14 @@ def test_a_second_signal_does_not_cut_the_undo_short(
 
 
 def test_the_job_of_a_killed_gpucr_runs_again_by_itself(
-    counter: CounterFactory, driver: CudaDriver, sim_environment: Callable[..., dict[str, str]]
+    counter: CounterFactory, driver: CudaDriver, sim_environment: Callable[..., dict[str, str]], tmp_path: Path
 ) -> None:
-    job = counter(env=sim_environment(faults="checkpoint=delay:700"))
+    job = counter(env=sim_environment(faults=f"checkpoint=until:{tmp_path / 'go'}"))
     gpucr_process = command.start("suspend", job.pid)
     wait_until(lambda: driver.state(job.pid) is LOCKED, "the job to be locked")
     gpucr_process.kill()
     gpucr_process.communicate(timeout=30)
+    (tmp_path / "go").touch()
     assert job.ask() == 101
     assert driver.state(job.pid) is RUNNING
 
@@ -266,16 +272,15 @@ def test_the_job_of_a_killed_gpucr_runs_again_by_itself(
 def test_a_second_gpucr_is_refused_while_the_first_is_at_work(
     counter: CounterFactory, driver: CudaDriver, sim_environment: Callable[..., dict[str, str]], tmp_path: Path
 ) -> None:
-    job = counter("--fork", "1", env=sim_environment(faults="checkpoint=delay:2000"))
+    job = counter("--fork", "1", env=sim_environment(faults=f"checkpoint=until:{tmp_path / 'go'}"))
     child = next(pid for pid in job.processes() if pid != job.pid)
     first = command.start("suspend", job.pid)
     wait_until(lambda: driver.state(child) is LOCKED, "the job to be locked")
-    os.kill(first.pid, signal.SIGSTOP)  # however long the others take, it is at work
     for second in (["suspend", job.pid], ["resume", child], ["dump", job.pid, "--to", tmp_path / "s"]):
         refused = command.run(*second)
         assert refused.returncode == 3, refused.stderr
         assert "another gpucr is at work on process" in refused.stderr
-    os.kill(first.pid, signal.SIGCONT)
+    (tmp_path / "go").touch()
     first.communicate(timeout=30)
     assert first.returncode == 0
     assert states(driver, job) == {CHECKPOINTED}

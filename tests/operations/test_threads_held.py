@@ -194,12 +194,13 @@ def test_after_the_deadline(
 def test_after_ctrl_c(
     counter: CounterFactory, driver: CudaDriver, tmp_path: Path, sim_environment: Environment, action: str
 ) -> None:
-    job = counter("--fork", "1", env=sim_environment(faults=f"{action}#1=delay:1500"))
+    job = counter("--fork", "1", env=sim_environment(faults=f"{action}#1=until:{tmp_path / 'go'}"))
     process = command.start("dump", job.pid, "--to", tmp_path / "s", "--leave-running")
     assert process.stderr is not None
     while f"{action} process" not in process.stderr.readline():
         assert process.poll() is None
     os.kill(process.pid, signal.SIGINT)
+    (tmp_path / "go").touch()
     _, err = process.communicate(timeout=60)
     assert process.returncode == 130, err
     assert_as_before(job, driver, 101)
@@ -208,14 +209,14 @@ def test_after_ctrl_c(
 def test_a_killed_gpucr_leaves_no_thread_held(
     counter: CounterFactory, driver: CudaDriver, tmp_path: Path, sim_environment: Environment
 ) -> None:
-    job = counter(env=sim_environment(faults="checkpoint=delay:700"))
+    job = counter(env=sim_environment(faults=f"checkpoint=until:{tmp_path / 'go'}"))
     process = command.start("dump", job.pid, "--to", tmp_path / "s")
     tid = driver.restore_thread_id(job.pid)
     others = [thread for thread in processes.threads(job.pid) if thread != tid]
     wait_until(lambda: all(processes.tracer_pid(thread) for thread in others), "the threads to be held")
     process.kill()
     process.communicate(timeout=60)
-    wait_until(lambda: not any(processes.tracer_pid(thread) for thread in others), "the kernel to let go of them")
+    (tmp_path / "go").touch()
     assert job.ask() == 101  # by itself
     wait_until(lambda: not any(processes.tracer_pid(thread) for thread in others), "its guard to let go of them")
     assert_as_before(job, driver, 102)

@@ -112,9 +112,15 @@ def test_an_error_is_shown_in_its_place(counter: CounterFactory, sim_only: None,
 
 
 @pytest.fixture
-def slow_job(counter: CounterFactory, sim_environment: Callable[..., dict[str, str]]) -> Counter:
-    """A job that is locked for a while before its checkpoint is done."""
-    return counter("--mib", "1", env=sim_environment(faults="checkpoint=delay:1500"))
+def go(tmp_path: Path) -> Path:
+    """Made by a test, it lets the checkpoint of `slow_job` begin."""
+    return tmp_path / "go"
+
+
+@pytest.fixture
+def slow_job(counter: CounterFactory, sim_environment: Callable[..., dict[str, str]], go: Path) -> Counter:
+    """A job that stays locked before its checkpoint until the test says so."""
+    return counter("--mib", "1", env=sim_environment(faults=f"checkpoint=until:{go}"))
 
 
 def begin_suspend(terminal: Terminal, job: Counter, driver: CudaDriver) -> None:
@@ -122,20 +128,26 @@ def begin_suspend(terminal: Terminal, job: Counter, driver: CudaDriver) -> None:
     wait_until(lambda: driver.state(job.pid) is CudaState.LOCKED, "the job to be locked")
 
 
-def test_cancelling_undoes(slow_job: Counter, driver: CudaDriver, top: Top) -> None:
+def test_cancelling_undoes(slow_job: Counter, driver: CudaDriver, top: Top, go: Path) -> None:
     terminal = top(slow_job.pid)
     begin_suspend(terminal, slow_job, driver)
     terminal.press("x")
+    terminal.wait_for("cancelled, it is undone")
+    go.touch()
     terminal.wait_for("the job is as it was found")
     assert driver.state(slow_job.pid) is RUNNING
     terminal.press("q")
     assert terminal.wait_ended() == 0
 
 
-def test_while_something_is_under_way_it_cannot_be_left(slow_job: Counter, driver: CudaDriver, top: Top) -> None:
+def test_while_something_is_under_way_it_cannot_be_left(
+    slow_job: Counter, driver: CudaDriver, top: Top, go: Path
+) -> None:
     terminal = top(slow_job.pid)
     begin_suspend(terminal, slow_job, driver)
     terminal.press("q\x1bsrn")
+    terminal.wait_read()
+    go.touch()
     terminal.wait_for(f"{slow_job.pid} checkpointed: ")
     assert driver.state(slow_job.pid) is CHECKPOINTED
 
@@ -178,21 +190,25 @@ def test_control_z_does_not_stop_an_operation_half_way(counter: CounterFactory, 
 
 @pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM])
 def test_a_signal_undoes_what_is_under_way(
-    slow_job: Counter, driver: CudaDriver, top: Top, number: signal.Signals
+    slow_job: Counter, driver: CudaDriver, top: Top, go: Path, number: signal.Signals
 ) -> None:
     terminal = top(slow_job.pid)
     begin_suspend(terminal, slow_job, driver)
     os.kill(terminal.process.pid, number)
+    go.touch()
     assert terminal.wait_ended() == 130
     assert driver.state(slow_job.pid) is RUNNING
     assert "the job is as it was found" in terminal.text()
     assert_given_back(terminal)
 
 
-def test_a_terminal_that_goes_away_undoes_what_is_under_way(slow_job: Counter, driver: CudaDriver, top: Top) -> None:
+def test_a_terminal_that_goes_away_undoes_what_is_under_way(
+    slow_job: Counter, driver: CudaDriver, top: Top, go: Path
+) -> None:
     terminal = top(slow_job.pid)
     begin_suspend(terminal, slow_job, driver)
     terminal.hang_up()
+    go.touch()
     assert terminal.process.wait(DEADLINE_S) == 130
     assert driver.state(slow_job.pid) is RUNNING
 

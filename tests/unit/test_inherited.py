@@ -31,9 +31,11 @@ plain = os.open("/dev/zero", os.O_RDONLY)
 mapped = mmap.mmap(os.open(sys.argv[1], os.O_RDWR), 8192)
 mapped[:] = b"x" * 8192
 address = ctypes.addressof(ctypes.c_char.from_buffer(mapped))
+opened, tell = os.pipe()
 child = os.fork()
 own = device()
 if child == 0:
+    os.write(tell, b"x")
     while True:
         if signal.sigwait([signal.SIGUSR1, signal.SIGUSR2]) == signal.SIGUSR2:
             os.dup2(plain, shared[0])
@@ -41,6 +43,7 @@ if child == 0:
             continue
         mapped[:4] = b"here"
         os.write(1, b"%s %d\\n" % (mapped[2:6], os.fstat(plain).st_rdev))
+os.read(opened, 1)
 os.write(1, b"%d %d %d %d %d %d\\n" % (child, *shared, plain, own, address))
 signal.sigwait([signal.SIGUSR2])
 os.close(shared[0])
