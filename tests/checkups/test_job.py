@@ -29,6 +29,13 @@ def about(target: int, *subjects: str, to: Path | None = None) -> list[Checkup]:
     return [each for each in found if each.about in subjects]
 
 
+@pytest.fixture
+def on_disk(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The folder of the tests can be in memory: Debian 13 has /tmp there."""
+    monkeypatch.setattr("gpucr.linux.memory.lies_in_memory", lambda _folder: False)
+
+
+@pytest.mark.usefixtures("on_disk")
 def test_a_job_that_can_be_dumped(counter: CounterFactory, driver: CudaDriver, tmp_path: Path) -> None:
     program = counter("--mib", "1", "--fork", "1")
     found = about(
@@ -112,6 +119,7 @@ def test_a_suspended_job_and_room_for_its_way_back(counter: CounterFactory, driv
     wait_until(lambda: driver.state(program.pid) is CudaState.RUNNING, "the job to run")
 
 
+@pytest.mark.usefixtures("on_disk")
 def test_a_folder_that_is_not_there_yet(tmp_path: Path) -> None:
     with sleeper() as child:
         (one,) = about(child.pid, "disk", to=tmp_path / "new" / "snapshot")

@@ -200,8 +200,10 @@ def test_a_resume_without_room_is_refused_before_it_starts(
     driver: CudaDriver,
     sim_environment: Callable[..., dict[str, str]],
     monkeypatch: pytest.MonkeyPatch,
+    tmp_path: Path,
 ) -> None:
-    environment = sim_environment("1x512MiB")
+    # A machine of its own: a job in a pid namespace that was killed counts until somebody can tell that it has ended.
+    environment = sim_environment("1x512MiB", state_dir=tmp_path / "machine")
     for name, value in environment.items():
         monkeypatch.setenv(name, value)
     job = counter("--mib", "256")
