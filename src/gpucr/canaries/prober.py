@@ -102,12 +102,15 @@ def _round_trip(driver: Driver, canary: Canary, deadline: float) -> _Verdict:
         ("unlock", lambda: work.unlock(down_to=lambda member: CudaState.RUNNING)),
     )
     for action, act in actions:
+        failure = None
         try:
             act()
         except GpucrError as error:
-            if time.monotonic() >= deadline:
-                return _Verdict(CanaryOutcome.TIMED_OUT, f"the driver did not finish the {action}", action)
-            return _after_failure(action, error, work, canary)
+            failure = error
+        if time.monotonic() >= deadline:  # also without a failure: a job that ends during its unlock is no damage
+            return _Verdict(CanaryOutcome.TIMED_OUT, f"the driver did not finish the {action}", action)
+        if failure is not None:
+            return _after_failure(action, failure, work, canary)
     wrong = canary.ask()
     if wrong is not None:
         return _Verdict(CanaryOutcome.LOST, f"every action succeeded, but: {wrong}")

@@ -57,13 +57,13 @@ def open_file(path: PathLike, flags: int, mode: int = 0o600) -> int:
 def require_ours(path: PathLike) -> None:
     """Raise PermissionError unless every name on the way is fixed and nobody else can write to what it names.
 
-    What is executed, and what is believed, lies there. Names that are missing at the end are no objection:
-    `make_private` looks again. Raises other OSErrors where the path cannot be looked at.
+    What is executed, and what is believed, lies there. Names that are missing at the end, or a file in their place, are
+    no objection: `make_private` looks again. Raises other OSErrors where the path cannot be looked at.
     """
     walk = _Walk(path)
     try:
         walk.to_the_end(only_fixed=True)
-    except FileNotFoundError:
+    except (FileNotFoundError, NotADirectoryError):  # whoever uses the path says what is in its way
         return
     finally:
         walk.close()
