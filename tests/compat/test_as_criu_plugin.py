@@ -169,7 +169,7 @@ def test_process_without_cuda_is_passed_over(plugin: Plugin, process_without_cud
 
 def test_lock_that_runs_out_of_time_can_be_unlocked_or_not(plugin: Plugin, counter: CounterFactory) -> None:
     program = counter("--mib", "4")
-    program.send("busy 5000")
+    program.send("busy 600000")
     code, answer = plugin("--action", "lock", "--pid", str(program.pid), "--timeout", "50")
     assert (code, answer) == (1, f'Could not lock on process ID {program.pid}: "device not ready"\n')
     # After a timeout the plugin unlocks at a venture; the process was not locked, and must not care.

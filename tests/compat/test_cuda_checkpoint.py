@@ -152,7 +152,7 @@ def test_toggle_of_a_locked_process(counter: CounterFactory) -> None:
 
 def test_lock_timeout(counter: CounterFactory) -> None:
     program = counter()
-    program.send("busy 5000")
+    program.send("busy 600000")
     assert run("--action", "lock", "--pid", str(program.pid), "--timeout", "50") == failure(
         f'Could not lock on process ID {program.pid}: "device not ready"'
     )

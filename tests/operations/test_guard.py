@@ -235,7 +235,7 @@ def test_killed_while_a_lock_waits_for_the_gpu(
     counter: CounterFactory, driver: CudaDriver, operation: Operation, log: Path
 ) -> None:
     job = counter()
-    assert job.send("busy 1500") == "busy"
+    assert job.send("busy 600000") == "busy"
     kill_in = """
     import threading
     call = threading.Thread(target=driver.lock, args=(pid,), daemon=True)
