@@ -310,7 +310,7 @@ def store_seconds(data: memoryview, way: Way, threads: int, at: Path) -> tuple[f
         opened = Store.open(LocalBackend(folder), secret)
         reader = StoreReader(opened, index.load(opened), threads=threads)
         reader.stream([refs[start] for start in starts], lambda number, piece: None)
-        return write_s, time.perf_counter() - begin, writer.counts.bytes_written
+        return write_s, time.perf_counter() - begin, writer.counts.written_bytes
 
 
 def compare(what: str, data: memoryview, way: Way, *, threads: int, repeat: int, at: Path) -> Run:

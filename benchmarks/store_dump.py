@@ -227,7 +227,7 @@ def print_table(results: Mapping[str, Result], title: str) -> None:
             )
         ]
         written = [
-            format_bytes(result.counts[what]["bytes_written"]) if what in result.counts else ""
+            format_bytes(result.counts[what]["written_bytes"]) if what in result.counts else ""
             for what in ("dump", "again")
         ]
         table.add_row(name, *cells, *written)

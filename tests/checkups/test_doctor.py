@@ -10,9 +10,11 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from click.testing import CliRunner
 
 import gpucr
 from gpucr import Checkup, DoctorReport
+from gpucr.canaries.results import WHAT, CanaryOutcome, CanaryResult, MeasuredMachine, ProbeReport
 from gpucr.checkups import memory, repairs
 from gpucr.cli import doctor as cli
 from gpucr.criu import provide
@@ -39,13 +41,13 @@ def printed(*arguments: object) -> dict[str, Any]:
     done = run("doctor", *arguments, "--json")
     assert done.returncode in (0, 3), done.stderr
     found: dict[str, Any] = json.loads(done.stdout)
-    assert found["is_blocked"] is (done.returncode == 3)
-    assert found["is_blocked"] is any(each["verdict"] == "blocking" for each in found["findings"])
+    assert found["blocked"] is (done.returncode == 3)
+    assert found["blocked"] is any(each["verdict"] == "blocking" for each in found["checkups"])
     return found
 
 
 def findings(found: dict[str, Any], about: str) -> list[dict[str, Any]]:
-    return [each for each in found["findings"] if each["about"] == about]
+    return [each for each in found["checkups"] if each["about"] == about]
 
 
 # --- the machine ------------------------------------------------------------------------------------------------
@@ -111,10 +113,10 @@ def test_one_is_measured_and_shown_later() -> None:
     done = run("doctor", "--probe", "--only", "managed", "--only", "plain")
     said = [line.partition(" (")[0] for line in done.stderr.splitlines()]
     assert said[:2] == ["plain: comes back", "managed: refused"]
-    table = done.stdout.partition("CANARY")[2].splitlines()[1:]
+    table = done.stdout.partition("CANARY")[2].partition("\n\n")[0].splitlines()[1:]
     assert [line.split()[0] for line in table] == ["plain", "managed"]
     assert run("doctor").stdout.partition("CANARY")[2] == done.stdout.partition("CANARY")[2]
-    results = printed()["probe"]["results"]
+    results = printed()["probe"]["canaries"]
     assert [(result["name"], result["result"]) for result in results] == [("plain", None), ("managed", 801)]
 
 
@@ -124,7 +126,19 @@ def test_a_machine_that_brings_nothing_back(machine_with_peers: pytest.MonkeyPat
     assert done.returncode == 3
     assert "this machine does not bring back even a plain CUDA program" in done.stderr
     assert "code:  GPUCR-PROBE" in done.stderr
-    assert "plain " in done.stdout
+    assert done.stdout == "", "quiet"
+
+
+@pytest.mark.parametrize(
+    ("outcome", "verdict"), [("lost", "warning"), ("refused", "warning"), ("timed out", "unknown")]
+)
+def test_what_did_not_come_back_is_not_ok(outcome: str, verdict: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    name = "managed"
+    result = CanaryResult(name, CanaryOutcome(outcome), "", None, None, None, 0.1, "2026-11-21T14:02:11Z")
+    report = ProbeReport(MeasuredMachine("580", (), "6.18"), (result,), None)
+    monkeypatch.setattr("gpucr.checkups.doctor.last_probe", lambda: report)
+    (found,) = [each for each in gpucr.doctor().checkups if each.about == "probe"]
+    assert (found.verdict, outcome in found.evidence, WHAT[name] in found.what) == (verdict, True, True)
 
 
 def test_results_that_cannot_be_used() -> None:
@@ -176,7 +190,7 @@ def test_a_finding_has_its_evidence_consequence_and_remedy(
     monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     shown(monkeypatch, SPOILT)
-    lines = [line.strip() for line in capsys.readouterr().out.splitlines()[1:]]
+    lines = [line.strip() for line in capsys.readouterr().out.splitlines()[1:-1]]
     assert [line.split()[0] for line in lines] == ["warning", "seen:", "so:", "do:"]
     assert lines[3].endswith("(gpucr doctor --fix does it)")
 
@@ -228,7 +242,7 @@ def test_what_cannot_be_written_stays_and_is_said(policies: tuple[Path, Path], t
     assert (done.undo, done.problem) == (None, "Is a directory")
 
 
-def test_each_thing_is_mended_once(policies: tuple[Path, Path]) -> None:
+def test_each_thing_is_fixed_once(policies: tuple[Path, Path]) -> None:
     assert len(repairs.repair([SPOILT, SPOILT, BLOCKING])) == 1
 
 
@@ -249,7 +263,7 @@ def test_criu_cannot_be_fetched(monkeypatch: pytest.MonkeyPatch) -> None:
     assert (done.undo, done.problem) == (None, "apt knows no mirror; set one")
 
 
-def test_what_was_mended_is_said_with_its_undo(
+def test_what_was_fixed_is_said_with_its_undo(
     monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     done = (
@@ -259,7 +273,24 @@ def test_what_was_mended_is_said_with_its_undo(
     monkeypatch.setattr(cli, "doctor", lambda *_, **__: DoctorReport((), done))
     cli.command.main(["--fix"], standalone_mode=False)
     assert capsys.readouterr().err.splitlines() == [
-        "mended: x was deny and is never",
-        "undo:   echo deny > x",
-        "not mended: CRIU was not fetched: no mirror",
+        "fixed: x was deny and is never",
+        "undo:  echo deny > x",
+        "not fixed: CRIU was not fetched: no mirror",
     ]
+
+
+@pytest.mark.parametrize("options", [[], ["--problems"]])
+def test_the_last_line_counts_the_verdicts(options: list[str], monkeypatch: pytest.MonkeyPatch) -> None:
+    fine = Checkup("driver", "ok", "it can", "libcuda")
+    monkeypatch.setattr(cli, "doctor", lambda *_, **__: DoctorReport((fine, SPOILT, fine)))
+    printed = CliRunner().invoke(cli.command, options).stdout.splitlines()
+    assert printed[-1] == "2 ok, 1 warning, 0 blocking, 0 unknown"
+    assert [line.split()[0] for line in printed if line[:1] not in (" ", "2")] == [
+        "VERDICT", *(["ok"] if not options else []), "warning", *(["ok"] if not options else []),
+    ]  # fmt: skip
+
+
+def test_quiet_prints_errors_only(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(cli, "doctor", lambda *_, **__: DoctorReport((BLOCKING,)))
+    done = CliRunner().invoke(cli.command, ["-q"])
+    assert (done.output, type(done.exception)) == ("", Unsupported)

@@ -154,8 +154,9 @@ def test_nothing_was_measured() -> None:
 
 
 def test_what_came_back() -> None:
-    (one,) = measured.check(report(plain=CanaryOutcome.COMES_BACK, managed=CanaryOutcome.REFUSED))
-    assert (one.verdict, one.what) == ("ok", "1 of 2 canaries come back")
+    refused, one = measured.check(report(plain=CanaryOutcome.COMES_BACK, managed=CanaryOutcome.REFUSED))
+    assert refused.verdict == "warning"
+    assert (one.verdict, one.what) == ("ok", "1 of 2 canary programs came back")
     assert "2026-11-21" in one.evidence
 
 

@@ -15,8 +15,6 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
-from gpucr.sim import build as simulator
-
 TIMEOUT_S = 100
 _BLOCK = re.compile(r"^```console\n(.*?)^```$", re.MULTILINE | re.DOTALL)
 _PROMPT = re.compile(r"^[#$] (.*)$")
@@ -24,8 +22,6 @@ _TALK = re.compile(r"^(error|why|log|hint|code|warning): ")
 # Namespaces of the session's own: its ports are free, it sees only its own processes, and they end with it.
 _ALONE = ("unshare", "--pid", "--fork", "--kill-child", "--mount-proc", "--net", "--ipc")
 _DROP_IN = Path(__file__).parents[2] / "scripts" / "cuda-checkpoint"
-# The pages leave out what nobody typed.
-_SHORTENED = {f"{simulator.build()}/": "", " --devices 0 --start 100 --fork 0": ""}
 _BEGIN = "from gpucr.linux.namespaces import bring_loopback_up; bring_loopback_up()"
 
 
@@ -80,7 +76,7 @@ def play(commands: Sequence[str], home: Path, instead: Mapping[str, str]) -> lis
         finally:
             if shell.poll() is None:
                 os.killpg(shell.pid, signal.SIGKILL)
-    back = {meant: written for written, meant in instead.items()} | {str(home): "/root"} | _SHORTENED
+    back = {meant: written for written, meant in instead.items()} | {str(home): "/root"}
     return [Answer(_lines(folder / f"{n}.out", back), _lines(folder / f"{n}.err", back)) for n in range(len(commands))]
 
 

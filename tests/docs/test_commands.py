@@ -54,7 +54,7 @@ def test_the_fields_of_run_and_jobs_in_json(tmp_path: Path) -> None:
     plan = run_json_before("run", "--explain", "true", env=state)
     described = section(page("reference/commands.md"), "gpucr run")
     named = set(re.findall(r"`(\w+)`", described))
-    assert {*plan, *plan["environment"][0]} <= named
+    assert {*plan, *plan["environment_changes"][0]} <= named
     _assert_fields_are_described("gpucr jobs", run_json("jobs", "--all", env=state))
 
 
@@ -76,13 +76,12 @@ def test_the_fields_of_dump_inspect_and_restore_in_json(counter: CounterFactory,
     plan = run_json("dump", program.pid, "--to", folder, "--dry-run")
     described = section(page("reference/commands.md"), "gpucr dump")
     assert {f"`{name}`" for name in plan} - set(re.findall(r"`\w+`", described)) == set()
+    assert {f"`{name}`" for finding in plan["findings"] for name in finding} <= set(re.findall(r"`\w+`", described))
     _assert_fields_are_described("gpucr dump", run_json("dump", program.pid, "--to", folder))
     program.reap()
     inspected = run_json("inspect", folder)
-    members = {field.name for field in dataclasses.fields(manifest.Manifest)}
-    own = {name: value for name, value in inspected.items() if name not in members}
-    assert len(own) + len(members) == len(inspected), "a member of the manifest is missing, or hidden by a field"
-    _assert_fields_are_described("gpucr inspect", own)
+    assert set(inspected["manifest"]) == {field.name for field in dataclasses.fields(manifest.Manifest)}
+    _assert_fields_are_described("gpucr inspect", inspected)
     _assert_fields_are_described("gpucr restore", run_json("restore", folder))
     wait_until(lambda: program.alive, "the restored counter")
 
@@ -121,6 +120,57 @@ def _assert_fields_are_described(heading: str, printed: dict[str, Any]) -> None:
     empty = {path for path, kind in described.items() if kind.startswith("list") and _get(printed, path) == []}
     assert seen == {path for path in described if not any(path.startswith(f"{each}[]") for each in empty)}
 
+    wrong = [path for path, value in _values(printed, maps=maps) if not _is_of(described[path], value)]
+    assert not wrong, "not of the type that is described"
+
+
+_TYPES: dict[str, tuple[type, ...]] = {
+    "string": (str,), "integer": (int,), "number": (int, float), "boolean": (bool,), "map": (dict,), "object": (dict,),
+    "list": (list,), "null": (type(None),),
+}  # fmt: skip
+
+
+def _is_of(described: str, value: Any) -> bool:
+    """Whether the value has one of the types: ``string or null``, ``list of strings``."""
+    types = [kind for word in described.split(" or ") for kind in _TYPES[word.split()[0]]]
+    return type(value) in types
+
+
+def _kinds(described: str) -> set[str]:
+    """What is left of a type: ``list of strings or null`` is a list. A map and an object are the same in JSON."""
+    words = {word.split()[0] for word in described.split(" or ")}
+    return {{"object": "map"}.get(word, word) for word in words} - {"null"}
+
+
+def test_a_key_has_one_type_in_all_commands() -> None:
+    types: dict[str, set[str]] = {}
+    for _heading, path, described in _all_fields():
+        types.setdefault(path.rpartition(".")[2].rstrip("[]"), set()).update(_kinds(described))
+    assert {key: kinds for key, kinds in types.items() if len(kinds) > 1} == {}
+
+
+def test_the_same_words_are_used_in_all_keys() -> None:
+    """``size_bytes`` and not ``bytes``, ``command_line`` and not ``command``; units at the end; no ``is_``."""
+    instead = {
+        "bytes": "size_bytes", "size": "size_bytes", "command": "command_line", "duration_s": "seconds",
+        "time_s": "seconds", "folder": "snapshot", "args": "command_line",
+    }  # fmt: skip
+    for heading, field, described in _all_fields():
+        key = field.rpartition(".")[2]
+        assert key not in instead, f"{heading}: {field} is {instead[key]} elsewhere"
+        assert not key.startswith("is_"), f"{heading}: {field}"
+        if described.startswith("number"):
+            assert key == "seconds" or key.endswith("_s"), f"{heading}: {field} has no unit"
+        if "size" in key or "bytes" in key:
+            assert key.endswith("_bytes"), f"{heading}: {field}"
+
+
+def _all_fields() -> list[tuple[str, str, str]]:
+    """Section, path and type of every field of the page."""
+    text = page("reference/commands.md")
+    headings = re.findall(r"^## (.*)$", without_fences(text), re.MULTILINE)
+    return [(heading, path, kind) for heading in headings for path, kind in _described_fields(heading).items()]
+
 
 def _described_fields(heading: str) -> dict[str, str]:
     """Path and type of every field that the section's JSON table has."""
@@ -138,6 +188,19 @@ def _paths(value: Any, path: str = "", *, maps: set[str]) -> Iterator[str]:
         for item in value:
             if isinstance(item, dict):
                 yield from list(_paths(item, f"{path}[]", maps=maps))[1:]
+
+
+def _values(value: Any, path: str = "", *, maps: set[str]) -> Iterator[tuple[str, Any]]:
+    """Every value with the path of its field."""
+    if path and not path.endswith("[]"):
+        yield path, value
+    if isinstance(value, dict) and path not in maps:
+        for key, member in value.items():
+            yield from _values(member, f"{path}.{key}" if path else key, maps=maps)
+    elif isinstance(value, list):
+        for item in value:
+            if isinstance(item, dict):
+                yield from _values(item, f"{path}[]", maps=maps)
 
 
 def _get(value: dict[str, Any], path: str) -> Any:

@@ -83,7 +83,7 @@ def test_a_dry_run_shows_the_codes_of_what_blocks(
 ) -> None:
     blocking = Finding("blocking", "what", "evidence", "consequence", "remedy", code="GPUCR-MIG")
     findings = (blocking, Finding("warning", "w", "e", "c", "r"))
-    dump._print_plan(DumpPlan(7, ("step",), findings), as_json=False)
+    dump._print_plan(DumpPlan(7, ("step",), findings), as_json=False, quiet=False)
     assert capsys.readouterr().err.splitlines() == [
         "blocking: what (evidence): consequence",
         "hint:  remedy",

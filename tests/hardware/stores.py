@@ -114,7 +114,7 @@ class StoreUnderTest:
                 pruned = copy.call("prune", copy.path, "--repack", "--grace", "0s", "--dead-after", "0s")
             if pruned["waiting_packs"] or pruned["retired_packs"]:
                 raise Failed(f"prune left something over: {pruned}")
-            if copy.call("verify", copy.path, "--deep")["problems"]:
+            if copy.call("verify", copy.path, "--deep")["damaged"]:
                 raise Failed("a pruned store is damaged")
             yield copy
         finally:
@@ -171,7 +171,7 @@ class Parts:
             # Weights, gradients, and what the allocator keeps of the updates.
             if not trained_bytes <= changed <= 3 * trained_bytes + MARGIN_BYTES:
                 raise Failed(f"{changed} bytes of device memory differ, and {trained_bytes} were trained")
-            first, second = (each["bytes_written"] for each in written)
+            first, second = (each["written_bytes"] for each in written)
             if second > changed + LIMIT * first:
                 raise Failed(f"{second} bytes were added for {changed} that changed")
             self._each_comes_back(store, {"first": job, "second": job}, reference)
@@ -199,7 +199,7 @@ class Parts:
                 alone.check(job, name, expected)
 
     def _require_small(self, dumps: Sequence[dict[str, Any]]) -> None:
-        first, *later = (each["bytes_written"] for each in dumps)
+        first, *later = (each["written_bytes"] for each in dumps)
         if max(later) >= LIMIT * first:
             raise Failed(f"too much was added: {_added(dumps)}")
 
@@ -247,7 +247,7 @@ def _same_as(job: Job) -> Expected:
 
 
 def _added(dumps: Sequence[dict[str, Any]]) -> str:
-    first, *later = (each["bytes_written"] for each in dumps)
+    first, *later = (each["written_bytes"] for each in dumps)
     return f"{_gib(first)}, then " + ", ".join(f"{_gib(each)} ({each / first:.1%})" for each in later)
 
 

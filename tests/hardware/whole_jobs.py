@@ -424,7 +424,7 @@ class Parts:
             folder = self.settings.out / f"reference-{ranks}"
             command = training(self.settings, ranks, folder / "lines")
             plan = call_json(self.settings, "run", "--explain", "--", *command)
-            wanted = {each["variable"]: each["value"] for each in plan["environment"] if each["is_set"]}
+            wanted = {each["variable"]: each["value"] for each in plan["environment_changes"] if each["set"]}
             with plain_program(command, folder / "log", wanted | {"USE_LIBUV": "0"}) as started:
                 wait_for(lambda: started.poll() is not None, self.settings.deadline_s, "the end of the reference")
             lines = complete_lines(folder / "lines")

@@ -76,7 +76,7 @@ def test_a_container_is_dumped_and_restored(container: StartContainer, tmp_path:
 
     report = printed(dump(made, first, "--leave-running", "--json"))
     assert report["left_running"] is True
-    assert report["has_gpu_part"] is True
+    assert report["has_gpu_state"] is True
     assert report["runtime"] == made.runtime_name
     assert made.ask() == 102
 

@@ -51,7 +51,7 @@ def test_a_container_is_dumped_and_restored_by_podman(podman: Podman, web: Podma
     first, second = tmp_path / "first", tmp_path / "second"
     done = podman.gpucr("dump", "--container", "web", "--to", first, "--leave-running")
     assert done.returncode == 0, done.stdout
-    assert "(with GPU state) dumped by podman; it goes on" in done.stdout
+    assert "(with GPU state) dumped by podman; it keeps running" in done.stdout
     assert web.ask() == "102"
     assert not web.files() & OF_A_CHECKPOINT
 

@@ -146,7 +146,7 @@ def test_a_tree_without_cuda_needs_no_gpu_no_driver_and_no_libcuda(counter: Coun
     assert [phase["name"] for phase in dumped["phases"]] == ["prepare", "dump"]
     inspected = command.run_json("inspect", tmp_path / "s", "--verify", env=nowhere)
     assert inspected["has_gpu_state"] is False
-    assert inspected["gpus"] == []
+    assert inspected["manifest"]["gpus"] == []
     restored = command.run_json("restore", tmp_path / "s", env=nowhere)
     assert [phase["name"] for phase in restored["phases"]] == ["verify", "keeper", "criu", "keep"]
     assert job.ask() == 101
@@ -354,12 +354,12 @@ def test_json_of_dump_and_restore(counter: CounterFactory, tmp_path: Path) -> No
     dumped = command.run_json("dump", job.pid, "--to", tmp_path / "s", "--leave-running")
     assert (dumped["schema"], dumped["schema_version"]) == ("gpucr.dump", 1)
     assert dumped["pid"] == job.pid
-    assert dumped["bytes"] > 8 << 20
+    assert dumped["size_bytes"] > 8 << 20
     assert 0 < dumped["downtime_s"] <= sum(phase["seconds"] for phase in dumped["phases"])
     assert all(set(phase) == {"name", "seconds", "size_bytes"} for phase in dumped["phases"])
     job.kill()
     restored = command.run_json("restore", tmp_path / "s")
-    assert (restored["schema"], restored["pid"], restored["processes"]) == ("gpucr.restore", job.pid, 1)
+    assert (restored["schema"], restored["pid"], restored["process_count"]) == ("gpucr.restore", job.pid, 1)
     assert job.ask() == 101
 
 
@@ -368,17 +368,16 @@ def test_what_the_commands_print(counter: CounterFactory, tmp_path: Path) -> Non
     listed = command.run("ps")
     assert any(line.split()[:3] == [str(job.pid), str(job.pid), "running"] for line in listed.stdout.splitlines())
     assert command.run("state", job.pid).stdout == f"{job.pid} running counter\n"
-    assert command.run("suspend", job.pid, "--quiet").stdout == f"{job.pid} checkpointed (was running)\n"
+    assert command.run("suspend", job.pid).stdout == f"{job.pid} checkpointed (was running)\n"
     record = command.run_json("state", job.pid)["processes"][0]
     assert (record["pid"], record["state"]) == (job.pid, "checkpointed")
-    assert command.run("resume", job.pid, "-q").stdout == f"{job.pid} running (was checkpointed)\n"
-    dumped = command.run("dump", job.pid, "--to", tmp_path / "s", "--leave-running", "-q")
-    assert dumped.stderr == ""
-    assert dumped.stdout.splitlines()[0] == f"{tmp_path / 's'}: job {job.pid} dumped; it goes on"
+    assert command.run("resume", job.pid).stdout == f"{job.pid} running (was checkpointed)\n"
+    dumped = command.run("dump", job.pid, "--to", tmp_path / "s", "--leave-running")
+    assert dumped.stdout.splitlines()[0] == f"{tmp_path / 's'}: job {job.pid} dumped; it keeps running"
     shown = command.run("inspect", tmp_path / "s", "--verify").stdout
     assert "every file matches its digests" in shown
     assert f"└─ {job.pid} (running" in shown or f"├─ {job.pid} (running" in shown
-    assert json.loads(command.run("inspect", tmp_path / "s", "--json").stdout)["root_pid"] == job.pid
+    assert json.loads(command.run("inspect", tmp_path / "s", "--json").stdout)["manifest"]["root_pid"] == job.pid
 
 
 ECHO = """

@@ -305,9 +305,9 @@ def test_explain_starts_nothing_and_gives_reasons(state: Path, monkeypatch: pyte
     assert "warning: NCCL_CUMEM_ENABLE=1 is left as it is" in done.stderr
     assert not state.exists()
     plan = command.run_json_before("run", "--explain", "sleep", "1000")
-    assert plan["schema"] == "gpucr.run-plan"
+    assert plan["schema"] == "gpucr.run.plan"
     assert plan["program"] == shutil.which("sleep")
-    by_name = {change["variable"]: change for change in plan["environment"]}
+    by_name = {change["variable"]: change for change in plan["environment_changes"]}
     assert by_name["NCCL_CUMEM_ENABLE"]["given"] == "1"
     assert all(change["reason"] for change in by_name.values())
 

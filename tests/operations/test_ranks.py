@@ -121,7 +121,7 @@ def test_suspend_and_resume(ranks: RanksFactory, driver: CudaDriver, count: int)
 def test_the_lock_is_in_the_json(ranks: RanksFactory) -> None:
     job = ranks(3)
     told = run_json("suspend", job.pid)["lock"]
-    assert told["processes"] == 3
+    assert told["process_count"] == 3
     assert told["attempts"] >= 1
     assert told["seconds"] > 0
     assert run_json("resume", job.pid)["lock"] is None

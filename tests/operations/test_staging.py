@@ -438,7 +438,7 @@ def test_saving_begins_before_the_driver_has_finished(
     real_complete = DeviceWriter.complete
 
     def complete(self: DeviceWriter, pid: int) -> None:
-        seen.append(self.bytes_seen)
+        seen.append(self.seen_bytes)
         real_complete(self, pid)
 
     monkeypatch.setattr(DeviceWriter, "complete", complete)
@@ -622,12 +622,12 @@ def test_the_first_part_is_saved_before_the_driver_asks_for_the_second(
         real_add(self, source)
 
     def grow(self: DeviceWriter, pid: int, size_bytes: int) -> None:
-        grown.append((self.bytes_seen, size_bytes))
+        grown.append((self.seen_bytes, size_bytes))
         real_grow(self, pid, size_bytes)
 
     def redirect(self: Capture, *arguments: Any) -> None:
         if self.extents:  # the driver stands still meanwhile, at the second of its calls
-            wait_until(lambda: sum(writer.bytes_seen for writer in writers) >= 28 * MIB, "the first part to be saved")
+            wait_until(lambda: sum(writer.seen_bytes for writer in writers) >= 28 * MIB, "the first part to be saved")
         real_redirect(self, *arguments)
 
     monkeypatch.setattr(DeviceWriter, "add", add)

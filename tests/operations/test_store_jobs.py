@@ -78,7 +78,7 @@ def assert_comes_back(job: Counter, place: str, expected: int, **options: Any) -
 def assert_only_host_memory_is_new(report: gpucr.DumpReport) -> None:
     """Nothing of device memory was written. Of host memory how much is chance: one page that differs makes 2 MiB."""
     host_bytes = sum(file.size_bytes for file in report.snapshot.manifest.files)
-    assert report.counts.bytes_written < host_bytes + (1 << 20)
+    assert report.counts.written_bytes < host_bytes + (1 << 20)
 
 
 # --- what is written -------------------------------------------------------------------------------------------
@@ -91,13 +91,13 @@ def test_an_idle_job_is_written_once(counter: CounterFactory, store: Path) -> No
     second = gpucr.dump(job.pid, at(store, "second"))
     job.reap()
     assert first.left_running
-    assert first.counts.bytes_written > 256 << 20
-    assert second.counts.bytes_written < first.counts.bytes_written * 0.05
+    assert first.counts.written_bytes > 256 << 20
+    assert second.counts.written_bytes < first.counts.written_bytes * 0.05
     assert_only_host_memory_is_new(second)
     for report in (first, second):
         counts = report.counts
         data = report.snapshot.manifest.device_data.values()
-        assert counts.bytes_seen >= sum(each.size_bytes for each in data) + sum(
+        assert counts.seen_bytes >= sum(each.size_bytes for each in data) + sum(
             file.size_bytes for file in report.snapshot.manifest.files
         )
         assert counts.zero_bytes >= sum(each.size_bytes - each.stored_bytes for each in data) > 0
@@ -115,7 +115,7 @@ def test_what_changes_is_written(counter: CounterFactory, store: Path) -> None:
     changed = gpucr.dump(job.pid, at(store, "c"))
     job.reap()
     assert_only_host_memory_is_new(again)
-    assert changed.counts.bytes_written < first.counts.bytes_written
+    assert changed.counts.written_bytes < first.counts.written_bytes
     (device,) = [each for each in gpucr.diff_snapshots(at(store, "b"), at(store, "c")) if each.kind == "device"]
     extents = opened(store, "c").manifest.device_data[job.pid].extents
     assert device.pid == job.pid
@@ -130,7 +130,7 @@ def test_what_changes_is_written(counter: CounterFactory, store: Path) -> None:
 def test_replicas_share_what_they_have_in_common(counter: CounterFactory, store: Path) -> None:
     replicas = [counter("--mib", "128") for _ in range(3)]
     written = [
-        gpucr.dump(job.pid, at(store, f"replica-{number}")).counts.bytes_written for number, job in enumerate(replicas)
+        gpucr.dump(job.pid, at(store, f"replica-{number}")).counts.written_bytes for number, job in enumerate(replicas)
     ]
     assert max(written[1:]) < written[0] * 0.05
     for number, job in enumerate(replicas):
@@ -181,7 +181,7 @@ def test_the_rest_comes_back_after_a_prune(counter: CounterFactory, store: Path)
 
 def test_a_job_without_cuda(process_without_cuda: int, store: Path) -> None:
     report = gpucr.dump(process_without_cuda, at(store, "plain"), leave_running=True)
-    assert report.counts.bytes_seen > 0
+    assert report.counts.seen_bytes > 0
     assert not report.snapshot.manifest.is_in_store
     report.snapshot.verify()
     assert opened(store).manifest == report.snapshot.manifest
@@ -659,7 +659,7 @@ def test_the_commands_of_a_day(counter: CounterFactory, tmp_path: Path) -> None:
     assert run_json("store", "init", store, "--encrypt", "--key-file", key)["encrypted"] is True
     job = counter("--mib", "4")
     dumped = run_json("dump", job.pid, "--to", at(store, "a"), "--leave-running", "--encrypt", env=env)
-    assert dumped["bytes_seen"] > dumped["bytes_written"] > 4 << 20
+    assert dumped["seen_bytes"] > dumped["written_bytes"] > 4 << 20
     assert {"zero_bytes", "known_bytes", "compressed_saved_bytes"} <= dumped.keys()
     said = run("dump", job.pid, "--to", at(store, "b"), "--compress", "none", env=env)
     assert " of " in said.stdout.splitlines()[-1], said.stderr
@@ -670,20 +670,20 @@ def test_the_commands_of_a_day(counter: CounterFactory, tmp_path: Path) -> None:
     differences = run_json("diff", at(store, "a"), at(store, "b"), env=env)["differences"]
     assert "images/inventory.img" in [each["name"] for each in differences]
     assert "images/inventory.img" in run("diff", at(store, "a"), at(store, "b"), "-v", env=env).stdout
-    assert run_json("verify", store, "--deep", env=env)["problems"] == {}
+    assert run_json("verify", store, "--deep", env=env)["damaged"] == {}
     assert "all is there" in run("verify", at(store, "a"), env=env).stdout
     for unset in ({}, {"GPUCR_KEY_FILE": "", "GPUCR_PASSPHRASE": ""}):
         done = run("ls", store, env=unset)
         assert (done.returncode, "no key was given" in done.stderr) == (5, True)
-    assert run_json("rm", at(store, "a"), env=env)["removed"]["name"] == "a"
+    assert run_json("rm", at(store, "a"), env=env)["removed"][0]["name"] == "a"
     assert [each["name"] for each in run_json("prune", store, "--keep-last", "1", env=env)["kept"]] == ["b"]
     plain = tmp_path / "plain"
     assert run_json("store", "init", plain)["encrypted"] is False
-    assert run_json("copy", store, plain, "--to-plain", env=env)["snapshots"][0]["target"]["name"] == "b"
+    assert run_json("copy", store, plain, "--to-plain", env=env)["copies"][0]["target"]["name"] == "b"
     again = tmp_path / "again"
     assert run_json("store", "init", again, "--encrypt", env=env)["encrypted"] is True
     assert "is not encrypted" in run("copy", plain, again, env=env).stderr
-    assert run_json("copy", plain, again, "--from-plain", env=env)["snapshots"][0]["target"]["name"] == "b"
+    assert run_json("copy", plain, again, "--from-plain", env=env)["copies"][0]["target"]["name"] == "b"
     restored = run_json("restore", f"{plain}#latest")
     assert restored["snapshot"] == opened(plain).where
     assert job.ask() == 101

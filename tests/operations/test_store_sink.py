@@ -80,7 +80,7 @@ def test_what_changes_after_it_was_saved_early_is_saved_again(store: Store, sess
     try:
         writer.start()
         writer.advance(7, 5 * PIECE)
-        wait_until(lambda: writer.bytes_seen == 5 * PIECE, "the first pieces to be saved")
+        wait_until(lambda: writer.seen_bytes == 5 * PIECE, "the first pieces to be saved")
         counts = session.writer.counts
         memory[PIECE : 2 * PIECE] = bytes(PIECE)
         memory[2 * PIECE : 3 * PIECE] = os.urandom(PIECE)
@@ -89,7 +89,7 @@ def test_what_changes_after_it_was_saved_early_is_saved_again(store: Store, sess
         assert writer.wait(LIMIT_S)
         writer.sync()
         assert writer.rewritten_pieces == 2
-        seen = session.writer.counts.bytes_seen - counts.bytes_seen
+        seen = session.writer.counts.seen_bytes - counts.seen_bytes
         assert seen == (3 + 2) * PIECE, "what is as it was counts once"
         extent = StagedExtent(0x7F0000000000, len(memory), 0)
         data = writer.device_data(7, [extent])

@@ -326,7 +326,7 @@ def test_a_store_with_connections_cut_all_the_time(server: Server, secret: Secre
         first = dump(store, areas, "first")
         changed = areas | {"device/7": content(*range(1, 150), 1000, *range(151, 300))}
         second = dump(store, changed, "second")
-        assert second.counters["bytes_written"] < first.counters["bytes_written"] / 10
+        assert second.counters["written_bytes"] < first.counters["written_bytes"] / 10
         store = Store.open(_backend(proxy.port, prefix), secret)
         assert snapshots.list_all(store).intact() == (first, second)
         assert verify(store, deep=True).problems == {}

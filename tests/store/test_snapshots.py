@@ -26,7 +26,7 @@ def test_a_dump_can_be_found_and_restored(secret: Secret | None) -> None:
     found = snapshots.find(store, "nightly")
     assert found == dumped
     assert (found.manifest, found.name, found.size_bytes) == (MANIFEST, "nightly", 4 * 4096 + 3)
-    assert found.counters["bytes_seen"] == 4 * 4096 + 3
+    assert found.counters["seen_bytes"] == 4 * 4096 + 3
     assert restore(store, found) == areas
 
 

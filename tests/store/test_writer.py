@@ -99,12 +99,12 @@ def test_the_counts_add_up() -> None:
         writer.add(piece)
     writer.flush()
     counts = writer.counts
-    assert counts.bytes_seen == 3 * PIECE + 2 * len(text)
+    assert counts.seen_bytes == 3 * PIECE + 2 * len(text)
     assert (counts.zero_bytes, counts.known_bytes) == (PIECE, len(text))
     assert 0.9 * len(text) < counts.compressed_saved_bytes < len(text)
     packs = [info.size_bytes for info in store.backend.list("packs/")]
-    assert counts.bytes_written == sum(packs)
-    assert 2 * PIECE < counts.bytes_written < 3 * PIECE + 4096
+    assert counts.written_bytes == sum(packs)
+    assert 2 * PIECE < counts.written_bytes < 3 * PIECE + 4096
 
 
 def test_a_second_writer_stores_nothing_again(secret: Secret | None) -> None:
@@ -114,7 +114,7 @@ def test_a_second_writer_stores_nothing_again(secret: Secret | None) -> None:
     writer = StoreWriter(store, index.load(store))
     assert [writer.add(piece) for piece in noise(20)] == first
     writer.flush()
-    assert (writer.counts.known_bytes, writer.counts.bytes_written) == (20 * PIECE, 0)
+    assert (writer.counts.known_bytes, writer.counts.written_bytes) == (20 * PIECE, 0)
     assert writer.counts.checked_bytes == 20 * PIECE
     assert store.backend.objects == before  # type: ignore[attr-defined]
 

@@ -10,14 +10,14 @@ import termios
 
 import pytest
 
-from gpucr.cli.columns import WIDTH_WITHOUT_TERMINAL, Column, fit, output_width, terminal_width
+from gpucr.cli.columns import Column, cells, fit, shortened, terminal_width, wrapped
 
 COLUMNS = (
     Column("PID", is_number=True),
     Column("STATE"),
     Column("AGE", rank=2),
     Column("GPUS", rank=1),
-    Column("COMMAND"),
+    Column("COMMAND", least=16, keeps_end=False),
 )
 ROWS = [("7", "running", "3 d 4 h", "0,1", "python train.py --epochs 90"), ("4711", "locked", "1 s", "-", "x")]
 
@@ -31,12 +31,12 @@ def test_everything_where_there_is_room() -> None:
 
 
 def test_the_last_column_is_cut_before_another_gives_way() -> None:
-    assert fit(COLUMNS, ROWS, 50)[1] == "   7  running  3 d 4 h  0,1   python train.py --ep"
+    assert fit(COLUMNS, ROWS, 50)[1] == "   7  running  3 d 4 h  0,1   python train.py --e…"
 
 
 @pytest.mark.parametrize(
     ("width", "heading"),
-    [(45, " PID  STATE    GPUS  COMMAND"), (35, " PID  STATE    COMMAND"), (10, " PID  STAT"), (0, "")],
+    [(45, " PID  STATE    GPUS  COMMAND"), (35, " PID  STATE    COMMAND"), (12, "P…  ST…  CO…"), (0, "")],
 )
 def test_what_gives_way(width: int, heading: str) -> None:
     lines = fit(COLUMNS, ROWS, width)
@@ -56,6 +56,48 @@ def test_the_width_of_a_terminal(told: int, expected: int | None, monkeypatch: p
         fcntl.ioctl(slave, termios.TIOCSWINSZ, struct.pack("4H", 33, told, 0, 0))
         monkeypatch.setattr(sys, "stdout", terminal)
         assert terminal_width() == expected
-        assert output_width() == (expected or WIDTH_WITHOUT_TERMINAL)
         monkeypatch.undo()
     os.close(master)
+
+
+NAMES = (Column("NAME", least=12), Column("STATE", least=20), Column("AGE", rank=1))
+LONG = [("finetune-llama-7b", "dumped (/var/snapshots/llama/step-9000)", "3 d 4 h")]
+
+
+@pytest.mark.parametrize(
+    ("width", "line"),
+    [
+        (None, "finetune-llama-7b  dumped (/var/snapshots/llama/step-9000)  3 d 4 h"),
+        (60, "finetune-llama-7b  dumped (/var/sna…lama/step-9000)  3 d 4 h"),
+        (45, "finetun…ama-7b  dumped (/v…tep-9000)  3 d 4 h"),
+        (40, "finetune-llama-7b  dumped (/v…step-9000)"),
+        (24, "finet…ma-7b  dumpe…9000)"),
+    ],
+)
+def test_text_is_shortened_before_columns_go(width: int | None, line: str) -> None:
+    assert fit(NAMES, LONG, width)[1] == line
+
+
+def test_signs_that_take_two_places() -> None:
+    rows = [("模型客服", "running"), ("e\u0301t\u00e9", "locked")]  # the second one with a combining accent
+    columns = (Column("NAME", least=6), Column("STATE"))
+    assert fit(columns, rows, 80) == ["NAME      STATE", "模型客服  running", "e\u0301t\u00e9       locked"]
+    assert fit(columns, rows, 15)[1] == "模型…   running"
+    assert [cells(line) for line in fit(columns, rows, 15)] == [13, 15, 14]
+
+
+@pytest.mark.parametrize(
+    ("size", "keeps_end", "expected"),
+    [(None, True, "abcdefghijkl"), (12, True, "abcdefghijkl"), (9, True, "abcd…ijkl"), (9, False, "abcdefgh…"),
+     (8, True, "abcdefg…"), (1, True, "…"), (0, True, "")],
+)  # fmt: skip
+def test_shortened(size: int | None, keeps_end: bool, expected: str) -> None:
+    assert shortened("abcdefghijkl", size, keeps_end=keeps_end) == expected
+
+
+def test_prose_is_broken_between_words() -> None:
+    assert list(wrapped("one two three", 9)) == ["one two", "three"]
+    assert list(wrapped("one two three", 12, first="so: ")) == ["so: one two", "    three"]
+    assert list(wrapped("one two three", 9, first="so: ", indent=1)) == ["so: one", " two", " three"]
+    assert list(wrapped("one two three", None, first="so: ")) == ["so: one two three"]
+    assert list(wrapped("", 9, first="so: ")) == ["so:"]

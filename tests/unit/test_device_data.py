@@ -159,7 +159,7 @@ def test_zeros_are_neither_written_nor_read(staging: MakeStaging, tmp_path: Path
     writer.complete(PID)
     assert writer.wait(LIMIT_S)
     writer.sync()
-    assert (writer.bytes_seen, writer.bytes_written) == (64 * PIECE, 0)
+    assert (writer.seen_bytes, writer.written_bytes) == (64 * PIECE, 0)
     assert sum(path.stat().st_blocks for path in (tmp_path / "device").iterdir()) == 0
     data = writer.device_data(PID, ())
     assert data.stored_bytes == 0
@@ -237,7 +237,7 @@ def filling(staging: MakeStaging, tmp_path: Path) -> Iterator[tuple[DeviceWriter
 
 
 def wait_seen(writer: DeviceWriter, size_bytes: int) -> None:
-    wait_until(lambda: writer.bytes_seen >= size_bytes, "the pieces below the frontier are saved", timeout_s=LIMIT_S)
+    wait_until(lambda: writer.seen_bytes >= size_bytes, "the pieces below the frontier are saved", timeout_s=LIMIT_S)
 
 
 def put(fd: int, memory: bytearray, position: int, data: bytes) -> None:
@@ -265,7 +265,7 @@ def test_only_whole_pieces_below_the_frontier_are_saved_early(
     assert not writer.wait(0)
     put(fd, memory, 10 * PIECE, os.urandom(10 * PIECE))
     assert finished(writer, tmp_path, staging) == memory
-    assert (writer.rewritten_pieces, writer.bytes_seen) == (0, 20 * PIECE), "a piece above the frontier was read"
+    assert (writer.rewritten_pieces, writer.seen_bytes) == (0, 20 * PIECE), "a piece above the frontier was read"
 
 
 def test_the_frontier_at_the_end_is_not_yet_the_end(
@@ -371,7 +371,7 @@ def test_a_source_that_grows(staging: MakeStaging, tmp_path: Path) -> None:
             with pytest.raises(ValueError, match=f"process {PID}"):
                 writer.grow(PID, size_bytes)
         assert finished(writer, tmp_path, staging) == memory[: 20 * PIECE + PAGE]
-        assert (writer.bytes_seen, writer.rewritten_pieces) == (20 * PIECE + PAGE, 0)
+        assert (writer.seen_bytes, writer.rewritten_pieces) == (20 * PIECE + PAGE, 0)
         with pytest.raises(ValueError, match="final size"):
             writer.grow(PID, 21 * PIECE)
     finally:

@@ -54,7 +54,7 @@ def test_stored_and_zero_bytes_of_device_memory(with_device_data: Snapshot) -> N
             "extents": 1,
         }
     ]
-    assert found["bytes"] == 12288 + sum(map(len, samples.IMAGES.values()))
+    assert found["size_bytes"] == 12288 + sum(map(len, samples.IMAGES.values()))
     lines = inspect(with_device_data.path).stdout.splitlines()
     assert "size        17.9 KiB: 5.9 KiB in 3 images of CRIU, 12.0 KiB of device memory beside them" in lines
     place = lines.index("job: 2 processes, 3 threads")
@@ -67,7 +67,9 @@ def test_stored_and_zero_bytes_of_device_memory(with_device_data: Snapshot) -> N
     ]
     assert lines[-2] == "   ├─ device memory: 28.0 KiB in 1 extent, 12.0 KiB stored in device/"
     assert "overruled   process 100 shares GPU memory (P2P): it would be lost" in lines
-    assert found["overruled"] == [{"finding": "process 100 shares GPU memory (P2P)", "consequence": "it would be lost"}]
+    assert found["manifest"]["overruled"] == [
+        {"finding": "process 100 shares GPU memory (P2P)", "consequence": "it would be lost"}
+    ]
 
 
 def test_device_memory_in_the_images(tmp_path: Path) -> None:

@@ -39,5 +39,5 @@ def test_it_runs_on_the_simulated_driver(sim_only: None, tmp_path: Path) -> None
     ways = json.loads(done.stdout)["ways"]
     assert ways["folder"]["medians"].keys() == ways["auto+encrypted"]["of_folder"].keys() == set(store_dump.MEASURED)
     counts = ways["auto+encrypted"]["counts"]
-    assert counts["again"]["bytes_written"] < counts["dump"]["bytes_written"]
+    assert counts["again"]["written_bytes"] < counts["dump"]["written_bytes"]
     assert list(tmp_path.iterdir()) == []

@@ -97,7 +97,7 @@ def test_keys_without_a_job(key: str) -> None:
 def test_nothing_is_done_without_an_answer() -> None:
     top = state(job(100))
     assert top.press("s") == Look(100)
-    assert "suspend job 100, 1 process: 1.0 GiB on GPU 0 go to host memory. y yes   n no" in shown(top)
+    assert "suspend job 100, 1 process: 1.0 GiB on GPU 0 go to host memory\ny yes   n no" in shown(top)
     for key in ("s", "r", "x", "p", "z", "up", ""):
         assert top.press(key) is None, "no answer"
         assert top.question is not None

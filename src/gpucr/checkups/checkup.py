@@ -43,7 +43,7 @@ def ok(about: str, what: str, evidence: str = "") -> Checkup:
     return Checkup(about, "ok", what, evidence)
 
 
-def from_findings(about: str, findings: Iterable[Finding], otherwise: Checkup) -> list[Checkup]:
+def from_findings(about: str, findings: Iterable[Finding], otherwise: Checkup | None = None) -> list[Checkup]:
     """Preflight's findings as checkups; ``otherwise`` where there is none."""
     found = [
         Checkup(
@@ -58,4 +58,4 @@ def from_findings(about: str, findings: Iterable[Finding], otherwise: Checkup) -
         )
         for finding in findings
     ]
-    return found or [otherwise]
+    return found or ([otherwise] if otherwise is not None else [])

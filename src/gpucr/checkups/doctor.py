@@ -1,4 +1,4 @@
-"""The doctor: every check of a machine, or of a job, and what mends it."""
+"""The doctor: every check of a machine, or of a job, and what fixes it."""
 
 from __future__ import annotations
 
@@ -29,7 +29,7 @@ from gpucr.operations.probe import last_probe
 
 @dataclass(frozen=True)
 class DoctorReport:
-    """What was found, in the order in which it was looked at; what was mended; and what was measured before.
+    """What was found, in the order in which it was looked at; what was fixed; and what was measured before.
 
     ``probe`` is None for a job, and on a machine without a driver.
     """
@@ -53,7 +53,7 @@ def doctor(
 ) -> DoctorReport:
     """Look at this machine, or at a job (its pid, or its name), and say what stands in the way of gpucr.
 
-    Nothing is changed, unless ``fix`` asks to mend what of the machine can be mended safely; ``repairs`` then say what
+    Nothing is changed, unless ``fix`` asks to fix what can be fixed safely on the machine; ``repairs`` then say what
     was done, and how it is undone, and the rest is how things are afterwards. ``to``: where snapshots would go (None:
     the current folder). Needs no privileges for a machine: what cannot be seen without them is ``unknown``. For a job
     it needs access to the processes. ``on_event`` gets lines of talk while something is fetched.
@@ -63,7 +63,7 @@ def doctor(
     folder, was_named = job.nearest_folder(to), to is not None
     if target is not None:
         if fix:
-            raise InvalidRequest("only the machine can be mended, not a job", hint="leave out --fix, or the job")
+            raise InvalidRequest("--fix is for the machine, not for a job", hint="leave out --fix, or the job")
         return DoctorReport(tuple(job.examine(target, folder, was_named=was_named)))
     probe = _probe()
     found = _machine(folder, probe, was_named=was_named)

@@ -3,11 +3,34 @@
 from __future__ import annotations
 
 from gpucr import preflight
-from gpucr.canaries.results import CanaryOutcome, ProbeReport
-from gpucr.checkups.checkup import Checkup, from_findings, ok
+from gpucr.canaries.results import CanaryOutcome, CanaryResult, ProbeReport
+from gpucr.checkups.checkup import Checkup, Verdict, from_findings, ok
 from gpucr.operations.probe import measurements_in
+from gpucr.quantities import counted
 
 _ABOUT = "probe"
+
+_NOT_BACK: dict[CanaryOutcome, tuple[Verdict, str, str, str]] = {
+    CanaryOutcome.LOST: (
+        "warning",
+        "a program with {} is lost by a checkpoint",
+        "gpucr refuses jobs in which it can see this; others would be lost",
+        "do not suspend or dump such jobs on this machine; `gpucr doctor --probe` measures again",
+    ),
+    CanaryOutcome.REFUSED: (
+        "warning",
+        "the driver refuses to checkpoint {}",
+        "a suspend or dump of such a job fails, and the job keeps running",
+        "change the program to do without it, or let it run to its end",
+    ),
+    CanaryOutcome.TIMED_OUT: (
+        "unknown",
+        "whether a program with {} comes back is not known",
+        "gpucr goes by rules on the safe side",
+        "gpucr doctor --probe --canary-timeout 300",
+    ),
+}
+"""``NOT_POSSIBLE`` is not among them: the machine has no such thing that could be lost."""
 
 
 def check(report: ProbeReport | None) -> list[Checkup]:
@@ -25,13 +48,21 @@ def check(report: ProbeReport | None) -> list[Checkup]:
                 "gpucr doctor --probe",
             )
         ]
-    back = [result.name for result in report.results if result.outcome is CanaryOutcome.COMES_BACK]
-    return from_findings(
-        _ABOUT,
-        preflight.check_basics(measurements_in(report)),
-        ok(
-            _ABOUT,
-            f"{len(back)} of {len(report.results)} canaries come back",
-            f"{', '.join(back)}; last measured on {max(result.measured_on for result in report.results)}",
-        ),
-    )
+    basics = from_findings(_ABOUT, preflight.check_basics(measurements_in(report)))
+    others = [result for result in report.results if result.name not in preflight.BASICS]
+    return [*basics, *map(_not_back, [r for r in others if r.outcome in _NOT_BACK]), *_back(report)]
+
+
+def _back(report: ProbeReport) -> list[Checkup]:
+    back = [result for result in report.results if result.outcome is CanaryOutcome.COMES_BACK]
+    if not back:
+        return []
+    what = f"{len(back)} of {counted(len(report.results), 'canary program')} came back"
+    days = max(result.measured_on for result in back)
+    return [ok(_ABOUT, what, f"{', '.join(result.name for result in back)}; last measured on {days}")]
+
+
+def _not_back(result: CanaryResult) -> Checkup:
+    verdict, what, consequence, remedy = _NOT_BACK[result.outcome]
+    evidence = f"canary {result.name}, measured on {result.measured_on}: {result.outcome.value}"
+    return Checkup(_ABOUT, verdict, what.format(result.what), evidence, consequence, remedy)

@@ -24,7 +24,7 @@ class Repair:
 
 
 def repair(checkups: Iterable[Checkup], on_event: OnEvent | None = None) -> tuple[Repair, ...]:
-    """Mend what can be mended, each thing once. ``on_event`` gets lines of talk."""
+    """Fix what can be fixed, each thing once. ``on_event`` gets lines of talk."""
     wanted = dict.fromkeys(each.repair for each in checkups if each.repair is not None)
     return tuple(_REPAIRS[name](name, on_event) for name in wanted)
 

@@ -1,25 +1,34 @@
-"""Tables of text that fit a terminal: the last column takes what is left, and the least important ones give way."""
+"""Tables of text that fit a terminal: a row is one line, and the least important columns give way.
+
+Without a terminal (a pipe, a file) nothing is shortened: what is printed there is read by programs, or later.
+"""
 
 from __future__ import annotations
 
 import os
 import sys
-from collections.abc import Sequence
+import textwrap
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 
-WIDTH_WITHOUT_TERMINAL = 200
 _GAP = 2
-_LEAST_LAST = 16
-"""The last column is not narrowed below this while another one can give way."""
+_ELLIPSIS = "…"
 
 
 @dataclass(frozen=True)
 class Column:
-    """``rank``: 0 stays on the narrowest terminal; of the others the highest gives way first."""
+    """One column of a table.
+
+    ``rank`` 0 is always shown; of the others the highest goes first. ``least`` is the width to which the column is
+    shortened before another one goes (None: not at all). A shortened cell keeps its end as well as its beginning
+    (``/var/…/step-9``), with ``keeps_end=False`` only its beginning.
+    """
 
     title: str
     rank: int = 0
     is_number: bool = False
+    least: int | None = None
+    keeps_end: bool = True
 
 
 def terminal_width() -> int | None:
@@ -27,29 +36,82 @@ def terminal_width() -> int | None:
     return (os.get_terminal_size(sys.stdout.fileno()).columns or None) if sys.stdout.isatty() else None
 
 
-def output_width() -> int:
-    """How wide a line on stdout may be."""
-    return terminal_width() or WIDTH_WITHOUT_TERMINAL
-
-
-def fit(columns: Sequence[Column], rows: Sequence[Sequence[str]], width: int) -> list[str]:
-    """The lines of the table, titles first, none longer than ``width``."""
-    sizes = [max(len(column.title), *(len(row[n]) for row in rows), 0) for n, column in enumerate(columns)]
-    shown = list(range(len(columns)))
-    while _needed(shown, sizes) > width and any(columns[n].rank for n in shown[:-1]):
-        shown.remove(max(shown[:-1], key=lambda n: columns[n].rank))
+def fit(columns: Sequence[Column], rows: Sequence[Sequence[str]], width: int | None) -> list[str]:
+    """The lines of the table, titles first, none longer than ``width`` (None: as long as they are)."""
     lines = [[column.title for column in columns], *rows]
-    return [_line(columns, [line[n] for n in shown], shown, sizes)[:width].rstrip() for line in lines]
+    natural = [max(cells(line[n]) for line in lines) for n in range(len(columns))]
+    sizes = natural if width is None else _sizes(columns, natural, width)
+    shown = [n for n, size in enumerate(sizes) if size]
+    return [shortened(_line(columns, line, shown, sizes).rstrip(), width) for line in lines]
 
 
-def _needed(shown: Sequence[int], sizes: Sequence[int]) -> int:
-    last = min(sizes[shown[-1]], _LEAST_LAST)
-    return sum(sizes[n] + _GAP for n in shown[:-1]) + last
+def _sizes(columns: Sequence[Column], natural: Sequence[int], width: int) -> list[int]:
+    """The width of each column; 0: it is left out."""
+    sizes = [min(size, column.least or size) for size, column in zip(natural, columns, strict=True)]
+    by_rank = sorted(range(len(columns)), key=lambda n: columns[n].rank)
+    for n in reversed(by_rank):
+        if columns[n].rank and _total(sizes) > width:
+            sizes[n] = 0
+    for n in by_rank:  # what is left over, to the most important first
+        if sizes[n]:
+            sizes[n] += min(natural[n] - sizes[n], max(width - _total(sizes), 0))
+    while _total(sizes) > width and max(sizes) > 1:  # narrower than anybody has it: all have a little
+        sizes[sizes.index(max(sizes))] -= 1
+    return sizes
 
 
-def _line(columns: Sequence[Column], cells: Sequence[str], shown: Sequence[int], sizes: Sequence[int]) -> str:
-    padded = [
-        cell.rjust(sizes[n]) if columns[n].is_number else cell.ljust(sizes[n])
-        for n, cell in zip(shown, cells, strict=True)
-    ]
+def _total(sizes: Sequence[int]) -> int:
+    shown = [size for size in sizes if size]
+    return sum(shown) + _GAP * max(len(shown) - 1, 0)
+
+
+def _line(columns: Sequence[Column], line: Sequence[str], shown: Sequence[int], sizes: Sequence[int]) -> str:
+    padded = []
+    for n in shown:
+        text = shortened(line[n], sizes[n], keeps_end=columns[n].keeps_end)
+        space = " " * (sizes[n] - cells(text))
+        padded.append(space + text if columns[n].is_number else text + space)
     return (" " * _GAP).join(padded)
+
+
+def cells(text: str) -> int:
+    """How many places the text takes on a terminal: some characters take two, some none."""
+    if text.isascii():
+        return len(text)
+    from rich.cells import cell_len  # only for names that need it
+
+    return cell_len(text)
+
+
+def shortened(text: str, size: int | None, *, keeps_end: bool = False) -> str:
+    """The text in at most ``size`` places (None: all of it); ``…`` stands for what is left out."""
+    if size is None or cells(text) <= size:
+        return text
+    if size <= 1:
+        return _ELLIPSIS[:size]
+    end = (size - 1) // 2 if keeps_end and size >= _SHORTEST_WITH_END else 0
+    return _first(text, size - 1 - end) + _ELLIPSIS + _first(text[::-1], end)[::-1]
+
+
+_SHORTEST_WITH_END = 9
+"""In less there is no room for a beginning and an end that say anything."""
+
+
+def _first(text: str, size: int) -> str:
+    while cells(text) > size:
+        text = text[: max(size, 0)] if len(text) > size else text[:-1]
+    return text
+
+
+def wrapped(text: str, width: int | None, *, first: str = "", indent: int | None = None) -> Iterator[str]:
+    """Prose in lines of at most ``width``, broken between words: behind ``first``, the others indented by ``indent``.
+
+    ``indent``: None for the length of ``first``. ``width``: None for one line.
+    """
+    if width is None:
+        yield (first + text).rstrip()
+        return
+    below = " " * (cells(first) if indent is None else indent)
+    size = max(width, len(below) + 1)
+    lines = textwrap.wrap(text, size, initial_indent=first, subsequent_indent=below, break_on_hyphens=False)
+    yield from lines or [first.rstrip()]

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Collection
 from dataclasses import asdict
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 import click
 from click.core import ParameterSource
@@ -27,14 +27,21 @@ def refuse_other_options(what: str, allowed: Collection[str]) -> None:
             raise click.UsageError(f"{parameter.opts[-1]} means nothing with {what}: the container's runtime does that")
 
 
-def print_container(kind: str, report: ContainerReport, *, as_json: bool) -> None:
-    """Print what a runtime has done."""
+def print_container(kind: str, report: ContainerReport, *, as_json: bool, quiet: bool) -> None:
+    """Print what a runtime has done; ``quiet``: only its JSON, if asked."""
     if as_json:
-        print_json(f"{kind}.container", {**asdict(report), "folder": str(report.folder)})
+        print_json(f"{kind}.container", _fields(report))
+    if as_json or quiet:
         return
     gpu = "with" if report.has_gpu_part else "without"
     if kind == "restore":
         did = f"restored by {report.runtime}, first process {report.pid}"
     else:
-        did = f"dumped by {report.runtime}; it {'goes on' if report.left_running else 'was ended'}"
+        did = f"dumped by {report.runtime}; it {'keeps running' if report.left_running else 'was ended'}"
     click.echo(f"{report.folder}: container {report.container} ({gpu} GPU state) {did}, {report.seconds:.1f} s")
+
+
+def _fields(report: ContainerReport) -> dict[str, Any]:
+    fields = asdict(report)
+    renamed = {"snapshot": str(fields.pop("folder")), "has_gpu_state": fields.pop("has_gpu_part")}
+    return {**renamed, **fields}

@@ -67,7 +67,8 @@ def command(
     )
     if as_json:
         pairs = [{"source": snapshot_fields(each.source), "target": snapshot_fields(each.target)} for each in copied]
-        print_json("copy", {"snapshots": pairs})
+        print_json("copy", {"copies": pairs})
+    if as_json or quiet:
         return
     for each in copied:
         click.echo(f"{each.source.label} is {each.target.label} in {target}")

@@ -33,7 +33,7 @@ def command(*, no_fetch: bool, as_json: bool) -> None:
             "criu",
             {
                 "path": str(install.path),
-                "command": list(install.command),
+                "command_line": list(install.command),
                 "version": install.version_text,
                 "origin": install.origin,
                 "works": problem is None,

@@ -4,15 +4,26 @@ from __future__ import annotations
 
 from dataclasses import asdict
 from pathlib import Path
+from typing import TYPE_CHECKING
 
 import click
 
+from gpucr.cli.columns import Column, fit, terminal_width
 from gpucr.cli.keys import key_file_option, with_key
 from gpucr.cli.options import json_option, verbose_option
 from gpucr.cli.output import print_json, printable
 from gpucr.quantities import format_bytes
 
-_COLUMNS = "{:>8}  {:<24} {:<14} {:>10} {:>12}"
+if TYPE_CHECKING:
+    from gpucr.operations.store_diff import Difference
+
+_COLUMNS = (
+    Column("PID", rank=1, is_number=True),
+    Column("NAME", least=24),
+    Column("WHAT", rank=2),
+    Column("CHANGED", is_number=True),
+    Column("OF", is_number=True),
+)
 _KINDS = {"device": "device memory", "memory": "host memory", "file": "file"}
 
 
@@ -40,17 +51,19 @@ def command(*, before: str, after: str, key_file: Path | None, as_json: bool, ve
     if not found:
         click.echo("no difference")
         return
-    click.echo(_COLUMNS.format("PID", "NAME", "WHAT", "CHANGED", "OF"))
-    for each in found:
-        size = each.size_after_bytes if each.size_after_bytes is not None else each.size_before_bytes
-        click.echo(
-            _COLUMNS.format(
-                each.pid if each.pid is not None else "-",
-                printable(each.name),
-                _KINDS[each.kind],
-                format_bytes(each.changed_bytes),
-                "gone" if each.size_after_bytes is None else format_bytes(size or 0),
-            )
-        )
+    heading, *lines = fit(_COLUMNS, [_row(each) for each in found], terminal_width())
+    click.echo(heading)
+    for line, each in zip(lines, found, strict=True):
+        click.echo(line)
         for start, end in each.ranges if verbose else ():
             click.echo(f"          {start:#x} to {end:#x}")
+
+
+def _row(each: Difference) -> tuple[str, ...]:
+    return (
+        str(each.pid) if each.pid is not None else "-",
+        printable(each.name),
+        _KINDS[each.kind],
+        format_bytes(each.changed_bytes),
+        "gone" if each.size_after_bytes is None else format_bytes(each.size_after_bytes),
+    )

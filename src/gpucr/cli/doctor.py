@@ -1,8 +1,9 @@
-"""`gpucr doctor`: what of this machine, or of a job, stands in the way, and what was measured of the machine."""
+"""`gpucr doctor`: what stands in the way on this machine, or of a job, and what was measured of the machine."""
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections import Counter
+from collections.abc import Iterator, Sequence
 from dataclasses import asdict
 from typing import Any
 
@@ -12,14 +13,21 @@ from gpucr.canaries.results import WHAT, CanaryResult, ProbeReport
 from gpucr.checkups.checkup import Checkup
 from gpucr.checkups.doctor import DoctorReport, doctor
 from gpucr.checkups.repairs import Repair
+from gpucr.cli.columns import Column, fit, terminal_width, wrapped
 from gpucr.cli.options import JobTarget, json_option, quiet_option
 from gpucr.cli.output import print_json, printable, say
 from gpucr.errors import Unsupported
 from gpucr.operations.probe import CANARY_TIMEOUT_S, probe
+from gpucr.quantities import counted
 
-_COLUMNS = "{:<20}  {:<18}  {:<12}  {}"
-_ROW = "{:<8}  {:<12}  {}"
-_BELOW = " " * len(_ROW.format("", "", ""))
+_CANARIES = (
+    Column("CANARY"),
+    Column("OUTCOME"),
+    Column("MEASURED", rank=2),
+    Column("DETAIL", rank=1, least=16, keeps_end=False),
+)
+_ROW = "{:<8}  {:<12}  "
+_BELOW = " " * len(_ROW.format("", ""))
 
 
 @click.command("doctor")
@@ -30,7 +38,8 @@ _BELOW = " " * len(_ROW.format("", "", ""))
     metavar="DIR",
     help="Where snapshots would go; without it, the current folder.",
 )
-@click.option("--fix", is_flag=True, help="Mend what can be mended safely, and say how it is undone.")
+@click.option("--fix", is_flag=True, help="Fix what can be fixed safely, and say how to undo it.")
+@click.option("--problems", is_flag=True, help="Show only what is not ok.")
 @click.option("--probe", "do_probe", is_flag=True, help="Measure now, with small CUDA programs of gpucr's own.")
 @click.option(
     "--only",
@@ -55,16 +64,17 @@ def command(
     pid: int | str | None,
     to: str | None,
     fix: bool,
+    problems: bool,
     do_probe: bool,
     only: tuple[str, ...],
     canary_timeout_s: float,
     as_json: bool,
     quiet: bool,
 ) -> None:
-    """Say what stands in the way of gpucr on this machine, or of a suspend or dump of a job, and what mends it.
+    """Show what stands in the way of gpucr on this machine, or of a suspend or dump of a job, and what fixes it.
 
-    Nothing is changed without --fix, and no privileges are needed: what cannot be seen without them is "unknown". Exit
-    code 3 where something is blocking.
+    Nothing is changed without --fix, and no privileges are needed: what cannot be seen without them is "unknown". The
+    last line counts the verdicts. Exit code 0 where nothing is blocking, else 3.
 
     With --probe, canaries are run first: small CUDA programs that are checkpointed and restored, in a process group of
     their own. Each takes some tens of MiB of GPU memory; no other program is touched. Results are kept for this driver,
@@ -73,6 +83,7 @@ def command(
     \b
     Example:
       gpucr doctor
+      gpucr doctor --problems
       gpucr doctor 4711 --to /var/snapshots
       gpucr doctor --fix
       gpucr doctor --probe --only peer_access
@@ -83,12 +94,12 @@ def command(
         raise click.UsageError("--probe and --fix are for the machine: leave out the job")
     problem = _measure(only, canary_timeout_s, quiet=quiet or as_json) if do_probe else None
     report = doctor(pid, to=to, fix=fix, on_event=None if quiet or as_json else say)
-    if report.probe is not None and (report.probe.problem or problem):
+    if report.probe is not None and (report.probe.problem or problem) and not quiet:
         say(f"warning: {report.probe.problem or problem}")
     if as_json:
         print_json("doctor", _as_json(report))
-    else:
-        _print(report)
+    elif not quiet:
+        _print(report, problems_only=problems)
     _end(report.blocking)
 
 
@@ -111,8 +122,8 @@ def _end(blocking: Sequence[Checkup]) -> None:
 
 def _as_json(report: DoctorReport) -> dict[str, Any]:
     return {
-        "is_blocked": bool(report.blocking),
-        "findings": [asdict(each) for each in report.checkups],
+        "blocked": bool(report.blocking),
+        "checkups": [asdict(each) for each in report.checkups],
         "repairs": [asdict(each) for each in report.repairs],
         "probe": _probe_as_json(report.probe),
     }
@@ -121,44 +132,70 @@ def _as_json(report: DoctorReport) -> dict[str, Any]:
 def _probe_as_json(report: ProbeReport | None) -> dict[str, Any] | None:
     if report is None or not report.results:
         return None
-    results = [{**asdict(result), "outcome": result.outcome.value} for result in report.results]
-    return {**asdict(report.machine), "path": report.path, "problem": report.problem, "results": results}
+    return {
+        "driver_version": report.machine.driver,
+        "kernel": report.machine.kernel,
+        "gpu_names": list(report.machine.gpus),
+        "path": report.path,
+        "problem": report.problem,
+        "canaries": [_canary_as_json(result) for result in report.results],
+    }
 
 
-def _print(report: DoctorReport) -> None:
+def _canary_as_json(result: CanaryResult) -> dict[str, Any]:
+    fields = asdict(result)
+    measured = fields.pop("measured_at")
+    return {**fields, "outcome": result.outcome.value, "measured": measured}
+
+
+def _print(report: DoctorReport, *, problems_only: bool) -> None:
     for repair in report.repairs:
         _print_repair(repair)
-    click.echo(_ROW.format("VERDICT", "ABOUT", "FINDING"))
-    for each in report.checkups:
-        _print_checkup(each)
-    if report.probe is not None and report.probe.results:
+    width = terminal_width()
+    shown = [each for each in report.checkups if not problems_only or each.verdict != "ok"]
+    if shown:
+        click.echo((_ROW + "FINDING").format("VERDICT", "ABOUT"))
+    for each in shown:
+        click.echo("\n".join(_checkup_lines(each, width)))
+    if report.probe is not None and report.probe.results and not problems_only:
         click.echo()
-        _print_probe(report.probe)
+        click.echo("\n".join(_probe_lines(report.probe, width)))
+        click.echo()
+    click.echo(_summary(report))
 
 
 def _print_repair(repair: Repair) -> None:
     if repair.problem is not None:
-        say(f"not mended: {repair.what}: {repair.problem}")
+        say(f"not fixed: {repair.what}: {repair.problem}")
         return
-    say(f"mended: {repair.what}")
-    say(f"undo:   {repair.undo}")
+    say(f"fixed: {repair.what}")
+    say(f"undo:  {repair.undo}")
 
 
-def _print_checkup(each: Checkup) -> None:
-    click.echo(_ROW.format(each.verdict, each.about, printable(each.what)))
+def _checkup_lines(each: Checkup, width: int | None) -> Iterator[str]:
+    yield from wrapped(printable(each.what), width, first=_ROW.format(each.verdict, each.about))
     lines = {"seen": each.evidence}
     if each.verdict != "ok":
-        mended_by = " (gpucr doctor --fix does it)" if each.repair is not None else ""
-        lines |= {"so": each.consequence, "do": each.remedy + mended_by if each.remedy else ""}
+        by_gpucr = " (gpucr doctor --fix does it)" if each.repair is not None else ""
+        lines |= {"so": each.consequence, "do": each.remedy + by_gpucr if each.remedy else ""}
     for word, text in lines.items():
         if text:
-            click.echo(f"{_BELOW}{word + ':':<6}{printable(text)}")
+            yield from wrapped(printable(text), width, first=f"{_BELOW}{word + ':':<6}")
 
 
-def _print_probe(report: ProbeReport) -> None:
+def _probe_lines(report: ProbeReport, width: int | None) -> Iterator[str]:
     machine = report.machine
-    click.echo(f"measured with driver {machine.driver}, Linux {machine.kernel}, {', '.join(machine.gpus) or 'no GPU'}")
-    click.echo(_COLUMNS.format("CANARY", "OUTCOME", "MEASURED", "DETAIL"))
-    for result in report.results:
-        detail = printable(result.detail) if result.detail else result.what
-        click.echo(_COLUMNS.format(result.name, result.outcome.value, result.measured_on, detail))
+    about = f"measured with driver {machine.driver}, Linux {machine.kernel}, {', '.join(machine.gpus) or 'no GPU'}"
+    yield from wrapped(about, width, indent=2)
+    rows = [
+        (each.name, each.outcome.value, each.measured_on, printable(each.detail) or each.what)
+        for each in report.results
+    ]
+    yield from fit(_CANARIES, rows, width)
+
+
+def _summary(report: DoctorReport) -> str:
+    """``12 ok, 2 warnings, 1 blocking, 1 unknown``: the line that says how things are."""
+    count = Counter(each.verdict for each in report.checkups)
+    parts = [f"{count['ok']} ok", counted(count["warning"], "warning")]
+    return ", ".join([*parts, f"{count['blocking']} blocking", f"{count['unknown']} unknown"])

@@ -21,7 +21,7 @@ from gpucr.cli.options import (
 )
 from gpucr.cli.output import print_json, say
 from gpucr.cli.progress import progress_printer
-from gpucr.cli.reports import lock_fields, print_phases, report_fields, snapshot_text
+from gpucr.cli.reports import lock_fields, print_phases, report_fields, say_warnings, snapshot_text
 from gpucr.errors import InvalidRequest, Unsupported
 from gpucr.hooks.container_record import RUNTIMES, Runtime
 from gpucr.operations.dump import DumpPlan, Persist, dump, plan_dump
@@ -133,6 +133,7 @@ def command(
                 container, Path(to), runtime=runtime, runtime_root=runtime_root, leave_running=leave_running
             ),
             as_json=as_json,
+            quiet=quiet,
         )
         return
     if pid is None or runtime is not None or runtime_root is not None:
@@ -143,7 +144,7 @@ def command(
     }  # fmt: skip
     if dry_run:
         plan = with_key(key_file, lambda key: plan_dump(pid, to, **options, key=key))
-        _print_plan(plan, as_json=as_json)
+        _print_plan(plan, as_json=as_json, quiet=quiet)
         if not force and any(finding.severity == "blocking" for finding in plan.findings):
             raise SystemExit(Unsupported.exit_code)
         return
@@ -152,41 +153,45 @@ def command(
         key_file,
         lambda key: dump(pid, to, **options, key=key, timeout_s=timeout_s, force=force, on_progress=listener),
     )
-    for warning in report.warnings:
-        say(f"warning: {warning}")
+    if not quiet:
+        say_warnings(report)
     if as_json:
         print_json(
             "dump",
             {
                 **report_fields(report),
+                "downtime_s": report.downtime_s,
                 "left_running": report.left_running,
                 "lock": lock_fields(report.lock),
-                "processes": len(report.snapshot.manifest.processes),
+                "process_count": len(report.snapshot.manifest.processes),
                 **asdict(report.counts),
             },
         )
+    if as_json or quiet:
         return
-    after = "goes on" if report.left_running else "was ended"
-    print_phases(
-        f"{snapshot_text(report.snapshot)}: job {report.pid} dumped; it {after}", report.phases, report.downtime_s
-    )
+    after = "keeps running" if report.left_running else "was ended"
+    headline = f"{snapshot_text(report.snapshot)}: job {report.pid} dumped; it {after}"
+    print_phases(headline, report.phases, ("downtime", report.downtime_s))
     if not isinstance(report.snapshot, Snapshot):
-        seen, counts = format_bytes(report.counts.bytes_seen), report.counts
+        seen, counts = format_bytes(report.counts.seen_bytes), report.counts
         saved = format_bytes(counts.compressed_saved_bytes)
         click.echo(
-            f"{format_bytes(counts.bytes_written)} of {seen} written: {format_bytes(counts.zero_bytes)} were zero, "
+            f"{format_bytes(counts.written_bytes)} of {seen} written: {format_bytes(counts.zero_bytes)} were zero, "
             f"{format_bytes(counts.known_bytes)} known, {saved} saved by compression"
         )
 
 
-def _print_plan(plan: DumpPlan, *, as_json: bool) -> None:
+def _print_plan(plan: DumpPlan, *, as_json: bool, quiet: bool) -> None:
     if as_json:
         findings = [asdict(finding) for finding in plan.findings]
-        print_json("dump-plan", {"pid": plan.pid, "steps": list(plan.steps), "findings": findings})
+        print_json("dump.plan", {"pid": plan.pid, "steps": list(plan.steps), "findings": findings})
         return
     for number, step in enumerate(plan.steps, 1):
-        click.echo(f"{number}. {step}")
+        if not quiet:
+            click.echo(f"{number}. {step}")
     for finding in plan.findings:
+        if quiet and finding.severity != "blocking":
+            continue
         say(f"{finding.severity}: {finding.sentence()}: {finding.consequence}")
         say(f"hint:  {finding.remedy}")
         if finding.severity == "blocking":

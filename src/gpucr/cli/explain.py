@@ -9,6 +9,7 @@ from typing import TYPE_CHECKING, Any
 
 import click
 
+from gpucr.cli.columns import terminal_width, wrapped
 from gpucr.errors import InvalidRequest
 
 if TYPE_CHECKING:
@@ -48,9 +49,9 @@ def command(*, code: str | None) -> None:
     """
     known = pages()
     if code is None:
-        width = max(map(len, known))
+        longest, width = max(map(len, known)), terminal_width()
         for each, body in known.items():
-            click.echo(f"{each:<{width}}  {_first_sentence(body)}")
+            click.echo("\n".join(wrapped(_first_sentence(body), width, first=f"{each:<{longest}}  ")))
         return
     if code not in known:
         near = difflib.get_close_matches(code, known, n=3)

@@ -92,7 +92,7 @@ def status(*, config_dir: Path, as_json: bool) -> None:
             {
                 "installed": found.is_installed,
                 "script": str(found.script),
-                "script_is_current": found.is_current,
+                "current": found.is_current,
                 "configured": [str(path) for path in found.configured],
             },
         )

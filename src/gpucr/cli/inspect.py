@@ -8,7 +8,7 @@ from typing import Any
 
 import click
 
-from gpucr.cli.columns import terminal_width
+from gpucr.cli.columns import shortened, terminal_width, wrapped
 from gpucr.cli.keys import key_file_option, with_key
 from gpucr.cli.options import json_option
 from gpucr.cli.output import print_json, printable, say
@@ -49,19 +49,19 @@ def command(*, snapshot: str, verify: bool, every_file: bool, key_file: Path | N
         for process, record in zip(data["processes"], manifest.processes, strict=True):
             process["found_state"] = record.found_state.word if record.found_state is not None else None
         summary: dict[str, Any] = {
-            "bytes": manifest.size_bytes,
+            "size_bytes": manifest.size_bytes,
             "has_gpu_state": manifest.has_gpu_state,
             "verified": verify,
         }
         device_memory = [_device_memory(record) for record in manifest.processes if record.found_state is not None]
-        summary |= {"device_memory": device_memory, "contents": as_json_record(contents)}
-        print_json("inspect", {"snapshot": snapshot_text(opened), **summary, **data})
+        summary |= {"device_memory": device_memory, "contents": as_json_record(contents), "manifest": data}
+        print_json("inspect", {"snapshot": snapshot_text(opened), **summary})
         return
-    for name, value in _summary(snapshot_text(opened), manifest, verified=verify):
-        click.echo(f"{name:<12}{value}")
     width = terminal_width()
+    for name, value in _summary(snapshot_text(opened), manifest, verified=verify):
+        click.echo("\n".join(wrapped(value, width, first=f"{name:<12}")))
     for line in tree_of(contents, every_file=every_file).lines():
-        click.echo(line[:width])
+        click.echo(shortened(line, width))
 
 
 def _summary(where: str, manifest: Manifest, *, verified: bool) -> list[tuple[str, str]]:

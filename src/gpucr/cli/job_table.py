@@ -3,54 +3,56 @@
 from __future__ import annotations
 
 import pwd
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import asdict
 from typing import Any
 
-from gpucr.cli.columns import Column, fit
+from gpucr.cli.columns import Column, fit, wrapped
 from gpucr.cli.output import printable
 from gpucr.cli.processes import as_json_record
 from gpucr.gang import HALTS
 from gpucr.model import CudaState, Gpu
 from gpucr.operations.gpu_jobs import GpuJob
 from gpucr.operations.listing import ProcessState
-from gpucr.quantities import format_bytes, format_seconds
+from gpucr.quantities import counted, format_bytes, format_seconds
 
 _LONGEST_USER = 10
-_SHORT_COMMAND = 30
-"""Where another column comes behind it."""
+_SHORTEST_NAME = 24
+_SHORTEST_COMMAND = 12
 
 _SHARED_COLUMNS = (
     Column("STATE"),
-    Column("USER", rank=4),
-    Column("AGE", rank=3, is_number=True),
-    Column("GPUS", rank=1),
-    Column("DEVICE", is_number=True),
-    Column("HOST", rank=2, is_number=True),
+    Column("USER", rank=6),
+    Column("AGE", rank=4, is_number=True),
+    Column("GPUS", rank=2),
+    Column("DEVICE", rank=1, is_number=True),
+    Column("HOST", rank=5, is_number=True),
 )
-_COMMAND = Column("COMMAND", rank=9)
 _CHECK = Column("CHECKPOINTABLE")
+_COMMAND = Column("COMMAND", rank=3, least=_SHORTEST_COMMAND, keeps_end=False)
 
 
-def process_lines(jobs: Sequence[GpuJob], gpus: Sequence[Gpu], width: int, *, checked: bool) -> list[str]:
-    """A table with a line a process, those of a job together."""
-    columns = (Column("PID", is_number=True), Column("JOB", rank=5), *_SHARED_COLUMNS)
+def process_lines(jobs: Sequence[GpuJob], gpus: Sequence[Gpu], width: int | None, *, checked: bool) -> list[str]:
+    """A table with a line a process, those of a job together; below it why jobs cannot be checkpointed, if asked."""
+    columns = (Column("PID", is_number=True), Column("JOB", least=_SHORTEST_NAME), *_SHARED_COLUMNS)
     rows = [
         (
             str(each.process.pid),
             job.name or str(job.pid),
             *_process_cells(each, gpus),
-            *_last(job, each, checked=checked),
+            *((_verdict(job),) if checked else ()),
+            printable(" ".join(each.process.command_line) or f"[{each.process.name}]"),
         )
         for job in jobs
         for each in job.processes
     ]
-    return fit((*columns, _COMMAND, *((_CHECK,) if checked else ())), rows, width)
+    table = fit((*columns, *((_CHECK,) if checked else ()), _COMMAND), rows, width)
+    return [*table, *(line for job in jobs if checked for line in _obstacles(job, width))]
 
 
-def job_lines(jobs: Sequence[GpuJob], gpus: Sequence[Gpu], width: int) -> list[str]:
+def job_lines(jobs: Sequence[GpuJob], gpus: Sequence[Gpu], width: int | None) -> list[str]:
     """A table with a line a job."""
-    columns = (Column("PID", is_number=True), Column("NAME", rank=5), Column("N", rank=6, is_number=True))
+    columns = (Column("PID", is_number=True), Column("NAME", least=_SHORTEST_NAME), Column("N", rank=7, is_number=True))
     rows = [(str(job.pid), job.name or "-", str(len(job.processes)), *_job_cells(job, gpus)) for job in jobs]
     return fit((*columns, *_SHARED_COLUMNS, _COMMAND), rows, width)
 
@@ -122,13 +124,17 @@ def user_name(uid: int) -> str:
         return str(uid)
 
 
-def obstacle(job: GpuJob) -> str:
-    """``yes``, or in short why not, as preflight has found it."""
+def _verdict(job: GpuJob) -> str:
     findings = job.findings or ()
-    blocking = [finding for finding in findings if finding.severity == "blocking"]
-    if blocking:
-        return printable(f"no: {blocking[0].what}")
-    return "yes" if not findings else f"yes, {len(findings)} warning{'' if len(findings) == 1 else 's'}"
+    if not job.is_checkpointable:
+        return "no"
+    return "yes" if not findings else f"yes, {counted(len(findings), 'warning')}"
+
+
+def _obstacles(job: GpuJob, width: int | None) -> Iterator[str]:
+    for finding in job.findings or ():
+        if finding.severity == "blocking":
+            yield from wrapped(printable(finding.sentence()), width, first=f"{job.name or job.pid}: ", indent=2)
 
 
 def command_of(job: GpuJob) -> str:
@@ -138,11 +144,6 @@ def command_of(job: GpuJob) -> str:
 
 def _process_cells(each: ProcessState, gpus: Sequence[Gpu]) -> tuple[str, ...]:
     return _cells(each.word or "-", each.process.uid, each.age_s, each.device_bytes, each.resident_bytes, gpus)
-
-
-def _last(job: GpuJob, each: ProcessState, *, checked: bool) -> tuple[str, ...]:
-    command = printable(" ".join(each.process.command_line) or f"[{each.process.name}]")
-    return (command[:_SHORT_COMMAND], obstacle(job)) if checked else (command,)
 
 
 def _job_cells(job: GpuJob, gpus: Sequence[Gpu]) -> tuple[str, ...]:

@@ -9,7 +9,7 @@ from typing import Any
 
 import click
 
-from gpucr.cli.columns import output_width
+from gpucr.cli.columns import Column, fit, terminal_width, wrapped
 from gpucr.cli.options import json_option
 from gpucr.cli.output import print_json, printable
 from gpucr.errors import InvalidRequest
@@ -17,7 +17,14 @@ from gpucr.launch.registry import ListedJob
 from gpucr.operations.launch import forget_job, list_jobs
 from gpucr.quantities import format_seconds
 
-_COLUMNS = "{:<20} {:>8}  {:<28} {:>12}  {:<8}  {}"
+_COLUMNS = (
+    Column("NAME", least=32),
+    Column("PID", rank=1, is_number=True),
+    Column("STATE", least=24),
+    Column("AGE", rank=3, is_number=True),
+    Column("ISOLATED", rank=4),
+    Column("COMMAND", rank=2, least=12, keeps_end=False),
+)
 
 
 @click.command("jobs")
@@ -55,19 +62,25 @@ def _print_table(found: Sequence[ListedJob]) -> None:
     if not found:
         click.echo("no jobs; `gpucr jobs --all` also shows those that have ended")
         return
-    width = output_width()
-    click.echo(_COLUMNS.format("NAME", "PID", "STATE", "AGE", "ISOLATED", "COMMAND"))
+    width = terminal_width()
+    click.echo("\n".join(fit(_COLUMNS, [_row(job) for job in found], width)))
     for job in found:
-        record = job.record
-        line = _COLUMNS.format(
-            job.name,
-            record.pid if record is not None else "-",
-            _state_text(job),
-            _age(record.created) if record is not None else "-",
-            "-" if record is None else "yes" if record.isolated else "no",
-            printable(" ".join(record.command)) if record is not None else "-",
-        )
-        click.echo(line[:width])
+        if job.state.problem is not None:
+            click.echo("\n".join(wrapped(printable(job.state.problem), width, first=f"{job.name}: ", indent=2)))
+
+
+def _row(job: ListedJob) -> tuple[str, ...]:
+    record = job.record
+    if record is None:
+        return (job.name, "-", _state_text(job), "-", "-", "-")
+    return (
+        job.name,
+        str(record.pid),
+        _state_text(job),
+        _age(record.created),
+        "yes" if record.isolated else "no",
+        printable(" ".join(record.command)),
+    )
 
 
 def _state_text(job: ListedJob) -> str:
@@ -82,8 +95,6 @@ def _state_text(job: ListedJob) -> str:
         detail = job.record.snapshot
     elif state.word == "elsewhere" and job.record is not None:
         detail = job.record.host
-    elif state.problem is not None:
-        detail = state.problem
     return state.word if detail is None else f"{state.word} ({printable(detail)})"
 
 
@@ -113,12 +124,12 @@ def _as_json_record(job: ListedJob) -> dict[str, Any]:
         "problem": job.state.problem,
         "pid": record and record.pid,
         "keeper_pid": record and record.keeper and record.keeper.pid,
-        "command": list(record.command) if record else [],
+        "command_line": list(record.command) if record else [],
         "cwd": record and record.cwd,
         "environment": dict(record.environment) if record else {},
         "isolated": record and record.isolated,
         "network": record and record.network,
-        "io_uring_is_refused": record and record.io_uring_is_refused,
+        "io_uring_refused": record and record.io_uring_is_refused,
         "created": record and record.created,
         "host": record and record.host,
         "log": record and record.log_path,

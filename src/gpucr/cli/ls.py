@@ -7,6 +7,7 @@ from typing import TYPE_CHECKING, Any
 
 import click
 
+from gpucr.cli.columns import Column, fit, terminal_width
 from gpucr.cli.keys import key_file_option, with_key
 from gpucr.cli.options import json_option
 from gpucr.cli.output import print_json, printable, say
@@ -16,7 +17,14 @@ from gpucr.quantities import format_bytes
 if TYPE_CHECKING:
     from gpucr.store.stored_snapshot import StoredSnapshot
 
-_COLUMNS = "{:<24} {:<10} {:<25} {:<16} {:>10} {:>10}"
+_COLUMNS = (
+    Column("NAME", least=24),
+    Column("ID"),
+    Column("CREATED", rank=1),
+    Column("HOST", rank=4, least=8),
+    Column("SIZE", rank=2, is_number=True),
+    Column("WRITTEN", rank=3, is_number=True),
+)
 
 
 @click.command("ls")
@@ -35,7 +43,7 @@ def command(*, store: str, key_file: Path | None, as_json: bool) -> None:
 
     listing = with_key(key_file, lambda key: list_snapshots(store, key=key))
     if as_json:
-        damaged = {each: error.message for each, error in listing.damaged.items()}
+        damaged = {each: [error.message] for each, error in listing.damaged.items()}
         print_json("ls", {"snapshots": [snapshot_fields(each) for each in listing.snapshots], "damaged": damaged})
     else:
         _print_table(listing.snapshots)
@@ -54,7 +62,7 @@ def snapshot_fields(snapshot: StoredSnapshot) -> dict[str, Any]:
         "name": snapshot.name,
         "created": snapshot.created,
         "host": snapshot.host,
-        "bytes": snapshot.size_bytes,
+        "size_bytes": snapshot.size_bytes,
         "counters": dict(snapshot.counters),
     }
 
@@ -63,15 +71,16 @@ def _print_table(found: tuple[StoredSnapshot, ...]) -> None:
     if not found:
         click.echo("no snapshots")
         return
-    click.echo(_COLUMNS.format("NAME", "ID", "CREATED", "HOST", "SIZE", "WRITTEN").rstrip())
-    for each in found:
-        written = each.counters.get("bytes_written")
-        line = _COLUMNS.format(
-            each.name or "-",
-            each.id[:8],
-            each.created[:19].replace("T", " ") + "Z" if each.created.endswith("+00:00") else each.created,
-            printable(each.host),
-            format_bytes(each.size_bytes),
-            format_bytes(written) if written is not None else "-",
-        )
-        click.echo(line.rstrip())
+    click.echo("\n".join(fit(_COLUMNS, [_row(each) for each in found], terminal_width())))
+
+
+def _row(each: StoredSnapshot) -> tuple[str, ...]:
+    written = each.counters.get("written_bytes")
+    return (
+        each.name or "-",
+        each.id[:8],
+        f"{each.created[:19].replace('T', ' ')}Z" if each.created.endswith("+00:00") else each.created,
+        printable(each.host),
+        format_bytes(each.size_bytes),
+        format_bytes(written) if written is not None else "-",
+    )

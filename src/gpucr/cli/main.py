@@ -25,7 +25,7 @@ _COMMANDS = {
     "criu": "show the CRIU that gpucr uses, and fetch it where it is missing",
     "demo": "start a counter, dump it, kill it, restore it, and show that it counts on",
     "diff": "show what differs between two snapshots of a store",
-    "doctor": "say what stands in the way on this machine, or of a job, and what mends it",
+    "doctor": "show what stands in the way on this machine, or of a job, and what fixes it",
     "dump": "write a job to a folder or a store and end it, or let it go on",
     "exec": "run a command inside a job's namespaces",
     "explain": "print what an error code means and what to do",

@@ -67,7 +67,7 @@ json_option = click.option(
 )
 only_option = click.option("--only", is_flag=True, help="Act on this one process, not on its whole tree.")
 force_option = click.option("--force", is_flag=True, help="Go on although preflight found something blocking.")
-quiet_option = click.option("--quiet", "-q", is_flag=True, help="No progress on stderr.")
+quiet_option = click.option("--quiet", "-q", is_flag=True, help="Print errors only (and the JSON of --json).")
 verbose_option = click.option(
     "--verbose", "-v", is_flag=True, help="Say on stderr why each part is done in the way it is."
 )

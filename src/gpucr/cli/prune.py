@@ -10,7 +10,7 @@ import click
 
 from gpucr.cli.keys import key_file_option, with_key
 from gpucr.cli.ls import snapshot_fields
-from gpucr.cli.options import json_option
+from gpucr.cli.options import json_option, quiet_option
 from gpucr.cli.output import print_json
 from gpucr.quantities import format_bytes
 
@@ -56,6 +56,7 @@ class Duration(click.ParamType):  # type: ignore[type-arg]  # click 8.1 knows no
 @click.option("--dry-run", is_flag=True, help="Say what would be done, and change nothing.")
 @key_file_option
 @json_option
+@quiet_option
 def command(
     *,
     store: str,
@@ -67,6 +68,7 @@ def command(
     dry_run: bool,
     key_file: Path | None,
     as_json: bool,
+    quiet: bool,
 ) -> None:
     """Remove snapshots that need not be kept, and what dumps that died left behind. Dumps and restores may be at work.
 
@@ -90,6 +92,7 @@ def command(
         numbers = {name: value for name, value in vars(report).items() if isinstance(value, int)}
         data = {name: [snapshot_fields(each) for each in found] for name, found in listed.items()}
         print_json("prune", {"dry_run": dry_run, **data, "dead_writers": list(report.dead_writers), **numbers})
+    if as_json or quiet:
         return
     would = "would be " if dry_run else ""
     for each in report.removed:

@@ -6,7 +6,7 @@ from dataclasses import replace
 
 import click
 
-from gpucr.cli.columns import output_width
+from gpucr.cli.columns import terminal_width
 from gpucr.cli.job_table import STATE_WORDS, as_json_records, chosen, process_lines
 from gpucr.cli.options import JobTarget, json_option
 from gpucr.cli.output import print_json
@@ -33,7 +33,7 @@ def command(
 ) -> None:
     """List the processes that use CUDA, suspended ones included, and the jobs that they belong to.
 
-    Without root, other users' processes are left out. On a narrow terminal columns are left out.
+    Without root, other users' processes are left out. A narrow terminal shows fewer columns, never less of a state.
 
     \b
     Example:
@@ -49,7 +49,7 @@ def command(
     if as_json:
         print_json("ps", as_json_records(found))
     elif found:
-        click.echo("\n".join(process_lines(found, gpus, output_width(), checked=check)))
+        click.echo("\n".join(process_lines(found, gpus, terminal_width(), checked=check)))
     else:
         filtered = any(each is not None for each in (job, gpu, state, user))
         click.echo("no process that uses CUDA fits" if filtered else "no process uses CUDA")

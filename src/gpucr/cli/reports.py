@@ -20,15 +20,21 @@ if TYPE_CHECKING:  # each command loads its own operation only
     from gpucr.operations.suspend import ChangeReport
 
 
-def print_phases(headline: str, phases: Sequence[Phase], downtime_s: float | None = None) -> None:
-    """Print the headline and one line a phase: name, seconds, bytes."""
+def say_warnings(report: DumpReport | RestoreReport | ChangeReport) -> None:
+    """Tell what preflight found and did not refuse."""
+    for warning in report.warnings:
+        say(f"warning: {warning}")
+
+
+def print_phases(headline: str, phases: Sequence[Phase], last: tuple[str, float]) -> None:
+    """Print the headline, one line a phase (name, seconds, bytes), and a last one: its name and seconds."""
     click.echo(headline)
     click.echo(f"{'phase':<12}{'seconds':>9}{'bytes':>12}")
     for phase in phases:
         moved = format_bytes(phase.size_bytes) if phase.size_bytes else "-"
         click.echo(f"{phase.name:<12}{phase.seconds:>9.3f}{moved:>12}")
-    if downtime_s is not None:
-        click.echo(f"{'downtime':<12}{downtime_s:>9.3f}")
+    name, seconds = last
+    click.echo(f"{name:<12}{seconds:>9.3f}")
 
 
 def report_fields(report: DumpReport | RestoreReport) -> dict[str, Any]:
@@ -36,8 +42,7 @@ def report_fields(report: DumpReport | RestoreReport) -> dict[str, Any]:
     return {
         "pid": report.pid,
         "snapshot": snapshot_text(report.snapshot),
-        "bytes": report.size_bytes,
-        "downtime_s": report.downtime_s,
+        "size_bytes": report.size_bytes,
         "phases": [asdict(phase) for phase in report.phases],
         "warnings": list(report.warnings),
     }
@@ -52,7 +57,9 @@ def snapshot_text(snapshot: JobSnapshot) -> str:
 
 def lock_fields(lock: GangLock | None) -> dict[str, Any] | None:
     """How the CUDA processes were locked; None where none were."""
-    return asdict(lock) if lock is not None else None
+    if lock is None:
+        return None
+    return {"process_count": lock.processes, "attempts": lock.attempts, "seconds": lock.seconds}
 
 
 def gpu_fields(report: ChangeReport | RestoreReport) -> dict[str, Any]:
@@ -67,20 +74,25 @@ def say_gpu_reasons(report: ChangeReport | RestoreReport) -> None:
         say(reason)
 
 
-def print_change(command: str, report: ChangeReport, *, as_json: bool) -> None:
-    """Print what a suspend or resume did."""
-    for warning in report.warnings:
-        say(f"warning: {warning}")
-    say_gpu_reasons(report)
+def print_change(command: str, report: ChangeReport, *, as_json: bool, quiet: bool) -> None:
+    """Print what a suspend or resume did; ``quiet``: only its JSON, if asked."""
+    if not quiet:
+        say_warnings(report)
+        say_gpu_reasons(report)
     if as_json:
         processes = [
-            {"pid": change.pid, "found": change.found.word, "now": change.now.word if change.now is not None else None}
+            {
+                "pid": change.pid,
+                "found_state": change.found.word,
+                "state": change.now.word if change.now is not None else None,
+            }
             for change in report.processes
         ]
         phases = [asdict(phase) for phase in report.phases]
-        data = {"pid": report.pid, "processes": processes, "phases": phases, "bytes": report.size_bytes}
+        data = {"pid": report.pid, "processes": processes, "phases": phases, "host_bytes": report.size_bytes}
         data |= {"seconds": report.seconds, "lock": lock_fields(report.lock), "warnings": list(report.warnings)}
         print_json(command, {**data, **gpu_fields(report)})
+    if as_json or quiet:
         return
     for change in report.processes:
         now = change.now.word if change.now is not None else "ended"

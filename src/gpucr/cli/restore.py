@@ -18,13 +18,14 @@ from gpucr.cli.options import (
     timeout_option,
     verbose_option,
 )
-from gpucr.cli.output import print_json, say
+from gpucr.cli.output import print_json
 from gpucr.cli.progress import progress_printer
-from gpucr.cli.reports import gpu_fields, print_phases, report_fields, say_gpu_reasons
+from gpucr.cli.reports import gpu_fields, print_phases, report_fields, say_gpu_reasons, say_warnings
 from gpucr.hooks.container_record import is_container
 from gpucr.operations.places import open_snapshot
 from gpucr.operations.restore import restore
 from gpucr.preflight import FilesMode, TcpMode
+from gpucr.quantities import counted
 
 
 @click.command("restore")
@@ -92,7 +93,7 @@ def command(
         from gpucr.hooks.containers import restore_container  # all that containers need: other jobs start without it
 
         refuse_other_options("the folder of a container", ("snapshot",))
-        print_container("restore", restore_container(Path(snapshot)), as_json=as_json)
+        print_container("restore", restore_container(Path(snapshot)), as_json=as_json, quiet=quiet)
         return
     listener = progress_printer(quiet=quiet or as_json, verbose=verbose)
     opened = with_key(key_file, lambda key: open_snapshot(snapshot, key))
@@ -109,14 +110,22 @@ def command(
         force=force,
         on_progress=listener,
     )
-    for warning in report.warnings:
-        say(f"warning: {warning}")
-    say_gpu_reasons(report)
+    if not quiet:
+        say_warnings(report)
+        say_gpu_reasons(report)
     if as_json:
         print_json(
             "restore",
-            {**report_fields(report), **gpu_fields(report), "name": report.name, "processes": report.processes},
+            {
+                **report_fields(report),
+                "seconds": report.seconds,
+                **gpu_fields(report),
+                "name": report.name,
+                "process_count": report.processes,
+            },
         )
+    if as_json or quiet:
         return
     known_as = f"{report.name} ({report.pid})" if report.name is not None else str(report.pid)
-    print_phases(f"job {known_as} runs again ({report.processes} processes)", report.phases, report.downtime_s)
+    headline = f"job {known_as} runs again ({counted(report.processes, 'process')})"
+    print_phases(headline, report.phases, ("total", report.seconds))

@@ -54,4 +54,4 @@ def command(
     """
     on_progress = progress_printer(quiet=quiet or as_json, verbose=verbose)
     report = resume(pid, gpu_map=gpu_map, gpu=gpu, only=only, timeout_s=timeout_s, force=force, on_progress=on_progress)
-    print_change("resume", report, as_json=as_json)
+    print_change("resume", report, as_json=as_json, quiet=quiet)

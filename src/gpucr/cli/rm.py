@@ -8,7 +8,7 @@ import click
 
 from gpucr.cli.keys import key_file_option, with_key
 from gpucr.cli.ls import snapshot_fields
-from gpucr.cli.options import json_option
+from gpucr.cli.options import json_option, quiet_option
 from gpucr.cli.output import print_json
 
 
@@ -16,7 +16,8 @@ from gpucr.cli.output import print_json
 @click.argument("snapshot", metavar="STORE#NAME")
 @key_file_option
 @json_option
-def command(*, snapshot: str, key_file: Path | None, as_json: bool) -> None:
+@quiet_option
+def command(*, snapshot: str, key_file: Path | None, as_json: bool, quiet: bool) -> None:
     """Remove a snapshot from its store. What only it needed is freed by `gpucr prune`.
 
     \b
@@ -27,6 +28,7 @@ def command(*, snapshot: str, key_file: Path | None, as_json: bool) -> None:
 
     removed = with_key(key_file, lambda key: remove_snapshot(snapshot, key=key))
     if as_json:
-        print_json("rm", {"removed": snapshot_fields(removed)})
+        print_json("rm", {"removed": [snapshot_fields(removed)]})
+    if as_json or quiet:
         return
     click.echo(f"{removed.label} removed")

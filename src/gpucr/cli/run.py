@@ -69,7 +69,7 @@ def command(
                 "log": record.log_path,
                 "isolated": record.isolated,
                 "network": record.network,
-                "io_uring_is_refused": record.io_uring_is_refused,
+                "io_uring_refused": record.io_uring_is_refused,
                 "environment": dict(record.environment),
                 "warnings": list(plan.warnings),
             },
@@ -86,7 +86,7 @@ def command(
 
 def _print_plan(plan: LaunchPlan, *, as_json: bool) -> None:
     if as_json:
-        print_json("run-plan", _plan_fields(plan))
+        print_json("run.plan", _plan_fields(plan))
         return
     click.echo(f"run         {printable(' '.join((plan.program, *plan.command[1:])))}")
     click.echo(f"in          {plan.cwd}")
@@ -107,5 +107,9 @@ def _print_plan(plan: LaunchPlan, *, as_json: bool) -> None:
 
 
 def _plan_fields(plan: LaunchPlan) -> dict[str, Any]:
-    environment = [{**asdict(change), "is_set": change.is_set} for change in plan.environment]
-    return {**asdict(plan), "environment": environment, "warnings": list(plan.warnings)}
+    fields = asdict(plan)
+    fields["command_line"] = fields.pop("command")
+    fields["io_uring_refused"] = fields.pop("io_uring_is_refused")
+    fields["environment_changes"] = [{**asdict(change), "set": change.is_set} for change in plan.environment]
+    del fields["environment"]
+    return {**fields, "warnings": list(plan.warnings)}

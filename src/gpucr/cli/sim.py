@@ -9,8 +9,10 @@ import socket
 import time
 from collections.abc import Iterator, Mapping
 from pathlib import Path
+from typing import NoReturn
 
 import click
+from click.core import ParameterSource
 
 from gpucr.cli.options import json_option
 from gpucr.cli.output import print_json
@@ -84,8 +86,7 @@ def counter(**options: int | str | bool | None) -> None:
     """
     if not options["no_cuda"]:
         _require_libcuda()
-    program = build() / "counter"
-    os.execv(program, [str(program), *_counter_arguments(options)])  # noqa: S606 (an argument list, no shell)
+    _become("counter", list(_counter_arguments(options)))
 
 
 @command.command("ask")
@@ -152,7 +153,6 @@ def ranks(*, count: int, status_dir: Path, mib: int, step_ms: float, skew: int, 
       gpucr suspend $!
     """
     _require_libcuda()
-    program = build() / "ranks"
     options = {
         "--status-dir": status_dir.absolute(),
         "--mib": mib,
@@ -162,15 +162,22 @@ def ranks(*, count: int, status_dir: Path, mib: int, step_ms: float, skew: int, 
         "--queue": queue,
     }
     words = [str(word) for option in options.items() for word in option]
-    os.execv(program, [str(program), str(count), *words])  # noqa: S606 (an argument list, no shell)
+    _become("ranks", [str(count), *words])
+
+
+def _become(program: str, arguments: list[str]) -> NoReturn:
+    """Run it under its bare name: `gpucr ps` shows ``counter --port 7``, not a path into a cache."""
+    os.execv(build() / program, [program, *arguments])  # noqa: S606 (an argument list, no shell)
 
 
 def _counter_arguments(options: Mapping[str, int | str | bool | None]) -> Iterator[str]:
+    """What was typed: the program has the same defaults."""
+    context = click.get_current_context()
     for name, value in options.items():
         option = f"--{name.replace('_', '-')}"
         if value is True:
             yield option
-        elif value is not None and value is not False:
+        elif value is not False and context.get_parameter_source(name) is not ParameterSource.DEFAULT:
             yield from (option, str(value))
 
 

@@ -8,6 +8,7 @@ from dataclasses import asdict, dataclass, field
 from typing import Any
 
 from gpucr.cli.output import printable
+from gpucr.criu.contents import SharedMemory
 from gpucr.criu.imaged_files import OpenDescriptor
 from gpucr.criu.imaged_memory import MemoryUse
 from gpucr.operations.inspect import ProcessContents, SnapshotContents
@@ -123,7 +124,12 @@ def as_json_record(contents: SnapshotContents) -> dict[str, Any]:
             for process in contents.processes
         ],
         "memory": [asdict(use) for use in contents.memory],
-        "shared_memory": [asdict(each) for each in contents.shared],
+        "shared_memory": [_shared_record(each) for each in contents.shared],
         "packed_bytes": contents.packed_bytes,
         "problems": list(contents.problems),
     }
+
+
+def _shared_record(each: SharedMemory) -> dict[str, Any]:
+    fields = asdict(each)
+    return {"image_id": fields.pop("id"), **fields}

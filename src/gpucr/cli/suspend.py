@@ -39,4 +39,4 @@ def command(
     """
     on_progress = progress_printer(quiet=quiet or as_json, verbose=verbose)
     report = suspend(pid, only=only, timeout_s=timeout_s, force=force, on_progress=on_progress)
-    print_change("suspend", report, as_json=as_json)
+    print_change("suspend", report, as_json=as_json, quiet=quiet)

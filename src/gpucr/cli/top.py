@@ -8,7 +8,7 @@ from collections.abc import Callable
 
 import click
 
-from gpucr.cli.columns import output_width
+from gpucr.cli.columns import terminal_width
 from gpucr.cli.job_table import chosen, job_lines
 from gpucr.cli.options import JobTarget
 from gpucr.cli.output import printable, say
@@ -54,7 +54,7 @@ def command(*, targets: tuple[int | str, ...], interval_s: float, once: bool) ->
         _run(look, interval_s)
         return
     seen = look()
-    lines = job_lines(seen.jobs, seen.gpus, output_width())
+    lines = job_lines(seen.jobs, seen.gpus, terminal_width())
     click.echo("\n".join(lines) if seen.jobs else "no process uses CUDA")
 
 

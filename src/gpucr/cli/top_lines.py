@@ -6,21 +6,27 @@ from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from typing import Literal
 
+from gpucr.cli.columns import shortened, wrapped
 from gpucr.cli.job_table import command_of, gpu_numbers, job_lines
 from gpucr.cli.output import printable
 from gpucr.cli.progress import how_far
 from gpucr.cli.top_state import Question, TopState
 from gpucr.model import Gpu
 from gpucr.preflight import Finding
-from gpucr.quantities import format_bytes
+from gpucr.quantities import counted, format_bytes
 
 Style = Literal["plain", "title", "heading", "selected", "error", "question", "keys"]
 
 _MOST_GPU_LINES = 8
 _FEWEST_ROWS = 3
 
-_KEYS = "↑↓ select   s suspend   r resume   c can it be checkpointed?   q quit"
-_KEYS_WHILE_RUNNING = "x cancel and undo"
+_KEYS = (
+    "↑↓ select   s suspend   r resume   c can it be checkpointed?   q quit",
+    "↑↓ select  s suspend  r resume  c check  q quit",
+    "s suspend  r resume  c check  q quit",
+)
+"""The longest that fits is shown."""
+_KEYS_WHILE_RUNNING = ("x cancel and undo",)
 
 
 @dataclass(frozen=True)
@@ -32,19 +38,25 @@ class Line:
 
 
 def screen(state: TopState, width: int, height: int) -> list[Line]:
-    """At most ``height`` lines of at most ``width`` characters. The selected job is always among them."""
+    """At most ``height`` lines of at most ``width`` places. The selected job is always among them."""
     processes = sum(len(job.processes) for job in state.jobs)
-    head = [Line(f"gpucr top: {len(state.jobs)} jobs, {processes} processes with CUDA", "title")]
+    head = [Line(f"gpucr top: {counted(len(state.jobs), 'job')}, {counted(processes, 'process')} with CUDA", "title")]
     head += [Line(_gpu_line(gpu)) for gpu in state.gpus[:_MOST_GPU_LINES]]
-    foot = [*_pane(state), _keys(state)]
-    rows = height - len(head) - len(foot) - 1
+    pane = [Line(text, line.style) for line in _pane(state) for text in _wrapped(line.text, width)]
+    rows = height - len(head) - len(pane) - 2
     if rows < _FEWEST_ROWS:  # a small terminal: what is asked comes before what is told
         head = head[:1]
-        rows = max(height - len(head) - len(foot) - 1, 1)
+        rows = max(height - len(head) - len(pane) - 2, 1)
     lines = [*head, *_table(state, width, rows)]
-    foot = foot[-max(height - len(lines), 0) :] if height > len(lines) else []
+    foot = [*pane[: max(height - len(lines) - 1, 0)], *([_keys(state, width)] if height > len(lines) else [])]
     lines += [Line("")] * (height - len(lines) - len(foot))
-    return [Line(line.text[:width], line.style) for line in (*lines, *foot)][:height]
+    return [Line(shortened(line.text, width), line.style) for line in (*lines, *foot)][:height]
+
+
+def _wrapped(text: str, width: int) -> Iterator[str]:
+    """Sentences are never cut: what is said or asked goes on in the next line, indented."""
+    indent = len(text) - len(text.lstrip())
+    return wrapped(text.lstrip(), width, first=" " * indent, indent=indent + 2)
 
 
 def _table(state: TopState, width: int, rows: int) -> Iterator[Line]:
@@ -53,8 +65,8 @@ def _table(state: TopState, width: int, rows: int) -> Iterator[Line]:
         return
     heading, *jobs = job_lines(state.jobs, state.gpus, width)
     yield Line(heading.ljust(width), "heading")
-    first = max(min(state.selected - rows // 2, len(jobs) - rows), 0)
-    for number, text in enumerate(jobs[first : first + rows], first):
+    top = max(min(state.selected - rows // 2, len(jobs) - rows), 0)
+    for number, text in enumerate(jobs[top : top + rows], top):
         yield Line(text.ljust(width), "selected") if number == state.selected else Line(text)
 
 
@@ -87,19 +99,21 @@ def _running_lines(state: TopState) -> list[Line]:
 
 def _question_lines(state: TopState, question: Question) -> list[Line]:
     job = question.job
-    count = f"{len(job.processes)} process{'' if len(job.processes) == 1 else 'es'}"
+    count = counted(len(job.processes), "process")
     name = f"{job.name} ({job.pid})" if job.name is not None else str(job.pid)
     if question.action == "suspend":
         on = gpu_numbers(job.device_bytes, state.gpus)
         what = f"{format_bytes(sum(job.device_bytes.values()))} on GPU {on} go to host memory"
     else:
         what = "device memory goes back to its GPUs"
-    lines = [Line(f"{question.action} job {name}, {count}: {what}. y yes   n no", "question")]
+    lines = [Line(f"{question.action} job {name}, {count}: {what}", "question")]
+    answers = "y yes   n no"
     if question.parent is not None:
-        others = f"{question.siblings} other job{'' if question.siblings == 1 else 's'}"
+        others = counted(question.siblings, "other job")
         pid = question.parent.pid
         lines.append(Line(f"its parent {pid} started {others} too: p {question.action}s all below {pid}", "question"))
-    return lines
+        answers += f"   p all below {pid}"
+    return [*lines, Line(answers, "question")]
 
 
 def _finding_lines(state: TopState) -> list[Line]:
@@ -119,5 +133,6 @@ def _finding(finding: Finding) -> Sequence[Line]:
     return Line(printable(text), style), Line(printable(f"  {finding.remedy}"), style)
 
 
-def _keys(state: TopState) -> Line:
-    return Line(_KEYS_WHILE_RUNNING if state.running is not None else _KEYS, "keys")
+def _keys(state: TopState, width: int) -> Line:
+    texts = _KEYS_WHILE_RUNNING if state.running is not None else _KEYS
+    return Line(next((text for text in texts if len(text) <= width), texts[-1]), "keys")

@@ -43,8 +43,8 @@ def command(*, snapshot: str, deep: bool, key_file: Path | None, as_json: bool, 
         problems[opened.where] = [error.message]
     if as_json:
         counts = {"pieces": None, "packs": None, "read_bytes": opened.manifest.size_bytes}
-        print_json("verify", {"snapshots": [opened.where], "deep": True, **counts, "problems": problems})
-    _tell(problems, "1 snapshot: every file matches its digests", as_json=as_json, path=snapshot)
+        print_json("verify", {"checked": [opened.where], "deep": True, **counts, "damaged": problems})
+    _tell(problems, "1 snapshot: every file matches its digests", silent=as_json or quiet, path=snapshot)
 
 
 def _verify_store(store: str, *, deep: bool, key_file: Path | None, as_json: bool, quiet: bool) -> None:
@@ -58,21 +58,21 @@ def _verify_store(store: str, *, deep: bool, key_file: Path | None, as_json: boo
         counts = {"pieces": report.pieces, "packs": report.packs, "read_bytes": report.read_bytes}
         ids = [each.id for each in report.snapshots]
         by_id = {each: list(texts) for each, texts in report.problems.items()}
-        print_json("verify", {"snapshots": ids, "deep": deep, **counts, "problems": by_id})
+        print_json("verify", {"checked": ids, "deep": deep, **counts, "damaged": by_id})
     what = (
         f"{format_bytes(report.read_bytes)} read, all as it was written" if deep else "all is there (--deep reads it)"
     )
     count = len(report.snapshots)
     headline = f"{count} snapshot{'' if count == 1 else 's'}, {report.pieces} pieces in {report.packs} packs: {what}"
-    _tell(problems, headline, as_json=as_json, path=store)
+    _tell(problems, headline, silent=as_json or quiet, path=store)
 
 
-def _tell(problems: dict[str, list[str]], headline: str, *, as_json: bool, path: str) -> None:
+def _tell(problems: dict[str, list[str]], headline: str, *, silent: bool, path: str) -> None:
     for name, texts in problems.items():
         for text in texts:
             say(f"damaged: {name}: {text}")
     if problems:
         damaged = StoreDamaged if is_store(path) else SnapshotDamaged
         raise damaged(f"damaged: {', '.join(problems)}", path=path, hint="use another snapshot, or another copy")
-    if not as_json:
+    if not silent:
         click.echo(headline)

@@ -196,7 +196,7 @@ class CriuDump:
             if context.sandbox is None:
                 shared_files.remove_remaps(shared_files.ROOT, self.draft.shared_files)
         images_bytes = sum(file.stat().st_size for file in context.target.folder.images.iterdir())
-        return images_bytes if context.leave_running else images_bytes + context.writer.bytes_seen
+        return images_bytes if context.leave_running else images_bytes + context.writer.seen_bytes
 
     def undo(self) -> None:
         """Nothing: CRIU lets the tree go on when its dump fails, and the snapshot is PrepareTarget's to discard."""
@@ -293,14 +293,14 @@ def commit(context: GangDump, draft: Manifest, interrupts: Interrupts, meter: Me
     target.seal_images()
     meter.expect(context.staging.file_bytes)
     while not writer.wait(_WAIT_S):
-        meter.set(writer.bytes_seen)
+        meter.set(writer.seen_bytes)
         interrupts.check()
         if context.deadline is not None and time.monotonic() > context.deadline:
             raise DeadlineExceeded(
                 "the time was over while device memory was saved", hint="give a longer --timeout, or a faster disk"
             )
-    meter.set(writer.bytes_seen)
-    meter.note(f"device memory: {format_bytes(writer.bytes_seen)} seen, {format_bytes(writer.bytes_written)} written")
+    meter.set(writer.seen_bytes)
+    meter.note(f"device memory: {format_bytes(writer.seen_bytes)} seen, {format_bytes(writer.written_bytes)} written")
     if writer.rewritten_pieces:
         meter.note(f"{writer.rewritten_pieces} pieces were written again: they changed after they had been saved early")
     interrupts.postpone()

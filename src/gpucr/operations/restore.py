@@ -75,7 +75,7 @@ REAPING_TIMEOUT_S = 10.0
 
 @dataclass(frozen=True)
 class RestoreReport:
-    """What a restore did. ``pid`` is the root's; ``downtime_s`` the time until the job ran, verification included.
+    """What a restore did. ``pid`` is the root's; ``seconds`` the time until the job ran, verification included.
 
     ``name`` is the job's in the registry; None where no `gpucr run` had started it. ``gpu_map`` is None where every GPU
     stayed; ``gpu_reasons`` say what of it gpucr chose itself, and why.
@@ -86,7 +86,7 @@ class RestoreReport:
     processes: int
     phases: tuple[Phase, ...]
     size_bytes: int
-    downtime_s: float
+    seconds: float
     warnings: tuple[str, ...]
     name: str | None = None
     gpu_map: GpuMap | None = None
@@ -219,7 +219,7 @@ def _run(
         processes=len(context.restored),
         phases=phases,
         size_bytes=snapshot.manifest.size_bytes,
-        downtime_s=sum(phase.seconds for phase in phases),
+        seconds=sum(phase.seconds for phase in phases),
         warnings=(*(finding.sentence() for finding in findings), *context.warnings),
         gpu_map=placement.choice.gpu_map,
         gpu_reasons=placement.choice.reasons,

@@ -22,14 +22,14 @@ from gpucr.snapshot.manifest import Manifest
 class DumpCounts:
     """What became of the data of a dump, in bytes.
 
-    ``bytes_seen``: device memory, and all files (CRIU's images, shared memory). Of these ``zero_bytes`` were zero,
-    ``known_bytes`` were in the store already, and compression saved ``compressed_saved_bytes``. ``bytes_written`` is
+    ``seen_bytes``: device memory, and all files (CRIU's images, shared memory). Of these ``zero_bytes`` were zero,
+    ``known_bytes`` were in the store already, and compression saved ``compressed_saved_bytes``. ``written_bytes`` is
     what was written. Of what the store had already ``checked_bytes`` were read; ``repaired_bytes`` were damaged there
     and were written again.
     """
 
-    bytes_seen: int
-    bytes_written: int
+    seen_bytes: int
+    written_bytes: int
     zero_bytes: int
     known_bytes: int = 0
     compressed_saved_bytes: int = 0
@@ -157,9 +157,9 @@ class FolderTarget:
         files_bytes = sum(file.size_bytes for file in self._manifest.files)
         stored_bytes = sum(data.stored_bytes for data in self._manifest.device_data.values())
         return DumpCounts(
-            bytes_seen=files_bytes + writer.bytes_seen,
-            bytes_written=files_bytes + writer.bytes_written,
-            zero_bytes=writer.bytes_seen - stored_bytes,
+            seen_bytes=files_bytes + writer.seen_bytes,
+            written_bytes=files_bytes + writer.written_bytes,
+            zero_bytes=writer.seen_bytes - stored_bytes,
         )
 
     def discard(self) -> None:

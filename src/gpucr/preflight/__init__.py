@@ -11,7 +11,7 @@ from gpucr.preflight.capabilities import check_capabilities
 from gpucr.preflight.clocks import check_clocks
 from gpucr.preflight.findings import Finding, require_no_blocking
 from gpucr.preflight.gpus import check_gpus, check_room, device_bytes_in_use
-from gpucr.preflight.measured import Measurement, Measurements, check_basics
+from gpucr.preflight.measured import BASICS, Measurement, Measurements, check_basics
 from gpucr.preflight.modes import check_driver, check_mig_targets, mps_programs
 from gpucr.preflight.outside import (
     FilesMode,
@@ -43,6 +43,7 @@ from gpucr.preflight.tree import (
 )
 
 __all__ = [
+    "BASICS",
     "CudaTraits",
     "FilesMode",
     "Finding",

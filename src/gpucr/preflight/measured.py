@@ -11,6 +11,8 @@ _BASICS = {
     "streams_and_graphs": "streams and captured graphs",
     "pinned": "pinned host memory",
 }
+BASICS = ("plain", *_BASICS)
+"""The canaries for what every program may have."""
 _NOT_MEASURED = "not measured on this machine: `gpucr doctor --probe` does"
 
 

@@ -271,7 +271,7 @@ class _Prune:
             writer.flush()
         finally:
             writer.discard()
-        return writer.counts.bytes_written
+        return writer.counts.written_bytes
 
     def _on_damaged_batch(self, name: str, error: StoreDamaged) -> None:
         if name.endswith(".writers"):

@@ -33,19 +33,19 @@ from gpucr.store.reader import StoreReader
 class WriteCounts:
     """What a writer has seen and done, in bytes.
 
-    ``bytes_seen`` were given to it: ``zero_bytes`` were all zero, ``known_bytes`` were in the store or in the writer
-    already; the rest was stored, ``compressed_saved_bytes`` less by compression. ``bytes_written`` is what the packs
+    ``seen_bytes`` were given to it: ``zero_bytes`` were all zero, ``known_bytes`` were in the store or in the writer
+    already; the rest was stored, ``compressed_saved_bytes`` less by compression. ``written_bytes`` is what the packs
     that were published have in all, padding and footers included. Of what was in the store already, ``checked_bytes``
     were read, and ``repaired_bytes`` were damaged and therefore stored again.
     """
 
-    bytes_seen: int = 0
+    seen_bytes: int = 0
     zero_bytes: int = 0
     known_bytes: int = 0
     checked_bytes: int = 0
     repaired_bytes: int = 0
     compressed_saved_bytes: int = 0
-    bytes_written: int = 0
+    written_bytes: int = 0
 
 
 class StoreWriter:
@@ -100,7 +100,7 @@ class StoreWriter:
         self._check()
         ref = PieceRef(self.name(data), len(data))
         if ref.is_zero:
-            self._count(bytes_seen=ref.length, zero_bytes=ref.length)
+            self._count(seen_bytes=ref.length, zero_bytes=ref.length)
         elif self._is_first(ref):
             self._failing(lambda: self._add(ref, data))
         return ref
@@ -140,7 +140,7 @@ class StoreWriter:
                 known.append((ref, place))
 
         def relied(ref: PieceRef) -> None:
-            self._count(bytes_seen=ref.length, known_bytes=ref.length)
+            self._count(seen_bytes=ref.length, known_bytes=ref.length)
             on_relied(ref)
 
         for ref, place in self._checks.damaged(self._reader, known, relied):
@@ -164,17 +164,17 @@ class StoreWriter:
             if ref.id not in self._added:
                 self._added.add(ref.id)
                 return True
-            self._add_counts(bytes_seen=ref.length, known_bytes=ref.length)
+            self._add_counts(seen_bytes=ref.length, known_bytes=ref.length)
             return False
 
     def _add(self, ref: PieceRef, data: memoryview) -> None:
         place = self._known_place(ref)
         if place is not None:
             if self._checks.is_intact(self._reader, ref, place, data):
-                self._count(bytes_seen=ref.length, known_bytes=ref.length)
+                self._count(seen_bytes=ref.length, known_bytes=ref.length)
                 return
             self._give_up(ref, place)
-        self._count(bytes_seen=ref.length)
+        self._count(seen_bytes=ref.length)
         self._store(ref, data)
 
     def _known_place(self, ref: PieceRef) -> Place | None:
@@ -218,7 +218,7 @@ class StoreWriter:
     def _finished(self, contents: PackContents) -> None:
         with self._lock:
             self._unindexed.append(contents)
-            self._add_counts(bytes_written=contents.size_bytes)
+            self._add_counts(written_bytes=contents.size_bytes)
 
     def _flush(self) -> None:
         self._lanes.finish()

@@ -108,7 +108,7 @@ class DeviceWriter:
     `start`, then for each process `advance` as often as wanted and `complete` once; `wait`, `sync`, and `device_data`
     for the manifest. `cancel` ends it at any time; what was saved stays for the caller to remove.
 
-    ``bytes_seen`` counts every piece once, ``bytes_written`` those that the sink did not have in their place, again
+    ``seen_bytes`` counts every piece once, ``written_bytes`` those that the sink did not have in their place, again
     where they changed. ``on_bytes`` is told the size of every piece that has been dealt with for the first time;
     several threads call it at once. An error in a thread ends all of them, and every later call raises it:
     SnapshotError where the sink takes no more.
@@ -122,8 +122,8 @@ class DeviceWriter:
         threads: int = THREADS,
         on_bytes: Callable[[int], None] | None = None,
     ) -> None:
-        self.bytes_seen = 0
-        self.bytes_written = 0
+        self.seen_bytes = 0
+        self.written_bytes = 0
         self.rewritten_pieces = 0
         self._sink = sink
         self._on_bytes = on_bytes
@@ -254,8 +254,8 @@ class DeviceWriter:
             self._on_bytes(length)
         with self._crew.lock:
             saving.finish(job, name)
-            self.bytes_seen += 0 if job.is_recheck else length
-            self.bytes_written += length if is_changed else 0
+            self.seen_bytes += 0 if job.is_recheck else length
+            self.written_bytes += length if is_changed else 0
             self.rewritten_pieces += job.is_recheck and is_changed
             if not job.is_final and saving.is_final:
                 self._crew.offer()
