@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import os
+import secrets
 from collections.abc import Iterator
 from pathlib import Path
 
@@ -21,7 +22,7 @@ def limited(limit_bytes: int) -> Iterator[tuple[Path, Path]]:
     """The folder of an empty cgroup and the file that limits it. Removed when its last process has ended."""
     if os.geteuid() != 0:
         skip_or_fail("root", "only root makes cgroups")
-    folder, limit = _make(f"gpucr-test-{os.getpid()}")
+    folder, limit = _make(f"gpucr-test-{secrets.token_hex(8)}")
     try:
         limit.write_text(str(limit_bytes))
         yield folder, limit

@@ -355,7 +355,7 @@ def test_a_real_cgroup_that_is_charged_for_two_processes() -> None:
             assert preflight.check_host_memory([needs[0], MemoryNeed(outside.pid, 120 * MIB)]) == []
             finding = only(preflight.check_host_memory(needs))
     assert finding.severity == "blocking"
-    assert finding.evidence == f"{limit_file} is 200.0 MiB; the device memory in use needs 240.0 MiB"
+    assert finding.evidence == f"{limit_file} is 200.0 MiB; the operation needs 240.0 MiB"
     missing = re.search(r"([\d.]+) MiB are missing, and the kernel would kill", finding.consequence)
     assert missing is not None
     assert 40 <= float(missing[1]) < 120  # and what the two processes themselves use
@@ -374,19 +374,40 @@ def test_a_limit_that_only_slows_down_is_a_warning(monkeypatch: pytest.MonkeyPat
     kill = only(preflight.check_host_memory([MemoryNeed(7, GIB), MemoryNeed(8, 2 * GIB + MIB)]))
     assert (kill.severity, kill.evidence) == (
         "blocking",
-        "/c/memory.max is 8.0 GiB; the device memory in use needs 3.0 GiB",
+        "/c/memory.max is 8.0 GiB; the operation needs 3.0 GiB",
     )
 
 
 def test_who_pays_for_what() -> None:
-    held = {7: {A: 3, B: 4}, 8: {A: 5}}
-    assert preflight.needs_of_suspend(held, in_files=False) == [MemoryNeed(7, 7), MemoryNeed(8, 5)]
-    assert preflight.needs_of_suspend(held, in_files=True) == [MemoryNeed(os.getpid(), 12)]
-    in_memory = Path("/dev/shm")
-    on_disk = Path("/proc")
-    assert preflight.needs_of_dump(held, on_disk) == [MemoryNeed(os.getpid(), 12)]
-    assert preflight.needs_of_dump(held, in_memory) == [MemoryNeed(os.getpid(), 24)]
-    assert preflight.needs_of_restore(12) == [MemoryNeed(os.getpid(), 12)]
+    """Device memory where it goes; and always gpucr's own work, which gpucr's cgroup is charged for."""
+    held = {7: {A: 3 * GIB, B: 4 * GIB}, 8: {A: 5 * GIB}}
+    *others, own = preflight.needs_of_suspend(held, in_files=False)
+    assert others == [MemoryNeed(7, 7 * GIB), MemoryNeed(8, 5 * GIB)]
+    assert (own.pid, own.size_bytes) == (os.getpid(), 64 * MIB + 2 * 12 * MIB + 12 * GIB // 128)
+    assert preflight.needs_of_suspend(held, in_files=True) == [MemoryNeed(os.getpid(), 12 * GIB), own]
+
+
+def test_a_dump_needs_its_buffers_and_one_into_memory_a_second_copy() -> None:
+    held = {7: {A: 3 * GIB}}
+    with python("data = bytearray(b'x' * (50 << 20))\n" + WAITING) as child:
+        device, own = preflight.needs_of_dump(held, Path("/proc"), [child.pid], 32 * MIB)
+        assert device == MemoryNeed(os.getpid(), 3 * GIB)
+        assert own.size_bytes == 64 * MIB + 12 * MIB + 3 * GIB // 128 + 32 * MIB
+        *_, copy = preflight.needs_of_dump(held, Path("/dev/shm"), [child.pid], 32 * MIB)
+        assert 50 * MIB < copy.size_bytes - 3 * GIB < 100 * MIB
+        assert preflight.needs_of_dump(held, None, [child.pid], 32 * MIB) == [device, own]
+
+
+def test_a_restore_needs_what_the_processes_had_as_well() -> None:
+    whole, own = preflight.needs_of_restore(GIB, processes=3, private_bytes=5 * MIB, buffers_bytes=32 * MIB)
+    assert whole.size_bytes == GIB + 5 * MIB
+    assert own.size_bytes == 64 * MIB + 3 * 12 * MIB + GIB // 128 + 32 * MIB
+
+
+def test_buffers_count_no_more_than_there_is_data_for() -> None:
+    _, small = preflight.needs_of_restore(MIB, processes=1, buffers_bytes=GIB)
+    _, large = preflight.needs_of_restore(MIB, processes=1, buffers_bytes=0)
+    assert small.size_bytes - large.size_bytes == 4 * MIB
 
 
 def test_device_memory_is_summed_per_process_and_gpu() -> None:

@@ -17,6 +17,7 @@ from gpucr.model import CudaState, GangMember, GpuUse, Job
 from gpucr.operations import jobs, registered, suspended
 from gpucr.operations.traps import findings_of_traps
 from gpucr.quantities import format_bytes
+from gpucr.snapshot.device import PIECE_BYTES, buffers_bytes
 
 
 def examine(target: int | str, folder: Path, *, was_named: bool) -> list[Checkup]:
@@ -121,7 +122,10 @@ def _room(job: Job, uses: Sequence[GpuUse], folder: Path) -> list[Checkup]:
     held = preflight.device_bytes_in_use(job, uses)
     device_bytes = sum(sum(by_gpu.values()) for by_gpu in held.values())
     is_privileged = processes.can_checkpoint_processes()
-    needs = preflight.needs_of_dump(held, folder) if is_privileged else preflight.needs_of_suspend(held, in_files=False)
+    if is_privileged:
+        needs = preflight.needs_of_dump(held, folder, job.pids, buffers_bytes(PIECE_BYTES))
+    else:
+        needs = preflight.needs_of_suspend(held, in_files=False)
     found = from_findings(
         "host memory",
         preflight.check_host_memory(needs),

@@ -115,6 +115,15 @@ def resident_bytes(pid: int) -> int:
     return pages * os.sysconf("SC_PAGE_SIZE")
 
 
+def anonymous_bytes(pid: int) -> int:
+    """The process's private memory that is in no file, swapped or not (0 where it has ended): what CRIU writes."""
+    try:
+        lines = (PROC / str(pid) / "status").read_text(errors="replace").splitlines()
+    except (FileNotFoundError, ProcessLookupError):
+        return 0
+    return sum(int(line.split()[1]) << 10 for line in lines if line.startswith(("RssAnon:", "VmSwap:")))
+
+
 def present_prefix(pid: int, address: int, size_bytes: int) -> int:
     """How many bytes from ``address`` on a process has finished that fills the range strictly in ascending order.
 

@@ -209,7 +209,7 @@ def _prepare(
             gang, job.root.pid, staged, protection, expected_bytes=_total(held), threads=threads
         )
     findings = (
-        *jobs.findings_before_freeze(job, preflight.needs_of_dump(held, target.disk)),
+        *jobs.findings_before_freeze(job, preflight.needs_of_dump(held, target.disk, job.pids, target.buffers_bytes)),
         *findings_of_traps(job, found.driver, uses),
         *preflight.check_tracers(job),
         *preflight.check_session(job),

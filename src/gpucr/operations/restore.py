@@ -59,7 +59,7 @@ from gpucr.operations.sandbox_steps import (
     check_clone,
     plan_sandbox,
 )
-from gpucr.operations.sources import RestoreSource
+from gpucr.operations.sources import RestoreSource, device_bytes_of, private_bytes_of
 from gpucr.operations.steps import OnProgress, Phase, Step, WithoutUndo, run_steps
 from gpucr.operations.threads import GangThreads
 from gpucr.operations.traps import findings_of_targets
@@ -292,9 +292,14 @@ def _findings(
     with contextlib.suppress(OSError, ImageError):  # a damaged image is an error of its own, when it is provided
         wanted = capabilities_in(names, source.open_image)
         findings += preflight.check_capabilities(wanted, capabilities.own().after_exec())
+    needs = preflight.needs_of_restore(
+        device_bytes_of(manifest),
+        processes=len(manifest.processes),
+        private_bytes=private_bytes_of(manifest),
+        buffers_bytes=source.buffers_bytes,
+    )
+    findings += preflight.check_host_memory(needs)
     if manifest.has_gpu_state:
-        staged_bytes = sum(data.size_bytes for data in manifest.device_data.values())
-        findings += preflight.check_host_memory(preflight.needs_of_restore(staged_bytes))
         findings += preflight.check_gpus(choice.had, choice.needed_bytes, here, choice.gpu_map)
         targets = choice.needed_bytes or [gpu.uuid for gpu in choice.had]
         findings += findings_of_targets(targets, here, choice.gpu_map)

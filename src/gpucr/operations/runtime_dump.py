@@ -170,7 +170,7 @@ def _prepare(
     expected_bytes = sum(sum(by_gpu.values()) for by_gpu in held.values())
     target = FolderTarget(images / GPU_PART_NAME, with_images=False)
     findings = [
-        *jobs.findings_before_freeze(job, preflight.needs_of_dump(held, images)),
+        *jobs.findings_before_freeze(job, preflight.needs_of_dump(held, images, job.pids, target.buffers_bytes)),
         *findings_of_traps(job, found.driver, uses),
         *preflight.check_tracers(job),
         *preflight.check_session(job),

@@ -23,7 +23,7 @@ from gpucr.operations.gpu_places import Placement, place_snapshot
 from gpucr.operations.interrupts import Interrupts
 from gpucr.operations.protection import Protection
 from gpucr.operations.restore_steps import DeviceRestore, LoadDevice, RestoreDevice, end_restored, take_stock
-from gpucr.operations.sources import FolderSource
+from gpucr.operations.sources import FolderSource, device_bytes_of
 from gpucr.operations.steps import Meter, Step, WithoutUndo, run_steps
 from gpucr.operations.threads import GangThreads
 from gpucr.operations.traps import findings_of_targets
@@ -77,9 +77,14 @@ def _examine(images: Path) -> tuple[Snapshot, Driver, Placement, list[preflight.
     here = list_gpus()
     placement = place_snapshot(manifest, GpuRequest.of(None, None), here, ())
     choice = placement.choice
-    staged_bytes = sum(data.size_bytes for data in manifest.device_data.values())
+    # The private memory of the processes is there already: CRIU has made them.
+    needs = preflight.needs_of_restore(
+        device_bytes_of(manifest),
+        processes=len(manifest.processes),
+        buffers_bytes=FolderSource(snapshot).buffers_bytes,
+    )
     findings = [
-        *preflight.check_host_memory(preflight.needs_of_restore(staged_bytes)),
+        *preflight.check_host_memory(needs),
         *preflight.check_gpus(choice.had, choice.needed_bytes, here, choice.gpu_map),
         *findings_of_targets(choice.needed_bytes or [gpu.uuid for gpu in choice.had], here, choice.gpu_map),
     ]

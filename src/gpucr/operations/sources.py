@@ -3,19 +3,32 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from pathlib import Path
+from pathlib import Path, PurePosixPath
 from typing import TYPE_CHECKING, BinaryIO, Protocol
 
 from gpucr.criu.image_entries import images_in
 from gpucr.operations.interrupts import Interrupts
 from gpucr.operations.job_snapshot import JobSnapshot
 from gpucr.operations.steps import Meter
+from gpucr.snapshot.device.crew import buffers_bytes
 from gpucr.snapshot.device.loader import DeviceLoader
 from gpucr.snapshot.device.reader import Destination, DeviceReader
+from gpucr.snapshot.device.stripes import PIECE_BYTES
 from gpucr.snapshot.folder import IMAGES_NAME, Snapshot
+from gpucr.snapshot.manifest import Manifest
 
 if TYPE_CHECKING:  # what only looks at a snapshot needs no driver
     from gpucr.operations.protection import Protection
+
+
+def device_bytes_of(manifest: Manifest) -> int:
+    """What the staging files of its processes will hold."""
+    return sum(data.size_bytes for data in manifest.device_data.values())
+
+
+def private_bytes_of(manifest: Manifest) -> int:
+    """The private memory of its processes: CRIU's images of pages, all of which it makes again."""
+    return sum(file.size_bytes for file in manifest.files if PurePosixPath(file.path).name.startswith("pages-"))
 
 
 class RestoreSource(Protocol):
@@ -33,6 +46,10 @@ class RestoreSource(Protocol):
     @property
     def images(self) -> Path:
         """The folder with CRIU's images."""
+
+    @property
+    def buffers_bytes(self) -> int:
+        """Host memory that those who read hold at most."""
 
     @property
     def provides_first(self) -> bool:
@@ -74,6 +91,11 @@ class FolderSource:
     def images(self) -> Path:
         """The snapshot's own."""
         return self.folder / IMAGES_NAME
+
+    @property
+    def buffers_bytes(self) -> int:
+        """One piece a thread."""
+        return buffers_bytes(PIECE_BYTES)
 
     @property
     def provides_first(self) -> bool:

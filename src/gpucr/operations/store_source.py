@@ -15,6 +15,7 @@ from typing import TYPE_CHECKING, BinaryIO
 from gpucr.errors import StoreDamaged
 from gpucr.operations.interrupts import Interrupts
 from gpucr.operations.job_snapshot import JobSnapshot
+from gpucr.operations.sources import device_bytes_of, private_bytes_of
 from gpucr.operations.steps import Meter
 from gpucr.operations.store_snapshot import SnapshotInStore, device_area
 from gpucr.operations.working_folder import WorkingFolder
@@ -25,7 +26,7 @@ from gpucr.snapshot.shared_files import FOLDER_NAME
 from gpucr.store import snapshots
 from gpucr.store.backend import Buffer
 from gpucr.store.pieces import PieceRef
-from gpucr.store.reader import StoreReader
+from gpucr.store.reader import MAX_READ_BYTES, StoreReader
 
 if TYPE_CHECKING:  # what only looks at a snapshot needs no driver
     from gpucr.operations.protection import Protection
@@ -47,7 +48,7 @@ class StoreSource:
         manifest = snapshot.manifest
         self._working = WorkingFolder(
             sum(file.size_bytes for file in manifest.files),
-            besides_bytes=sum(data.size_bytes for data in manifest.device_data.values()),
+            besides_bytes=device_bytes_of(manifest) + private_bytes_of(manifest) + self.buffers_bytes,
         )
         self.folder = self._working.snapshot
         self._small_images: dict[str, bytes] | None = None
@@ -61,6 +62,11 @@ class StoreSource:
     def images(self) -> Path:
         """In the working folder."""
         return self.folder / IMAGES_NAME
+
+    @property
+    def buffers_bytes(self) -> int:
+        """The reader looks ahead, and each of its threads has a range of a pack."""
+        return MAX_READ_BYTES
 
     @property
     def provides_first(self) -> bool:

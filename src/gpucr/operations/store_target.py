@@ -20,7 +20,7 @@ from gpucr.operations.recovery import UnfinishedFolder
 from gpucr.operations.store_snapshot import SnapshotInStore, device_area, snapshot_url
 from gpucr.operations.targets import DumpCounts
 from gpucr.operations.working_folder import WorkingFolder
-from gpucr.snapshot.device.crew import THREADS, PieceBuffer
+from gpucr.snapshot.device.crew import THREADS, PieceBuffer, buffers_bytes
 from gpucr.snapshot.device.sink import DeviceSink
 from gpucr.snapshot.device.writer import DeviceWriter
 from gpucr.snapshot.folder import IMAGES_NAME, UnfinishedSnapshot, completed
@@ -36,6 +36,9 @@ from gpucr.store.session import WriteSession
 from gpucr.store.stored_snapshot import Area
 
 _NO_SPACE_HINT = "free space in the folder for temporary files, or name another one with TMPDIR"
+
+
+_PIECES_A_THREAD = 4
 
 
 class StoreTarget:
@@ -56,9 +59,9 @@ class StoreTarget:
         self._compress: Compress = compress
         self._checks = Checks(trust=trust_store)
         resident_bytes = sum(memory.resident_bytes(pid) for pid in job.pids)
-        self._working = WorkingFolder(resident_bytes, besides_bytes=device_bytes)
-        self.folder = UnfinishedSnapshot(self._working.snapshot)
         self._sink = StoreSink(store)
+        self._working = WorkingFolder(resident_bytes, besides_bytes=device_bytes + self.buffers_bytes)
+        self.folder = UnfinishedSnapshot(self._working.snapshot)
         self._session: WriteSession | None = None
         self._records: tuple[FileRecord, ...] | None = None
         self._areas: list[Area] = []
@@ -89,6 +92,11 @@ class StoreTarget:
         """The folder that the store is in, where it is one."""
         backend = self._store.backend
         return Path(backend.url) if isinstance(backend, LocalBackend) else None
+
+    @property
+    def buffers_bytes(self) -> int:
+        """A thread has a piece, what it became when it was compressed, and the state of the compression."""
+        return _PIECES_A_THREAD * buffers_bytes(self._sink.piece_bytes)
 
     def findings(self, job: Job, device_bytes: int) -> list[preflight.Finding]:
         """How much of the data is new to the store shows only when it is there. But it should be nowhere else."""

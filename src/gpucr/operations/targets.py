@@ -11,6 +11,7 @@ from gpucr.model import Job
 from gpucr.operations.job_snapshot import JobSnapshot
 from gpucr.operations.protection import Protection
 from gpucr.operations.recovery import UnfinishedFolder
+from gpucr.snapshot.device.crew import buffers_bytes
 from gpucr.snapshot.device.folder_sink import FolderSink
 from gpucr.snapshot.device.sink import DeviceSink
 from gpucr.snapshot.device.writer import DeviceWriter
@@ -64,6 +65,10 @@ class DumpTarget(Protocol):
     @property
     def disk(self) -> Path | None:
         """A folder on the file system that device memory will be written to; None: not one of this machine."""
+
+    @property
+    def buffers_bytes(self) -> int:
+        """Host memory that those who write hold at most."""
 
     def findings(self, job: Job, device_bytes: int) -> list[preflight.Finding]:
         """What stands in its way, while nothing has been changed."""
@@ -125,6 +130,11 @@ class FolderTarget:
         """The folder, or the one that it will be made in."""
         path = self.folder.path
         return path if path.is_dir() else path.resolve().parent
+
+    @property
+    def buffers_bytes(self) -> int:
+        """One piece a thread."""
+        return buffers_bytes(self._sink.piece_bytes)
 
     def findings(self, job: Job, device_bytes: int) -> list[preflight.Finding]:
         """Whether the disk has room."""

@@ -14,6 +14,13 @@ from gpucr.quantities import format_bytes
 
 _DISK_MARGIN_BYTES = 64 << 20
 
+_WORK_BYTES, _PROCESS_BYTES = 64 << 20, 12 << 20
+_PAGE_TABLES_SHARE = 128
+"""Small pages have 8 bytes of page table for 4096 bytes, in the process and in gpucr; this is twice that."""
+
+_BUFFERS_A_BYTE = 4
+"""No more of the buffers is touched than there is data for: a piece, and what it becomes on its way into a store."""
+
 
 def check_disk(job: Job, folder: Path, device_bytes: int) -> list[Finding]:
     """Free disk space against the memory that would be written: resident pages and device memory."""
@@ -48,24 +55,51 @@ def needs_of_suspend(held: Mapping[int, Mapping[str, int]], *, in_files: bool) -
 
     ``held``: see `device_bytes_in_use`.
     """
+    work = _need_of_work(len(held), _total(held), 0)
     if in_files:
-        return [MemoryNeed(os.getpid(), sum(sum(by_gpu.values()) for by_gpu in held.values()))]
-    return [MemoryNeed(pid, sum(by_gpu.values())) for pid, by_gpu in held.items()]
+        return [MemoryNeed(os.getpid(), _total(held)), work]
+    return [*(MemoryNeed(pid, sum(by_gpu.values())) for pid, by_gpu in held.items()), work]
 
 
-def needs_of_dump(held: Mapping[int, Mapping[str, int]], folder: Path | None) -> list[MemoryNeed]:
+def needs_of_dump(
+    held: Mapping[int, Mapping[str, int]], folder: Path | None, pids: Sequence[int], buffers_bytes: int
+) -> list[MemoryNeed]:
     """gpucr's staging files take in the device memory of all, and the snapshot as much again where it lies in memory.
 
-    ``folder``: where the snapshot goes, or the folder that it will be made in; None: to another machine.
+    There it also takes what the processes ``pids`` have in private memory. ``folder``: where the snapshot goes, or the
+    folder that it will be made in; None: to another machine. ``buffers_bytes``: what the threads that save hold.
     """
-    total = sum(sum(by_gpu.values()) for by_gpu in held.values())
-    copies = 2 if folder is not None and memory.lies_in_memory(folder) else 1
-    return [MemoryNeed(os.getpid(), copies * total)]
+    device_bytes, images_bytes = _total(held), sum(memory.anonymous_bytes(pid) for pid in pids)
+    buffers_bytes = min(buffers_bytes, _BUFFERS_A_BYTE * (device_bytes + images_bytes))
+    needs = [MemoryNeed(os.getpid(), device_bytes), _need_of_work(len(pids), device_bytes, buffers_bytes)]
+    if folder is not None and memory.lies_in_memory(folder):
+        needs.append(MemoryNeed(os.getpid(), device_bytes + images_bytes))
+    return needs
 
 
-def needs_of_restore(device_bytes: int) -> list[MemoryNeed]:
-    """gpucr's staging files hold the device memory of all until the driver has taken it."""
-    return [MemoryNeed(os.getpid(), device_bytes)]
+def needs_of_restore(
+    device_bytes: int, *, processes: int, private_bytes: int = 0, buffers_bytes: int
+) -> list[MemoryNeed]:
+    """gpucr's staging files hold the device memory of all until the driver has taken it.
+
+    ``private_bytes``: the private memory of the processes, which CRIU makes again.
+    """
+    buffers_bytes = min(buffers_bytes, _BUFFERS_A_BYTE * (device_bytes + private_bytes))
+    work = _need_of_work(processes, device_bytes, buffers_bytes)
+    return [MemoryNeed(os.getpid(), device_bytes + private_bytes), work]
+
+
+def _need_of_work(processes: int, device_bytes: int, buffers_bytes: int) -> MemoryNeed:
+    """What gpucr, its guard and CRIU take besides device memory, after preflight: 1.7 times what was measured, or more.
+
+    docs/benchmarks.md, Host memory, has the figures and how they were taken.
+    """
+    page_tables_bytes = device_bytes // _PAGE_TABLES_SHARE
+    return MemoryNeed(os.getpid(), _WORK_BYTES + processes * _PROCESS_BYTES + buffers_bytes + page_tables_bytes)
+
+
+def _total(held: Mapping[int, Mapping[str, int]]) -> int:
+    return sum(sum(by_gpu.values()) for by_gpu in held.values())
 
 
 def check_host_memory(needs: Sequence[MemoryNeed]) -> list[Finding]:
@@ -81,7 +115,7 @@ def check_host_memory(needs: Sequence[MemoryNeed]) -> list[Finding]:
             Finding(
                 "blocking",
                 f"{format_bytes(available)} of host memory are available",
-                f"MemAvailable in /proc/meminfo; the device memory in use needs {format_bytes(total)}",
+                f"MemAvailable in /proc/meminfo; the operation needs {format_bytes(total)}",
                 f"{format_bytes(total - available)} are missing, and the kernel would kill processes",
                 "end other programs, or add memory",
                 code="GPUCR-HOST-MEMORY",
@@ -104,8 +138,7 @@ def _limit_finding(limit: cgroups.MemoryLimit, needed_bytes: int) -> Finding:
     return Finding(
         "blocking" if limit.is_hard else "warning",
         f"a cgroup has {format_bytes(limit.available_bytes)} of its host memory left",
-        f"{limit.path} is {format_bytes(limit.limit_bytes)}; "
-        f"the device memory in use needs {format_bytes(needed_bytes)}",
+        f"{limit.path} is {format_bytes(limit.limit_bytes)}; the operation needs {format_bytes(needed_bytes)}",
         f"{missing} are missing, and the kernel would kill processes of the cgroup"
         if limit.is_hard
         else f"{missing} are missing, and the kernel slows the processes of the cgroup down, perhaps to a standstill",

@@ -28,6 +28,8 @@ RANGE_BYTES = 8 << 20
 _GAP_BYTES = 128 << 10
 """So much between two pieces is rather read than left out: a request costs more."""
 _WINDOW_BYTES = 128 << 20
+MAX_READ_BYTES = _WINDOW_BYTES + THREADS * RANGE_BYTES
+"""The most that is held of what was read."""
 
 Deliver = Callable[[int, Buffer | None], None]
 OnDamaged = Callable[[int, StoreDamaged], None]

@@ -7,6 +7,7 @@ SHA-256 in the manifest.
 
 from __future__ import annotations
 
+from gpucr.snapshot.device.crew import buffers_bytes
 from gpucr.snapshot.device.folder_sink import FolderSink
 from gpucr.snapshot.device.reader import Destination, DeviceReader, verify
 from gpucr.snapshot.device.stripes import PIECE_BYTES, check_shape
@@ -19,6 +20,7 @@ __all__ = [
     "DeviceWriter",
     "FolderSink",
     "Source",
+    "buffers_bytes",
     "check_shape",
     "verify",
 ]

@@ -15,6 +15,12 @@ THREADS = max(8, min(32, 2 * len(os.sched_getaffinity(0))))
 
 _MAX_BUFFERS_BYTES = 512 << 20
 
+
+def buffers_bytes(piece_bytes: int) -> int:
+    """The memory that the buffers of one crew take, each as large as a piece."""
+    return min(THREADS * piece_bytes, _MAX_BUFFERS_BYTES)
+
+
 Job = TypeVar("Job")
 
 _libc = ctypes.CDLL(None)
