@@ -20,9 +20,19 @@ def _files(folder: Path) -> set[str]:
     return {str(path.relative_to(folder)) for path in folder.rglob("*") if path.is_file()}
 
 
+@pytest.fixture
+def quick_compiler(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A compiler whose products are empty: what is compiled is not looked at, and compiling takes seconds."""
+    compiler = tmp_path / "quick-cc"
+    compiler.write_text('#!/bin/sh\nwhile [ "$1" != -o ]; do shift; done\n: >"$2"\n')
+    compiler.chmod(0o755)
+    monkeypatch.setenv("CC", str(compiler))
+
+
+@pytest.mark.usefixtures("quick_compiler")
 def test_concurrent_builds_leave_one_whole_folder(tmp_path: Path) -> None:
     folders: list[Path] = []
-    builders = [threading.Thread(target=lambda: folders.append(simulator.build(tmp_path / "c"))) for _ in range(2)]
+    builders = [threading.Thread(target=lambda: folders.append(simulator.build(tmp_path / "c"))) for _ in range(8)]
     for builder in builders:
         builder.start()
     for builder in builders:
@@ -34,10 +44,11 @@ def test_concurrent_builds_leave_one_whole_folder(tmp_path: Path) -> None:
         assert stat.S_IMODE(folder.stat().st_mode) == 0o700
 
 
-def test_a_build_is_used_again_without_a_compiler(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    folder = simulator.build(tmp_path)
-    monkeypatch.setenv("PATH", "")
-    assert simulator.build(tmp_path) == folder
+@pytest.mark.usefixtures("quick_compiler")
+def test_a_build_is_used_again_without_a_compiler(tmp_path: Path) -> None:
+    folder = simulator.build(tmp_path / "c")
+    (tmp_path / "quick-cc").unlink()
+    assert simulator.build(tmp_path / "c") == folder
 
 
 def test_no_compiler(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
