@@ -6,6 +6,7 @@ import hashlib
 import shutil
 import subprocess
 import threading
+import time
 from collections.abc import Iterator
 from email.utils import formatdate
 from pathlib import Path
@@ -24,6 +25,7 @@ needs_apt = pytest.mark.skipif(
 )
 
 # The package's "loader" plays CRIU, as in test_install: what is tested is the way of the packages.
+DAY_S = 86400
 LOADER = "usr/lib/x86_64-linux-gnu/ld-linux-x86-64.so.2"
 
 
@@ -72,14 +74,15 @@ class Mirror:
         index.write_text("\n".join(self._entry(package) for package in sorted(pool.iterdir())))
         self.sign(suite)
 
-    def sign(self, suite: str) -> None:
-        """Write the suite's Release file over its index as it is, and sign it."""
+    def sign(self, suite: str, *, begin_s: float | None = None, end_s: float | None = None) -> None:
+        """Write the suite's Release file over its index as it is, and sign it. It can be valid at other times only."""
         suite_folder = self.folder / "dists" / suite
         index = (suite_folder / "main/binary-amd64/Packages").read_bytes()
         digest = hashlib.sha256(index).hexdigest()
         (suite_folder / "Release").write_text(
-            f"Suite: {suite}\nCodename: {suite}\nDate: {formatdate(usegmt=True)}\nArchitectures: amd64\n"
-            f"Components: main\nSHA256:\n {digest} {len(index)} main/binary-amd64/Packages\n"
+            f"Suite: {suite}\nCodename: {suite}\nDate: {formatdate(begin_s, usegmt=True)}\nArchitectures: amd64\n"
+            + (f"Valid-Until: {formatdate(end_s, usegmt=True)}\n" if end_s is not None else "")
+            + f"Components: main\nSHA256:\n {digest} {len(index)} main/binary-amd64/Packages\n"
         )
         self._gpg("--clearsign", "-o", str(suite_folder / "InRelease"), str(suite_folder / "Release"))
 
@@ -195,6 +198,23 @@ def test_tampered_release_is_refused(mirror: Mirror) -> None:
     with pytest.raises(CriuUnavailable, match="not what the distribution signed") as caught:
         provide_criu()
     assert "keyring" in str(caught.value.hint)
+    assert leftovers() == []
+
+
+@needs_apt
+@pytest.mark.parametrize(
+    "period_s", [(-2 * DAY_S, -DAY_S), (DAY_S, 2 * DAY_S)], ids=["a mirror that stood still", "a clock that is slow"]
+)
+def test_a_release_of_another_time_is_refused(
+    mirror: Mirror, monkeypatch: pytest.MonkeyPatch, period_s: tuple[float, float]
+) -> None:
+    monkeypatch.setattr(apt, "_carried_settings", list)  # this machine's could allow it
+    mirror.publish("old", "4.1.1", loader_for("4.1.1"))
+    begin_s, end_s = period_s
+    mirror.sign("old", begin_s=time.time() + begin_s, end_s=time.time() + end_s)
+    with pytest.raises(CriuUnavailable, match="lists are not valid at this time") as caught:
+        provide_criu()
+    assert "clock" in str(caught.value.hint)
     assert leftovers() == []
 
 

@@ -192,6 +192,12 @@ _COMPLAINTS: tuple[tuple[type[CriuUnavailable], re.Pattern[str], str, str], ...]
     ),
     (
         CriuUnavailable,
+        re.compile(r"is expired \(invalid since|is not valid yet"),
+        "the mirror's lists are not valid at this time",
+        f"check the clock (date); where it is right, the mirror is out of date: use another one, {_BY_HAND}",
+    ),
+    (
+        CriuUnavailable,
         re.compile(
             r"NO_PUBKEY|is not signed|BADSIG|EXPKEYSIG|REVKEYSIG|public key is not available|"
             r"(?:couldn't|could not) be verified|invalid signature|Missing key|Clearsigned file|Hash Sum mismatch|"
