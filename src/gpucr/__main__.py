@@ -1,6 +1,33 @@
-"""`python -m gpucr` is the `gpucr` command."""
+"""The `gpucr` command's very beginning: also `python -m gpucr`.
 
-from gpucr.cli.main import main
+Imported before anything that could fail, so that what keeps gpucr from being loaded is said in a line.
+"""
+
+import os
+
+
+def main() -> None:
+    """Load the command line and run it. Where it cannot be loaded: exit code 4, or 130 after Ctrl-C."""
+    try:
+        from gpucr.cli.main import main as run
+    except KeyboardInterrupt:
+        _end(130, "interrupted", "nothing was done", "GPUCR-INTERRUPTED")
+    except Exception as error:  # noqa: BLE001 - whatever it is: memory, open files, a file that is missing
+        what = str(error) or type(error).__name__
+        hint = "see its limits (ulimit -a), or install it anew"
+        _end(4, f"gpucr cannot be loaded: {what}", hint, "GPUCR-BROKEN-INSTALL")
+    try:
+        run()
+    except MemoryError:  # outside of what turns errors into messages
+        _end(1, "gpucr has too little memory", "`gpucr ps` shows where the job is", "GPUCR-NO-MEMORY")
+
+
+def _end(exit_code: int, message: str, hint: str, code: str) -> None:
+    try:
+        os.write(2, f"error: {message}\nhint:  {hint}\ncode:  {code}\n".encode(errors="backslashreplace"))
+    finally:
+        os._exit(exit_code)
+
 
 if __name__ == "__main__":
     main()

@@ -350,7 +350,10 @@ class Gang:
                 results.put((pid, None))
 
         for pid in pids:
-            threading.Thread(target=work, args=(pid,), name=f"{action}-{pid}", daemon=True).start()
+            try:
+                threading.Thread(target=work, args=(pid,), name=f"{action}-{pid}", daemon=True).start()
+            except (RuntimeError, MemoryError):  # no more threads: one after the other then, so that no undo fails
+                work(pid)
         pending, errors = set(pids), {}
         hopeless_at = math.inf
         if self.deadline is not None:

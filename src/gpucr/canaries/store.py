@@ -18,6 +18,7 @@ from pathlib import Path
 from typing import Any
 
 from gpucr.canaries.results import WHAT, CanaryOutcome, CanaryResult, MeasuredMachine, ProbeReport
+from gpucr.json_text import parse
 from gpucr.linux import trusted_paths
 
 SCHEMA = "gpucr.probe-results"
@@ -99,8 +100,8 @@ def _read(machine: MeasuredMachine, path: Path) -> tuple[CanaryResult, ...]:
     if len(data) > _LIMIT_BYTES:
         raise Unusable(f"it is larger than {_LIMIT_BYTES} bytes")
     try:
-        content = json.loads(data)
-    except (ValueError, RecursionError) as e:
+        content = parse(data)
+    except ValueError as e:
         raise Unusable("it is not JSON") from e
     return _parse(machine, content)
 

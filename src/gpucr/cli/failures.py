@@ -2,13 +2,23 @@
 
 from __future__ import annotations
 
+import contextlib
+import errno
+import os
+import sys
+import threading
+import traceback
 from typing import Any
 
 import click
 
 from gpucr.cli.output import JsonWanted, print_json, say
 from gpucr.errors import CriuError, GpucrError, Interrupted, InvalidRequest
+from gpucr.operations.logs import append_to_log
 
+_MORE_MEMORY = "free memory, or raise the limit (ulimit -v); `gpucr ps` shows where the job is"
+_MORE_THREADS = "raise the limits on processes and memory (ulimit -u, ulimit -v), then try again"
+_REPORT = "please report it, with the end of internal.log in gpucr's log folder (~/.local/state/gpucr/log)"
 _IN_FIELDS_OF_THEIR_OWN = frozenset({"message", "hint", "code"})
 
 
@@ -37,6 +47,47 @@ def show_usage(error: click.ClickException, wanted: JsonWanted) -> None:
 def show_interruption(wanted: JsonWanted) -> None:
     """Show that Ctrl-C came where no operation was under way."""
     show(Interrupted("interrupted"), wanted)
+
+
+def unexpected(error: Exception) -> GpucrError:
+    """What no part of gpucr has turned into an error of its own: a limit that was reached, or a mistake in gpucr.
+
+    Of a mistake, the traceback goes to ``internal.log`` in the log folder. The cause is kept.
+    """
+    if isinstance(error, MemoryError) or (isinstance(error, OSError) and error.errno == errno.ENOMEM):
+        made = GpucrError("gpucr has too little memory", hint=_MORE_MEMORY, code="GPUCR-NO-MEMORY")
+    elif isinstance(error, RuntimeError) and str(error) == "can't start new thread":
+        made = GpucrError("no more threads can be started", hint=_MORE_THREADS, code="GPUCR-NO-MEMORY")
+    elif isinstance(error, OSError) and error.errno in (errno.EMFILE, errno.ENFILE):
+        made = GpucrError("gpucr has too many files open", hint="raise the limit (ulimit -n), then try again")
+    elif isinstance(error, OSError) and error.strerror:
+        where = f"{os.fsdecode(error.filename)}: " if isinstance(error.filename, str | bytes) else ""
+        made = GpucrError(f"{where}{error.strerror}", hint="see whether that can be read and written")
+    else:
+        _write_down(error)
+        said = "".join(traceback.format_exception_only(error)).strip().splitlines()[0]
+        made = GpucrError(f"gpucr met something unexpected: {said}", hint=_REPORT, code="GPUCR-INTERNAL")
+    made.__cause__ = error
+    return made
+
+
+def in_a_thread(arguments: threading.ExceptHookArgs) -> None:
+    """As `unexpected`, for a thread that nobody waits for: a line instead of a traceback."""
+    error = arguments.exc_value
+    if isinstance(error, Exception):
+        say(f"warning: {unexpected(error).message}")
+
+
+def ignored(arguments: sys.UnraisableHookArgs) -> None:
+    """What Python itself ignores, as in a finaliser: nobody can do anything about it. It is written down."""
+    error = arguments.exc_value
+    if isinstance(error, Exception) and not isinstance(error, MemoryError):
+        _write_down(error)
+
+
+def _write_down(error: Exception) -> None:
+    with contextlib.suppress(Exception):  # what went wrong may go wrong here as well
+        append_to_log("internal", "".join(traceback.format_exception(error)))
 
 
 def _fields(error: GpucrError) -> dict[str, Any]:

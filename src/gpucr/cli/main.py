@@ -7,6 +7,7 @@ import importlib
 import os
 import signal
 import sys
+import threading
 from typing import TYPE_CHECKING
 
 import click
@@ -106,6 +107,7 @@ def command() -> None:
 def main() -> None:
     """Run the command line and exit with the code that the outcome has."""
     prepare_streams()
+    threading.excepthook, sys.unraisablehook = failures.in_a_thread, failures.ignored
     try:
         code = _run(JsonWanted())
     except StdoutLost as lost:
@@ -133,6 +135,10 @@ def _run(wanted: JsonWanted) -> int:
         with contextlib.suppress(StdoutLost):
             failures.show_interruption(wanted)
         return Interrupted.exit_code
+    except StdoutLost:
+        raise
+    except Exception as error:  # noqa: BLE001 - nothing that happens gives a user a traceback
+        return _failed(failures.unexpected(error), wanted)
     return 0
 
 
@@ -147,7 +153,11 @@ def _stdout_lost(lost: StdoutLost) -> int:
 
 def _failed(error: GpucrError, wanted: JsonWanted) -> int:
     with contextlib.suppress(StdoutLost):  # its lines on stderr and its exit code say it as well
-        failures.show(error, wanted)
+        try:
+            failures.show(error, wanted)
+        except MemoryError:  # the exit code tells what became of the job, and must not change
+            with contextlib.suppress(OSError):
+                os.write(2, b"error: out of memory\n")
     return error.exit_code
 
 

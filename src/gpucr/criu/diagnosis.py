@@ -242,7 +242,7 @@ def diagnose(log: str, *, otherwise: str = "") -> Diagnosis:
     if known is not None:
         return known
     last = [line for line in log.splitlines() if line.strip() and not _NEVER_THE_REASON.search(line)][-1:]
-    reason = next(iter([*lines["Error"], *filter(None, [otherwise]), *last]), "it wrote no reason")
+    reason = next(filter(None, [*lines["Error"], otherwise, *last]), "it wrote no reason")
     return Diagnosis(reason, reason, None)
 
 

@@ -14,10 +14,11 @@ import json
 import os
 from dataclasses import asdict, dataclass
 from pathlib import Path
-from typing import Literal, get_args
+from typing import Any, Literal, get_args
 
 from gpucr.criu.options import DumpOptions
 from gpucr.errors import SnapshotDamaged
+from gpucr.json_text import parse
 from gpucr.snapshot import files
 from gpucr.snapshot.folder import CONTAINER_RECORD_NAME
 
@@ -71,7 +72,7 @@ def read_record(folder: Path) -> ContainerRecord:
     try:
         if folder.stat().st_uid not in (0, os.geteuid()) or path.stat().st_size > _MAX_RECORD_BYTES:
             raise ValueError("it is too large, or belongs to another user")
-        raw = json.loads(path.read_bytes())
+        raw: Any = parse(path.read_bytes())
         texts = [raw[name] for name in ("container", "bundle")]
         root = raw["runtime_root"]
         if (raw["format"], raw["format_version"]) != (_FORMAT, _FORMAT_VERSION) or raw["runtime"] not in RUNTIMES:

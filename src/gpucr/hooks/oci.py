@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 import subprocess
 from collections.abc import Sequence
 from pathlib import Path
@@ -11,6 +10,7 @@ from gpucr.criu.options import DumpOptions
 from gpucr.hooks.container_record import ContainerRecord, Runtime
 from gpucr.hooks.found_container import FoundContainer
 from gpucr.hooks.runtime_call import call, failure, programs
+from gpucr.json_text import parse
 from gpucr.operations.interrupts import Interrupts
 from gpucr.operations.logs import log_kept_on_failure
 
@@ -30,7 +30,7 @@ def find(runtime: Runtime, runtime_root: str | None, container: str) -> FoundCon
             check=False,
             start_new_session=True,  # Ctrl-C is for gpucr: the container would seem to be gone
         )
-        state = json.loads(done.stdout) if done.returncode == 0 else None
+        state = parse(done.stdout) if done.returncode == 0 else None
         if not isinstance(state, dict):
             return None
         return FoundContainer(

@@ -10,18 +10,19 @@ podman writes.
 from __future__ import annotations
 
 import contextlib
-import json
 import os
 import shutil
 import subprocess
 from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
+from typing import Any
 
 from gpucr.criu.options import DumpOptions
 from gpucr.errors import InvalidRequest, JobDamaged
 from gpucr.hooks.container_record import ContainerRecord
 from gpucr.hooks.found_container import FoundContainer
 from gpucr.hooks.runtime_call import call, failure, programs
+from gpucr.json_text import parse
 from gpucr.operations.interrupts import Interrupts
 from gpucr.operations.logs import log_kept_on_failure
 
@@ -35,7 +36,8 @@ def find(container: str) -> FoundContainer | None:
     """What podman knows of a container, by its name or id; None where it does not know it, or there is no podman."""
     try:
         done = _ask("container", "inspect", container)
-        found = json.loads(done.stdout)[0] if done.returncode == 0 else None
+        listed: Any = parse(done.stdout) if done.returncode == 0 else [None]
+        found = listed[0]
         if found is None:
             return None
         status = str(found["State"]["Status"])

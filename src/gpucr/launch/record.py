@@ -11,6 +11,7 @@ from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import Any, Literal, TypeVar, get_args
 
+from gpucr.json_text import parse
 from gpucr.launch.names import is_name
 from gpucr.linux import processes
 from gpucr.model import ProcessId
@@ -172,8 +173,8 @@ def _read_status(record: JobRecord) -> JobState | None:
 
 def _object(data: bytes) -> dict[str, Any]:
     try:
-        body = json.loads(data)
-    except (ValueError, RecursionError) as e:
+        body = parse(data)
+    except ValueError as e:
         raise RecordError(f"it is not JSON: {e}") from e
     if not isinstance(body, dict):
         raise RecordError("it is not an object")

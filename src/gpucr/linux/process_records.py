@@ -13,6 +13,7 @@ from collections.abc import Iterator, Mapping
 from pathlib import Path
 from typing import Any
 
+from gpucr.json_text import parse
 from gpucr.linux import processes, trusted_paths
 from gpucr.linux.private_folders import runtime_folder
 from gpucr.model import ProcessId
@@ -41,8 +42,8 @@ class ProcessRecords:
 
     def read(self, process: ProcessId) -> Any:
         """The record as JSON, unchecked; None where there is none, or something that is not JSON."""
-        with contextlib.suppress(OSError, ValueError, RecursionError), self.path(process).open("rb") as stream:
-            return json.loads(stream.read(_MAX_BYTES))
+        with contextlib.suppress(OSError, ValueError), self.path(process).open("rb") as stream:
+            return parse(stream.read(_MAX_BYTES))
         return None
 
     def is_written(self, process: ProcessId) -> bool:

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import contextlib
 import os
+import resource
 import select
 import signal
 import socket
@@ -51,6 +52,7 @@ def main(*numbers: str) -> None:
         signal.signal(number, signal.SIG_IGN)
     with contextlib.suppress(PermissionError), open("/proc/self/oom_score_adj", "w", encoding="ascii") as file:
         file.write("-1000")  # needs CAP_SYS_RESOURCE
+    _be_sure_of_memory()
     post = Post()
     with socket.socket(fileno=socket_fd) as connection:
         connection.send(b"ready")
@@ -59,6 +61,22 @@ def main(*numbers: str) -> None:
         from gpucr.operations.recovery import recover
 
         recover(post.record, post.descriptors, operation_pid)
+
+
+def _be_sure_of_memory() -> None:
+    """The recovery must not run out of memory for a limit that was meant for gpucr, or the shell that it came from.
+
+    Where such a limit cannot be lifted (root may), all that a recovery needs is loaded now: if that is too much, the
+    operation has no guard, and ends before it has changed anything.
+    """
+    unlimited = (resource.RLIM_INFINITY, resource.RLIM_INFINITY)
+    for limit in (resource.RLIMIT_AS, resource.RLIMIT_DATA):
+        try:
+            resource.setrlimit(limit, unlimited)
+        except (ValueError, OSError):
+            from gpucr import staging  # noqa: F401 - loaded for later
+            from gpucr.criu import abandoned  # noqa: F401
+            from gpucr.operations import recovery  # noqa: F401
 
 
 def _serve_until_death(connection: socket.socket, operation_fd: int, post: Post) -> None:

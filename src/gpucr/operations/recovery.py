@@ -18,6 +18,7 @@ from typing import TYPE_CHECKING, Any
 from gpucr.driver.cuda import load_driver
 from gpucr.errors import GpucrError, JobChanged
 from gpucr.gang import Gang
+from gpucr.json_text import parse
 from gpucr.linux import memory, processes
 from gpucr.model import CudaState, GangMember, ProcessId, StagedExtent
 from gpucr.operations.logs import append_to_log
@@ -91,12 +92,12 @@ def encode(record: Recovery) -> bytes:
 def decode(data: bytes) -> Recovery:
     """The inverse of `encode`. Raises ValueError for anything else."""
     try:
-        return _record(json.loads(data))
+        return _record(parse(data))
     except (KeyError, TypeError, AttributeError) as e:
         raise ValueError(f"not a recovery record: {e!r}") from e
 
 
-def _record(raw: dict[str, Any]) -> Recovery:
+def _record(raw: Any) -> Recovery:
     folder, criu, images, sandbox = raw["folder"], raw["criu"], raw["images"], raw["sandbox"]
     working_folder = raw["working_folder"]
     return Recovery(

@@ -12,6 +12,8 @@ import os
 from dataclasses import asdict, dataclass
 from typing import Any
 
+from gpucr.json_text import parse
+
 FILE_NAME = "gpucr-keeper"
 LINK = f"/memfd:{FILE_NAME} (deleted)"
 """What the descriptor's link in /proc says."""
@@ -47,7 +49,7 @@ def write(fd: int, tag: Tag) -> None:
 def decode(data: bytes) -> Tag | None:
     """The inverse; None for anything else."""
     try:
-        raw: Any = json.loads(data)
+        raw: Any = parse(data)
         tag = Tag(**raw)
     except (ValueError, TypeError):
         return None

@@ -15,6 +15,7 @@ from dataclasses import asdict, dataclass, field
 from pathlib import PurePosixPath
 from typing import Any
 
+from gpucr.json_text import parse
 from gpucr.linux.scheduling import IO_PRIORITY_LIMIT, cpus_in
 from gpucr.model import Connection, CudaState, Endpoint, Extent, Gpu, JobFile, StagedExtent
 from gpucr.snapshot import outside
@@ -247,8 +248,8 @@ def decode(data: bytes) -> Manifest:
     if not data:
         raise ManifestError("it is empty")
     try:
-        outer = json.loads(data)
-    except (ValueError, RecursionError) as e:
+        outer = parse(data)
+    except ValueError as e:
         raise ManifestError(f"it is not JSON: {e}") from e
     top = Reader(outer, "the file")
     body = top.object("manifest")

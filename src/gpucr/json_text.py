@@ -1,0 +1,26 @@
+"""JSON that somebody else may have written, or damaged: parsed within limits."""
+
+from __future__ import annotations
+
+import json
+
+MAX_DEPTH = 32
+"""How deeply lists and objects may be nested. gpucr's own formats need eight levels; Python gives up at about 1000."""
+
+
+def parse(data: bytes | str) -> object:
+    """The value. Raises ValueError, with the reason, for what is no JSON or is nested more than MAX_DEPTH deep."""
+    try:
+        value: object = json.loads(data)
+    except RecursionError as e:
+        raise ValueError(f"it is nested more than {MAX_DEPTH} deep") from e
+    level = [value]
+    for _ in range(MAX_DEPTH):
+        level = [inner for each in level if isinstance(each, list | dict) for inner in _inside(each)]
+        if not level:
+            return value
+    raise ValueError(f"it is nested more than {MAX_DEPTH} deep")
+
+
+def _inside(value: list[object] | dict[str, object]) -> list[object]:
+    return list(value.values()) if isinstance(value, dict) else value

@@ -1,0 +1,134 @@
+"""Limits on memory, and memory that runs out at any moment: an error in words, and the job as it was found."""
+
+from __future__ import annotations
+
+import os
+import resource
+import signal
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+import gpucr
+from gpucr.driver.cuda import CudaDriver
+from gpucr.model import CudaState
+from tests import command
+from tests.counter import Counter, CounterFactory
+
+LIMITS_MIB = (20, 32, 40, 48, 56, 72, 88, 104, 136, 192)
+_SMALL_MIB = 48
+"""Below, what grows may be the stack: the kernel answers that with SIGSEGV, before Python could do anything."""
+
+DONE, FAILED, BROKEN = 0, 1, 4
+
+FAILING = """
+import sys
+left = int(sys.argv[1])
+def count(frame, event, argument):
+    global left
+    file = frame.f_code.co_filename
+    if event == "call" and "/gpucr/" in file and not file.endswith("__main__.py"):
+        if sys.is_finalizing():
+            return
+        left -= 1
+        if left == 0:
+            raise MemoryError
+sys.argv[1:] = sys.argv[2:]
+from gpucr.__main__ import main
+import gpucr.cli.main
+sys.setprofile(count)
+main()
+"""
+
+
+def limited(mib: int, *arguments: object) -> subprocess.CompletedProcess[str]:
+    """Run a command with so much address space."""
+
+    def limit() -> None:
+        resource.setrlimit(resource.RLIMIT_AS, (mib << 20, mib << 20))
+
+    return subprocess.run(
+        command.command(*arguments),
+        stdin=subprocess.DEVNULL,
+        capture_output=True,
+        text=True,
+        timeout=command.TIMEOUT_S,
+        check=False,
+        preexec_fn=limit,
+    )
+
+
+def assert_said(done: subprocess.CompletedProcess[str]) -> None:
+    """It ended as documented, with an error in words where it failed."""
+    assert "Traceback" not in done.stderr
+    assert "Exception" not in done.stderr
+    assert done.returncode in (DONE, FAILED, BROKEN), done.stderr
+    if done.returncode != DONE:
+        assert "error: " in done.stderr
+
+
+@pytest.mark.parametrize("mib", LIMITS_MIB)
+def test_a_limit_on_the_address_space(
+    counter: CounterFactory, driver: CudaDriver, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, mib: int
+) -> None:
+    monkeypatch.setenv("XDG_STATE_HOME", str(tmp_path / "state"))
+    job = counter("--mib", "2")
+    for arguments in (("suspend", job.pid), ("resume", job.pid), ("ps",), ("jobs",), ("state", job.pid), ("--help",)):
+        before = driver.state(job.pid)
+        done = limited(mib, *arguments)
+        if mib < _SMALL_MIB and done.returncode == -signal.SIGSEGV:
+            continue
+        assert_said(done)
+        assert driver.state(job.pid) in (CudaState.RUNNING, CudaState.CHECKPOINTED)
+        if done.returncode != DONE:
+            assert driver.state(job.pid) is before
+    if driver.state(job.pid) is CudaState.CHECKPOINTED:
+        gpucr.resume(job.pid)
+    assert job.send("verify") == "ok"
+
+
+@pytest.mark.criu
+@pytest.mark.parametrize("mib", LIMITS_MIB[1::2])
+def test_a_dump_within_a_limit(
+    counter: CounterFactory, driver: CudaDriver, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, mib: int
+) -> None:
+    monkeypatch.setenv("XDG_STATE_HOME", str(tmp_path / "state"))
+    job = counter("--mib", "2")
+    done = limited(mib, "dump", job.pid, "--to", tmp_path / "s", "--leave-running")
+    if mib >= _SMALL_MIB or done.returncode != -signal.SIGSEGV:
+        assert_said(done)
+    assert (tmp_path / "s").exists() is (done.returncode == DONE)
+    assert driver.state(job.pid) is CudaState.RUNNING
+    assert job.send("verify") == "ok"
+
+
+@pytest.mark.parametrize("first", [2, 3, 5])
+def test_memory_runs_out_at_any_moment(counter: CounterFactory, driver: CudaDriver, first: int) -> None:
+    """At one call of a function of gpucr's, the further apart the later it is."""
+    job = counter("--mib", "2")
+    call = first
+    while True:
+        done = failing(call, job)
+        assert_said(done)
+        state = driver.state(job.pid)
+        assert state in (CudaState.RUNNING, CudaState.CHECKPOINTED), (call, done.stderr)
+        if state is CudaState.CHECKPOINTED:
+            gpucr.resume(job.pid)
+        if done.returncode == DONE and "too little memory" not in done.stderr:
+            break
+        call = call * 2 + first
+    assert job.send("verify") == "ok"
+
+
+def failing(call: int, job: Counter) -> subprocess.CompletedProcess[str]:
+    return subprocess.run(
+        [sys.executable, "-c", FAILING, str(call), "suspend", str(job.pid)],
+        env={**os.environ, "PYTHONPATH": str(Path(gpucr.__file__).parents[1])},
+        stdin=subprocess.DEVNULL,
+        capture_output=True,
+        text=True,
+        timeout=command.TIMEOUT_S,
+        check=False,
+    )
