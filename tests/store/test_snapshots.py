@@ -260,7 +260,7 @@ _areas = st.dictionaries(st.text(st.characters(codec="utf-8", exclude_characters
     areas=_areas,
     manifest=st.binary(),
     host=st.text(st.characters(codec="utf-8")),
-    counters=st.dictionaries(st.text(), st.integers(0)),
+    counters=st.dictionaries(st.text(), st.integers(0, (1 << 63) - 1)),
 )
 def test_what_is_encoded_is_decoded(
     areas: dict[str, list[PieceRef]], manifest: bytes, host: str, counters: dict[str, int]

@@ -27,7 +27,7 @@ IMAGES = {"pages-1.img": b"memory" * 1000, "core-1.img": b"registers", "empty.im
 
 
 DEVICE_DATA = DeviceData(
-    extents=(StagedExtent(0x7F0000000000, 8192, 4096), StagedExtent(2**64 - 4096, 4096, 0)),
+    extents=(StagedExtent(2**64 - 4096, 4096, 0), StagedExtent(0x7F0000000000, 8192, 4096)),
     size_bytes=20480,
     piece_bytes=8192,
     stripes=2,
@@ -35,6 +35,9 @@ DEVICE_DATA = DeviceData(
 )
 """Three pieces, of which one is zero and the last is short."""
 
+
+STORED_DATA = DeviceData(DEVICE_DATA.extents, 20480, 8192, 0, (), 8192)
+"""The same, of a snapshot in a store."""
 
 SHARED_FILE = SharedFileRecord(("sem.lock", "sub/other"), 70, 0o1600, 1000, 100, 1_700_000_000_123_456_789, "shared/0")
 

@@ -11,7 +11,7 @@ from typing import Any
 
 import pytest
 
-from gpucr.model import CudaState
+from gpucr.model import CudaState, StagedExtent
 from gpucr.snapshot import manifest as manifests
 from gpucr.snapshot.device import PIECE_BYTES
 from gpucr.snapshot.json_reader import ManifestError
@@ -476,8 +476,18 @@ def test_what_is_outside_and_cannot_be(place: str, change: Body, says: str) -> N
         decode(changed(lambda inner: inner[place][0].update(change)))
 
 
+@pytest.mark.parametrize("offsets", [[], [4096, 0]])
+def test_extents_are_there_and_ascend(offsets: list[int]) -> None:
+    """A restore maps them one after the other, up to the end of the last one."""
+    extents = tuple(StagedExtent(0x7F0000000000 + 4096 * n, 4096, offset) for n, offset in enumerate(offsets))
+    data = dataclasses.replace(samples.DEVICE_DATA, extents=extents)
+    with pytest.raises(ManifestError, match="no extents, or their offsets do not ascend"):
+        decode(encode(samples.manifest(device_data=data)))
+
+
 def _with_device_data(pieces: int) -> Manifest:
-    data = DeviceData((), pieces * PIECE_BYTES, PIECE_BYTES, 8, ("ab" * 32,) * pieces)
+    extents = (StagedExtent(0x7F0000000000, pieces * PIECE_BYTES, 0),)
+    data = DeviceData(extents, pieces * PIECE_BYTES, PIECE_BYTES, 8, ("ab" * 32,) * pieces)
     return samples.manifest(device_data=data)
 
 

@@ -59,9 +59,9 @@ def command(*, snapshot: str, verify: bool, every_file: bool, key_file: Path | N
         return
     width = terminal_width()
     for name, value in _summary(snapshot_text(opened), manifest, verified=verify):
-        click.echo("\n".join(wrapped(value, width, first=f"{name:<12}")))
+        click.echo("\n".join(wrapped(printable(value), width, first=f"{name:<12}")))
     for line in tree_of(contents, every_file=every_file).lines():
-        click.echo(shortened(line, width))
+        click.echo(shortened(printable(line), width))
 
 
 def _summary(where: str, manifest: Manifest, *, verified: bool) -> list[tuple[str, str]]:

@@ -48,7 +48,7 @@ def command(*, store: str, key_file: Path | None, as_json: bool) -> None:
     else:
         _print_table(listing.snapshots)
     for error in listing.damaged.values():
-        say(f"damaged: {error.message}")
+        say(printable(f"damaged: {error.message}"))
     if listing.damaged:
         raise SnapshotError(
             f"{len(listing.damaged)} of the snapshots cannot be read", path=store, hint="gpucr verify tells more"

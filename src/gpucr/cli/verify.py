@@ -8,7 +8,7 @@ import click
 
 from gpucr.cli.keys import key_file_option, with_key
 from gpucr.cli.options import json_option, quiet_option
-from gpucr.cli.output import print_json, say
+from gpucr.cli.output import print_json, printable, say
 from gpucr.cli.progress import progress_printer
 from gpucr.errors import SnapshotDamaged, StoreDamaged
 from gpucr.operations.places import is_store, open_snapshot
@@ -70,7 +70,7 @@ def _verify_store(store: str, *, deep: bool, key_file: Path | None, as_json: boo
 def _tell(problems: dict[str, list[str]], headline: str, *, silent: bool, path: str) -> None:
     for name, texts in problems.items():
         for text in texts:
-            say(f"damaged: {name}: {text}")
+            say(printable(f"damaged: {name}: {text}"))
     if problems:
         damaged = StoreDamaged if is_store(path) else SnapshotDamaged
         raise damaged(f"damaged: {', '.join(problems)}", path=path, hint="use another snapshot, or another copy")

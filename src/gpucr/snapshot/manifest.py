@@ -261,7 +261,11 @@ def decode(data: bytes) -> Manifest:
         raise ManifestError(
             f"format version {version}; this gpucr reads versions {READABLE_VERSIONS[0]} to {READABLE_VERSIONS[-1]}"
         )
-    if hashlib.sha256(_canonical(body.value)).hexdigest() != top.text("sha256"):
+    try:
+        digest = hashlib.sha256(_canonical(body.value)).hexdigest()
+    except RecursionError as e:
+        raise ManifestError("it is nested too deeply") from e
+    if digest != top.text("sha256"):
         raise ManifestError("its content does not match its own digest")
     manifest = Manifest(
         created=body.text("created"),
@@ -271,7 +275,7 @@ def decode(data: bytes) -> Manifest:
         cuda_version=body.optional("cuda_version", body.integer),
         driver_version=body.optional("driver_version", body.text),
         criu_version=body.text("criu_version"),
-        criu_options=body.object("criu_options").value,
+        criu_options=_criu_options(body.object("criu_options")),
         kernel=body.text("kernel"),
         architecture=body.text("architecture"),
         gpucr_version=body.text("gpucr_version"),
@@ -420,6 +424,12 @@ def _thread(item: Reader) -> ThreadRecord:
     return ThreadRecord(item.integer("thread", 1), cpus, io_priority)
 
 
+def _criu_options(item: Reader) -> dict[str, Any]:
+    if not all(isinstance(value, bool | int | str) for value in item.value.values()):
+        raise ManifestError(f"{item.where} has a member that is no option")
+    return item.value
+
+
 def _device_data(item: Reader, version: int) -> DeviceData:
     piece_bytes = item.integer("piece_bytes", _MIN_PIECE_BYTES)
     if piece_bytes > _MAX_PIECE_BYTES or piece_bytes & (piece_bytes - 1):
@@ -452,4 +462,6 @@ def _extents(item: Reader, size_bytes: int) -> tuple[StagedExtent, ...]:
             if start < position or end > limit:
                 raise ManifestError(f"{item.where}: the extents overlap or lead outside")
             position = end
+    if not extents or stored != sorted(stored):
+        raise ManifestError(f"{item.where}: there are no extents, or their offsets do not ascend")
     return extents

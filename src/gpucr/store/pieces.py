@@ -95,15 +95,15 @@ def encode_list(refs: Iterable[PieceRef]) -> bytes:
     return _LIST.pack(_LIST_MAGIC, total) + b"".join(runs)
 
 
-def decode_list(data: Buffer) -> list[PieceRef]:
-    """The pieces of a list. Raises PieceListError for anything that `encode_list` does not write."""
+def decode_list(data: Buffer, most: int = MAX_LIST_PIECES) -> list[PieceRef]:
+    """The pieces of a list. Raises PieceListError for anything that `encode_list` does not write, and for too many."""
     if len(data) < _LIST.size or (len(data) - _LIST.size) % _RUN.size:
         raise PieceListError(f"{len(data)} bytes are no list of pieces")
     magic, total = _LIST.unpack_from(data)
     if magic != _LIST_MAGIC:
         raise PieceListError(f"it begins with {magic!r}, not {_LIST_MAGIC!r}")
-    if total > MAX_LIST_PIECES:
-        raise PieceListError(f"it claims {total} pieces, more than {MAX_LIST_PIECES}")
+    if total > most:
+        raise PieceListError(f"it claims {total} pieces, more than {most}")
     refs: list[PieceRef] = []
     for piece_id, length, count in _RUN.iter_unpack(memoryview(data)[_LIST.size :]):
         if not 0 < length <= MAX_PIECE_BYTES:

@@ -17,7 +17,7 @@ import binascii
 import json
 import re
 import zlib
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from datetime import datetime
 from typing import Any
@@ -29,6 +29,8 @@ from gpucr.store.reader import StoreReader
 
 FORMAT, VERSION = "gpucr-stored-snapshot", 1
 MAX_MANIFEST_BYTES = 64 << 20
+MAX_LISTED_PIECES = 1 << 24
+"""In all areas together, lists that are pieces themselves not counted: a run of one piece takes 40 bytes here."""
 NAME = re.compile(r"[A-Za-z0-9][A-Za-z0-9._-]{0,99}")
 SHORT_ID = 8
 
@@ -127,12 +129,12 @@ def decode(snapshot_id: str, data: bytes) -> StoredSnapshot:
         raise InvalidSnapshot("it does not describe a snapshot")
     if body.get("version") != VERSION:
         raise InvalidSnapshot(f"it has version {body.get('version')!r}; this gpucr reads version {VERSION}")
-    areas = tuple(_area(item) for item in _get(body, "areas", list))
+    areas = tuple(_areas(_get(body, "areas", list)))
     if len({area.name for area in areas}) != len(areas):
         raise InvalidSnapshot("two areas have the same name")
     counters = _get(body, "counters", dict)
-    if any(type(value) is not int or value < 0 for value in counters.values()):
-        raise InvalidSnapshot("one of its counters is no number")
+    if any(type(value) is not int or not 0 <= value < 1 << 63 for value in counters.values()):
+        raise InvalidSnapshot("one of its counters is no number in range")
     name = None if body.get("name") is None else _get(body, "name", str)
     if name is not None and not NAME.fullmatch(name):
         raise InvalidSnapshot("its name is none that a snapshot can have")
@@ -147,14 +149,22 @@ def decode(snapshot_id: str, data: bytes) -> StoredSnapshot:
     )
 
 
-def _area(item: Any) -> Area:
+def _areas(items: Sequence[Any]) -> Iterator[Area]:
+    left = MAX_LISTED_PIECES
+    for item in items:
+        area = _area(item, left)
+        left -= len(area.listed)
+        yield area
+
+
+def _area(item: Any, most_pieces: int) -> Area:
     if not isinstance(item, dict):
         raise InvalidSnapshot("one of its areas is no object")
     name, size_bytes, is_long = _get(item, "name", str), _get(item, "size_bytes", int), _get(item, "is_long", bool)
     if not name or "\0" in name or not 0 <= size_bytes < 1 << 63:
         raise InvalidSnapshot("one of its areas has no valid name or size")
     try:
-        listed = tuple(pieces.decode_list(_base64(_get(item, "pieces", str))))
+        listed = tuple(pieces.decode_list(_base64(_get(item, "pieces", str)), most_pieces))
     except PieceListError as e:
         raise InvalidSnapshot(f"the list of the pieces of {name!r} is not valid: {e}") from e
     found = sum(ref.length for ref in listed)
