@@ -621,6 +621,26 @@ def test_signals_during_the_undo_are_reported_and_change_nothing(number: signal.
     assert outer == []
 
 
+def test_a_signal_while_the_listener_is_at_work_is_reported_when_it_is_done() -> None:
+    """A second Ctrl-C often comes while the line about the undo is written, inside which no other can be."""
+    done: list[str] = []
+    is_at_work = False
+
+    def listen(progress: Progress) -> None:
+        nonlocal is_at_work
+        if is_at_work:
+            raise RuntimeError("reentrant call")
+        is_at_work = True
+        if progress.event == "undo":
+            signal.raise_signal(signal.SIGINT)
+        is_at_work = False
+        done.append(progress.event)
+
+    with pytest.raises(GpucrError, match=r"^no$"):
+        run_steps([Recorded("a", []), Recorded("b", [], raising(GpucrError("no")))], on_progress=listen)
+    assert done[-4:] == ["undo", "signal-ignored", "undo", "signal-ignored"]
+
+
 def test_a_signal_during_the_undo_does_not_replace_the_error() -> None:
     error = GpucrError("the reason")
     with pytest.raises(GpucrError) as caught:

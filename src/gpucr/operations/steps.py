@@ -10,6 +10,7 @@ from __future__ import annotations
 import contextlib
 import threading
 import time
+from collections import deque
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from typing import Literal, Protocol
@@ -248,12 +249,26 @@ class _Listener:
     def __init__(self, on_progress: OnProgress | None) -> None:
         self._on_progress = on_progress
         self._turn = threading.RLock()  # reentrant: a signal handler tells of an ignored signal, at any instruction
+        self._untold: deque[Progress] = deque()
+        self._is_telling = False
 
     def tell(self, progress: Progress) -> None:
-        """Raises what the listener raises."""
-        if self._on_progress is not None:
-            with self._turn:
-                self._on_progress(progress)
+        """Raises what the listener raises.
+
+        What a signal handler tells of while the listener is at work comes right after that: writing to a stream, say,
+        fails inside another write to it.
+        """
+        if self._on_progress is None:
+            return
+        with self._turn:
+            self._untold.append(progress)
+            while self._untold and not self._is_telling:
+                self._is_telling = True
+                try:
+                    if self._untold:  # a handler may have told of it just before the line above
+                        self._on_progress(self._untold.popleft())
+                finally:
+                    self._is_telling = False
 
     def try_to_tell(self, progress: Progress) -> None:
         """For an undo. A listener that exits the program is no reason to leave a job half-way, either."""
