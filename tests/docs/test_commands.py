@@ -46,6 +46,24 @@ def test_the_fields_of_sim_env_in_json() -> None:
     _assert_fields_are_described("gpucr sim env", run_json("sim", "env"))
 
 
+def test_the_fields_of_explain_in_json() -> None:
+    _assert_fields_are_described("gpucr explain", run_json("explain"))
+    (one,) = run_json("explain", "lock-timeout")["codes"]
+    assert one["code"] == "GPUCR-LOCK-TIMEOUT"
+    assert run_json_before("explain", "lock-timeout")["codes"] == [one]
+
+
+def test_every_command_that_prints_data_prints_json() -> None:
+    """The others run programs, print what these printed, or what a shell reads."""
+    without = {name for name, each in COMMANDS.items() if not isinstance(each, click.Group) and not _has_json(each)}
+    other = ("completion", "exec", "hook run", "logs", "sim ask", "sim counter", "sim ranks", "top")
+    assert without == {f"gpucr {name}" for name in other}
+
+
+def _has_json(command: click.Command) -> bool:
+    return any("--json" in parameter.opts for parameter in command.params)
+
+
 def test_the_fields_of_run_and_jobs_in_json(tmp_path: Path) -> None:
     state = {"XDG_STATE_HOME": str(tmp_path)}
     _assert_fields_are_described(

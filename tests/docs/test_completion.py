@@ -8,19 +8,29 @@ import subprocess
 import sys
 from pathlib import Path
 
+import click
 import pytest
 
+from gpucr.store.local import LocalBackend
 from tests import command
 from tests.counter import CounterFactory
 from tests.docs.command_tree import COMMANDS
+from tests.store import dumps
+from tests.terminal import Terminal
 
 
 def complete(*words: str, env: dict[str, str] | None = None) -> list[str]:
     """The values that are offered for the last word."""
+    return [value for _kind, value in offered(*words, env=env)]
+
+
+def offered(*words: str, env: dict[str, str] | None = None) -> list[tuple[str, str]]:
+    """The values that are offered for the last word, each with its kind: ``plain``, or what the shell completes."""
     asked = {"_GPUCR_COMPLETE": "bash_complete", "COMP_WORDS": " ".join(words), "COMP_CWORD": str(len(words) - 1)}
     done = command.run(env={**asked, **(env or {})})
     assert done.stderr == ""
-    return [line.partition(",")[2] for line in done.stdout.splitlines() if line]
+    found = [line.partition(",") for line in done.stdout.splitlines() if line]
+    return [(kind, value) for kind, _, value in found]
 
 
 def test_commands() -> None:
@@ -72,6 +82,63 @@ def test_gpus() -> None:
     offered = complete("gpucr", "restore", "folder", "--gpu", "")
     assert offered[:2] == ["auto", "0"]
     assert any(value.startswith("GPU-") for value in offered)
+
+
+@pytest.mark.parametrize(
+    "words",
+    ["restore", "inspect", "verify", "rm", "ls", "prune", "copy", "copy a", "diff", "diff a", "store init",
+     "store keys", "dump 1 --to", "doctor --to", "run --cwd", "demo --keep", "hook status --config-dir",
+     "sim env --state-dir", "dump 1 --runtime-root"],
+)  # fmt: skip
+def test_folders(words: str) -> None:
+    assert offered("gpucr", *words.split(), "/va") == [("dir", "/va")]
+
+
+@pytest.mark.parametrize(
+    "words",
+    ["run", "run --log", "exec job", "ls store --key-file", "store keys s --add-key-file", "copy --to-key-file"],
+)
+def test_files(words: str) -> None:
+    assert offered("gpucr", *words.split(), "/etc/pa") == [("file", "/etc/pa")]
+
+
+def test_every_path_is_completed() -> None:
+    """No option or argument that is a path, by what it is called, is left to guess."""
+    names = {"DIR", "FILE", "STORE", "STORE#NAME", "DIR|STORE[#NAME]", "STORE[#NAME]|DIR", "STORE[#NAME]"}
+    for name, each in COMMANDS.items():
+        for parameter in each.params:
+            if parameter.metavar in names:
+                found = parameter.shell_complete(click.Context(each), "/va")
+                assert [item.type for item in found] in (["dir"], ["file"]), (name, parameter.name)
+
+
+def test_snapshots_of_a_store(tmp_path: Path) -> None:
+    store, plain = tmp_path / "store", tmp_path / "plain"
+    store.mkdir()
+    opened = dumps.new_store(LocalBackend(store))
+    for name in ("monday", "tuesday"):
+        dumps.dump(opened, {"images/a": dumps.piece(1)}, name)
+    assert complete("gpucr", "restore", f"{store}#") == [f"{store}#latest", f"{store}#tuesday", f"{store}#monday"]
+    assert complete("gpucr", "restore", f"{store}#mo") == [f"{store}#monday"]
+    assert complete("gpucr", "restore", f"{plain}#x") == []
+    assert complete("gpucr", "restore", "s3://bucket/pre") == []
+
+
+def test_bash_completes_paths(tmp_path: Path) -> None:
+    program, folder = tmp_path / "gpucr", tmp_path / "snapshots-of-mine"
+    folder.mkdir()
+    program.write_text(f'#!/bin/sh\nexec {sys.executable} -m gpucr "$@"\n')
+    program.chmod(0o755)
+    bash = Terminal(["bash", "--norc", "--noprofile", "-i"], columns=200)
+    try:
+        bash.press(f'PS1="> "; PATH={tmp_path}:$PATH; eval "$(gpucr completion bash)"; echo rea"dy"\n')
+        bash.wait_for("ready")
+        for words in ("restore", "dump 1 --to"):
+            bash.press(f"gpucr {words} {tmp_path}/snap\t")
+            bash.wait_for(f"gpucr {words} {folder}/")
+            bash.press("\x15")
+    finally:
+        bash.close()
 
 
 def test_nothing_is_offered_and_nothing_said_where_nothing_can_be_known(tmp_path: Path) -> None:

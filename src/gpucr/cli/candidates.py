@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import contextlib
 from collections.abc import Iterator
+from pathlib import Path
 
 from click.shell_completion import CompletionItem
 
@@ -15,6 +16,7 @@ from gpucr.driver.gpus import list_gpus
 from gpucr.errors import GpucrError
 from gpucr.operations.launch import list_jobs
 from gpucr.operations.listing import list_cuda_processes
+from gpucr.quantities import format_bytes
 
 _LONGEST_HELP = 60
 
@@ -32,6 +34,41 @@ def gpus(incomplete: str) -> list[CompletionItem]:
         for gpu in list_gpus():
             found += [CompletionItem(str(gpu.index), help=gpu.name), CompletionItem(gpu.uuid, help=gpu.name)]
     return [item for item in found if str(item.value).startswith(incomplete)]
+
+
+def files(incomplete: str) -> list[CompletionItem]:
+    """What tells the shell to complete a file itself."""
+    return [CompletionItem(incomplete, type="file")]
+
+
+def folders(incomplete: str) -> list[CompletionItem]:
+    """What tells the shell to complete a folder itself."""
+    return [CompletionItem(incomplete, type="dir")]
+
+
+def places(incomplete: str) -> list[CompletionItem]:
+    """Folders of snapshots and stores; behind ``STORE#`` the names of its snapshots.
+
+    Only of stores that are folders: an object store may be far away. An encrypted one is looked into where the
+    environment names its key; nothing is asked.
+    """
+    store, separator, _ = incomplete.partition("#")
+    if "://" in store:
+        return []
+    if not separator:
+        return folders(incomplete)
+    found = [CompletionItem(f"{store}#latest", help="the latest snapshot")]
+    found += [CompletionItem(f"{store}#{name}", help=what) for name, what in _snapshots(Path(store).expanduser())]
+    return [item for item in found if str(item.value).startswith(incomplete)]
+
+
+def _snapshots(store: Path) -> Iterator[tuple[str, str]]:
+    from gpucr.cli.keys import given_key
+    from gpucr.operations.stores import list_snapshots
+
+    with contextlib.suppress(GpucrError, OSError):
+        for each in reversed(list_snapshots(store, key=given_key(None)).snapshots):
+            yield each.name or each.id[:8], f"{each.created[:16].replace('T', ' ')}, {format_bytes(each.size_bytes)}"
 
 
 def _names() -> Iterator[CompletionItem]:

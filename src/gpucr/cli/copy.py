@@ -8,14 +8,14 @@ import click
 
 from gpucr.cli.keys import key_file_option, read_key_file, with_key
 from gpucr.cli.ls import snapshot_fields
-from gpucr.cli.options import json_option, quiet_option
+from gpucr.cli.options import complete_folder, complete_place, json_option, quiet_option
 from gpucr.cli.output import print_json
 from gpucr.cli.progress import progress_printer
 
 
 @click.command("copy")
-@click.argument("source", metavar="STORE[#NAME]")
-@click.argument("target", metavar="STORE")
+@click.argument("source", metavar="STORE[#NAME]", shell_complete=complete_place)
+@click.argument("target", metavar="STORE", shell_complete=complete_folder)
 @key_file_option
 @click.option(
     "--to-key-file",

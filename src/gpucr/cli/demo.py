@@ -19,7 +19,7 @@ from typing import NoReturn
 import click
 
 import gpucr
-from gpucr.cli.options import json_option
+from gpucr.cli.options import complete_folder, json_option
 from gpucr.cli.output import print_json, say
 from gpucr.driver.cuda import load_driver
 from gpucr.driver.gpus import gpu_processes, list_gpus
@@ -238,7 +238,13 @@ def run_again_on_simulator() -> NoReturn:
 
 @click.command("demo")
 @click.option("--mib", default=64, show_default=True, type=click.IntRange(min=1), help="Device memory to fill, in MiB.")
-@click.option("--keep", metavar="DIR", type=click.Path(path_type=Path), help="Keep the snapshot, in this new folder.")
+@click.option(
+    "--keep",
+    metavar="DIR",
+    type=click.Path(path_type=Path),
+    help="Keep the snapshot, in this new folder.",
+    shell_complete=complete_folder,
+)
 @json_option
 def command(*, mib: int, keep: Path | None, as_json: bool) -> None:
     """Dump a CUDA program to disk, show that it is gone, and bring it back.

@@ -10,7 +10,7 @@ import click
 
 from gpucr.cli.columns import Column, fit, terminal_width
 from gpucr.cli.keys import key_file_option, with_key
-from gpucr.cli.options import json_option, verbose_option
+from gpucr.cli.options import complete_place, json_option, verbose_option
 from gpucr.cli.output import print_json, printable
 from gpucr.quantities import format_bytes
 
@@ -28,8 +28,8 @@ _KINDS = {"device": "device memory", "memory": "host memory", "file": "file"}
 
 
 @click.command("diff")
-@click.argument("before", metavar="STORE#A")
-@click.argument("after", metavar="STORE#B")
+@click.argument("before", metavar="STORE#A", shell_complete=complete_place)
+@click.argument("after", metavar="STORE#B", shell_complete=complete_place)
 @key_file_option
 @json_option
 @verbose_option

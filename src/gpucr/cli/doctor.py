@@ -14,7 +14,7 @@ from gpucr.checkups.checkup import Checkup
 from gpucr.checkups.doctor import DoctorReport, doctor
 from gpucr.checkups.repairs import Repair
 from gpucr.cli.columns import Column, fit, terminal_width, wrapped
-from gpucr.cli.options import JobTarget, json_option, quiet_option
+from gpucr.cli.options import JobTarget, complete_folder, json_option, quiet_option
 from gpucr.cli.output import print_json, printable, say
 from gpucr.errors import Unsupported
 from gpucr.operations.probe import CANARY_TIMEOUT_S, probe
@@ -36,6 +36,7 @@ _BELOW = " " * len(_ROW.format("", ""))
     "--to",
     type=click.Path(path_type=str),  # a Path would hide that it is a URL
     metavar="DIR",
+    shell_complete=complete_folder,
     help="Where snapshots would go; without it, the current folder.",
 )
 @click.option("--fix", is_flag=True, help="Fix what can be fixed safely, and say how to undo it.")

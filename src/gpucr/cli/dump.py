@@ -12,6 +12,8 @@ from gpucr.cli.containers import print_container, refuse_other_options
 from gpucr.cli.keys import key_file_option, with_key
 from gpucr.cli.options import (
     JobTarget,
+    complete_folder,
+    complete_place,
     force_option,
     json_option,
     only_option,
@@ -45,6 +47,7 @@ class _Options(TypedDict):
     "--to",
     required=True,
     metavar="DIR|STORE[#NAME]",
+    shell_complete=complete_place,
     help="A folder that is made for it, or a store and a name there.",
 )
 @click.option("--container", metavar="ID", help="Instead of PID: a container of runc, crun or podman, dumped by it.")
@@ -53,6 +56,7 @@ class _Options(TypedDict):
     "--runtime-root",
     type=click.Path(path_type=Path),
     metavar="DIR",
+    shell_complete=complete_folder,
     help="With --container: where runc or crun keeps its state (their --root).",
 )
 @click.option("--leave-running", is_flag=True, help="Let the job go on afterwards instead of ending it.")

@@ -6,13 +6,15 @@ import sys
 
 import click
 
-from gpucr.cli.options import JobTarget
+from gpucr.cli.options import JobTarget, complete_file
 from gpucr.operations.inside import run_inside
 
 
 @click.command("exec", context_settings={"allow_interspersed_args": False})
 @click.argument("job", type=JobTarget(), metavar="NAME|PID")
-@click.argument("command_line", nargs=-1, required=True, type=click.UNPROCESSED, metavar="[--] CMD...")
+@click.argument(
+    "command_line", nargs=-1, required=True, type=click.UNPROCESSED, metavar="[--] CMD...", shell_complete=complete_file
+)
 def command(*, job: int | str, command_line: tuple[str, ...]) -> None:
     """Run CMD inside a job's namespaces: with its pids, /dev/shm, clocks and network. CMD is no part of the job.
 

@@ -10,6 +10,8 @@ from typing import TYPE_CHECKING, Any
 import click
 
 from gpucr.cli.columns import terminal_width, wrapped
+from gpucr.cli.options import json_option
+from gpucr.cli.output import print_json
 from gpucr.errors import InvalidRequest
 
 if TYPE_CHECKING:
@@ -39,7 +41,8 @@ class _Code(click.ParamType):  # type: ignore[type-arg]  # click 8.1 knows no ar
 
 @click.command("explain")
 @click.argument("code", type=_Code(), required=False, metavar="[CODE]")
-def command(*, code: str | None) -> None:
+@json_option
+def command(*, code: str | None, as_json: bool) -> None:
     """Print what the error code CODE means, why it comes and what to do. Without CODE, list all codes.
 
     \b
@@ -48,6 +51,10 @@ def command(*, code: str | None) -> None:
       gpucr explain lock-timeout
     """
     known = pages()
+    if as_json and (code is None or code in known):
+        chosen = known if code is None else {code: known[code]}
+        print_json("explain", {"codes": [{"code": each, "text": body} for each, body in chosen.items()]})
+        return
     if code is None:
         longest, width = max(map(len, known)), terminal_width()
         for each, body in known.items():

@@ -8,8 +8,9 @@ from pathlib import Path
 
 import click
 
-from gpucr.cli.options import json_option
+from gpucr.cli.options import complete_folder, json_option
 from gpucr.cli.output import print_json, say
+from gpucr.cli.suggesting import SuggestingGroup
 from gpucr.hooks import criu_config
 from gpucr.hooks.action import run_hook
 from gpucr.hooks.criu_config import DEFAULT_FOLDER, RUNTIMES, Change, Runtime
@@ -20,11 +21,12 @@ _config_dir_option = click.option(
     default=DEFAULT_FOLDER,
     show_default=True,
     metavar="DIR",
+    shell_complete=complete_folder,
     help="The folder of CRIU's configuration files.",
 )
 
 
-@click.group("hook")
+@click.group("hook", cls=SuggestingGroup)
 def command() -> None:
     """Let container runtimes checkpoint and restore containers that use GPUs, without CRIU's CUDA plugin.
 

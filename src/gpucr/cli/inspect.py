@@ -10,7 +10,7 @@ import click
 
 from gpucr.cli.columns import shortened, terminal_width, wrapped
 from gpucr.cli.keys import key_file_option, with_key
-from gpucr.cli.options import json_option
+from gpucr.cli.options import complete_place, json_option
 from gpucr.cli.output import print_json, printable, say
 from gpucr.cli.reports import snapshot_text
 from gpucr.cli.snapshot_tree import as_json_record, tree_of
@@ -21,7 +21,7 @@ from gpucr.snapshot.manifest import Manifest, ProcessRecord
 
 
 @click.command("inspect")
-@click.argument("snapshot", metavar="DIR|STORE[#NAME]")
+@click.argument("snapshot", metavar="DIR|STORE[#NAME]", shell_complete=complete_place)
 @click.option("--verify", is_flag=True, help="Also read all data and compare it with its digests.")
 @click.option("--files", "every_file", is_flag=True, help="List every open file and socket.")
 @key_file_option

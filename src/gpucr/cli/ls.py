@@ -9,7 +9,7 @@ import click
 
 from gpucr.cli.columns import Column, fit, terminal_width
 from gpucr.cli.keys import key_file_option, with_key
-from gpucr.cli.options import json_option
+from gpucr.cli.options import complete_folder, json_option
 from gpucr.cli.output import print_json, printable, say
 from gpucr.errors import SnapshotError
 from gpucr.quantities import format_bytes
@@ -28,7 +28,7 @@ _COLUMNS = (
 
 
 @click.command("ls")
-@click.argument("store", metavar="STORE")
+@click.argument("store", metavar="STORE", shell_complete=complete_folder)
 @key_file_option
 @json_option
 def command(*, store: str, key_file: Path | None, as_json: bool) -> None:

@@ -14,6 +14,7 @@ import click
 
 from gpucr.cli import failures
 from gpucr.cli.output import JsonWanted, StdoutLost, prepare_streams, say
+from gpucr.cli.suggesting import SuggestingGroup
 from gpucr.errors import GpucrError, Interrupted, InvalidRequest
 from gpucr.version import __version__
 
@@ -62,7 +63,7 @@ Exit codes:
   130  interrupted; the job is as it was found"""
 
 
-class _LazyGroup(click.Group):
+class _LazyGroup(SuggestingGroup):
     """Loads only the sub-command that is run: `gpucr state` must not pay for what `gpucr dump` imports."""
 
     def list_commands(self, ctx: click.Context) -> list[str]:

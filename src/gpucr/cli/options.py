@@ -46,6 +46,27 @@ def _complete_gpu(ctx: click.Context, param: click.Parameter, incomplete: str) -
     return candidates.gpus(incomplete)
 
 
+def complete_place(ctx: click.Context, param: click.Parameter, incomplete: str) -> list[CompletionItem]:
+    """Folders and stores; behind a ``#`` the snapshots of a store."""
+    from gpucr.cli import candidates
+
+    return candidates.places(incomplete)
+
+
+def complete_folder(ctx: click.Context, param: click.Parameter, incomplete: str) -> list[CompletionItem]:
+    """Folders."""
+    from gpucr.cli import candidates
+
+    return candidates.folders(incomplete)
+
+
+def complete_file(ctx: click.Context, param: click.Parameter, incomplete: str) -> list[CompletionItem]:
+    """Files of every kind."""
+    from gpucr.cli import candidates
+
+    return candidates.files(incomplete)
+
+
 pid_argument = click.argument("pid", type=JobTarget(), metavar="PID|NAME")
 
 

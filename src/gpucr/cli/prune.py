@@ -10,7 +10,7 @@ import click
 
 from gpucr.cli.keys import key_file_option, with_key
 from gpucr.cli.ls import snapshot_fields
-from gpucr.cli.options import json_option, quiet_option
+from gpucr.cli.options import complete_folder, json_option, quiet_option
 from gpucr.cli.output import print_json
 from gpucr.quantities import format_bytes
 
@@ -33,7 +33,7 @@ class Duration(click.ParamType):  # type: ignore[type-arg]  # click 8.1 knows no
 
 
 @click.command("prune")
-@click.argument("store", metavar="STORE")
+@click.argument("store", metavar="STORE", shell_complete=complete_folder)
 @click.option("--keep-last", type=click.IntRange(min=0), metavar="N", help="Keep the N latest snapshots.")
 @click.option("--keep-within", type=Duration(), metavar="TIME", help="Keep what is younger: 12h, 7d, 2w.")
 @click.option(

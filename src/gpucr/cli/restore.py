@@ -10,6 +10,7 @@ import click
 from gpucr.cli.containers import print_container, refuse_other_options
 from gpucr.cli.keys import key_file_option, with_key
 from gpucr.cli.options import (
+    complete_place,
     force_option,
     gpu_map_option,
     gpu_option,
@@ -29,7 +30,7 @@ from gpucr.quantities import counted
 
 
 @click.command("restore")
-@click.argument("snapshot", metavar="DIR|STORE[#NAME]")
+@click.argument("snapshot", metavar="DIR|STORE[#NAME]", shell_complete=complete_place)
 @gpu_map_option
 @gpu_option
 @click.option(

@@ -8,12 +8,12 @@ import click
 
 from gpucr.cli.keys import key_file_option, with_key
 from gpucr.cli.ls import snapshot_fields
-from gpucr.cli.options import json_option, quiet_option
+from gpucr.cli.options import complete_place, json_option, quiet_option
 from gpucr.cli.output import print_json
 
 
 @click.command("rm")
-@click.argument("snapshot", metavar="STORE#NAME")
+@click.argument("snapshot", metavar="STORE#NAME", shell_complete=complete_place)
 @key_file_option
 @json_option
 @quiet_option

@@ -8,7 +8,7 @@ from typing import Any, get_args
 
 import click
 
-from gpucr.cli.options import json_option
+from gpucr.cli.options import complete_file, complete_folder, json_option
 from gpucr.cli.output import print_json, printable, say
 from gpucr.launch.record import Network
 from gpucr.operations.launch import LaunchPlan, plan_job, run_job
@@ -27,10 +27,18 @@ from gpucr.operations.launch import LaunchPlan, plan_job, run_job
     help="An isolated job's network: a loopback of its own (the default), or the machine's network.",
 )
 @click.option("--log", type=click.Path(path_type=Path), metavar="FILE", help="Append the output to FILE.")
-@click.option("--cwd", type=click.Path(path_type=Path), metavar="DIR", help="Start the job in the folder DIR.")
+@click.option(
+    "--cwd",
+    type=click.Path(path_type=Path),
+    metavar="DIR",
+    help="Start the job in the folder DIR.",
+    shell_complete=complete_folder,
+)
 @click.option("--explain", is_flag=True, help="Show what would be set and why, and start nothing.")
 @json_option
-@click.argument("command_line", nargs=-1, required=True, type=click.UNPROCESSED, metavar="[--] CMD...")
+@click.argument(
+    "command_line", nargs=-1, required=True, type=click.UNPROCESSED, metavar="[--] CMD...", shell_complete=complete_file
+)
 def command(
     *,
     name: str | None,

@@ -14,15 +14,16 @@ from typing import NoReturn
 import click
 from click.core import ParameterSource
 
-from gpucr.cli.options import json_option
+from gpucr.cli.options import complete_folder, json_option
 from gpucr.cli.output import print_json
+from gpucr.cli.suggesting import SuggestingGroup
 from gpucr.errors import DeadlineExceeded, DriverUnavailable
 from gpucr.sim.build import build, environment
 
 _RETRY_S = 0.05
 
 
-@click.group("sim")
+@click.group("sim", cls=SuggestingGroup)
 def command() -> None:
     """Work without a GPU: a simulated driver, and small CUDA programs to try things on.
 
@@ -36,7 +37,12 @@ def command() -> None:
 
 @command.command("env")
 @click.option("--gpus", default="2x16GiB", show_default=True, metavar="SPEC", help="[COUNTx]SIZE, comma separated.")
-@click.option("--state-dir", type=click.Path(path_type=Path), help="Where device memory in use is counted.")
+@click.option(
+    "--state-dir",
+    type=click.Path(path_type=Path),
+    help="Where device memory in use is counted.",
+    shell_complete=complete_folder,
+)
 @click.option("--machine", metavar="NAME", help="Another name gives GPUs with other UUIDs.")
 @click.option("--old-driver", is_flag=True, help="A driver without the checkpoint API.")
 @json_option
@@ -134,7 +140,14 @@ def _answer(port: int, text: str, timeout_s: float) -> str:
 
 @command.command("ranks")
 @click.argument("count", type=click.IntRange(1, 256), metavar="N")
-@click.option("--status-dir", required=True, type=click.Path(path_type=Path), metavar="DIR", help="One file a rank.")
+@click.option(
+    "--status-dir",
+    required=True,
+    type=click.Path(path_type=Path),
+    metavar="DIR",
+    help="One file a rank.",
+    shell_complete=complete_folder,
+)
 @click.option("--mib", type=click.IntRange(min=0), default=0, help="MiB of reproducible random bytes in each rank.")
 @click.option("--step-ms", type=click.FloatRange(min=0), default=5, show_default=True, help="CPU time of a step.")
 @click.option("--skew", type=click.IntRange(0, 100), default=50, show_default=True, help="Per cent more or less.")

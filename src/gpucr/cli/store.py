@@ -7,12 +7,13 @@ from pathlib import Path
 import click
 
 from gpucr.cli.keys import ask_new, given_key, key_file_option, new_key, read_key_file, with_key
-from gpucr.cli.options import json_option
+from gpucr.cli.options import complete_folder, json_option
 from gpucr.cli.output import print_json
+from gpucr.cli.suggesting import SuggestingGroup
 from gpucr.errors import InvalidRequest
 
 
-@click.group("store")
+@click.group("store", cls=SuggestingGroup)
 def command() -> None:
     """Make a store of snapshots, and give out the keys of an encrypted one.
 
@@ -25,7 +26,7 @@ def command() -> None:
 
 
 @command.command("init")
-@click.argument("store", metavar="STORE")
+@click.argument("store", metavar="STORE", shell_complete=complete_folder)
 @click.option("--encrypt", is_flag=True, help="Encrypt all that is stored.")
 @key_file_option
 @json_option
@@ -52,7 +53,7 @@ def init(*, store: str, encrypt: bool, key_file: Path | None, as_json: bool) -> 
 
 
 @command.command("keys")
-@click.argument("store", metavar="STORE")
+@click.argument("store", metavar="STORE", shell_complete=complete_folder)
 @click.option("--add-key-file", type=click.Path(path_type=Path), metavar="FILE", help="Let this key file open it too.")
 @click.option("--add-passphrase", is_flag=True, help="Ask for one more passphrase that opens it.")
 @click.option("--remove", metavar="ID", help="Let this key open it no more.")

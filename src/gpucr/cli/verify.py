@@ -7,7 +7,7 @@ from pathlib import Path
 import click
 
 from gpucr.cli.keys import key_file_option, with_key
-from gpucr.cli.options import json_option, quiet_option
+from gpucr.cli.options import complete_place, json_option, quiet_option
 from gpucr.cli.output import print_json, printable, say
 from gpucr.cli.progress import progress_printer
 from gpucr.errors import SnapshotDamaged, StoreDamaged
@@ -16,7 +16,7 @@ from gpucr.quantities import format_bytes
 
 
 @click.command("verify")
-@click.argument("snapshot", metavar="STORE[#NAME]|DIR")
+@click.argument("snapshot", metavar="STORE[#NAME]|DIR", shell_complete=complete_place)
 @click.option("--deep", is_flag=True, help="Read all data, instead of looking only whether it is there.")
 @key_file_option
 @json_option
