@@ -15,7 +15,7 @@ from typing import Protocol
 import gpucr
 from gpucr import Phase
 from gpucr.criu.install import CriuInstall
-from gpucr.criu.remains import kill_orphans
+from gpucr.criu.remains import kill_orphans, task_pids
 from gpucr.driver.api import Driver
 from gpucr.linux.processes import read_stat
 
@@ -120,7 +120,11 @@ class PlainTools:
         clock = _Clock()
         command = [*self._criu, "restore", "--restore-detached", "--images-dir", str(folder), "-o", "restore.log"]
         with clock.phase("criu"):
-            run_criu(command, folder / "restore.log", on_failure=lambda since: kill_orphans(folder, since_ticks=since))
+            run_criu(
+                command,
+                folder / "restore.log",
+                on_failure=lambda since: kill_orphans(task_pids(folder), since_ticks=since),
+            )
         self._resume(pid, clock)
         return Outcome(clock.phases)
 

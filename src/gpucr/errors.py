@@ -38,7 +38,12 @@ Errors carry the data they were made from (pid, action, result code, path), so t
 
 from __future__ import annotations
 
+import contextlib
+import os
 from collections.abc import Sequence
+
+_HELD = "/proc/self/fd/"
+"""What paths below a folder begin with that is worked on through its descriptor (linux/held_folder.py)."""
 
 _SAYS_NOTHING = (LookupError, FileNotFoundError, ProcessLookupError)
 """Causes that are a bare key, or that something is not there: the message has said that with its name."""
@@ -51,9 +56,9 @@ class GpucrError(Exception):
     code = "GPUCR-FAILED"
 
     def __init__(self, message: str, *, hint: str | None = None, code: str | None = None) -> None:
-        super().__init__(message)
-        self.message = message
-        self.hint = hint
+        self.message = _readable(message)
+        super().__init__(self.message)
+        self.hint = hint if hint is None else _readable(hint)
         if code is not None:
             self.code = code
 
@@ -146,7 +151,7 @@ class SnapshotError(GpucrError):
 
     def __init__(self, message: str, *, path: str, hint: str | None = None, code: str | None = None) -> None:
         super().__init__(message, hint=hint, code=code)
-        self.path = path
+        self.path = _readable(path)
 
 
 class SnapshotExists(SnapshotError):
@@ -297,3 +302,14 @@ class Interrupted(GpucrError):
 
     exit_code = 130
     code = "GPUCR-INTERRUPTED"
+
+
+def _readable(text: str) -> str:
+    """The text with the path that a held folder has now: the one that leads to it means nothing elsewhere."""
+    head, found, rest = text.partition(_HELD)
+    if not found:
+        return text
+    tail = rest.lstrip("0123456789")
+    with contextlib.suppress(OSError):
+        return head + os.readlink(found + rest.removesuffix(tail)) + _readable(tail)
+    return text

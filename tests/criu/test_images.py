@@ -173,9 +173,9 @@ def test_a_changed_image_is_put_among_the_others(
         assert (changed / "pages-1.img").is_symlink() is not can_link
         assert FilesImage.read(changed).encode() == image(*OUTSIDE)
         assert changed.stat().st_mode & 0o777 == 0o700
-        assert (changed.parent == tmp_path) is can_link
+        assert (changed.parent == tmp_path / "snapshot") is can_link
     assert not changed.exists()
-    assert sorted(path.name for path in tmp_path.iterdir()) == ["snapshot"]
+    assert [path.name for path in (tmp_path / "snapshot").iterdir()] == ["images"]
     assert (folder / images.NAME).read_bytes() == image(*INSIDE), "the snapshot stays as it was"
 
 

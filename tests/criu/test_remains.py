@@ -8,7 +8,7 @@ from pathlib import Path
 
 import pytest
 
-from gpucr.criu.remains import kill_orphans
+from gpucr.criu.remains import kill_orphans, task_pids
 from gpucr.linux import processes
 from gpucr.model import ProcessId
 
@@ -38,20 +38,20 @@ def is_running(pid: int) -> bool:
 
 
 def test_a_task_that_was_forked_meanwhile(
-    tmp_path: Path, tasks: list[subprocess.Popen[bytes]], monkeypatch: pytest.MonkeyPatch
+    tasks: list[subprocess.Popen[bytes]], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """CRIU's first task makes the second; it may do so after that one was looked for and before it is killed itself."""
     parent, child = tasks
-    add_to_tree(tmp_path, parent.pid)
+    pids = [parent.pid]
     kill_and_wait = processes.kill_and_wait
 
     def fork_and_kill(found: Iterable[ProcessId]) -> tuple[ProcessId, ...]:
         known = tuple(found)
-        add_to_tree(tmp_path, child.pid)
+        pids.append(child.pid)
         return kill_and_wait(known)
 
     monkeypatch.setattr(processes, "kill_and_wait", fork_and_kill)
-    kill_orphans(tmp_path, since_ticks=start_of(parent.pid))
+    kill_orphans(pids, since_ticks=start_of(parent.pid))
     assert not is_running(parent.pid)
     assert not is_running(child.pid)
 
@@ -61,5 +61,7 @@ def test_older_processes_that_have_these_pids_are_left_alone(
 ) -> None:
     for task in tasks:
         add_to_tree(tmp_path, task.pid)
-    kill_orphans(tmp_path, since_ticks=start_of(tasks[-1].pid) + 1)
+    pids = task_pids(tmp_path)
+    assert sorted(pids) == sorted(task.pid for task in tasks)
+    kill_orphans(pids, since_ticks=start_of(tasks[-1].pid) + 1)
     assert all(is_running(task.pid) for task in tasks)

@@ -50,7 +50,7 @@ def test_files_that_have_grown_are_kept_and_written_on(start: StartJob, tmp_path
     for name in ("append.log", "plain.log"):
         assert (job.folder / name).read_text().split("\n") == ["first", "turn 1", "turn 2", "turn 1", ""], name
     assert (job.folder / "fixed.bin").read_bytes() == bytes(40) + b"xx" + bytes(58), "its position stays"
-    assert not list(tmp_path.glob(".gpucr-images-*"))
+    assert not list(tmp_path.rglob(".gpucr-images-*"))
 
 
 def test_files_that_have_grown_are_cut_back(start: StartJob, tmp_path: Path) -> None:

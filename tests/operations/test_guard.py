@@ -43,6 +43,7 @@ from pathlib import Path
 from gpucr.criu.engine import Criu
 from gpucr.criu.install import find_criu
 from gpucr.criu.options import RestoreOptions, choose_dump_options
+from gpucr.criu.remains import task_pids
 from gpucr.gang import Gang
 from gpucr.linux import processes
 from gpucr.model import *
@@ -84,7 +85,7 @@ threads.stop()
 _CRIU = """
 snapshot = UnfinishedSnapshot(folder)
 snapshot.create()
-record = replace(record, folder=UnfinishedFolder(str(folder)))
+record = replace(record, folder=UnfinishedFolder(str(folder), guard.hold([snapshot.held.fd])[0]))
 guard.update(record)
 options = choose_dump_options(found.job.pids, leave_running=False, install=find_criu())
 def on_start(criu):
@@ -402,7 +403,7 @@ def test_a_killed_restore_leaves_nothing(
     wait_until(lambda: not any(Path(f"/proc/{pid}").exists() for pid in pids), "the pids to become free")
     restore = f"""
     def on_start(criu):
-        guard.update(replace(record, criu=criu, images=str(folder / "images")))
+        guard.update(replace(record, criu=criu, restoring=task_pids(folder / "images")))
     def on_notify(hook, _):
         if hook == {hook!r}:
             die()
@@ -521,7 +522,8 @@ def test_device_memory_waits_until_it_can_be_put_back(
 _FOLDER = """
 snapshot = UnfinishedSnapshot(folder)
 snapshot.create()
-guard.update(replace(record, folder=UnfinishedFolder(str(folder), snapshot.mode_before)))
+number = guard.hold([snapshot.held.fd])[0]
+guard.update(replace(record, folder=UnfinishedFolder(str(folder), number, snapshot.mode_before)))
 (folder / "images" / "core-1.img").write_text("an image")
 (folder / ".manifest.json.unfinished").write_text("{")
 """
@@ -711,11 +713,11 @@ _FULL = Recovery(
     restore_threads={7: 70},
     stopped=(ProcessId(7, 9),),
     detached=(DetachedStaging(7, 0, (StagedExtent(4096, 8192, 0),)),),
-    folder=UnfinishedFolder("/snapshots/a", 0o755),
+    folder=UnfinishedFolder("/snapshots/a", 1, 0o755),
     working_folder="/tmp/gpucr-work-0",
     kill=(ProcessId(11, 12),),
     criu=ProcessId(13, 14),
-    images="/snapshots/a/images",
+    restoring=(15, 16),
 )
 
 
@@ -737,6 +739,7 @@ def test_a_record_survives_the_wire(record: Recovery) -> None:
         (b'"7": 70', b'"8": 70'),
         (b'"/snapshots/a"', b'"snapshots/a"'),
         (b'"/tmp/gpucr-work-0"', b'"gpucr-work-0"'),
+        (b'"restoring": [15, ', b'"restoring": [0, '),
         (b'"mode_before": 493', b'"mode_before": "rwx"'),
         (b'"members"', b'"member"'),
         (b'"kill": [', b'"kill": [1, '),

@@ -14,6 +14,7 @@ from gpucr.cli.inspect import command
 from gpucr.cli.snapshot_tree import Branch, tree_of
 from gpucr.criu.contents import SharedMemory
 from gpucr.criu.imaged_files import OpenDescriptor
+from gpucr.linux.held_folder import HeldFolder
 from gpucr.model import Extent
 from gpucr.operations.inspect import ProcessContents, SnapshotContents
 from gpucr.snapshot.folder import Snapshot, UnfinishedSnapshot
@@ -126,7 +127,7 @@ def test_names_of_another_user_do_not_steer_the_terminal() -> None:
     record = samples.manifest().processes[0]
     descriptors = (OpenDescriptor(3, "file", "/x\x1b[2J"), OpenDescriptor(4, "unix", None))
     contents = SnapshotContents(
-        Snapshot(Path("/s"), samples.manifest()),
+        Snapshot(Path("/s"), samples.manifest(), HeldFolder.open("/")),
         (ProcessContents(dataclasses.replace(record, command_line=("a\x07",)), (), descriptors),),
         (SharedMemory(5, "\x1b]0;", 4096, 4096, (100,)),),
         (),

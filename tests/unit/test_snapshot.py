@@ -140,7 +140,7 @@ def test_device_memory_is_a_part_of_the_snapshot(with_device: Snapshot) -> None:
 
 
 def test_damaged_device_memory_is_named(with_device: Snapshot) -> None:
-    file = with_device.device / "100.2"
+    file = with_device.path / "device" / "100.2"
     file.write_bytes(b"b" * 4095 + b"c")
     error = _refused(with_device, r"device/100.2, .*process 100, differs .* between bytes 0 and 4096$")
     assert error.path == str(file)

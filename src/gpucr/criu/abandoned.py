@@ -11,7 +11,7 @@ import os
 import resource
 import select
 import time
-from pathlib import Path
+from collections.abc import Collection
 
 from gpucr.criu.remains import kill_orphans
 from gpucr.linux import processes
@@ -49,10 +49,13 @@ def end_dump(criu: ProcessId) -> None:
         processes.kill_and_wait([criu])
 
 
-def end_restore(criu: ProcessId, images_dir: Path) -> None:
-    """Nothing of the tree that it restores is left, and CRIU ends: the death of a task makes a restore fail."""
+def end_restore(criu: ProcessId, pids: Collection[int]) -> None:
+    """Nothing of the tree with these pids, which it restores, is left, and CRIU ends.
+
+    The death of a task makes a restore fail.
+    """
     end = time.monotonic() + UNDO_LIMIT_S
     while not wait(criu, _RETELL_S) and time.monotonic() < end:
         processes.kill_tree(criu.pid, including_root=False, timeout_s=0)
     processes.kill_and_wait([criu])
-    kill_orphans(images_dir, since_ticks=criu.start_time_ticks)
+    kill_orphans(pids, since_ticks=criu.start_time_ticks)

@@ -19,7 +19,7 @@ from gpucr.criu import rpc_pb2
 from gpucr.criu.diagnosis import Diagnosis, diagnose
 from gpucr.criu.install import CriuInstall, run_check
 from gpucr.criu.options import DumpOptions, NetworkLock, RestoreOptions
-from gpucr.criu.remains import kill_orphans
+from gpucr.criu.remains import kill_orphans, task_pids
 from gpucr.criu.service import CriuService, Parent
 from gpucr.errors import CriuError, DeadlineExceeded, ProcessNotFound
 from gpucr.linux import processes
@@ -148,7 +148,7 @@ class Criu:
                 return run.outer(response.restore.pid) or run.told_pid
             except BaseException:
                 if service.end() < 0:  # CRIU cleans up after itself, unless it was killed
-                    kill_orphans(images_dir, since_ticks=started_ticks, sandbox=self._sandbox)
+                    kill_orphans(task_pids(images_dir), since_ticks=started_ticks, sandbox=self._sandbox)
                 raise
 
     @contextlib.contextmanager

@@ -19,6 +19,7 @@ from pathlib import Path
 
 from gpucr.criu import images_pb2
 from gpucr.criu.image_entries import ImageError, ImageReader, encoded, head
+from gpucr.linux import trusted_paths
 from gpucr.linux.sock_diag import TcpSocket, TcpState, endpoint, outside_connections
 from gpucr.model import JobFile
 
@@ -120,9 +121,9 @@ class FilesImage:
 def changed_images(images_dir: Path, image: FilesImage) -> Iterator[Path]:
     """A private folder for the block that holds ``image`` and otherwise the images of ``images_dir``.
 
-    They are hard links, beside the snapshot's folder: so they are found by a CRIU that has other mounts than gpucr.
-    Where that cannot be (a read-only disk) they are symbolic links in the system's folder for temporary files. Raises
-    OSError.
+    They are hard links, in a folder beside that one, which is the snapshot's own: nobody else can put another there.
+    Where that cannot be (a read-only disk) they are symbolic links in the system's folder for temporary files; then
+    another user must not be able to change what the path of ``images_dir`` means. Raises OSError.
     """
     folder = _linked(images_dir)
     try:
@@ -136,10 +137,9 @@ def changed_images(images_dir: Path, image: FilesImage) -> Iterator[Path]:
 
 
 def _linked(images_dir: Path) -> Path:
-    images_dir = images_dir.resolve()
-    names = [path.name for path in images_dir.iterdir()]
+    names = os.listdir(images_dir)
     with contextlib.suppress(OSError):
-        beside = Path(tempfile.mkdtemp(prefix=".gpucr-images-", dir=images_dir.parent.parent))
+        beside = Path(tempfile.mkdtemp(prefix=".gpucr-images-", dir=images_dir.parent))
         try:
             for name in names:
                 os.link(images_dir / name, beside / name, follow_symlinks=False)
@@ -147,9 +147,12 @@ def _linked(images_dir: Path) -> Path:
             shutil.rmtree(beside, ignore_errors=True)
             raise
         return beside
+    lasting = images_dir.resolve()  # CRIU is another process, to which a path of descriptors of this one means nothing
+    trusted_paths.require_ours(lasting)
+    trusted_paths.require_ours(tempfile.gettempdir(), is_sticky_enough=True)
     folder = Path(tempfile.mkdtemp(prefix="gpucr-images-"))
     for name in names:
-        (folder / name).symlink_to(images_dir / name)
+        (folder / name).symlink_to(lasting / name)
     return folder
 
 

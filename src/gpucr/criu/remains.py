@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
+import os
 import re
-from collections.abc import Iterator
+from collections.abc import Collection, Iterator
 from pathlib import Path
 
 from gpucr.errors import ProcessNotFound
@@ -12,26 +13,29 @@ from gpucr.linux.namespaces import PidNamespace
 from gpucr.model import ProcessId
 
 
-def kill_orphans(images_dir: Path, *, since_ticks: int, sandbox: PidNamespace | None = None) -> None:
-    """SIGKILL half-made tasks of the tree in ``images_dir``, which wait for their CRIU for ever.
+def task_pids(images_dir: Path) -> tuple[int, ...]:
+    """The pids and thread ids of the tree in these images, as their names tell them."""
+    matches = (re.fullmatch(r"core-(\d+)\.img", name) for name in os.listdir(images_dir))
+    return tuple(int(match[1]) for match in matches if match is not None)
 
-    They are known by their pids (the images' names tell them, and CRIU gives the tasks no others) and by their start,
+
+def kill_orphans(pids: Collection[int], *, since_ticks: int, sandbox: PidNamespace | None = None) -> None:
+    """SIGKILL half-made tasks of a tree with these `task_pids`, which wait for their CRIU for ever.
+
+    They are known by their pids (CRIU gives the tasks no others) and by their start,
     not before ``since_ticks`` (that CRIU's own start): the pids were free then, or CRIU would have failed. In a
     ``sandbox`` they are that pid namespace's pids.
     """
     ended: set[ProcessId] = set()
     # Again until there is none: a task may have forked the next one while it was being looked for.
-    while found := set(_orphans(images_dir, since_ticks, sandbox)) - ended:
+    while found := set(_orphans(pids, since_ticks, sandbox)) - ended:
         processes.kill_and_wait(found)
         ended |= found
 
 
-def _orphans(images_dir: Path, since_ticks: int, sandbox: PidNamespace | None) -> Iterator[ProcessId]:
-    for path in images_dir.iterdir():
-        match = re.fullmatch(r"core-(\d+)\.img", path.name)
-        if match is None:
-            continue
-        pid = int(match[1]) if sandbox is None else sandbox.outer_pid(int(match[1]))
+def _orphans(pids: Collection[int], since_ticks: int, sandbox: PidNamespace | None) -> Iterator[ProcessId]:
+    for inner in pids:
+        pid = inner if sandbox is None else sandbox.outer_pid(inner)
         if pid is None or not _is_process(pid):
             continue
         stat = processes.read_stat(pid)

@@ -54,7 +54,8 @@ def write_record(folder: Path, record: ContainerRecord) -> None:
     data = {"format": _FORMAT, "format_version": _FORMAT_VERSION, **asdict(record)}
     temporary = folder / f".{CONTAINER_RECORD_NAME}.unfinished"
     try:
-        with temporary.open("w", encoding="ascii") as stream:
+        fd = os.open(temporary, os.O_WRONLY | os.O_CREAT | os.O_TRUNC | os.O_NOFOLLOW | os.O_CLOEXEC, 0o600)
+        with os.fdopen(fd, "w", encoding="ascii") as stream:
             json.dump(data, stream, indent=1)
             stream.flush()
             os.fsync(stream.fileno())

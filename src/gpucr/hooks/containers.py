@@ -23,7 +23,7 @@ from gpucr.hooks.container_record import (
     write_record,
 )
 from gpucr.hooks.found_container import FoundContainer
-from gpucr.linux import processes
+from gpucr.linux import processes, trusted_paths
 from gpucr.model import CudaState, ProcessId
 from gpucr.operations import jobs
 from gpucr.operations.interrupts import Interrupts
@@ -61,12 +61,14 @@ def dump_container(
     ``runtime`` is found where it is not given; ``runtime_root`` is what runc and crun know as ``--root``. With
     ``leave_running`` this returns when its GPU state is back. The folder must not exist, or be empty. Needs root.
 
-    Raises InvalidRequest, SnapshotExists, CriuUnavailable (nothing was changed); CriuError (the container is as it was,
+    Raises InvalidRequest, SnapshotExists, SnapshotError (another user could put a folder of his own in the place of
+    ``to``), CriuUnavailable (nothing was changed); CriuError (the container is as it was,
     ``to`` is gone); KeyboardInterrupt (likewise: Ctrl-C or SIGTERM); SnapshotError (``to`` cannot be made or written);
     JobDamaged (its GPU state is not back, or it has ended and ``to`` is not complete).
     """
     begin = time.monotonic()
     check_target(to)
+    _require_ours(to)
     found = _find(container, runtime, runtime_root)
     pid = found.running_pid()
     before = _running(pid)
@@ -104,6 +106,7 @@ def restore_container(folder: Path) -> ContainerReport:
     been ended).
     """
     begin = time.monotonic()
+    _require_ours(folder)
     record = read_record(folder)
     images = (folder / "images").resolve()
     if record.runtime == "podman":
@@ -113,6 +116,19 @@ def restore_container(folder: Path) -> ContainerReport:
         oci.restore(record, images)
         found = oci.find(record.runtime, record.runtime_root, record.container)
     return _report(folder, record, 0 if found is None else found.pid, begin, left_running=False)
+
+
+def _require_ours(folder: Path) -> None:
+    """The runtime and its CRIU are given the path: nobody else may be able to put another folder there."""
+    try:
+        trusted_paths.require_ours(folder)
+    except PermissionError as e:
+        raise SnapshotError(
+            f"{folder} is not used: {e.strerror}",
+            path=str(folder),
+            hint="the container's runtime is given this path: name one that only root can change",
+            code="GPUCR-UNTRUSTED-PATH",
+        ) from e
 
 
 def _sync(folder: Path) -> None:

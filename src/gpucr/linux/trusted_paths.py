@@ -54,15 +54,16 @@ def open_file(path: PathLike, flags: int, mode: int = 0o600) -> int:
         walk.close()
 
 
-def require_ours(path: PathLike) -> None:
+def require_ours(path: PathLike, *, is_sticky_enough: bool = False) -> None:
     """Raise PermissionError unless every name on the way is fixed and nobody else can write to what it names.
 
     What is executed, and what is believed, lies there. Names that are missing at the end, or a file in their place, are
-    no objection: `make_private` looks again. Raises other OSErrors where the path cannot be looked at.
+    no objection: `make_private` looks again. ``is_sticky_enough``: others may write to the folder that it names where
+    they cannot replace what is the running user's in it (/tmp). Raises OSError where the path cannot be looked at.
     """
     walk = _Walk(path)
     try:
-        walk.to_the_end(only_fixed=True)
+        walk.to_the_end(only_fixed=True, is_sticky_enough=is_sticky_enough)
     except (FileNotFoundError, NotADirectoryError):  # whoever uses the path says what is in its way
         return
     finally:
@@ -130,10 +131,11 @@ class _Walk:
         """Let go of the folder."""
         os.close(self.folder)
 
-    def to_the_end(self, *, only_fixed: bool = False, make: bool = False) -> None:
+    def to_the_end(self, *, only_fixed: bool = False, is_sticky_enough: bool = False, make: bool = False) -> None:
         """Until ``name`` is the last one, and no link that could be followed; it may be missing.
 
-        ``only_fixed``: all of it must be fixed, the last one too. ``make``: missing folders are made, the last one too.
+        ``only_fixed``: all of it must be fixed, and others must not be able to write to the last one; in a folder that
+        is there, what is missing must be safe to make. ``make``: missing folders are made, the last one too.
         """
         while self._names:
             self.name = self._names.pop()
@@ -145,6 +147,8 @@ class _Walk:
             try:
                 entry = self._look(make=make)
             except FileNotFoundError:
+                if only_fixed:
+                    self._require_room_of_ours(os.fstat(self.folder))
                 if self._names or only_fixed:
                     raise
                 return
@@ -157,7 +161,9 @@ class _Walk:
                     self._follow(entry, is_fixed=is_fixed)
                     continue
                 if not self._names:
-                    if only_fixed and (status.st_uid not in self._trusted or _is_shared(status)):
+                    if is_sticky_enough:
+                        self._require_room_of_ours(status)
+                    elif only_fixed and (status.st_uid not in self._trusted or _is_shared(status)):
                         raise self._not_ours(status, status)
                     return
                 entry, self.folder = self.folder, entry
@@ -172,13 +178,16 @@ class _Walk:
         except FileNotFoundError:
             if not make:
                 raise
-        folder = os.fstat(self.folder)
-        if folder.st_uid not in self._trusted or (_is_shared(folder) and not folder.st_mode & stat.S_ISVTX):
-            raise self._not_ours(folder, folder)
+        self._require_room_of_ours(os.fstat(self.folder))
         with contextlib.suppress(FileExistsError):
             os.mkdir(self.name, 0o700, dir_fd=self.folder)
             os.chmod(self.name, 0o700, dir_fd=self.folder)  # a umask may have taken bits away; the name is fixed
         return os.open(self.name, _LOOK, dir_fd=self.folder)
+
+    def _require_room_of_ours(self, folder: os.stat_result) -> None:
+        """What the running user makes in this folder must stay what it is."""
+        if folder.st_uid not in self._trusted or (_is_shared(folder) and not folder.st_mode & stat.S_ISVTX):
+            raise self._not_ours(folder, folder)
 
     def _follow(self, link: int, *, is_fixed: bool) -> None:
         self._links += 1

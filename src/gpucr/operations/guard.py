@@ -83,8 +83,11 @@ class Guard:
 
         Then the guard would not help any more, and the change that was to follow must not be made.
         """
-        if any(part.descriptor >= self._held for part in record.detached):
-            raise ValueError("staging that lies in a descriptor which the guard does not hold")
+        needed = [part.descriptor for part in record.detached]
+        if record.folder is not None:
+            needed.append(record.folder.descriptor)
+        if any(number >= self._held for number in needed):
+            raise ValueError("staging or a folder in a descriptor which the guard does not hold")
         data = encode(record)
         if len(data) > RECORD_LIMIT_BYTES:
             raise ValueError(f"a recovery record of {len(data)} bytes")

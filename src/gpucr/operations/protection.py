@@ -6,12 +6,15 @@ import contextlib
 from collections.abc import Mapping, Sequence
 from dataclasses import replace
 from types import TracebackType
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from gpucr.errors import BrokenInstall
 from gpucr.model import StagedExtent
 from gpucr.operations.guard import Guard
-from gpucr.operations.recovery import DetachedStaging, Recovery
+from gpucr.operations.recovery import DetachedStaging, Recovery, UnfinishedFolder
+
+if TYPE_CHECKING:
+    from gpucr.snapshot.folder import UnfinishedSnapshot
 
 
 class Protection:
@@ -40,10 +43,7 @@ class Protection:
 
         Raises BrokenInstall where there is no guard any more: then that must not be done.
         """
-        if not self._is_ready:
-            self._guard.wait_ready()
-            self._guard.hold(self._claims)
-            self._is_ready = True
+        self._wait_ready()
         self._record = replace(self._record, **members)
         self._guard.update(self._record)
 
@@ -58,6 +58,18 @@ class Protection:
         detached = tuple(DetachedStaging(pid, numbers[pid], tuple(parts)) for pid, parts in extents.items())
         self.change(detached=detached)
 
+    def expect_folder(self, folder: UnfinishedSnapshot) -> None:
+        """This unfinished snapshot is to be removed, unless it is committed. The guard holds its folder open."""
+        self._wait_ready()
+        (number,) = self._guard.hold([folder.held.fd])
+        self.change(folder=UnfinishedFolder(str(folder.path.absolute()), number, folder.mode_before))
+
+    def _wait_ready(self) -> None:
+        if not self._is_ready:
+            self._guard.wait_ready()
+            self._guard.hold(self._claims)
+            self._is_ready = True
+
     def job_runs(self) -> None:
         """The job needs nothing any more; an unfinished snapshot is still to be removed."""
-        self.relax(members=(), restore_threads={}, stopped=(), detached=(), kill=(), criu=None, images=None)
+        self.relax(members=(), restore_threads={}, stopped=(), detached=(), kill=(), criu=None, restoring=None)

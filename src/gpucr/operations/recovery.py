@@ -44,9 +44,13 @@ class DetachedStaging:
 
 @dataclass(frozen=True)
 class UnfinishedFolder:
-    """A snapshot folder that this operation has made, or has found empty with ``mode_before`` (absolute path)."""
+    """A snapshot folder that this operation has made, or has found empty with ``mode_before`` (absolute path).
+
+    ``descriptor``: the guard's number for it. By the time another folder may be at its path.
+    """
 
     path: str
+    descriptor: int
     mode_before: int | None = None
 
 
@@ -63,7 +67,7 @@ class Recovery:
     - ``working_folder``: removed, whatever else there is (absolute path; see working_folder.py).
     - ``kill``: half-restored processes, which are ended with their descendants.
     - ``criu``: the CRIU that is at work, which has to end first.
-    - ``images``: what that CRIU restores from (absolute path): whatever it has made ends. None for a dump.
+    - ``restoring``: the pids of the tasks that this CRIU restores: those that it has made end. None for a dump.
     - ``sandbox``: the keeper of one that is being filled: it ends, and with it everything in there, CRIU too.
     """
 
@@ -75,7 +79,7 @@ class Recovery:
     working_folder: str | None = None
     kill: tuple[ProcessId, ...] = ()
     criu: ProcessId | None = None
-    images: str | None = None
+    restoring: tuple[int, ...] | None = None
     sandbox: ProcessId | None = None
 
     def __post_init__(self) -> None:
@@ -98,7 +102,7 @@ def decode(data: bytes) -> Recovery:
 
 
 def _record(raw: Any) -> Recovery:
-    folder, criu, images, sandbox = raw["folder"], raw["criu"], raw["images"], raw["sandbox"]
+    folder, criu, restoring, sandbox = raw["folder"], raw["criu"], raw["restoring"], raw["sandbox"]
     working_folder = raw["working_folder"]
     return Recovery(
         members=tuple(GangMember(_process(m["id"]), CudaState(_number(m["found"]))) for m in raw["members"]),
@@ -109,7 +113,7 @@ def _record(raw: Any) -> Recovery:
         working_folder=_path(working_folder) if working_folder is not None else None,
         kill=tuple(map(_process, raw["kill"])),
         criu=_process(criu) if criu is not None else None,
-        images=_path(images) if images is not None else None,
+        restoring=tuple(_number(pid, 1) for pid in restoring) if restoring is not None else None,
         sandbox=_process(sandbox) if sandbox is not None else None,
     )
 
@@ -127,7 +131,8 @@ def _detached(raw: dict[str, Any]) -> DetachedStaging:
 
 def _folder(raw: dict[str, Any]) -> UnfinishedFolder:
     mode = raw["mode_before"]
-    return UnfinishedFolder(_path(raw["path"]), _number(mode) if mode is not None else None)
+    number = _number(raw["descriptor"])
+    return UnfinishedFolder(_path(raw["path"]), number, _number(mode) if mode is not None else None)
 
 
 def _number(value: object, least: int = 0) -> int:
@@ -157,10 +162,10 @@ def recover(data: bytes, descriptors: Mapping[int, int], operation_pid: int) -> 
         append_to_log("guard", f"{title}; {e}")
         return
     parts: tuple[Callable[[], None], ...] = (
-        lambda: _end_criu(record),
+        lambda: _end_criu(record, descriptors),
         lambda: _end_processes(record.kill),
         lambda: _bring_back(record, descriptors),
-        lambda: _remove_folder(record.folder),
+        lambda: _remove_folder(record.folder, descriptors),
         lambda: _remove_working_folder(record.working_folder),
     )
     failures: list[str] = []
@@ -173,7 +178,7 @@ def recover(data: bytes, descriptors: Mapping[int, int], operation_pid: int) -> 
     append_to_log("guard", f"{title}; {outcome}")
 
 
-def _end_criu(record: Recovery) -> None:
+def _end_criu(record: Recovery, descriptors: Mapping[int, int]) -> None:
     if record.sandbox is not None:  # pids in CRIU's images are those of the sandbox, and mean others here
         left = processes.kill_and_wait([record.sandbox])
         if left:
@@ -183,9 +188,9 @@ def _end_criu(record: Recovery) -> None:
         return
     from gpucr.criu import abandoned  # late, as below: the operation, which imports this module, does not need it
 
-    if record.images is not None:
-        abandoned.end_restore(record.criu, Path(record.images))
-    elif record.folder is not None and _snapshot(record.folder).is_committed:
+    if record.restoring is not None:
+        abandoned.end_restore(record.criu, record.restoring)
+    elif record.folder is not None and _snapshot(record.folder, descriptors).is_committed:
         abandoned.wait(record.criu)  # it ends the tree, as it should, or has found the socket closed and undoes
     else:
         abandoned.end_dump(record.criu)
@@ -289,9 +294,9 @@ def _return_to_found(members: Sequence[GangMember]) -> None:
             return
 
 
-def _remove_folder(folder: UnfinishedFolder | None) -> None:
+def _remove_folder(folder: UnfinishedFolder | None, descriptors: Mapping[int, int]) -> None:
     if folder is not None:
-        snapshot = _snapshot(folder)
+        snapshot = _snapshot(folder, descriptors)
         if not snapshot.is_committed:
             snapshot.discard()
 
@@ -303,10 +308,10 @@ def _remove_working_folder(path: str | None) -> None:
         working_folder.remove(Path(path))
 
 
-def _snapshot(folder: UnfinishedFolder) -> UnfinishedSnapshot:
+def _snapshot(folder: UnfinishedFolder, descriptors: Mapping[int, int]) -> UnfinishedSnapshot:
     from gpucr.snapshot.folder import UnfinishedSnapshot
 
-    return UnfinishedSnapshot.left_behind(Path(folder.path), folder.mode_before)
+    return UnfinishedSnapshot.left_behind(Path(folder.path), folder.mode_before, descriptors[folder.descriptor])
 
 
 def _alive(found: Sequence[ProcessId]) -> set[int]:

@@ -13,6 +13,7 @@ from pathlib import Path
 from gpucr import staging
 from gpucr.criu.engine import Criu
 from gpucr.criu.options import RestoreOptions
+from gpucr.criu.remains import task_pids
 from gpucr.errors import (
     DeadlineExceeded,
     GpucrError,
@@ -249,8 +250,7 @@ class CriuRestore:
 
     def _on_start(self, criu: ProcessId) -> None:
         if self._context.protection is not None:
-            images = str(self._context.source.images.resolve())
-            self._context.protection.change(criu=criu, images=images)
+            self._context.protection.change(criu=criu, restoring=task_pids(self._context.source.images))
 
     def _on_notify(self, hook: str, pid: int) -> None:
         """All threads are there, and stand before their first instruction: what they start inherits from them."""
@@ -278,7 +278,7 @@ def take_stock(context: DeviceRestore) -> None:
         ) from e
     context.restored = tuple(process.id for process in tree)
     if context.protection is not None:
-        context.protection.change(kill=context.restored, criu=None, images=None)
+        context.protection.change(kill=context.restored, criu=None, restoring=None)
     by_namespace_pid = {process.ns_pids[-1]: process.id for process in tree}
     for record in context.snapshot.manifest.processes:
         restored = by_namespace_pid.get(record.ns_pids[-1])

@@ -80,7 +80,7 @@ class FolderSource:
 
     def __init__(self, snapshot: Snapshot) -> None:
         self._snapshot = snapshot
-        self.folder = snapshot.path
+        self.folder = snapshot.held.path
 
     @property
     def snapshot(self) -> JobSnapshot:
@@ -105,7 +105,7 @@ class FolderSource:
     @property
     def provision(self) -> tuple[str, str]:
         """A verification."""
-        return "verify", f"verify {self.folder}"
+        return "verify", f"verify {self._snapshot.path}"
 
     def provide(self, protection: Protection | None, interrupts: Interrupts, meter: Meter) -> int:
         """Check every file."""

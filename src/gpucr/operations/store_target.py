@@ -16,7 +16,6 @@ from gpucr.linux import memory
 from gpucr.model import Job, StagedExtent
 from gpucr.operations.job_snapshot import JobSnapshot
 from gpucr.operations.protection import Protection
-from gpucr.operations.recovery import UnfinishedFolder
 from gpucr.operations.store_snapshot import SnapshotInStore, device_area, snapshot_url
 from gpucr.operations.targets import DumpCounts
 from gpucr.operations.working_folder import WorkingFolder
@@ -119,7 +118,7 @@ class StoreTarget:
         self._working.create()
         self.folder.create()
         if protection is not None:
-            protection.change(folder=UnfinishedFolder(str(self.folder.path)))
+            protection.expect_folder(self.folder)
         self._session = self._sink.session = WriteSession.begin(
             self._store, compress=self._compress, checks=self._checks
         )
@@ -187,7 +186,7 @@ class StoreTarget:
         piece_bytes = self._store.config.piece_bytes
         cuts = page_images.cuts(self.folder.images, piece_bytes)
         for folder in (IMAGES_NAME, FOLDER_NAME):
-            path = self.folder.path / folder
+            path = self.folder.held.path / folder
             for name in sorted(os.listdir(path)) if path.is_dir() else ():
                 size_bytes = os.lstat(path / name).st_size
                 starts = tuple(range(0, size_bytes, piece_bytes))

@@ -10,12 +10,11 @@ from gpucr import preflight
 from gpucr.model import Job
 from gpucr.operations.job_snapshot import JobSnapshot
 from gpucr.operations.protection import Protection
-from gpucr.operations.recovery import UnfinishedFolder
 from gpucr.snapshot.device.crew import buffers_bytes
 from gpucr.snapshot.device.folder_sink import FolderSink
 from gpucr.snapshot.device.sink import DeviceSink
 from gpucr.snapshot.device.writer import DeviceWriter
-from gpucr.snapshot.folder import UnfinishedSnapshot, check_target
+from gpucr.snapshot.folder import IMAGES_NAME, UnfinishedSnapshot, check_target
 from gpucr.snapshot.manifest import Manifest
 
 
@@ -102,7 +101,7 @@ class FolderTarget:
     def __init__(self, path: Path, *, with_images: bool = True) -> None:
         check_target(path)
         self.folder = UnfinishedSnapshot(path, with_images=with_images)
-        self._sink = FolderSink(self.folder.device)
+        self._sink = FolderSink()
         self._manifest: Manifest | None = None
 
     @property
@@ -118,7 +117,7 @@ class FolderTarget:
     @property
     def images_at(self) -> str:
         """In the folder."""
-        return str(self.folder.images)
+        return str(self.folder.path / IMAGES_NAME)
 
     @property
     def sink(self) -> DeviceSink:
@@ -143,8 +142,9 @@ class FolderTarget:
     def create(self, protection: Protection | None) -> None:
         """Make the folder."""
         self.folder.create()
+        self._sink.folder = self.folder.device
         if protection is not None:
-            protection.change(folder=UnfinishedFolder(str(self.folder.path.resolve()), self.folder.mode_before))
+            protection.expect_folder(self.folder)
 
     @property
     def is_committed(self) -> bool:

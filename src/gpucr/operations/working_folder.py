@@ -12,7 +12,7 @@ import time
 from pathlib import Path
 
 from gpucr.errors import SnapshotError
-from gpucr.linux import memory
+from gpucr.linux import memory, trusted_paths
 
 PREFIX = "gpucr-work-"
 SNAPSHOT_NAME = "snapshot"
@@ -51,6 +51,7 @@ class WorkingFolder:
         _remove_left_behind(self.path.parent)
         unlocked = self.path.with_name(f".{self.path.name}")
         try:
+            trusted_paths.require_ours(self.path.parent, is_sticky_enough=True)
             unlocked.mkdir(mode=0o700)
             self._lock = _locked(unlocked)
             unlocked.rename(self.path)

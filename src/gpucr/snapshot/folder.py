@@ -16,11 +16,13 @@ import errno
 import os
 import shutil
 import stat
-from collections.abc import Collection, Iterator
-from dataclasses import dataclass, replace
+from collections.abc import Collection, Iterator, Sequence
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 
 from gpucr.errors import InvalidRequest, SnapshotDamaged, SnapshotError, SnapshotExists, SnapshotUnfinished
+from gpucr.linux import trusted_paths
+from gpucr.linux.held_folder import HeldFolder
 from gpucr.snapshot import device, files, manifest, shared_files
 from gpucr.snapshot.json_reader import ManifestError
 from gpucr.snapshot.manifest import FileRecord, Manifest
@@ -81,15 +83,21 @@ class UnfinishedSnapshot:
     def __init__(self, path: Path, *, with_images: bool = True) -> None:
         self.path = path
         self._with_images = with_images
+        self._held: HeldFolder | None = None
         self._made_folder = False
         self._is_begun = False
         self._mode_before: int | None = None
         self._sealed: tuple[FileRecord, ...] | None = None
 
     @classmethod
-    def left_behind(cls, path: Path, mode_before: int | None) -> UnfinishedSnapshot:
-        """What a process that died had made with `create`; ``mode_before`` as it said, None: the folder is new."""
+    def left_behind(cls, path: Path, mode_before: int | None, fd: int | None = None) -> UnfinishedSnapshot:
+        """What a process that died had made with `create`; ``mode_before`` as it said, None: the folder is new.
+
+        ``fd``: a descriptor of the folder; without one it is the folder that is at ``path`` now, if there is one.
+        """
         unfinished = cls(path)
+        with contextlib.suppress(FileNotFoundError, NotADirectoryError):
+            unfinished._held = HeldFolder.open(path) if fd is None else HeldFolder(os.dup(fd))
         unfinished._made_folder = mode_before is None
         unfinished._is_begun = True
         unfinished._mode_before = mode_before
@@ -101,41 +109,51 @@ class UnfinishedSnapshot:
         return self._mode_before
 
     @property
+    def held(self) -> HeldFolder:
+        """The folder itself, from `create` on: what is at ``path`` can be another one by now."""
+        if self._held is None:
+            raise RuntimeError("the folder has not been made")
+        return self._held
+
+    @property
     def images(self) -> Path:
         """Where CRIU's images go."""
-        return self.path / IMAGES_NAME
+        return self.held.path / IMAGES_NAME
 
     @property
     def device(self) -> Path:
         """Where device memory goes. A `DeviceWriter` makes this folder."""
-        return self.path / DEVICE_NAME
+        return self.held.path / DEVICE_NAME
 
     @property
     def shared(self) -> Path:
         """Where files of shared memory go. `save_shared_files` makes this folder."""
-        return self.path / shared_files.FOLDER_NAME
+        return self.held.path / shared_files.FOLDER_NAME
 
     @property
     def is_committed(self) -> bool:
         """Whether the manifest has been written."""
-        return (self.path / MANIFEST_NAME).exists()
+        return self._held is not None and (self._held.path / MANIFEST_NAME).exists()
 
     def create(self) -> None:
         """Make the folder with mode 0700. An empty folder that exists is used; anything else is SnapshotExists."""
         check_target(self.path)
         try:
-            if self.path.exists():
-                mode = stat.S_IMODE(self.path.stat().st_mode)
-                self.path.chmod(0o700)
-                self._mode_before = mode
-            else:
-                self.path.mkdir(mode=0o700)
+            if not self.path.exists():
+                trusted_paths.make_folder_for(self.path, mode=0o700, uid=-1, gid=-1)
                 self._made_folder = True
-                self.path.chmod(0o700)
+            held = self._held = HeldFolder.open(self.path)
+            _require_free(self.path, os.listdir(held.fd), held.status())
+            mode = stat.S_IMODE(held.status().st_mode)
+            os.fchmod(held.fd, 0o700)
+            self._mode_before = None if self._made_folder else mode
             if self._with_images:
                 self.images.mkdir(mode=0o700)
+                self.images.chmod(0o700)
             self._is_begun = True
         except OSError as e:
+            if e.errno == errno.ELOOP:
+                raise _led_away(self.path, e) from e
             raise SnapshotError(
                 f"the snapshot folder {self.path} cannot be made: {e.strerror}",
                 path=str(self.path),
@@ -145,7 +163,7 @@ class UnfinishedSnapshot:
     def save_shared_files(self, root: Path, inodes: Collection[int] | None) -> tuple[SharedFileRecord, ...]:
         """Take over the shared files under ``root`` (``inodes``: only these), as they are now (see shared_files.py)."""
         with self.filled():
-            return shared_files.save(root, self.path, inodes=inodes)
+            return shared_files.save(root, self.held.path, inodes=inodes)
 
     def filled(self) -> contextlib.AbstractContextManager[None]:
         """For a block that writes into the folder: what it cannot write is a SnapshotError."""
@@ -166,14 +184,14 @@ class UnfinishedSnapshot:
                 if entry.is_file(follow_symlinks=False)
             ]
             for path in paths:
-                (self.path / path).chmod(0o600)
-            self._sealed = files.record(self.path, paths)
-            files.sync(self.path, paths)
+                (self.held.path / path).chmod(0o600)
+            self._sealed = files.record(self.held.path, paths)
+            files.sync(self.held.path, paths)
         return self._sealed
 
     def mark_committed(self) -> None:
         """For a folder whose content is in a snapshot elsewhere now: `is_committed` is true from here on."""
-        (self.path / MANIFEST_NAME).touch(mode=0o600)
+        (self.held.path / MANIFEST_NAME).touch(mode=0o600)
 
     def commit(self, draft: Manifest) -> Snapshot:
         """Make all files durable and write the manifest, atomically. Only then is this a snapshot.
@@ -183,37 +201,48 @@ class UnfinishedSnapshot:
         with self.filled():
             device.check_shape(self.device, draft.device_data)  # a job may be ended for this snapshot
             complete = replace(draft, files=self._seal_images())
-            _write_atomically(self.path / MANIFEST_NAME, manifest.encode(complete))
+            if not self.held.is_at(self.path):
+                raise SnapshotError(
+                    f"another folder is at {self.path} now than the one that this dump was begun in",
+                    path=str(self.path),
+                    hint="dump to a folder below one that only you, or root, can change",
+                    code="GPUCR-UNTRUSTED-PATH",
+                )
+            _write_atomically(self.held.path / MANIFEST_NAME, manifest.encode(complete))
             files.sync_path(self.path.parent)
-            return Snapshot(self.path, complete)
+            return Snapshot(self.path, complete, self.held)
 
     def discard(self) -> None:
         """Remove what `create`, CRIU and a `DeviceWriter` put there, and the folder itself if it was made here.
 
         What another dump put there, which made `create` fail, is not touched.
         """
+        if self._held is None:
+            return
         if self._is_begun:
             # First, so that a half-removed folder is never taken for a snapshot.
             for name in (MANIFEST_NAME, _UNFINISHED_NAME):
-                (self.path / name).unlink(missing_ok=True)
+                (self._held.path / name).unlink(missing_ok=True)
             for folder in (self.images, self.device, self.shared):
                 if folder.exists():
                     shutil.rmtree(folder)
-        if self._made_folder and self.path.exists():
-            self.path.rmdir()
-        elif self._mode_before is not None:
-            self.path.chmod(self._mode_before)
+        if self._mode_before is not None:
+            os.fchmod(self._held.fd, self._mode_before)
+        elif self._made_folder and self._held.is_at(self.path):
+            trusted_paths.remove_empty_folder(self.path)
 
 
 @dataclass(frozen=True)
 class Snapshot:
     """A committed snapshot. Made by `Snapshot.open` or by a dump.
 
-    ``is_scattered``: it is a GPU part whose files lie in ``path`` among other ones, with names that tell them.
+    ``path`` is what it was called, ``held`` the folder itself: what is at ``path`` can be another one by now.
+    ``is_scattered``: it is a GPU part whose files lie in it among other ones, with names that tell them.
     """
 
     path: Path
     manifest: Manifest
+    held: HeldFolder = field(repr=False, compare=False)
     is_scattered: bool = False
 
     @property
@@ -224,12 +253,12 @@ class Snapshot:
     @property
     def images(self) -> Path:
         """CRIU's images."""
-        return self.path / IMAGES_NAME
+        return self.held.path / IMAGES_NAME
 
     @property
     def device(self) -> Path:
         """The folder with the device memory that is not in the images."""
-        return self.path if self.is_scattered else self.path / DEVICE_NAME
+        return self.held.path if self.is_scattered else self.held.path / DEVICE_NAME
 
     @property
     def device_prefix(self) -> str:
@@ -244,14 +273,18 @@ class Snapshot:
         where another user could have changed the snapshot.
         """
         folder = Path(path)
-        is_scattered = not os.path.lexists(folder / MANIFEST_NAME) and os.path.lexists(folder / SCATTERED_MANIFEST_NAME)
-        file = folder / (SCATTERED_MANIFEST_NAME if is_scattered else MANIFEST_NAME)
+        file = folder / MANIFEST_NAME
         try:
+            held = HeldFolder.open(folder)
+            names = os.listdir(held.fd)
+            is_scattered = MANIFEST_NAME not in names and SCATTERED_MANIFEST_NAME in names
+            name = SCATTERED_MANIFEST_NAME if is_scattered else MANIFEST_NAME
+            file = folder / name
+            data = _read_manifest(held.path / name)
+        except (FileNotFoundError, NotADirectoryError) as e:
             if not folder.is_dir():
                 hint = "name the folder that was given to dump with --to"
-                raise InvalidRequest(f"{folder} is not a folder", hint=hint)
-            data = _read_manifest(file)
-        except FileNotFoundError as e:
+                raise InvalidRequest(f"{folder} is not a folder", hint=hint) from e
             raise SnapshotUnfinished(
                 f"{folder} holds no {MANIFEST_NAME}: it is no snapshot, or its dump was never finished",
                 path=str(file),
@@ -261,12 +294,14 @@ class Snapshot:
             hint = "a snapshot is private to who made it: run the command as that user or as root"
             raise SnapshotError(f"{file} is closed to uid {os.geteuid()}", path=str(file), hint=hint) from e
         except OSError as e:
+            if e.errno == errno.ELOOP and e.filename == str(folder):
+                raise _led_away(folder, e) from e
             hint = "the snapshot was changed, or its disk is failing: restore from another snapshot or copy"
             raise SnapshotDamaged(f"{file} cannot be read: {e.strerror}", path=str(file), hint=hint) from e
         try:
             if len(data) > manifest.MAX_MANIFEST_BYTES:
                 raise ManifestError(f"it is larger than {manifest.MAX_MANIFEST_BYTES} bytes")
-            opened = cls(folder, manifest.decode(data), is_scattered)
+            opened = cls(folder, manifest.decode(data), held, is_scattered)
             if opened.manifest.is_in_store:
                 raise ManifestError("its device memory is in a store, and not in this folder")
             return opened
@@ -284,7 +319,7 @@ class Snapshot:
 
     def verify_files(self) -> None:
         """`verify` without device memory, which a `DeviceReader` checks as it reads it."""
-        files.verify(self.path, self.manifest.files)
+        files.verify(self.held.path, self.manifest.files)
 
 
 def check_target(path: Path) -> None:
@@ -300,12 +335,6 @@ def check_target(path: Path) -> None:
 def _check_target(path: Path) -> None:
     if path.is_symlink() or (path.exists() and not path.is_dir()):
         raise SnapshotExists(f"{path} exists and is not a folder", path=str(path), hint="name another folder with --to")
-    if path.exists() and any(path.iterdir()):
-        raise SnapshotExists(
-            f"{path} is not empty; nothing is ever overwritten",
-            path=str(path),
-            hint="name a folder that does not exist yet with --to, or remove that one",
-        )
     if not path.exists() and not path.parent.is_dir():
         raise InvalidRequest(f"the folder {path.parent} does not exist", hint=f"make it first: mkdir -p {path.parent}")
     folder = path if path.exists() else path.parent
@@ -315,13 +344,33 @@ def _check_target(path: Path) -> None:
             path=str(path),
             hint="see whether its file system is read-only, or name a folder elsewhere with --to",
         )
-    if path.exists() and path.stat().st_uid not in (0, os.geteuid()):
+    if path.exists():
+        _require_free(path, os.listdir(path), path.stat())
+
+
+def _require_free(path: Path, names: Sequence[str], status: os.stat_result) -> None:
+    if names:
+        raise SnapshotExists(
+            f"{path} is not empty; nothing is ever overwritten",
+            path=str(path),
+            hint="name a folder that does not exist yet with --to, or remove that one",
+        )
+    if status.st_uid not in (0, os.geteuid()):
         raise SnapshotError(
-            f"{path} belongs to uid {path.stat().st_uid}, who could change the snapshot before it is restored",
+            f"{path} belongs to uid {status.st_uid}, who could change the snapshot before it is restored",
             path=str(path),
             hint="name a folder that does not exist yet with --to, or give that one to the user who dumps (chown)",
             code="GPUCR-UNTRUSTED-SNAPSHOT",
         )
+
+
+def _led_away(path: Path, error: OSError) -> SnapshotError:
+    return SnapshotError(
+        f"{path} is not used: {error.strerror}",
+        path=str(path),
+        hint="name the place that it leads to",
+        code="GPUCR-UNTRUSTED-PATH",
+    )
 
 
 def _read_manifest(file: Path) -> bytes:

@@ -19,10 +19,13 @@ from gpucr.snapshot.manifest import DeviceData
 
 
 class FolderSink:
-    """See `DeviceSink`. The folder (0700) and the files (0600) are made here and must not exist."""
+    """See `DeviceSink`. The folder (0700) and the files (0600) are made here and must not exist.
 
-    def __init__(self, folder: Path, *, piece_bytes: int = PIECE_BYTES) -> None:
-        self._folder = folder
+    ``folder`` may be set later, before the first `add`.
+    """
+
+    def __init__(self, folder: Path = Path(), *, piece_bytes: int = PIECE_BYTES) -> None:
+        self.folder = folder
         self._piece_bytes = piece_bytes
         self._made_folder = False
         self._stripes: dict[int, Stripes] = {}
@@ -36,9 +39,9 @@ class FolderSink:
         """Make the files of a process."""
         with self._explained():
             if not self._made_folder:
-                self._folder.mkdir(mode=0o700)
+                self.folder.mkdir(mode=0o700)
                 self._made_folder = True
-            self._stripes[pid] = Stripes.create(self._folder, pid, Layout(size_bytes, self._piece_bytes, STRIPES))
+            self._stripes[pid] = Stripes.create(self.folder, pid, Layout(size_bytes, self._piece_bytes, STRIPES))
 
     def grow(self, pid: int, size_bytes: int) -> None:
         """Make the files of a process larger."""
@@ -60,7 +63,7 @@ class FolderSink:
         """Make all files durable. An error is final: the kernel tells of lost bytes only once."""
         from concurrent.futures import ThreadPoolExecutor  # nothing before this moment needs its import
 
-        paths = [self._folder, self._folder.parent] if self._made_folder else []
+        paths = [self.folder, self.folder.parent] if self._made_folder else []
         fds = [fd for stripes in self._stripes.values() for fd in stripes.fds]
         with self._explained():
             with ThreadPoolExecutor(2 * STRIPES, "device-sync") as pool:
@@ -85,8 +88,8 @@ class FolderSink:
         except OSError as e:
             is_full = e.errno in (errno.ENOSPC, errno.EDQUOT)
             raise SnapshotError(
-                f"device memory cannot be written to {self._folder}: {e.strerror}",
-                path=str(e.filename or self._folder),
+                f"device memory cannot be written to {self.folder}: {e.strerror}",
+                path=str(e.filename or self.folder),
                 hint="free space on that disk, or name a folder on another one with --to"
                 if is_full
                 else "check that disk (dmesg), or name a folder on another one with --to",

@@ -81,6 +81,8 @@ class Stripes:
         self.layout = layout
         self._folder = folder
         self._name = f"{prefix}{pid}"
+        # With a prefix they lie in the snapshot's own folder, which may be named by a descriptor: that is a link, too.
+        self._nofollow = 0 if prefix else os.O_NOFOLLOW
         self._fds: list[int] = []
         self._is_direct = True
 
@@ -109,7 +111,7 @@ class Stripes:
 
     def _open(self, flags: int, prepare: _Prepare) -> None:
         # O_NOFOLLOW looks at the last part of a path only: so the folder first, then the files in it.
-        folder_fd = os.open(self._folder, os.O_RDONLY | os.O_DIRECTORY | os.O_NOFOLLOW | os.O_CLOEXEC)
+        folder_fd = os.open(self._folder, os.O_RDONLY | os.O_DIRECTORY | self._nofollow | os.O_CLOEXEC)
         try:
             for stripe in range(self.layout.stripes):
                 path = self.path(stripe)
