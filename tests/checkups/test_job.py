@@ -139,6 +139,6 @@ def test_no_such_process() -> None:
         gpucr.doctor(unused_pid())
 
 
-def test_a_job_cannot_be_mended() -> None:
-    with sleeper() as child, pytest.raises(InvalidRequest, match="only the machine"):
+def test_a_job_cannot_be_fixed() -> None:
+    with sleeper() as child, pytest.raises(InvalidRequest, match="for the machine, not for a job"):
         gpucr.doctor(child.pid, fix=True)
