@@ -274,7 +274,7 @@ def running(case: str, second_gpu: bool) -> Iterator[tuple[subprocess.Popen[str]
         yield process, int(words[0]), int(words[1])
     finally:
         processes.kill_tree(process.pid, including_root=True)
-        process.wait()
+        process.communicate()
 
 
 def ask(process: subprocess.Popen[str]) -> str:

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from pathlib import Path
+
 from tests.sim.libcuda import Machine, RunProgram
 
 _VMM = """
@@ -108,3 +110,69 @@ def test_an_unknown_generation_is_said(run_program: RunProgram) -> None:
     assert run_program(source) == ["13000"]
     assert run_program(source, GPUCR_SIM_DRIVER="future") == ["14000"]
     assert run_program(source, GPUCR_SIM_DRIVER="900") == ["13000"]
+
+
+def test_memory_that_is_released_stays_until_it_is_unmapped(run_program: RunProgram) -> None:
+    source = """
+print(create(1), cuda.cuMemAddressReserve(byref(address), size, zero, u64(0), none))
+data = ctypes.create_string_buffer(b"x" * 100)
+print(cuda.cuMemMap(address, size, zero, handle, none), cuda.cuMemcpyHtoD_v2(address, data, ctypes.c_size_t(100)))
+back, free, total = ctypes.create_string_buffer(100), ctypes.c_size_t(), ctypes.c_size_t()
+def free_bytes():
+    cuda.cuMemGetInfo_v2(byref(free), byref(total))
+    return free.value
+held = free_bytes()
+print(cuda.cuMemRelease(handle), cuda.cuMemRelease(handle), export())
+print(cuda.cuMemcpyDtoH_v2(back, address, ctypes.c_size_t(100)), back.raw == data.raw[:100], free_bytes() == held)
+print(cuda.cuMemUnmap(address, size), free_bytes() - held == size.value)
+"""
+    assert run_program(_VMM + source) == ["0 0", "0 0", "0 1 1", "0 True True", "0 True"]
+
+
+_EVENT = """
+assert cuda.cuInit(0) == 0
+context()
+class Handle(ctypes.Structure):
+    _fields_ = [("bytes", ctypes.c_char * 64)]
+event, other, handle, stream = ctypes.c_void_p(), ctypes.c_void_p(), Handle(), ctypes.c_void_p()
+TIMED, UNTIMED, BETWEEN = 0, 2, 6
+def create(flags):
+    return cuda.cuEventCreate(byref(event), flags)
+def shared_files():
+    return [name for name in os.listdir("/dev/shm") if f".{os.getpid():x}." in name and name.startswith("cuda.shm.")]
+"""
+
+
+def test_an_event_is_done_when_the_work_before_it_is(run_program: RunProgram) -> None:
+    source = """
+module, spin = ctypes.c_void_p(), ctypes.c_void_p()
+ptx = b".version 7.0\\n.target sm_75\\n.visible .entry gpucr_spin(.param .u64 ns) { ret; }"
+cuda.cuModuleLoadData(byref(module), ptx)
+cuda.cuModuleGetFunction(byref(spin), module, b"gpucr_spin")
+def work(milliseconds):
+    parameter = u64(milliseconds * 1_000_000)
+    parameters = (ctypes.c_void_p * 1)(ctypes.addressof(parameter))
+    assert cuda.cuLaunchKernel(spin, 1, 1, 1, 1, 1, 1, 0, stream, parameters, None) == 0
+cuda.cuStreamCreate(byref(stream), 1)
+print(create(TIMED), cuda.cuEventQuery(event), cuda.cuEventSynchronize(event))
+work(600_000)
+print(cuda.cuEventQuery(event), cuda.cuEventRecord(event, stream), cuda.cuEventQuery(event))
+print(create(BETWEEN), cuda.cuEventRecord(event, None), cuda.cuEventSynchronize(event), shared_files() != [])
+print(cuda.cuEventDestroy_v2(event), cuda.cuEventDestroy_v2(event), cuda.cuEventRecord(event, None))
+"""
+    assert run_program(_EVENT + source) == ["0 0 0", "0 0 600", "0 0 0 True", "0 400 400"]
+
+
+def test_handles_of_events(run_program: RunProgram) -> None:
+    source = """
+print(create(UNTIMED), shared_files(), cuda.cuIpcGetEventHandle(byref(handle), event))
+print(create(4), create(BETWEEN), len(shared_files()), cuda.cuIpcGetEventHandle(byref(handle), event))
+print(cuda.cuIpcOpenEventHandle(byref(other), handle), cuda.cuIpcOpenEventHandle(byref(other), Handle()))
+print(cuda.cuIpcGetEventHandle(byref(handle), ctypes.c_void_p(5)))
+"""
+    assert run_program(_EVENT + source) == ["0 [] 1", "1 0 1 0", "1 1", "400"]
+
+
+def test_the_file_of_events_goes_with_its_process(run_program: RunProgram) -> None:
+    (made,) = run_program(_EVENT + "create(BETWEEN); print(shared_files()[0])")
+    assert not Path("/dev/shm", made).exists()

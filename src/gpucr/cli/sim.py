@@ -78,6 +78,7 @@ def _quoted(value: str) -> str:
 @click.option("--no-cuda", is_flag=True, help="Answer from host memory.")
 @click.option("--cuda-after", type=click.Path(), metavar="FILE", help="Start CUDA when FILE appears.")
 @click.option("--by-file", is_flag=True, help="No socket: PORT.ask and PORT.answer in the working folder instead.")
+@click.option("--no-shm", is_flag=True, help="Children without a common file in /dev/shm, which NCCL's ranks have.")
 def counter(**options: int | str | bool | None) -> None:
     """Run the counter program: a number in GPU memory, answered and incremented over UDP.
 

@@ -36,7 +36,7 @@ class CudaFailed(Exception):
 
 
 class IpcHandle(ctypes.Structure):
-    """CUipcMemHandle."""
+    """CUipcMemHandle, and CUipcEventHandle."""
 
     _fields_ = (("reserved", ctypes.c_char * 64),)
 

@@ -20,6 +20,7 @@ from gpucr.canaries.programs.data import DATA_BYTES, NUMBER_BYTES, Wrong, expect
 
 _PR_SET_PDEATHSIG = 1  # include/uapi/linux/prctl.h
 _LAZY_PEER_ACCESS = 1  # CU_IPC_MEM_LAZY_ENABLE_PEER_ACCESS
+_BETWEEN_PROCESSES = 0x2 | 0x4  # CU_EVENT_DISABLE_TIMING | CU_EVENT_INTERPROCESS
 _PINNED, _ON_DEVICE, _POSIX_DESCRIPTOR, _READ_WRITE = 1, 1, 1, 3  # CUmemAllocationType and the like
 _MESSAGE_BYTES = 4096
 _NOT_SUPPORTED = 801
@@ -175,7 +176,14 @@ class _SharedDeviceMemory(Pair):
 
 
 class LegacyIpc(_SharedDeviceMemory):
-    """cuIpcGetMemHandle and cuIpcOpenMemHandle, as NCCL with NCCL_CUMEM_ENABLE=0 and torch between processes."""
+    """cuIpcGetMemHandle and cuIpcOpenMemHandle, as NCCL with NCCL_CUMEM_ENABLE=0 and torch between processes.
+
+    As torch does it, with an event of the first process that tells the second one when the memory is ready.
+    """
+
+    def __init__(self) -> None:
+        self._event = ctypes.c_void_p()
+        super().__init__()
 
     def _offer(self) -> None:
         self.pointer = self.cuda.allocate(self.size_bytes)
@@ -188,12 +196,26 @@ class LegacyIpc(_SharedDeviceMemory):
                 raise Impossible("this GPU or driver has no legacy CUDA IPC") from e
             raise
         self.link.send("handle", bytes(handle))
+        self.cuda("cuEventCreate", ctypes.byref(self._event), _BETWEEN_PROCESSES)
+        event = IpcHandle()
+        self.cuda("cuIpcGetEventHandle", ctypes.byref(event), self._event)
+        self.link.send("event", bytes(event))
 
     def _accept(self) -> None:
         handle = IpcHandle.from_buffer_copy(self.link.require("handle"))
         pointer = ctypes.c_uint64()
         self.cuda("cuIpcOpenMemHandle_v2", ctypes.byref(pointer), handle, _LAZY_PEER_ACCESS)
         self.pointer = pointer.value
+        event = IpcHandle.from_buffer_copy(self.link.require("event"))
+        self.cuda("cuIpcOpenEventHandle", ctypes.byref(self._event), event)
+
+    def _check_first(self) -> None:
+        super()._check_first()
+        self.cuda("cuEventRecord", self._event, None)
+
+    def _check_second(self) -> None:
+        self.cuda("cuEventSynchronize", self._event)
+        super()._check_second()
 
 
 class VmmExport(_SharedDeviceMemory):

@@ -14,6 +14,7 @@
 #include <stdio.h>
 #include <stdlib.h>
 #include <string.h>
+#include <sys/mman.h>
 #include <sys/prctl.h>
 #include <sys/socket.h>
 #include <unistd.h>
@@ -111,6 +112,22 @@ static void serve(int socket_fd, const struct options *options) {
     }
 }
 
+/*
+ * With children: a deleted file that all have mapped, as ranks over NCCL's shared memory have. gpucr goes by it: processes
+ * on one GPU without such a file may share device memory, which does not come back.
+ */
+static void map_as_ranks(void) {
+    const size_t size_bytes = 4096;
+    char path[64];
+    snprintf(path, sizeof path, "/dev/shm/nccl-counter-%d", getpid());
+    unlink(path); /* of one that was killed here and had the same pid */
+    int fd = open(path, O_RDWR | O_CREAT | O_EXCL | O_CLOEXEC, 0600);
+    if (fd < 0 || unlink(path) < 0 || ftruncate(fd, (off_t)size_bytes) < 0 ||
+        mmap(NULL, size_bytes, PROT_READ | PROT_WRITE, MAP_SHARED, fd, 0) == MAP_FAILED)
+        fail(path);
+    close(fd);
+}
+
 /* Forks the children before CUDA starts; in a child returns its index + 1, and its end of the pipe in *ready. */
 static int fork_children(int count, pid_t parent, int pipes[MAX_CHILDREN], int *ready) {
     for (int i = 0; i < count; i++) {
@@ -152,7 +169,7 @@ static void print_children(const int pipes[MAX_CHILDREN]) {
 
 static void usage(void) {
     fputs("usage: counter --port N [--mib M] [--devices 0,1] [--start 100] [--managed] [--fork N] [--cpu-parent]\n"
-          "               [--no-cuda] [--cuda-after FILE] [--by-file]\n",
+          "               [--no-cuda] [--cuda-after FILE] [--by-file] [--no-shm]\n",
           stderr);
     exit(2);
 }
@@ -206,6 +223,8 @@ static bool parse_flag(struct options *options, const char *option) {
         options->cpu_parent = true;
     else if (strcmp(option, "--by-file") == 0)
         options->by_file = true;
+    else if (strcmp(option, "--no-shm") == 0)
+        options->no_shm = true;
     else
         return false;
     return true;
@@ -233,6 +252,8 @@ int main(int count, char **arguments) {
     signal(SIGINT, on_terminate);
     signal(SIGCHLD, SIG_IGN); /* children that end leave no zombies */
 
+    if (options.children > 0 && !options.no_shm)
+        map_as_ranks();
     int child = fork_children(options.children, getpid(), pipes, &ready);
     if (child > 0 && options.port != 0)
         options.port += child;

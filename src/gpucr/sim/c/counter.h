@@ -19,6 +19,7 @@ struct options {
     bool no_cuda;
     bool cpu_parent;
     bool by_file;
+    bool no_shm;
     int children;
     const char *cuda_after; /* NULL: at once */
 };

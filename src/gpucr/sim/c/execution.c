@@ -92,6 +92,14 @@ enum result stream_query(struct stream *stream) {
     return busy_until_ns(stream, now) > now ? NOT_READY : SUCCESS;
 }
 
+enum result stream_done_ns(struct stream *stream, uint64_t *done_ns) {
+    stream = stream_known(stream);
+    if (stream == NULL)
+        return INVALID_HANDLE;
+    *done_ns = busy_until_ns(stream, now_ns());
+    return SUCCESS;
+}
+
 enum result stream_wait(struct stream *stream) {
     stream = stream_known(stream);
     if (stream == NULL)

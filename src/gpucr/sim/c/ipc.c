@@ -15,18 +15,11 @@ struct ipc_handle { /* CUipcMemHandle */
 };
 _Static_assert(sizeof(struct ipc_handle) == 64, "CUipcMemHandle");
 
-static bool shared; /* memory of this process was offered, or another one's opened */
-
-bool ipc_is_used(void) {
-    return shared;
-}
-
 static enum result get_handle(struct ipc_handle *handle, uint64_t pointer) {
     memset(handle, 0, sizeof *handle);
     if (!memory_locate(pointer, &handle->at, &handle->size_bytes))
         return INVALID_VALUE;
     handle->magic = IPC_MAGIC;
-    shared = true;
     return SUCCESS;
 }
 
@@ -43,8 +36,7 @@ static enum result open_handle(uint64_t *pointer, const struct ipc_handle *handl
     if (reserved == MAP_FAILED)
         return OUT_OF_MEMORY;
     *pointer = (uint64_t)(uintptr_t)reserved;
-    shared = true;
-    return view_add(*pointer, handle->size_bytes, &handle->at);
+    return view_add(*pointer, handle->size_bytes, &handle->at, VIEW_IPC);
 }
 
 EXPORT int cuIpcOpenMemHandle_v2(uint64_t *pointer, struct ipc_handle handle, unsigned flags) {
@@ -53,5 +45,5 @@ EXPORT int cuIpcOpenMemHandle_v2(uint64_t *pointer, struct ipc_handle handle, un
 }
 
 EXPORT int cuIpcCloseMemHandle(uint64_t pointer) {
-    GATED(view_remove(pointer) ? SUCCESS : INVALID_VALUE);
+    GATED(view_remove(pointer, VIEW_IPC) ? SUCCESS : INVALID_VALUE);
 }

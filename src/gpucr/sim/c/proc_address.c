@@ -73,6 +73,14 @@
     X(cuModuleLoadData, 2000, )                \
     X(cuModuleGetFunction, 2000, )             \
     X(cuLaunchKernel, 4000, )                  \
+    X(cuEventCreate, 2000, )                   \
+    X(cuEventRecord, 2000, )                   \
+    X(cuEventQuery, 2000, )                    \
+    X(cuEventSynchronize, 2000, )              \
+    X(cuEventDestroy, 2000, )                  \
+    X(cuEventDestroy, 4000, _v2)               \
+    X(cuIpcGetEventHandle, 4010, )             \
+    X(cuIpcOpenEventHandle, 4010, )            \
     X(cuStreamCreate, 2000, )                  \
     X(cuStreamDestroy, 2000, )                 \
     X(cuStreamDestroy, 4000, _v2)              \

@@ -58,6 +58,7 @@ static enum result do_checkpoint(const struct fault *fault) {
     if (result != SUCCESS)
         return result;
     streams_forget_time();
+    events_forget_time();
     ledger_release(&sim_machine);
     control->state = CHECKPOINTED;
     return SUCCESS;
@@ -101,12 +102,17 @@ static void run_out_of_memory(void) {
         control->state = FAILED;
 }
 
-/* Measured on driver 580 (NCCL over P2P, peer copies): the checkpoint succeeds, and no restore brings it back. */
+/*
+ * Measured on driver 580: the checkpoint succeeds, and no restore brings it back. Memory that this process has opened of
+ * another one counts while it is open, in this process alone: the owner comes back. A peer copy was a stain that stays.
+ */
 static enum result refuse_shared(void) {
     enum generation driver = driver_generation();
-    if (vmm_is_shared() && driver < DRIVER_FUTURE)
+    if (vmm_is_imported() && driver < DRIVER_FUTURE)
         return NOT_SUPPORTED;
-    if ((ipc_is_used() && driver < DRIVER_610) || (peer_was_used() && driver < DRIVER_FUTURE)) {
+    if (view_is_open(VIEW_IPC) && driver < DRIVER_610)
+        return INVALID_VALUE;
+    if (peer_was_used() && driver < DRIVER_FUTURE) {
         stuck = true;
         return INVALID_VALUE;
     }

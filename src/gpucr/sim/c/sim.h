@@ -134,17 +134,20 @@ enum result memory_claim(const struct machine *machine, const uint32_t *machine_
 
 /* view.c: addresses of device memory that was mapped there */
 bool view_reachable(const struct location *at);
-enum result view_add(uint64_t address, uint64_t size_bytes, const struct location *at);
-bool view_remove(uint64_t address);
+enum view_kind { VIEW_OWN, VIEW_IMPORTED, VIEW_IPC }; /* the first two are mapped with the VMM calls */
+enum result view_add(uint64_t address, uint64_t size_bytes, const struct location *at, enum view_kind kind);
+bool view_remove(uint64_t address, enum view_kind kind); /* mapped with the VMM calls, or opened by CUDA IPC */
+bool view_is_open(enum view_kind kind);
+bool view_shows(const struct location *at);
 bool view_find(uint64_t pointer, uint64_t size_bytes, int *fd, uint64_t *offset);
 void views_close_files(void);
 
-/* host_memory.c, peer.c, ipc.c, vmm.c */
+/* host_memory.c, peer.c, vmm.c, event.c */
 bool host_memory_holds(uint64_t pointer, uint64_t size_bytes);
 void peer_note_copy(uint64_t to, uint64_t from);
 bool peer_was_used(void);
-bool ipc_is_used(void);
-bool vmm_is_shared(void);
+bool vmm_is_imported(void);
+void events_forget_time(void);
 
 /* context.c */
 struct context;
@@ -159,6 +162,7 @@ enum result stream_create(unsigned flags, struct stream **stream);
 enum result stream_destroy(struct stream *stream);
 enum result stream_query(struct stream *stream);
 enum result stream_wait(struct stream *stream);
+enum result stream_done_ns(struct stream *stream, uint64_t *done_ns); /* UINT64_MAX: peers are waited for */
 void streams_wait_all(bool blocking_only);
 bool streams_idle(void);
 void streams_forget_time(void); /* the clock of another machine is another one */

@@ -1,6 +1,7 @@
 /*
  * Views: addresses behind which device memory lies that the address itself does not tell, of this process (memory that
- * was mapped with the VMM calls) or of another one (CUDA IPC, imported VMM memory).
+ * was mapped with the VMM calls) or of another one (CUDA IPC, imported VMM memory). Those of another process are what
+ * driver 580 does not bring back.
  *
  * The bytes of a GPU are in a memfd whose name has the address of its reservation. That of another process is found
  * below /proc when it is first needed, and again after a checkpoint: the other one has made a new file by then.
@@ -18,6 +19,7 @@
 struct view {
     uint64_t address, size_bytes;
     struct location at;
+    enum view_kind kind;
     int fd; /* of another process's memory; -1: not open */
     struct view *next;
 };
@@ -52,19 +54,19 @@ bool view_reachable(const struct location *at) {
     return fd >= 0;
 }
 
-enum result view_add(uint64_t address, uint64_t size_bytes, const struct location *at) {
+enum result view_add(uint64_t address, uint64_t size_bytes, const struct location *at, enum view_kind kind) {
     struct view *made = calloc(1, sizeof *made);
     if (made == NULL)
         return OUT_OF_MEMORY;
-    *made = (struct view){address, size_bytes, *at, -1, views};
+    *made = (struct view){address, size_bytes, *at, kind, -1, views};
     views = made;
     return SUCCESS;
 }
 
-bool view_remove(uint64_t address) {
+bool view_remove(uint64_t address, enum view_kind kind) {
     for (struct view **link = &views; *link != NULL; link = &(*link)->next) {
         struct view *view = *link;
-        if (view->address != address)
+        if (view->address != address || (view->kind == VIEW_IPC) != (kind == VIEW_IPC))
             continue;
         *link = view->next;
         if (view->fd >= 0)
@@ -72,6 +74,20 @@ bool view_remove(uint64_t address) {
         free(view);
         return true;
     }
+    return false;
+}
+
+bool view_is_open(enum view_kind kind) {
+    for (const struct view *view = views; view != NULL; view = view->next)
+        if (view->kind == kind)
+            return true;
+    return false;
+}
+
+bool view_shows(const struct location *at) {
+    for (const struct view *view = views; view != NULL; view = view->next)
+        if (view->at.owner == at->owner && view->at.base == at->base && view->at.offset == at->offset)
+            return true;
     return false;
 }
 

@@ -22,6 +22,7 @@ struct allocation {
     uint64_t size_bytes;
     uint64_t pointer; /* of our own memory; 0: imported */
     bool may_leave;
+    bool released; /* and kept until it is unmapped, as the driver does */
     struct allocation *next;
 };
 
@@ -31,15 +32,17 @@ struct shared_memory { /* what the descriptor holds */
 };
 
 static struct allocation *allocations;
-static bool shared; /* memory of this process was exported, or another one's imported */
 
-bool vmm_is_shared(void) {
-    return shared;
+bool vmm_is_imported(void) {
+    for (const struct allocation *each = allocations; each != NULL; each = each->next)
+        if (each->pointer == 0 && !each->released)
+            return true;
+    return view_is_open(VIEW_IMPORTED);
 }
 
 static struct allocation *known(uint64_t handle) {
     for (struct allocation *each = allocations; each != NULL; each = each->next)
-        if ((uint64_t)(uintptr_t)each == handle)
+        if ((uint64_t)(uintptr_t)each == handle && !each->released)
             return each;
     return NULL;
 }
@@ -85,17 +88,28 @@ EXPORT int cuMemCreate(uint64_t *handle, size_t bytes, const struct properties *
     GATED(handle == NULL || properties == NULL || flags != 0 ? INVALID_VALUE : create(handle, bytes, properties));
 }
 
-static enum result release(uint64_t handle) {
-    for (struct allocation **link = &allocations; *link != NULL; link = &(*link)->next) {
+/* What has neither a handle nor a mapping any more. */
+static void forget_unused(void) {
+    for (struct allocation **link = &allocations; *link != NULL;) {
         struct allocation *each = *link;
-        if ((uint64_t)(uintptr_t)each != handle)
+        if (!each->released || view_shows(&each->at)) {
+            link = &each->next;
             continue;
+        }
         *link = each->next;
-        enum result result = each->pointer == 0 ? SUCCESS : memory_free(each->pointer);
+        if (each->pointer != 0)
+            memory_free(each->pointer);
         free(each);
-        return result;
     }
-    return INVALID_VALUE;
+}
+
+static enum result release(uint64_t handle) {
+    struct allocation *allocation = known(handle);
+    if (allocation == NULL)
+        return INVALID_VALUE;
+    allocation->released = true;
+    forget_unused();
+    return SUCCESS;
 }
 
 EXPORT int cuMemRelease(uint64_t handle) {
@@ -129,16 +143,23 @@ static enum result map(uint64_t address, uint64_t size_bytes, uint64_t offset, u
     const struct allocation *allocation = known(handle);
     if (allocation == NULL || offset != 0 || size_bytes != allocation->size_bytes)
         return INVALID_VALUE;
-    return view_add(address, size_bytes, &allocation->at);
+    return view_add(address, size_bytes, &allocation->at, allocation->pointer == 0 ? VIEW_IMPORTED : VIEW_OWN);
 }
 
 EXPORT int cuMemMap(uint64_t address, size_t bytes, size_t offset, uint64_t handle, unsigned long long flags) {
     GATED(flags != 0 ? INVALID_VALUE : map(address, bytes, offset, handle));
 }
 
+static enum result unmap(uint64_t address) {
+    if (!view_remove(address, VIEW_OWN))
+        return INVALID_VALUE;
+    forget_unused();
+    return SUCCESS;
+}
+
 EXPORT int cuMemUnmap(uint64_t address, size_t bytes) {
     (void)bytes;
-    GATED(view_remove(address) ? SUCCESS : INVALID_VALUE);
+    GATED(unmap(address));
 }
 
 static enum result set_access(uint64_t address, uint64_t size_bytes, const void *descriptors) {
@@ -164,7 +185,6 @@ static enum result export_memory(int *descriptor, uint64_t handle) {
         return OPERATING_SYSTEM;
     }
     *descriptor = fd;
-    shared = true;
     return SUCCESS;
 }
 
@@ -179,7 +199,6 @@ static enum result import_memory(uint64_t *handle, int descriptor) {
         !view_reachable(&content.at))
         return INVALID_VALUE;
     struct allocation allocation = {.at = content.at, .size_bytes = content.size_bytes};
-    shared = true;
     return remember(&allocation, handle);
 }
 
