@@ -42,7 +42,7 @@ def nccl_library(tmp_path_factory: pytest.TempPathFactory) -> str:
 @pytest.fixture
 def nccl_job(counter: CounterFactory, nccl_library: str) -> Counter:
     """Two processes with NCCL loaded, in its default setting, on two GPUs."""
-    return counter("--fork", "1", "--devices", "0,1", "--mib", "2", env={"LD_PRELOAD": nccl_library})
+    return counter("--fork", "1", "--no-shm", "--devices", "0,1", "--mib", "2", env={"LD_PRELOAD": nccl_library})
 
 
 def test_a_default_nccl_job_is_refused_with_the_reason_and_goes_on(nccl_job: Counter, driver: CudaDriver) -> None:
@@ -74,7 +74,8 @@ def test_a_dump_is_refused_too_and_a_dry_run_shows_it(nccl_job: Counter, tmp_pat
     findings = json.loads(done.stdout)["findings"]
     whats = [finding["what"] for finding in findings if finding["severity"] == "blocking"]
     assert "through NCCL over P2P" in whats[0]
-    assert ["may use peer access" in what for what in whats[1:]] == [True, True]
+    assert ["may use peer access" in what for what in whats[1:3]] == [True, True]
+    assert ["over CUDA IPC" in what for what in whats[3:]] == [True]
     assert run("dump", nccl_job.pid, "--to", tmp_path / "snapshot", "--dry-run").returncode == 3
     assert run("dump", nccl_job.pid, "--to", tmp_path / "snapshot", "--dry-run", "--force").returncode == 0
     assert nccl_job.ask() == 101

@@ -5,6 +5,7 @@ from __future__ import annotations
 import os
 import socket
 from collections.abc import Mapping, Sequence
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -57,7 +58,7 @@ def only(findings: list[Finding]) -> Finding:
 
 
 def test_managed_memory_shows_as_a_second_mapping() -> None:
-    plain, managed = rank(7, A, mapped=()), rank(8, A, mapped=(), uvm_mappings=2)
+    plain, managed = rank(7, B, mapped=()), rank(8, A, mapped=(), uvm_mappings=2)
     finding = only(preflight.check_traps(job(plain, managed), {}))
     assert (finding.severity, finding.pid) == ("warning", 8)
     assert finding.what == "process 8 (trainer) seems to use managed memory"
@@ -164,10 +165,11 @@ def ranks_on(*gpus: str, hosts: Sequence[str] = (), mapped: tuple[str, ...] = (L
 
 
 def test_ranks_that_share_a_gpu() -> None:
-    finding = only(preflight.check_traps(ranks_on(A, A), {}))
+    finding = only(preflight.check_traps(ranks_on(A, A, mapped=(LIBRARY, FILE)), {}))
     assert (finding.severity, finding.code) == ("warning", "GPUCR-NCCL")
     assert finding.what == f"2 processes (7, 8) are ranks of one job and share GPU {A}"
-    finding = only(preflight.check_traps(ranks_on(A, B, B, hosts=("one", "one", "other")), {}))
+    hosts = ("one", "one", "other")
+    finding = only(preflight.check_traps(ranks_on(A, B, B, hosts=hosts, mapped=(LIBRARY, FILE)), {}))
     assert finding.severity == "blocking"
     assert "2 processes (8, 9)" in finding.what
     assert "NCCL_HOSTID is one, other" in finding.evidence
@@ -175,9 +177,9 @@ def test_ranks_that_share_a_gpu() -> None:
 
 def test_ranks_that_share_no_gpu_or_use_no_nccl() -> None:
     assert preflight.check_traps(ranks_on(A, B), {}) == []
-    assert preflight.check_traps(ranks_on(A, A, mapped=()), {}) == []
+    assert sharing.check_shared_gpus(ranks_on(A, A, mapped=())) == []
     of_one_rank = {**SAFE, "LOCAL_WORLD_SIZE": "1", "LOCAL_RANK": "0"}
-    assert preflight.check_traps(job(*(rank(pid, A, environment=of_one_rank) for pid in (7, 8))), {}) == []
+    assert sharing.check_shared_gpus(job(*(rank(pid, A, environment=of_one_rank) for pid in (7, 8)))) == []
     child = {**SAFE, "LOCAL_WORLD_SIZE": "2", "LOCAL_RANK": "0"}
     assert sharing.check_shared_gpus(job(*(rank(pid, A, environment=child) for pid in (7, 8)))) == []
 
@@ -194,7 +196,7 @@ def test_an_environment_that_cannot_be_read() -> None:
     [
         job(rank(7, A)),
         job(rank(7, A), rank(8, B, mapped=())),
-        job(rank(7, A), rank(8, A)),
+        job(rank(7, A, mapped=(LIBRARY, FILE)), rank(8, A, mapped=(LIBRARY, FILE))),
         job(rank(7), rank(8), machine=(A,)),
         job(rank(7, A, mapped=()), rank(8, B, mapped=())),
         JobTraits((), ()),
@@ -222,6 +224,87 @@ def test_shared_memory_that_was_measured_to_be_lost() -> None:
     finding = only(preflight.check_traps(ranks, {"shared_memory_ranks": LOST}))
     assert finding.severity == "blocking"
     assert preflight.check_traps(ranks, {"shared_memory_ranks": COMES_BACK}) == []
+
+
+# --- CUDA IPC --------------------------------------------------------------------------------------------------
+
+
+def event_file(pid: int) -> str:
+    return f"/dev/shm/cuda.shm.3e8.{pid:x}.1"
+
+
+def test_a_process_that_has_opened_anothers_memory_or_event() -> None:
+    first, second = rank(0x1F0, A, mapped=(event_file(0x1F0),)), rank(0x1F1, B, mapped=(event_file(0x1F0),))
+    finding = only(preflight.check_traps(job(first, second), {}))
+    assert (finding.severity, finding.code, finding.pid) == ("blocking", "GPUCR-CUDA-IPC", 0x1F1)
+    assert f"{event_file(0x1F0)} mapped, made by process 496" in finding.evidence
+    assert "not measured on this machine" in finding.evidence
+    finding = only(preflight.check_traps(job(first, second), {"legacy_ipc": LOST}))
+    assert "legacy_ipc measured on this machine on 2026-11-21: lost" in finding.evidence
+    assert preflight.check_traps(job(first, second), {"legacy_ipc": COMES_BACK}) == []
+
+
+def test_the_pid_in_the_name_is_the_one_that_the_process_itself_has() -> None:
+    inside = replace(rank(7001, A).process, ns_pids=(7001, 5))
+    own = CudaTraits(inside, {}, frozenset((event_file(5),)), frozenset(), frozenset((A,)))
+    assert preflight.check_traps(job(own), {}) == []
+    other = replace(own, mapped=frozenset((event_file(7001),)))
+    assert only(preflight.check_traps(job(other), {})).pid == 7001
+
+
+@pytest.mark.parametrize("name", ["cuda.shm.0.1", "cuda.shm.0.zz.1", "cuda.shm.0.1.1.1", "xcuda.shm.0.1.1"])
+def test_other_files_in_shared_memory_tell_nothing(name: str) -> None:
+    assert preflight.check_traps(job(rank(7, A, mapped=(f"/dev/shm/{name}", f"/srv/{event_file(8)}"))), {}) == []
+
+
+def test_a_deleted_file_tells_as_much() -> None:
+    deleted = rank(7, A, mapped=(event_file(8) + " (deleted)",))
+    assert only(preflight.check_traps(job(deleted), {})).code == "GPUCR-CUDA-IPC"
+
+
+def test_memory_of_expandable_segments_is_another_kind() -> None:
+    expandable = {"PYTORCH_CUDA_ALLOC_CONF": "max_split_size_mb:64, expandable_segments: True"}
+    opened = job(rank(7, A, mapped=(event_file(8),), environment=expandable))
+    finding = only(preflight.check_traps(opened, {"legacy_ipc": COMES_BACK}))
+    assert "legacy_ipc measured on this machine on 2026-11-21: comes back" in finding.evidence
+    assert preflight.check_traps(opened, {"legacy_ipc": COMES_BACK, "vmm_export": COMES_BACK}) == []
+
+
+def test_processes_on_one_gpu_may_share_its_memory() -> None:
+    beside = job(rank(7, A, mapped=()), rank(8, A, mapped=()), rank(9, B, mapped=()))
+    finding = only(preflight.check_traps(beside, {}))
+    assert (finding.severity, finding.code, finding.pid) == ("blocking", "GPUCR-CUDA-IPC", 7)
+    assert finding.what.startswith("2 processes (7, 8) may share memory of the same GPU")
+    assert A in finding.evidence
+    assert preflight.check_traps(beside, {"legacy_ipc": COMES_BACK}) == []
+    assert "lost" in only(preflight.check_traps(beside, {"legacy_ipc": LOST})).evidence
+
+
+def test_processes_that_share_several_gpus_are_named_once() -> None:
+    both = job(rank(7, A, B, mapped=()), rank(8, A, B, mapped=()), apart=True)
+    finding = only(preflight.check_traps(both, {}))
+    assert A in finding.evidence
+    assert B in finding.evidence
+
+
+def test_ranks_over_shared_host_memory_are_spoken_for() -> None:
+    ranks = [rank(pid, A, mapped=(LIBRARY, FILE)) for pid in (7, 8)]
+    assert preflight.check_traps(job(*ranks), {}) == []
+    worker = rank(9, A, mapped=())
+    assert only(preflight.check_traps(job(*ranks, worker), {})).what.startswith("3 processes (7, 8, 9)")
+    # their settings alone say nothing: `gpucr run` sets them for every job
+    safe = [rank(pid, A, environment=SAFE) for pid in (7, 8)]
+    assert only(preflight.check_traps(job(*safe), {})).code == "GPUCR-CUDA-IPC"
+
+
+def test_processes_whose_gpus_nvml_does_not_know() -> None:
+    devices = ("/dev/nvidia-uvm", "/dev/nvidiactl")
+    trainer, watcher = rank(7, mapped=devices), rank(8, mapped=())
+    assert preflight.check_traps(job(trainer, watcher), {}) == []
+    finding = only(preflight.check_traps(job(trainer, rank(9, mapped=devices), watcher), {}))
+    assert finding.what.startswith("2 processes (7, 9)")
+    # where NVML knows some of them, the others hold none: they are suspended, or only watch
+    assert preflight.check_traps(job(rank(7, A, mapped=devices), rank(9, mapped=devices)), {}) == []
 
 
 # --- one process -----------------------------------------------------------------------------------------------

@@ -13,11 +13,11 @@ from gpucr.preflight.measured import Measurements, all_come_back, say
 from gpucr.preflight.traits import CudaTraits, JobTraits
 
 _LIBRARY = "libnccl"
-_SHARED_FILES = "/dev/shm/nccl-"  # noqa: S108 - where NCCL has its shared memory
+SHARED_FILES = "/dev/shm/nccl-"  # noqa: S108 - where NCCL has its shared memory
 _SETTINGS = ("NCCL_P2P_DISABLE", "NCCL_P2P_LEVEL", "NCCL_CUMEM_ENABLE", "NCCL_CUMEM_HOST_ENABLE", "NCCL_SHM_DISABLE")
 _START_WITH = "NCCL_P2P_DISABLE=1 NCCL_CUMEM_ENABLE=0 NCCL_CUMEM_HOST_ENABLE=0"
 _IMEX_CHANNEL = "/dev/nvidia-caps-imex-channels/"
-_LOSS = "the checkpoint would succeed and the restore lose the job"
+LOSS = "the checkpoint would succeed and the restore lose the job"
 
 
 def check_nccl(job: JobTraits, measured: Measurements) -> list[Finding]:
@@ -31,7 +31,7 @@ def check_nccl(job: JobTraits, measured: Measurements) -> list[Finding]:
     if count < 2 or (count == len(ranks) and _on_one_gpu(job, ranks)):
         return []
     p2p_off = all(map(_p2p_is_off, ranks)) or not _may_reach(job, ranks)
-    all_in_files = all(rank.mapped_with(_SHARED_FILES) is not None for rank in ranks)
+    all_in_files = all(rank.mapped_with(SHARED_FILES) is not None for rank in ranks)
     without_cumem = all(map(_cumem_is_off, ranks)) or all_in_files
     if p2p_off and without_cumem:
         return _check_shared_memory(ranks, measured)
@@ -79,9 +79,9 @@ def _check_shared_memory(ranks: Sequence[CudaTraits], measured: Measurements) ->
     return [
         Finding(
             "blocking",
-            f"{_names(ranks)} exchange data through NCCL's shared host memory",
+            f"{name_processes(ranks)} exchange data through NCCL's shared host memory",
             f"NCCL settings and mappings; {say(measured, ('shared_memory_ranks',))}",
-            "this machine does not bring back such processes: " + _LOSS,
+            "this machine does not bring back such processes: " + LOSS,
             "`gpucr doctor --probe --only shared_memory_ranks` measures again",
             code="GPUCR-NCCL",
         )
@@ -91,9 +91,9 @@ def _check_shared_memory(ranks: Sequence[CudaTraits], measured: Measurements) ->
 def _only_files_seen(ranks: Sequence[CudaTraits]) -> Finding:
     return Finding(
         "warning",
-        f"{_names(ranks)} use NCCL over shared memory, as far as can be seen",
-        f"both have {_SHARED_FILES}* mapped, which P2P has not; {_settings_seen(ranks)}",
-        "should they use P2P as well, " + _LOSS,
+        f"{name_processes(ranks)} use NCCL over shared memory, as far as can be seen",
+        f"both have {SHARED_FILES}* mapped, which P2P has not; {_settings_seen(ranks)}",
+        "should they use P2P as well, " + LOSS,
         f"start the job with {_START_WITH}, as `gpucr run` does, to be sure",
         code="GPUCR-NCCL",
     )
@@ -108,15 +108,15 @@ def _blocking(job: JobTraits, ranks: Sequence[CudaTraits], measured: Measurement
     else:
         canaries, how = ("vmm_export", "peer_access"), "over P2P"
     come_back = all_come_back(measured, canaries)
-    files = [rank.pid for rank in ranks if rank.mapped_with(_SHARED_FILES) is not None]
-    seen = f"{_SHARED_FILES}* is mapped in {_pids(files)}" if files else f"no {_SHARED_FILES}* is mapped"
+    files = [rank.pid for rank in ranks if rank.mapped_with(SHARED_FILES) is not None]
+    seen = f"{SHARED_FILES}* is mapped in {name_pids(files)}" if files else f"no {SHARED_FILES}* is mapped"
     library = ranks[0].mapped_with(_LIBRARY)
     gpus = f"they hold memory on {_count_gpus(ranks)} GPUs" if _count_gpus(ranks) else f"{len(job.machine)} GPUs"
     return Finding(
         "warning" if come_back else "blocking",
-        f"{_names(ranks)} may exchange data through NCCL {how}",
+        f"{name_processes(ranks)} may exchange data through NCCL {how}",
         f"{library} is mapped, {seen}, {gpus}; {_settings_seen(ranks)}; {say(measured, canaries)}",
-        "NCCL itself was not measured here: should something of it not come back, " + _LOSS if come_back else _LOSS,
+        "NCCL itself was not measured here: should something of it not come back, " + LOSS if come_back else LOSS,
         f"start the job with {_START_WITH}, as `gpucr run` does",
         ranks[0].pid,
         code="GPUCR-NCCL",
@@ -139,7 +139,7 @@ def check_shared_gpus(job: JobTraits) -> list[Finding]:
         found.append(
             Finding(
                 "blocking" if any(hosts) else "warning",
-                f"{_names(sharing)} are ranks of one job and share GPU {uuid}",
+                f"{name_processes(sharing)} are ranks of one job and share GPU {uuid}",
                 f"NVML; {_LIBRARY} is mapped; NCCL_HOSTID is {', '.join(host or 'not set' for host in hosts)}",
                 "if they use NCCL among each other, their next step after a resume or restore fails",
                 "give each rank a GPU of its own",
@@ -157,7 +157,7 @@ def _settings_seen(ranks: Sequence[CudaTraits]) -> str:
     unread = [rank.pid for rank in ranks if rank.environment is None]
     text = f"/proc/PID/environ has {' '.join(seen)}" if seen else "/proc/PID/environ has none of NCCL's settings"
     if unread:
-        text += f" (that of {_pids(unread)} cannot be read)"
+        text += f" (that of {name_pids(unread)} cannot be read)"
     return text + ", and what a program sets after its start does not show there"
 
 
@@ -166,11 +166,13 @@ def _count_gpus(ranks: Sequence[CudaTraits]) -> int:
     return len(frozenset().union(*known)) if len(known) == len(ranks) else 0
 
 
-def _names(ranks: Sequence[CudaTraits]) -> str:
-    return f"{len(ranks)} process{'es' if len(ranks) > 1 else ''} ({_pids([rank.pid for rank in ranks])})"
+def name_processes(ranks: Sequence[CudaTraits]) -> str:
+    """How many there are, and which: ``2 processes (7001, 7002)``."""
+    return f"{len(ranks)} process{'es' if len(ranks) > 1 else ''} ({name_pids([rank.pid for rank in ranks])})"
 
 
-def _pids(pids: Sequence[int]) -> str:
+def name_pids(pids: Sequence[int]) -> str:
+    """At most eight of them."""
     shown = ", ".join(map(str, pids[:8]))
     return shown if len(pids) <= 8 else f"{shown}, …"
 
@@ -189,7 +191,7 @@ def check_peer_access(job: JobTraits, measured: Measurements) -> list[Finding]:
             f"process {each.pid} ({each.process.name}) holds memory on {len(each.gpus)} GPUs that may use peer access",
             f"NVML: {', '.join(sorted(each.gpus))}; peer access itself cannot be seen from outside; "
             + say(measured, ("peer_access",)),
-            "if it has copied between its GPUs with peer access, " + _LOSS,
+            "if it has copied between its GPUs with peer access, " + LOSS,
             "insist if the program never copies between its GPUs, or give each GPU a process of its own",
             each.pid,
             code="GPUCR-PEER-ACCESS",

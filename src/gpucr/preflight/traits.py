@@ -33,6 +33,11 @@ class CudaTraits:
         """The pid in the caller's namespace."""
         return self.process.pid
 
+    @property
+    def own_pid(self) -> int:
+        """The pid as the process itself sees it."""
+        return self.process.ns_pids[-1]
+
     def setting(self, variable: str) -> str | None:
         """A variable of its environment; None where it is not set or the environment cannot be read."""
         return None if self.environment is None else self.environment.get(variable)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from gpucr.preflight.findings import Finding
+from gpucr.preflight.ipc import check_cuda_ipc
 from gpucr.preflight.managed import check_managed
 from gpucr.preflight.measured import Measurements, check_basics
 from gpucr.preflight.modes import check_mig, check_mps, check_profilers
@@ -11,10 +12,7 @@ from gpucr.preflight.traits import JobTraits
 
 
 def check_traps(job: JobTraits, measured: Measurements) -> list[Finding]:
-    """Everything about a job with CUDA that decides whether it comes back, as far as it shows from outside.
-
-    CUDA IPC outside NCCL does not show.
-    """
+    """Everything about a job with CUDA that decides whether it comes back, as far as it shows from outside."""
     if not job.processes:
         return []
     return [
@@ -22,6 +20,7 @@ def check_traps(job: JobTraits, measured: Measurements) -> list[Finding]:
         *check_nccl(job, measured),
         *check_shared_gpus(job),
         *check_peer_access(job, measured),
+        *check_cuda_ipc(job, measured),
         *check_managed(job, measured),
         *check_imex(job),
         *check_mig(job),
