@@ -647,7 +647,8 @@ def test_waiting_takes_little() -> None:
     )
     loaded = done.stdout.split()
     ours = {name for name in loaded if name.startswith("gpucr")}
-    assert ours == {"gpucr", "gpucr.version", "gpucr.operations", "gpucr.operations.guard_process"}
+    own = {"gpucr.operations", "gpucr.operations.guard_process", "gpucr.linux", "gpucr.linux.oom"}
+    assert ours == {"gpucr", "gpucr.version", *own}
     assert not {"json", "ctypes", "dataclasses", "subprocess", "threading"} & set(loaded)
 
 

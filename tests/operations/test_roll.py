@@ -15,9 +15,10 @@ import pytest
 import gpucr
 from gpucr.criu.engine import Criu
 from gpucr.errors import CriuError, JobDamaged
-from gpucr.linux import processes
+from gpucr.linux import oom, processes
 from gpucr.model import Job
 from gpucr.operations.roll import Roll
+from gpucr.operations.steps import Progress
 from tests.counter import CounterFactory
 from tests.unit.test_ends import TELLS_AFTERWARDS, started
 
@@ -132,3 +133,45 @@ def test_one_that_has_ended_keeps_no_other_from_getting_its_device_memory_back(
     assert lost.startswith(f"process {children[0]} (")
     assert job.ask() == 101
     assert job.send("verify") == "ok"
+
+
+# --- what the kernel kills when memory runs out ---
+
+
+@pytest.mark.criu
+@pytest.mark.parametrize("is_allowed", [True, False])
+def test_criu_is_spared_in_a_dump_or_it_is_said_once(
+    sim_only: None, counter: CounterFactory, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, is_allowed: bool
+) -> None:
+    job = counter()
+    asked: list[str] = []
+
+    def spare(pid: int) -> bool:
+        asked.append(Path(f"/proc/{pid}/cmdline").read_text().replace("\0", " "))
+        return is_allowed
+
+    monkeypatch.setattr(oom, "spare", spare)
+    events: list[Progress] = []
+    gpucr.dump(job.pid, tmp_path / "s", leave_running=True, on_progress=events.append)
+    (criu,) = asked
+    assert "swrk" in criu
+    notes = [each for each in events if each.event == "note" and "CAP_SYS_RESOURCE" in each.description]
+    assert len(notes) == (not is_allowed)
+
+
+@pytest.mark.criu
+def test_a_restored_job_is_not_spared_in_the_place_of_others(
+    sim_only: None, counter: CounterFactory, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A process inherits that from its parent: CRIU is not asked to be spared when it makes a job."""
+    job = counter("--fork", "1")
+    before = [_score(pid) for pid in job.processes()]
+    gpucr.dump(job.pid, tmp_path / "s")
+    job.reap()
+    monkeypatch.setattr(oom, "spare", lambda pid: pytest.fail(f"process {pid} was to be spared"))
+    gpucr.restore(tmp_path / "s")
+    assert [_score(pid) for pid in job.processes()] == before
+
+
+def _score(pid: int) -> int:
+    return int(Path(f"/proc/{pid}/oom_score_adj").read_text())

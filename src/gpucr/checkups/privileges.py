@@ -20,7 +20,11 @@ _FOR_CRIU = ("SYS_ADMIN", "SYS_PTRACE")
 # What is missed without it, and whether gpucr refuses then. Root in a container often lacks some of these.
 _FURTHER = {
     "SYS_TIME": ("blocking", "restore is refused: CRIU gives up where it may not set a job's clocks"),
-    "SYS_RESOURCE": ("warning", "CRIU cannot dump processes of another user than its own"),
+    "SYS_RESOURCE": (
+        "warning",
+        "CRIU cannot dump processes of another user than its own; and when memory runs out, the kernel may kill CRIU "
+        "or gpucr's guard in the middle of a dump, which can cost the job processes",
+    ),
     "NET_ADMIN": ("warning", "CRIU cannot dump a job with a TCP connection: it may not silence it"),
 }
 

@@ -18,7 +18,7 @@ from gpucr.criu.options import DumpOptions
 from gpucr.driver.gpus import driver_version
 from gpucr.errors import CriuError, CudaStarted, DeadlineExceeded, GpucrError, JobChanged, JobDamaged
 from gpucr.gang import Gang
-from gpucr.linux import processes
+from gpucr.linux import oom, processes
 from gpucr.linux.sockets import bound_socket_paths
 from gpucr.model import Gpu, Job, ProcessId, ProcessInfo
 from gpucr.operations import jobs
@@ -204,6 +204,11 @@ class CriuDump:
     def _on_start(self, criu: ProcessId) -> None:
         if self._context.protection is not None:
             self._context.protection.change(criu=criu)
+        if not oom.spare(criu.pid) and self._meter is not None:
+            self._meter.note(
+                "without CAP_SYS_RESOURCE the kernel cannot be asked to spare CRIU and the guard when memory runs out; "
+                "a CRIU that is killed can take processes of the job with it"
+            )
 
     def _on_notify(self, hook: str, pid: int) -> None:
         """After CRIU's last image, with the tree still frozen: what is true now is what was dumped."""

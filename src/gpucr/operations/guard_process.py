@@ -6,12 +6,13 @@ recovers the job is imported when it is needed.
 
 from __future__ import annotations
 
-import contextlib
 import os
 import resource
 import select
 import signal
 import socket
+
+from gpucr.linux import oom
 
 MESSAGE_LIMIT_BYTES = 64
 RECORD_LIMIT_BYTES = 64 << 20
@@ -50,8 +51,7 @@ def main(*numbers: str) -> None:
     socket_fd, operation_fd, operation_pid = map(int, numbers)
     for number in (signal.SIGINT, signal.SIGTERM, signal.SIGHUP, signal.SIGQUIT):
         signal.signal(number, signal.SIG_IGN)
-    with contextlib.suppress(PermissionError), open("/proc/self/oom_score_adj", "w", encoding="ascii") as file:
-        file.write("-1000")  # needs CAP_SYS_RESOURCE
+    oom.spare()
     _be_sure_of_memory()
     post = Post()
     with socket.socket(fileno=socket_fd) as connection:

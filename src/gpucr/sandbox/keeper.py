@@ -36,7 +36,7 @@ import socket
 import time
 from typing import Any, NoReturn
 
-from gpucr.linux import namespaces
+from gpucr.linux import namespaces, oom
 from gpucr.sandbox import tag
 
 MESSAGE_LIMIT_BYTES = 8192
@@ -319,8 +319,7 @@ class Keeper:
         for fd in (0, 1, 2):
             os.dup2(null, fd)
         os.chdir("/")
-        with contextlib.suppress(OSError), open("/proc/self/oom_score_adj", "w", encoding="ascii") as file:
-            file.write("-1000")  # needs CAP_SYS_RESOURCE
+        oom.spare()
 
     def _reap(self, *, blocking: bool) -> bool:
         """Collect one child that has ended. False where none has. Raises ChildProcessError where there is no child."""
