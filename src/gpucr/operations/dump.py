@@ -215,6 +215,7 @@ def _prepare(
         *preflight.check_session(job),
         *preflight.check_open_files(job, is_sandboxed=found.sandbox is not None),
         *preflight.check_outside_connections(job),
+        *(preflight.check_databases(job) if leave_running else ()),
         *(preflight.check_terminal(job) if leave_running and job.gang else ()),
         *target.findings(job, _total(held)),
     )

@@ -19,6 +19,7 @@ from gpucr.model import Endpoint, JobFile
 from gpucr.operations.interrupts import Interrupts
 from gpucr.operations.restore_steps import RestoreContext
 from gpucr.operations.steps import Meter, Step
+from gpucr.preflight.databases import spared_by_rewind
 from gpucr.preflight.outside import FilesMode, TcpMode
 from gpucr.quantities import counted, format_bytes
 from gpucr.snapshot.manifest import Manifest
@@ -193,8 +194,9 @@ class AdaptFiles:
 
     def _cut_back(self, files: Sequence[JobFile], meter: Meter) -> None:
         stamp = time.strftime("%Y%m%dT%H%M%S")
+        databases = spared_by_rewind(files)
         for file in files:
-            size_bytes = _size_bytes(file.path)
+            size_bytes = _size_bytes(file.path) if file.path not in databases else None
             if file.is_written and size_bytes is not None and size_bytes > file.size_bytes:
                 try:
                     cut = cut_back.cut_back(Path(file.path), file.size_bytes, stamp=stamp)

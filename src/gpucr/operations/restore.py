@@ -249,10 +249,10 @@ def _findings_outside(
     manifest = snapshot.manifest
     replaced = {str(path) for path in plan.outputs} if plan is not None else set()
     in_our_network = plan is None or plan.network == "host"
+    opened = [file for file in manifest.open_files or () if file.path not in replaced]
     return [
-        *preflight.check_files(
-            [file for file in manifest.open_files or () if file.path not in replaced], manifest.open_folders, files
-        ),
+        *preflight.check_files(opened, manifest.open_folders, files),
+        *preflight.check_changed_databases(opened, manifest.created, rewind=files == "rewind"),
         *(preflight.check_shared_files(names_in_use(ROOT, manifest.shared_files)) if plan is None else ()),
         *(preflight.check_ports(endpoints_to_bind(manifest, tcp)) if in_our_network else ()),
         *preflight.check_kept_connections(manifest.connections, tcp, left_running=manifest.left_running),

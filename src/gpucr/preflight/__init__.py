@@ -9,6 +9,7 @@ from __future__ import annotations
 
 from gpucr.preflight.capabilities import check_capabilities
 from gpucr.preflight.clocks import check_clocks
+from gpucr.preflight.databases import check_changed_databases, check_databases, spared_by_rewind
 from gpucr.preflight.findings import Finding, require_no_blocking
 from gpucr.preflight.gpus import check_gpus, check_room, device_bytes_in_use
 from gpucr.preflight.measured import BASICS, Measurement, Measurements, check_basics
@@ -54,7 +55,9 @@ __all__ = [
     "TcpMode",
     "check_basics",
     "check_capabilities",
+    "check_changed_databases",
     "check_clocks",
+    "check_databases",
     "check_disk",
     "check_driver",
     "check_files",
@@ -81,4 +84,5 @@ __all__ = [
     "needs_of_suspend",
     "require_no_blocking",
     "require_privileges",
+    "spared_by_rewind",
 ]

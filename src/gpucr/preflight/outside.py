@@ -10,6 +10,7 @@ from typing import Literal
 
 from gpucr.linux import files_in_use, processes, sock_diag
 from gpucr.model import Connection, Endpoint, Job, JobFile
+from gpucr.preflight.databases import spared_by_rewind
 from gpucr.preflight.findings import Finding
 
 FilesMode = Literal["keep", "rewind"]
@@ -92,15 +93,19 @@ def check_ports(endpoints: Collection[Endpoint]) -> list[Finding]:
 
 
 def check_files(files: Sequence[JobFile], folders: Sequence[str], mode: FilesMode) -> list[Finding]:
-    """The files that the job had open or mapped, and the folders, as they are now. Contents are not compared."""
+    """The files that the job had open or mapped, and the folders, as they are now. Contents are not compared.
+
+    Of databases, which `check_changed_databases` judges, only those that are shorter now.
+    """
     missing = [folder for folder in folders if not os.path.isdir(folder)]
     found: list[Finding] = []
     changed: list[tuple[JobFile, int]] = []
+    databases = spared_by_rewind(files)
     for file in files:
         size_bytes = _size(file.path)
         if size_bytes is None:
             missing.append(file.path)
-        elif size_bytes != file.size_bytes:
+        elif size_bytes != file.size_bytes and (file.path not in databases or size_bytes < file.size_bytes):
             changed.append((file, size_bytes))
     if missing:
         found.append(
