@@ -78,7 +78,7 @@ def test_result_codes(
         ("restore", 1, "GPU map"),
         ("restore", 2, "free memory"),
         ("restore", 801, "shared"),
-        ("restore", 304, "persistence mode"),
+        ("restore", 304, "ran out of memory"),
         ("checkpoint", 304, "pid namespace"),
     ],
 )
@@ -91,6 +91,24 @@ def test_hints(
     with pytest.raises(DriverError) as caught:
         getattr(driver, action)(pid)
     assert words in (caught.value.hint or "")
+
+
+@pytest.mark.parametrize(("mode", "is_advised"), [(False, True), (True, False), (None, False)])
+def test_persistence_mode_is_advised_where_it_is_off(
+    driver: CudaDriver,
+    counter: CounterFactory,
+    sim_environment: SimEnvironment,
+    monkeypatch: pytest.MonkeyPatch,
+    mode: bool | None,
+    is_advised: bool,
+) -> None:
+    pid = counter("--mib", "1", env=sim_environment(faults="restore=304")).pid
+    for step in BEFORE["restore"]:
+        getattr(driver, step)(pid)
+    monkeypatch.setattr("gpucr.driver.gpus.persistence_mode", lambda: mode)
+    with pytest.raises(DriverError) as caught:
+        driver.restore(pid)
+    assert ("persistence mode" in str(caught.value.hint)) is is_advised
 
 
 def test_failed_state_is_reported(driver: CudaDriver, counter: CounterFactory, sim_environment: SimEnvironment) -> None:

@@ -273,6 +273,35 @@ def test_a_runtime_that_cannot_checkpoint_says_so(tmp_path: Path, monkeypatch: p
     assert Path(str(caught.value.log_path)).is_file()
 
 
+RUNC = 'time="2026-11-22T16:00:00Z" level=warning msg='
+
+
+@pytest.mark.parametrize("has_own_log", [True, False])
+def test_the_reason_that_criu_gives_is_told(tmp_path: Path, has_own_log: bool) -> None:
+    line = "Error (criu/files-ext.c:98): Can't dump file 5 of that type [600] (unknown anon_inode:[io_uring])"
+    log, said = tmp_path / "dump.log", tmp_path / "runtime.log"
+    if has_own_log:
+        log.write_text(f"(00.01) Version: 4.2.1\n(00.02) {line}\n(00.03) Error (criu/cr-dump.c:1): Dumping FAILED.\n")
+    said.write_text(f'{RUNC}"(00.02) {line}"\n{RUNC}"criu failed: type NOTIFY errno 0\\nlog file: {log}"\n')
+    record = ContainerRecord("runc", None, "web", "/bundle", OPTIONS)
+    error = runtime_call.failure(record, "dump", log, said)
+    assert error.message == (
+        "runc could not dump the container web: a process has an io_uring ring, which CRIU cannot dump"
+    )
+    assert error.reason == line.partition(": ")[2]
+    assert (error.code, error.log_path) == ("GPUCR-IO-URING", str(log if has_own_log else said))
+    assert "USE_LIBUV=0" in str(error.hint)
+
+
+def test_without_a_reason_of_criu_the_runtimes_last_line_is_told(tmp_path: Path) -> None:
+    said = tmp_path / "runtime.log"
+    said.write_text(f'{RUNC}"first"\n{RUNC}"cgroup \\"a\\" is frozen"\n')
+    error = runtime_call.failure(ContainerRecord("runc", None, "web", "/b", OPTIONS), "dump", tmp_path / "none", said)
+    assert error.message == 'runc could not dump the container web: cgroup "a" is frozen'
+    assert (error.code, error.reason) == ("GPUCR-RUNTIME", None)
+    assert "before it started CRIU" in str(error.hint)
+
+
 @pytest.mark.parametrize("name", ["a:b", "my data", "a#b"])
 def test_a_folder_that_a_path_cannot_name_is_told(name: str, container: StartContainer, tmp_path: Path) -> None:
     made = container("--mib", "1", with_hook=False)

@@ -424,3 +424,29 @@ def test_a_current_folder_that_was_removed(
     (tmp_path / "gone").rmdir()
     said = refused(2, *(process_without_cuda if each == "PID" else each for each in arguments))
     assert "the current folder is not there any more" in said
+
+
+@pytest.mark.root
+def test_a_simulated_driver_that_keeps_its_state_elsewhere(
+    counter: CounterFactory, sim_environment: Callable[..., dict[str, str]], tmp_path: Path
+) -> None:
+    """Where the process cannot use it, in another container say: persistence mode has nothing to do with it."""
+    job = counter()
+    gpucr.suspend(job.pid)
+    elsewhere = tmp_path / "only-in-the-container" / "state"
+    enter = 'mount -t tmpfs tmpfs "$1" && mkdir "$1/only-in-the-container" && shift && exec "$@"'
+    container = ["unshare", "--mount", "--propagation", "private", "sh", "-c", enter, "sh", str(tmp_path)]
+    done = subprocess.run(
+        [*container, *command.command("resume", job.pid)],
+        env={**os.environ, **sim_environment(state_dir=elsewhere)},
+        capture_output=True,
+        text=True,
+        timeout=command.TIMEOUT_S,
+        check=False,
+    )
+    assert done.returncode == 1, done.stderr
+    assert "CUDA_ERROR_OPERATING_SYSTEM (304)" in done.stderr
+    assert f"hint:  the driver is simulated: see that the process can use its state folder {elsewhere}" in done.stderr
+    assert "persistence" not in done.stderr
+    gpucr.resume(job.pid)
+    assert job.ask() == 101

@@ -13,12 +13,13 @@ from typing import Any
 import click
 
 from gpucr.cli.output import JsonWanted, print_json, say
-from gpucr.errors import CriuError, GpucrError, Interrupted, InvalidRequest
+from gpucr.errors import CriuError, DriverError, GpucrError, Interrupted, InvalidRequest
 from gpucr.operations.logs import append_to_log
 
 _MORE_MEMORY = "free memory, or raise the limit (ulimit -v); `gpucr ps` shows where the job is"
 _MORE_THREADS = "raise the limits on processes and memory (ulimit -u, ulimit -v), then try again"
 _REPORT = "please report it, with the end of internal.log in gpucr's log folder (~/.local/state/gpucr/log)"
+_OPERATING_SYSTEM, _SIMULATED = 304, "GPUCR_SIM_STATE"
 _IN_FIELDS_OF_THEIR_OWN = frozenset({"message", "hint", "code"})
 
 
@@ -29,8 +30,8 @@ def show(error: GpucrError, wanted: JsonWanted) -> None:
         say(f"why:   {error.why}")
     if isinstance(error, CriuError) and error.log_path:
         say(f"log:   {error.log_path}")
-    if error.hint:
-        say(f"hint:  {error.hint}")
+    if hint := _hint(error):
+        say(f"hint:  {hint}")
     say(f"code:  {error.code}")
     if wanted.is_wanted and not wanted.is_printed:
         print_json("error", _fields(error))
@@ -90,12 +91,20 @@ def _write_down(error: Exception) -> None:
         append_to_log("internal", "".join(traceback.format_exception(error)))
 
 
+def _hint(error: GpucrError) -> str | None:
+    """The error's own. Of a simulated driver that cannot reach a process, the reason is another than of a real one."""
+    if isinstance(error, DriverError) and error.result == _OPERATING_SYSTEM and _SIMULATED in os.environ:
+        folder = os.environ[_SIMULATED]
+        return f"the driver is simulated: see that the process can use its state folder {folder} ({_SIMULATED})"
+    return error.hint
+
+
 def _fields(error: GpucrError) -> dict[str, Any]:
     return {
         "code": error.code,
         "exit_code": error.exit_code,
         "message": error.message,
         "why": error.why,
-        "hint": error.hint,
+        "hint": _hint(error),
         "data": {name: value for name, value in vars(error).items() if name not in _IN_FIELDS_OF_THEIR_OWN},
     }

@@ -58,8 +58,7 @@ _HINTS = {
     ),
     ("restore", libcuda.NO_DEVICE): "check with `nvidia-smi` that this machine has a working GPU",
     ("restore", libcuda.OPERATING_SYSTEM): (
-        "turn persistence mode on (`nvidia-smi -pm 1`); a process whose restore ran out of memory before cannot be "
-        "restored any more on some drivers"
+        "a process whose restore ran out of memory before cannot be restored any more on some drivers"
     ),
 }
 _UNREACHABLE_HINT = "check that the process lives in this pid namespace and that this user may trace it"
@@ -252,6 +251,8 @@ def _hint(action: str, result: int, state: str | None) -> str | None:
     if result == libcuda.ILLEGAL_STATE and action in _STATE_NEEDED:
         return f"the process is {state or 'in an unknown state'}, and {action} needs it {_STATE_NEEDED[action]}"
     hint = _HINTS.get((action, result))
+    if (action, result) == ("restore", libcuda.OPERATING_SYSTEM) and gpus.persistence_mode() is False:
+        return f"turn persistence mode on (`nvidia-smi -pm 1`); {hint}"
     if hint is None and result in (libcuda.OPERATING_SYSTEM, libcuda.NOT_PERMITTED):
         return _UNREACHABLE_HINT
     return hint

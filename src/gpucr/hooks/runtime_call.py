@@ -21,6 +21,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from gpucr.criu import abandoned
+from gpucr.criu.diagnosis import Diagnosis, diagnose
 from gpucr.criu.install import find_criu, provided_folder
 from gpucr.criu.options import DumpOptions
 from gpucr.errors import BrokenInstall, CriuError, InvalidRequest
@@ -35,7 +36,8 @@ _START_TIME = 19
 """Which field it is of /proc/PID/stat behind the program's name (proc(5): the 22nd of all)."""
 _OUR_LINES = re.compile(r"^gpucr: error: (.*)$", re.MULTILINE)
 _PLAIN_PATH = re.compile(r"[\w/.,@~+=-]+")
-_MESSAGE = re.compile(r'^time=.* level=error msg="(.*)"$')  # runc's log; crun's lines have no such fields
+_CRIU_ERROR = re.compile(r"\bError\s+\([^)]*\): ?\S")
+_MESSAGE = re.compile(r'^time=.* level=\w+ msg="(.*)"$')  # runc's log; crun's lines have no such fields
 _OUR_VARIABLES = re.compile(r"HOME|LD_LIBRARY_PATH|GPUCR_\w+|XDG_\w+")
 
 
@@ -184,20 +186,41 @@ def _end_dumps(found: Programs) -> None:
 
 
 def failure(record: ContainerRecord, phase: str, log_path: Path, said: Path) -> CriuError:
-    """Why the runtime's command failed: gpucr's own reason from CRIU's log, else the runtime's last line."""
-    ours = _OUR_LINES.findall(_read_text(log_path))
-    theirs = [_MESSAGE.sub(r"\1", line) for line in _read_text(said).splitlines() if line.strip()]
-    reason = ours[0] if ours else (theirs[-1] if theirs else "it said nothing")
-    has_log = log_path.exists()
+    """Why the runtime's command failed: gpucr's own reason from CRIU's log, CRIU's, or else the runtime's last line.
+
+    runc ends CRIU's log with it, and quotes its lines in a log of its own, where the other may be gone.
+    """
+    log = _read_text(log_path)
+    told = [_unquoted(line) for line in _read_text(said).splitlines() if line.strip()]
+    last = told[-1] if told else "it said nothing"
+    ours = _OUR_LINES.findall(log)
+    found = None
+    if not ours and _CRIU_ERROR.search("\n".join([log, *told])):
+        found = diagnose("\n".join([log, *told]), otherwise=last)
+    where = log_path if log else said
     return CriuError(
-        f"{record.runtime} could not {phase} the container {record.container}: {reason}",
+        f"{record.runtime} could not {phase} the container {record.container}: "
+        f"{ours[0] if ours else found.meaning if found is not None else last}",
         phase=phase,
-        log_path=str(log_path if has_log else said) if has_log or said.exists() else None,
-        hint="CRIU's log has the rest; gpucr's lines in it begin with `gpucr:`"
-        if has_log
-        else f"{record.runtime} gave up before it started CRIU: mend what it says",
-        code="GPUCR-RUNTIME",
+        reason=found.reason if found is not None else None,
+        log_path=str(where) if where.exists() else None,
+        hint=_hint(record, found, has_log=bool(log)),
+        code=found.code if found is not None and found.code is not None else "GPUCR-RUNTIME",
     )
+
+
+def _hint(record: ContainerRecord, found: Diagnosis | None, *, has_log: bool) -> str:
+    if found is not None and found.hint is not None:
+        return found.hint
+    if has_log or found is not None:
+        return "CRIU's log has the rest; gpucr's lines in it begin with `gpucr:`"
+    return f"{record.runtime} gave up before it started CRIU: fix what it says"
+
+
+def _unquoted(line: str) -> str:
+    """The message of a line of a runtime's log."""
+    found = _MESSAGE.match(line)
+    return line if found is None else found[1].replace('\\"', '"').replace("\\n", "; ")
 
 
 def _read_text(path: Path) -> str:
