@@ -55,7 +55,7 @@ def test_a_hash_that_cannot_be_used(hash_name: str, key: bytes | None) -> None:
 def test_a_missing_library_is_named() -> None:
     with pytest.raises(BrokenInstall, match="trying it needs the Python package gpucr_lacks_this") as caught:
         extra.load("gpucr_lacks_this.part", "trying it")
-    assert caught.value.hint == "install gpucr with its extra: pip install 'gpucr[store]'"
+    assert caught.value.hint == "install it: pip install 'gpucr_lacks_this'"
     assert not extra.is_installed("gpucr_lacks_this")
 
 

@@ -1,4 +1,4 @@
-"""The libraries of the extras ``store`` and ``objects``: imported when needed, and named when they are missing."""
+"""The libraries that only stores need: imported when needed, and named when they are missing."""
 
 from __future__ import annotations
 
@@ -7,19 +7,19 @@ from typing import Any
 
 from gpucr.errors import BrokenInstall
 
-_EXTRAS = {"obstore": "objects"}
-"""The extra of a package, where it is not ``store``."""
+_EXTRAS = {"obstore": "gpucr[objects]"}
+"""What to install for a package that is no dependency of gpucr's own."""
 
 
 def load(module: str, purpose: str) -> Any:
-    """The module. Raises BrokenInstall, with the extra to install, where it is not there; ``purpose`` says who asks."""
+    """The module. Raises BrokenInstall, with what to install, where it is not there; ``purpose`` says who asks."""
     try:
         return importlib.import_module(module)
     except ImportError as e:
         package = module.partition(".")[0]
         raise BrokenInstall(
             f"{purpose} needs the Python package {package}, which cannot be imported: {e}",
-            hint=f"install gpucr with its extra: pip install 'gpucr[{_EXTRAS.get(package, 'store')}]'",
+            hint=f"install it: pip install '{_EXTRAS.get(package, package)}'",
             code="GPUCR-NO-EXTRA",
         ) from e
 
