@@ -689,6 +689,20 @@ def test_the_commands_of_a_day(counter: CounterFactory, tmp_path: Path) -> None:
     assert job.ask() == 101
 
 
+@pytest.mark.parametrize("name", ["GPUCR_KEY_FILE", "GPUCR_PASSPHRASE"])
+def test_a_key_in_the_environment_does_not_concern_a_plain_folder(
+    process_without_cuda: int, tmp_path: Path, name: str
+) -> None:
+    to, pid, env = str(tmp_path / "plain"), str(process_without_cuda), {name: "/no/such/file"}
+    assert run("dump", pid, "--to", to, "--dry-run", env=env).returncode == 0
+    assert run("dump", pid, "--to", to, "--leave-running", env=env).returncode == 0
+    assert run("inspect", to, env=env).returncode == 0
+    (tmp_path / "key").write_bytes(bytes(32))
+    refused = run("dump", pid, "--to", f"{to}-2", "--key-file", str(tmp_path / "key"), env=env)
+    assert refused.returncode == 2
+    assert "is no store" in refused.stderr
+
+
 def test_a_damaged_snapshot_gives_exit_code_5(process_without_cuda: int, store: Path, tmp_path: Path) -> None:
     gpucr.dump(process_without_cuda, at(store, "a"), leave_running=True)
     gpucr.dump(process_without_cuda, tmp_path / "folder", leave_running=True)

@@ -147,7 +147,7 @@ def command(
         "trust_store": trust_store,
     }  # fmt: skip
     if dry_run:
-        plan = with_key(key_file, lambda key: plan_dump(pid, to, **options, key=key))
+        plan = with_key(key_file, lambda key: plan_dump(pid, to, **options, key=key), place=to)
         _print_plan(plan, as_json=as_json, quiet=quiet)
         if not force and any(finding.severity == "blocking" for finding in plan.findings):
             raise SystemExit(Unsupported.exit_code)
@@ -156,6 +156,7 @@ def command(
     report = with_key(
         key_file,
         lambda key: dump(pid, to, **options, key=key, timeout_s=timeout_s, force=force, on_progress=listener),
+        place=to,
     )
     if not quiet:
         say_warnings(report)

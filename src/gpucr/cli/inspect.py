@@ -37,7 +37,7 @@ def command(*, snapshot: str, verify: bool, every_file: bool, key_file: Path | N
       gpucr inspect /var/snapshots/training-0042 --files
       gpucr inspect /var/snapshots/store#latest
     """
-    opened = with_key(key_file, lambda key: open_snapshot(snapshot, key))
+    opened = with_key(key_file, lambda key: open_snapshot(snapshot, key), place=snapshot)
     if verify:
         opened.verify()
     manifest = opened.manifest

@@ -11,6 +11,7 @@ from typing import TYPE_CHECKING, TypeVar
 import click
 
 from gpucr.errors import InvalidRequest, WrongKey
+from gpucr.operations.places import is_store
 
 if TYPE_CHECKING:
     from gpucr.store.keys import Secret
@@ -26,12 +27,14 @@ key_file_option = click.option(
 )
 
 
-def with_key(key_file: Path | None, call: Callable[[Secret | None], T]) -> T:
+def with_key(key_file: Path | None, call: Callable[[Secret | None], T], *, place: str | None = None) -> T:
     """Call it with the key that was given. A passphrase is asked for where a store turns out to need one.
 
-    On a terminal only. Raises InvalidRequest for a key file that cannot be used, and what the call raises.
+    On a terminal only. ``place`` is what the key is for, where that may be a plain folder: for one of these the
+    environment names no key. Raises InvalidRequest for a key file that cannot be used, and what the call raises.
     """
-    key = given_key(key_file)
+    is_for_a_store = key_file is not None or place is None or is_store(place)
+    key = given_key(key_file) if is_for_a_store else None
     try:
         return call(key)
     except WrongKey:

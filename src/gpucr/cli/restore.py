@@ -97,7 +97,7 @@ def command(
         print_container("restore", restore_container(Path(snapshot)), as_json=as_json, quiet=quiet)
         return
     listener = progress_printer(quiet=quiet or as_json, verbose=verbose)
-    opened = with_key(key_file, lambda key: open_snapshot(snapshot, key))
+    opened = with_key(key_file, lambda key: open_snapshot(snapshot, key), place=snapshot)
     report = restore(
         opened,
         gpu_map=gpu_map,
