@@ -1,12 +1,19 @@
 from __future__ import annotations
 
 import json
+import re
+import time
+from datetime import datetime
+from pathlib import Path
 
 import pytest
+from click.testing import CliRunner
 from hypothesis import given
 from hypothesis import strategies as st
 
+from gpucr.cli.prune import command
 from gpucr.errors import StoreDamaged
+from gpucr.operations.stores import init_store
 from gpucr.store import index as indexes
 from gpucr.store import retired, snapshots, writers
 from gpucr.store.keys import Secret
@@ -115,6 +122,56 @@ def test_a_retired_pack_stays_for_the_time_of_grace() -> None:
     backend.clock_s += 1000
     report = prune(store, rules)
     assert (report.waiting_packs, report.deleted_packs) == (0, 1)
+
+
+def test_it_says_when_space_comes_back(secret: Secret | None) -> None:
+    backend = MemoryBackend()
+    store = new_store(backend, secret)
+    gone = dump(store, {"a": content(1, 2, 3)})
+    snapshots.remove(store, gone.id)
+    rules = PruneRules(grace_s=100.0)
+    with WriteSession.begin(store, refresh_s=NEVER_S):
+        (planned,) = prune(store, rules, dry_run=True).later
+        (now,) = prune(store, rules).later
+    assert planned.size_bytes == now.size_bytes
+    assert now.writers == 1
+    (size_bytes,) = {backend.size(name) for name in backend.names("packs/")}
+    assert now.size_bytes == size_bytes
+    (waiting,) = prune(store, rules).later
+    assert (waiting.size_bytes, waiting.writers) == (size_bytes, 0)
+    assert waiting.after_s is not None
+    backend.clock_s = waiting.after_s - 60
+    assert prune(store, rules).deleted_bytes == 0
+    backend.clock_s = waiting.after_s
+    report = prune(store, rules)
+    assert (report.deleted_bytes, report.later) == (size_bytes, ())
+
+
+def test_it_says_where_space_does_not_come_back(secret: Secret | None) -> None:
+    """A pack in which something was damaged, and that holds what is nowhere else."""
+    backend = MemoryBackend()
+    store = new_store(backend, secret)
+    dump(store, {"a": content(1, 2)})
+    (name,) = backend.names("packs/")
+    retired.retire(store, [bytes.fromhex(name.rpartition("/")[2])])
+    for _ in range(2):
+        (space,) = prune(store, AT_ONCE).later
+        assert (space.size_bytes, space.after_s) == (backend.size(name), None)
+
+
+def test_the_command_says_when(tmp_path: Path) -> None:
+    store = init_store(tmp_path / "store")
+    gone = dump(store, {"a": content(1, 2, 3)})
+    snapshots.remove(store, gone.id)
+    said = CliRunner().invoke(command, [store.backend.url]).output
+    assert re.search(
+        r"^0 kept; 0 B deleted\n[\d.]+ KiB is freed by a prune after \d{4}-\d\d-\d\d \d\d:\d\d:\d\dZ\n$", said
+    )
+    (later,) = json.loads(CliRunner().invoke(command, [store.backend.url, "--json"]).output)["later"]
+    assert later["size_bytes"] > 0
+    assert later["writers"] == 0
+    day_s = 24 * 3600
+    assert abs(datetime.fromisoformat(later["after"]).timestamp() - time.time() - day_s) < day_s / 2
 
 
 def test_a_pack_on_which_a_living_writer_relies_stays() -> None:

@@ -3,8 +3,9 @@
 from __future__ import annotations
 
 import re
+from datetime import datetime, timezone
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import click
 
@@ -12,7 +13,10 @@ from gpucr.cli.keys import key_file_option, with_key
 from gpucr.cli.ls import snapshot_fields
 from gpucr.cli.options import complete_folder, json_option, quiet_option
 from gpucr.cli.output import print_json
-from gpucr.quantities import format_bytes
+from gpucr.quantities import counted, format_bytes
+
+if TYPE_CHECKING:
+    from gpucr.store.prune import LaterSpace
 
 _UNITS = {"s": 1.0, "m": 60.0, "h": 3600.0, "d": 86400.0, "w": 7 * 86400.0}
 
@@ -73,7 +77,8 @@ def command(
     """Remove snapshots that need not be kept, and what dumps that died left behind. Dumps and restores may be at work.
 
     A snapshot is kept if --keep-last or --keep-within says so; without both all are. Space comes back with a later
-    prune: data that nothing needs is first retired, and deleted when no dump can rely on it any more.
+    prune: data that nothing needs is first retired, and deleted when no dump can rely on it any more and --grace has
+    passed. The last lines say how much, and when.
 
     \b
     Example:
@@ -91,6 +96,7 @@ def command(
         listed = {"kept": report.kept, "removed": report.removed}
         numbers = {name: value for name, value in vars(report).items() if isinstance(value, int)}
         data = {name: [snapshot_fields(each) for each in found] for name, found in listed.items()}
+        data |= {"later": [_later_fields(each) for each in report.later]}
         print_json("prune", {"dry_run": dry_run, **data, "dead_writers": list(report.dead_writers), **numbers})
     if as_json or quiet:
         return
@@ -100,6 +106,21 @@ def command(
     for writer in report.dead_writers:
         click.echo(f"the dump {writer[:8]}, which died, {would}ended")
     click.echo(f"{len(report.kept)} kept; {format_bytes(report.deleted_bytes)} {would}deleted")
-    later = report.retired_bytes + report.waiting_bytes
-    if later:
-        click.echo(f"{format_bytes(later)} nothing needs any more: a later prune deletes them")
+    for space in report.later:
+        click.echo(_later_text(space))
+
+
+def _later_fields(space: LaterSpace) -> dict[str, Any]:
+    after = (
+        None if space.after_s is None else datetime.fromtimestamp(space.after_s, timezone.utc).isoformat("T", "seconds")
+    )
+    return {"size_bytes": space.size_bytes, "after": after, "writers": space.writers}
+
+
+def _later_text(space: LaterSpace) -> str:
+    size = format_bytes(space.size_bytes)
+    if space.after_s is None:
+        return f"{size} stays as long as a snapshot needs some of it"
+    when = f"{datetime.fromtimestamp(space.after_s, timezone.utc):%Y-%m-%d %H:%M:%SZ}"
+    writing = f", once {counted(space.writers, 'writer')} at work now ended" if space.writers else ""
+    return f"{size} is freed by a prune after {when}{writing}"

@@ -7,7 +7,7 @@ one prune and deleted by a later one. Every step can be cut off and done again.
 from __future__ import annotations
 
 import time
-from collections.abc import Iterator, Sequence, Set
+from collections.abc import Collection, Iterable, Iterator, Sequence, Set
 from dataclasses import dataclass
 
 from gpucr.errors import StoreDamaged, StoreError
@@ -16,7 +16,7 @@ from gpucr.store import retired, snapshots, writers
 from gpucr.store.checks import Checks
 from gpucr.store.index import Index
 from gpucr.store.opened import DISK_FULL, NO_SPACE, Store
-from gpucr.store.pack import Entry, iter_entries, pack_name
+from gpucr.store.pack import Entry, Place, iter_entries, pack_name
 from gpucr.store.pieces import PieceRef
 from gpucr.store.reader import StoreReader
 from gpucr.store.retired import Batch, Inventory, Pack
@@ -48,11 +48,25 @@ class PruneRules:
 
 
 @dataclass(frozen=True)
+class LaterSpace:
+    """Space that a later prune frees: one from ``after_s`` on, when ``writers`` that are at work now have ended.
+
+    ``after_s``: seconds since 1970 by the clock of the store. None: what a snapshot needs is in these packs, and no
+    intact copy of it elsewhere.
+    """
+
+    size_bytes: int
+    after_s: float | None
+    writers: int
+
+
+@dataclass(frozen=True)
 class PruneReport:
     """What a prune did, or with ``dry_run`` would do.
 
     ``retired_bytes`` are deleted by a later prune; ``waiting_bytes`` were retired before and must still wait;
-    ``deleted_bytes`` is the space that is free now. ``repacked_bytes`` were stored anew in other packs.
+    ``deleted_bytes`` is the space that is free now. ``repacked_bytes`` were stored anew in other packs. ``later`` says
+    when what was retired, now and before, can go, the first first.
     """
 
     kept: tuple[StoredSnapshot, ...] = ()
@@ -65,6 +79,7 @@ class PruneReport:
     deleted_packs: int = 0
     deleted_bytes: int = 0
     repacked_bytes: int = 0
+    later: tuple[LaterSpace, ...] = ()
 
 
 def prune(store: Store, rules: PruneRules, *, dry_run: bool = False) -> PruneReport:
@@ -153,7 +168,8 @@ class _Prune:
         live = self._live_pieces(kept, inventory)
         # Not before it is known that what is kept can be restored: else what goes may be the only one that can.
         self._remove_snapshots(removed)
-        deleted, waiting = self._delete(inventory, live, alive.keys())
+        deleted, later = self._delete(inventory, live, alive.keys())
+        waiting_bytes, waiting_packs = sum(each.size_bytes for each in later), len(later)
         # What a writer has made that is at work has no snapshot yet.
         oldest_s = min((each.since_s for each in alive.values()), default=float("inf"))
         settled = [pack for pack in inventory.in_use() if pack.created_s < oldest_s]
@@ -171,11 +187,12 @@ class _Prune:
             dead_writers=tuple(dead),
             retired_packs=len(dead_packs) + len(sparse),
             retired_bytes=sum(pack.size_bytes for pack in (*dead_packs, *sparse)),
-            waiting_packs=len(waiting),
-            waiting_bytes=sum(pack.size_bytes for pack in waiting),
+            waiting_packs=waiting_packs,
+            waiting_bytes=waiting_bytes,
             deleted_packs=len(deleted),
             deleted_bytes=sum(pack.size_bytes for pack in deleted),
             repacked_bytes=repacked_bytes,
+            later=_together([*later, *(self._later(pack, self._now_s, len(alive)) for pack in (*dead_packs, *sparse))]),
         )
 
     def _end_dead_writers(self, own_id: str) -> Sequence[str]:
@@ -208,31 +225,56 @@ class _Prune:
             live |= needed
         return live
 
-    def _delete(self, inventory: Inventory, live: Set[bytes], alive: Set[str]) -> tuple[Sequence[Pack], Sequence[Pack]]:
-        """Delete what was retired before and is not needed any more. What is deleted, and what must wait."""
-        leaving = {pack_id for batch in inventory.batches for pack_id in batch.packs if pack_id in inventory.packs}
+    def _delete(
+        self, inventory: Inventory, live: Set[bytes], alive: Set[str]
+    ) -> tuple[Sequence[Pack], Sequence[LaterSpace]]:
+        """Delete what was retired before and is not needed any more. What is deleted, and of each other pack when."""
+        batch_of = {pack_id: batch for batch in reversed(inventory.batches) for pack_id in batch.packs}
+        leaving = {pack_id: pack for pack_id, pack in inventory.packs.items() if pack_id in batch_of}
         may = {pack_id for batch in inventory.batches if self._may_delete(batch, alive) for pack_id in batch.packs}
-        candidates = [inventory.packs[pack_id] for pack_id in leaving & may]
-        lost = self._lost_with(candidates, inventory, live)
-        deleted = {pack.id: pack for pack in candidates if lost.isdisjoint(_pieces(pack))}
-        waiting = {pack_id: inventory.packs[pack_id] for pack_id in leaving - deleted.keys()}
+        lost = self._lost_with(leaving.values(), may, inventory, live)
+        deleted = {
+            pack_id: pack for pack_id, pack in leaving.items() if pack_id in may and lost.isdisjoint(_pieces(pack))
+        }
+        later = []
+        for pack_id in leaving.keys() - deleted.keys():
+            pack, batch = leaving[pack_id], batch_of[pack_id]
+            writing = len(alive if batch.writers is None else batch.writers & alive)
+            later.append(self._later(pack, batch.retired_s if lost.isdisjoint(_pieces(pack)) else None, writing))
         if not self._dry_run:
             for pack_id in deleted:
                 self._store.backend.delete(pack_name(pack_id))
             self._forget(inventory, inventory.packs.keys() - deleted.keys())
-        return list(deleted.values()), list(waiting.values())
+        return list(deleted.values()), later
 
-    def _lost_with(self, packs: Sequence[Pack], inventory: Inventory, live: Set[bytes]) -> Set[bytes]:
-        """The needed pieces of these packs of which no pack in use has a copy that is intact."""
+    def _later(self, pack: Pack, retired_s: float | None, writing: int) -> LaterSpace:
+        if retired_s is None:
+            return LaterSpace(pack.size_bytes, None, 0)
+        return LaterSpace(pack.size_bytes, retired_s + self._rules.grace_s, writing)
+
+    def _lost_with(
+        self, packs: Collection[Pack], may: Set[bytes], inventory: Inventory, live: Set[bytes]
+    ) -> Set[bytes]:
+        """The needed pieces of these packs of which no pack in use has a copy.
+
+        Whether a copy is intact is seen for those packs that ``may`` be deleted now.
+        """
         in_use = Index()
         for pack in inventory.in_use():
             if pack.contents is not None and pack.is_whole:
                 in_use.add(pack.contents)
-        refs = {PieceRef(entry.id, entry.raw_length) for pack in packs for entry in _entries(pack) if entry.id in live}
-        places = {ref: in_use.find(ref.id) for ref in refs}
-        known = [(ref, place) for ref, place in places.items() if place is not None]
-        damaged = Checks().damaged(StoreReader(self._store, in_use), known)
-        return {ref.id for ref in refs} - {ref.id for ref, _ in known} | {ref.id for ref, _ in damaged}
+        lost: set[bytes] = set()
+        relied: dict[PieceRef, Place] = {}
+        for pack in packs:
+            for entry in _entries(pack):
+                if entry.id in live:
+                    place = in_use.find(entry.id)
+                    if place is None:
+                        lost.add(entry.id)
+                    elif pack.id in may:
+                        relied[PieceRef(entry.id, entry.raw_length)] = place
+        damaged = Checks().damaged(StoreReader(self._store, in_use), relied.items())
+        return lost | {ref.id for ref, _ in damaged}
 
     def _may_delete(self, batch: Batch, alive: Set[str]) -> bool:
         if batch.writers is None:
@@ -301,6 +343,16 @@ class _Prune:
         for info in listing.tombstones:
             if self._now_s - info.modified_s > _TOMBSTONE_S:
                 backend.delete(info.name)
+
+
+def _together(later: Iterable[LaterSpace]) -> tuple[LaterSpace, ...]:
+    """What can go at the same time, in one; what is needed last."""
+    sizes: dict[tuple[float | None, int], int] = {}
+    for each in later:
+        key = (each.after_s, each.writers)
+        sizes[key] = sizes.get(key, 0) + each.size_bytes
+    found = [LaterSpace(size_bytes, *key) for key, size_bytes in sizes.items()]
+    return tuple(sorted(found, key=lambda each: (each.after_s is None, each.after_s or 0.0, each.writers)))
 
 
 def _entries(pack: Pack) -> Iterator[Entry]:
