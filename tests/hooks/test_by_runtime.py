@@ -2,24 +2,29 @@
 
 from __future__ import annotations
 
+import contextlib
 import json
 import os
 import re
 import shutil
 import signal
 import subprocess
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
 import pytest
 
 from gpucr.criu.options import DumpOptions
-from gpucr.errors import BrokenInstall, CriuError, JobDamaged
+from gpucr.errors import BrokenInstall, CriuError, DriverError, JobDamaged, NotPermitted
 from gpucr.hooks import containers, oci, runtime_call
 from gpucr.hooks.container_record import ContainerRecord
 from gpucr.hooks.found_container import FoundContainer
 from gpucr.linux import processes
+from gpucr.model import CudaState, GangMember, Job
+from gpucr.operations import jobs
 from gpucr.operations.interrupts import Interrupts
+from gpucr.operations.jobs import FoundJob
 from gpucr.snapshot import files
 from tests import command
 from tests.counter import wait_until
@@ -27,6 +32,7 @@ from tests.hooks.conftest import StartContainer
 from tests.hooks.container import Container, wait_gone
 from tests.hooks.runtimes import in_cgroup2
 from tests.hooks.test_containers import both_runtimes
+from tests.unit.children import Child, python
 
 pytestmark = pytest.mark.criu
 
@@ -218,8 +224,8 @@ def test_a_folder_is_kept_where_the_container_ends_after_the_dump_seemed_to_fail
         (images / "inventory.img").touch()
         raise CriuError("the runtime was killed", phase="dump")
 
-    def ends_meanwhile(pid: int, _before: object) -> None:
-        processes.kill_tree(pid, including_root=True)
+    def ends_meanwhile(job: Job) -> None:
+        processes.kill_tree(job.root.pid, including_root=True)
 
     found = FoundContainer("runc", "web", process_without_cuda, "running", "", is_podmans=False)
     monkeypatch.setattr(containers, "_find", lambda *_: found)
@@ -228,6 +234,73 @@ def test_a_folder_is_kept_where_the_container_ends_after_the_dump_seemed_to_fail
     with pytest.raises(JobDamaged, match="has ended, and its dump is not complete: the runtime was killed"):
         containers.dump_container("web", tmp_path / "snapshot")
     assert (tmp_path / "snapshot" / "images" / "inventory.img").exists()
+
+
+def test_a_container_that_has_lost_a_process_is_not_as_it_was(
+    process_without_cuda: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    with python("import os, signal; os.fork(); print('ready', flush=True); signal.pause()") as root:
+        wait_until(lambda: len(processes.tree(root.pid)) == 2, "its child")
+        child = processes.tree(root.pid)[1]
+
+        def checkpoint(_record: object, images: Path, _interrupts: object, *, leave_running: bool) -> None:
+            os.kill(child.pid, signal.SIGKILL)
+            raise CriuError("the runtime's CRIU was killed", phase="dump")
+
+        found = FoundContainer("runc", "web", root.pid, "running", "", is_podmans=False)
+        monkeypatch.setattr(containers, "_find", lambda *_: found)
+        monkeypatch.setattr(oci, "checkpoint", checkpoint)
+        with pytest.raises(JobDamaged, match="the container web has lost processes") as failure:
+            containers.dump_container("web", tmp_path / "snapshot")
+        (lost,) = failure.value.failures
+        assert lost.startswith(f"process {child.pid} (")
+        assert (tmp_path / "snapshot").exists()
+
+
+def _job_that_computes(child: Child) -> Job:
+    return Job((processes.describe(child.pid),), (GangMember(child.id, CudaState.RUNNING),))
+
+
+@pytest.mark.parametrize(
+    "error", [NotPermitted("no", pid=1), DriverError("no", pid=1, action="state", result=304), OSError(24, "no")]
+)
+def test_an_error_that_lasts_does_not_mean_that_the_container_has_ended(
+    monkeypatch: pytest.MonkeyPatch, error: Exception
+) -> None:
+    def fail(_: int) -> None:
+        raise error
+
+    monkeypatch.setattr(containers, "_ERROR_LIMIT_S", 0.0)
+    monkeypatch.setattr(jobs, "claimed_job", fail)
+    with (
+        python("import signal; print('ready', flush=True); signal.pause()") as child,
+        pytest.raises(JobDamaged, match=f"process {child.pid} is not back: .*no"),
+    ):
+        containers._wait_until_back(_job_that_computes(child))
+
+
+def test_an_error_that_passes_is_waited_out(monkeypatch: pytest.MonkeyPatch) -> None:
+    with python("import signal; print('ready', flush=True); signal.pause()") as child:
+        job = _job_that_computes(child)
+        answers: list[Any] = [OSError(24, "no"), NotPermitted("no", pid=1), None]
+
+        @contextlib.contextmanager
+        def answer(_: int) -> Iterator[FoundJob]:
+            error = answers.pop(0)
+            if error is not None:
+                raise error
+            yield FoundJob(job, None)
+
+        monkeypatch.setattr(jobs, "claimed_job", answer)
+        containers._wait_until_back(job)
+        assert answers == []
+
+
+def test_a_container_that_has_ended_is_not_waited_for(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(jobs, "claimed_job", lambda _: pytest.fail("asked"))
+    with python("import signal; print('ready', flush=True); signal.pause()") as child:
+        job = _job_that_computes(child)
+    containers._wait_until_back(job)
 
 
 OPTIONS = DumpOptions(leave_running=False, shell_job=False, ghost_limit_bytes=1 << 20, network_lock="nftables")

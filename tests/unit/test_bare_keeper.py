@@ -126,6 +126,29 @@ def test_it_ends_everything_when_its_gpucr_is_killed(tmp_path: Path) -> None:
         wait_until(lambda: not processes.is_alive(keeper), "the keeper to end")
 
 
+def test_it_ends_everything_when_its_gpucr_is_killed_while_that_ends_everything(tmp_path: Path) -> None:
+    """What is below it is stopped by then, before it is killed. The keeper must not be."""
+    code = (
+        "import os, signal, sys; from gpucr import sandbox; from gpucr.linux import processes\n"
+        "made = sandbox.bare_keeper(log_path=None, status_path=None)\n"
+        "made.spawn(['/bin/sh', '-c', 'cd ' + sys.argv[1] + '; (sleep 1000; exit) & wait'], {}, [], (0, 1))\n"
+        "print(made.id.pid, flush=True); sys.stdin.readline()\n"
+        "processes.kill_and_wait = lambda *_: os.kill(os.getpid(), signal.SIGKILL)\n"
+        "made.end()"
+    )
+    environment = {**os.environ, "PYTHONPATH": str(Path(gpucr.__file__).parents[1])}
+    with subprocess.Popen(
+        [sys.executable, "-c", code, tmp_path], stdin=subprocess.PIPE, stdout=subprocess.PIPE, env=environment
+    ) as maker:
+        assert maker.stdout is not None
+        keeper = identity(int(maker.stdout.readline()))
+        wait_until(lambda: len(processes_in(tmp_path)) == 3, "all three to run")
+        maker.communicate(b"\n")
+        assert maker.returncode == -signal.SIGKILL
+    wait_until(lambda: processes_in(tmp_path) == [], "everything below it to end")
+    wait_until(lambda: not processes.is_alive(keeper), "the keeper to end")
+
+
 def test_a_keeper_that_was_killed(keeper: BareKeeper, tmp_path: Path) -> None:
     with Spawned(keeper, tmp_path, "exit 0") as shell:
         os.kill(keeper.id.pid, signal.SIGKILL)

@@ -385,6 +385,23 @@ def test_kill_and_wait_closes_its_descriptors() -> None:
     assert len(os.listdir("/proc/self/fd")) == before
 
 
+def test_a_signal_never_reaches_another_process_with_the_same_pid() -> None:
+    before = len(os.listdir("/proc/self/fd"))
+    with sleeper() as child:
+        stranger = ProcessId(child.pid, child.id.start_time_ticks - 1)
+        assert not processes.send_signal(stranger, signal.SIGKILL)
+        assert processes.is_alive(child.id)
+        assert processes.send_signal(child.id, signal.SIGSTOP)
+        processes.wait_for_stop([child.pid], 60.0)
+        processes.continue_stopped([stranger])
+        assert processes.read_stat(child.pid).status == "T"  # type: ignore[union-attr]
+        processes.continue_stopped([child.id])
+        assert processes.read_stat(child.pid).status != "T"  # type: ignore[union-attr]
+        gone = child.id
+    assert not processes.send_signal(gone, signal.SIGKILL)
+    assert len(os.listdir("/proc/self/fd")) == before
+
+
 @pytest.mark.parametrize("including_root", [False, True])
 def test_kill_tree(*, including_root: bool) -> None:
     with python(FAMILY) as root:

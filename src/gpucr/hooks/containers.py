@@ -24,14 +24,18 @@ from gpucr.hooks.container_record import (
 )
 from gpucr.hooks.found_container import FoundContainer
 from gpucr.linux import processes, trusted_paths
-from gpucr.model import CudaState, ProcessId
+from gpucr.model import CudaState, Job, ProcessId
 from gpucr.operations import jobs
 from gpucr.operations.interrupts import Interrupts
+from gpucr.operations.roll import Roll
 from gpucr.snapshot import files
 from gpucr.snapshot.folder import GPU_PART_NAME, check_target, completed
 
 _THAW_LIMIT_S = 600.0
 _KILLED_LIMIT_S = 10.0
+_ERROR_LIMIT_S = 30.0
+"""How long an error may last that keeps gpucr from seeing the container's state."""
+
 _LOOK_EVERY_S = 0.05
 
 
@@ -71,28 +75,30 @@ def dump_container(
     _require_ours(to)
     found = _find(container, runtime, runtime_root)
     pid = found.running_pid()
-    before = _running(pid)
-    tree = processes.tree(pid)
-    options = choose_dump_options([process.pid for process in tree], leave_running=leave_running)
+    job = jobs.find_job(pid).job
+    options = choose_dump_options(job.pids, leave_running=leave_running)
     root = None if runtime_root is None else str(runtime_root.absolute())
     record = ContainerRecord(found.runtime, root, found.container, found.bundle, options)
     existed = to.exists()
     checkpoint = podman.checkpoint if found.runtime == "podman" else oci.checkpoint
-    with Interrupts() as interrupts:
+    with Interrupts() as interrupts, Roll(job) as roll:
         images = _make_folder(to)
         try:
             checkpoint(record, images.resolve(), interrupts, leave_running=leave_running)
             if leave_running:
-                _wait_until_back(pid, before)
+                _wait_until_back(job)
             with completed(str(to), hint="free space on that disk"):
                 _sync(to)
                 write_record(to, record)
+            if leave_running:
+                roll.require_gang(f"{to} is complete, and the container was to keep running")
         except JobDamaged:
             raise  # what is in the folder is complete, and perhaps all that is left
         except BaseException as error:
-            _check_not_ended(tree[0].id, container, to, error)
-            _wait_until_back(pid, before)
-            _check_not_ended(tree[0].id, container, to, error)
+            _check_not_ended(job.root.id, container, to, error)
+            _wait_until_back(job)
+            _check_not_ended(job.root.id, container, to, error)
+            _check_no_loss(roll, container, to, error)
             for made in (images, podman.beside(images)) if existed else (to,):
                 shutil.rmtree(made, ignore_errors=True)
             raise
@@ -205,27 +211,50 @@ def _check_not_ended(root: ProcessId, container: str, to: Path, error: BaseExcep
     ) from error
 
 
-def _running(pid: int) -> set[int]:
-    """The processes below it that compute on a GPU now."""
-    return {member.pid for member in jobs.find_job(pid).job.gang if member.found is CudaState.RUNNING}
-
-
-def _wait_until_back(pid: int, before: set[int]) -> None:
-    """Until the attendant is done with the container, which it is after the runtime's command has ended."""
-    end = time.monotonic() + _THAW_LIMIT_S
-    now: set[int] = set()
-    while before and time.monotonic() < end:
-        try:
-            with jobs.claimed_job(pid) as found:
-                now = {member.pid for member in found.job.gang if member.found is CudaState.RUNNING}
-                break
-        except Unsupported:  # somebody works on it, or it is stopped
-            time.sleep(_LOOK_EVERY_S)
-        except GpucrError:
-            return  # it has ended
-    if before - now:
+def _check_no_loss(roll: Roll, container: str, to: Path, error: BaseException) -> None:
+    """Raise JobDamaged where processes of the container have ended, though its first one runs."""
+    lost = [each.sentence() for each in roll.call_after_undo() if each.is_loss]
+    if lost:
+        why = str(error) or "it was interrupted"
         raise JobDamaged(
-            f"the GPU state of the container's process {min(before - now)} is not back",
-            failures=[f"process {each} does not run" for each in sorted(before - now)],
+            f"{why}; and the container {container} has lost processes: " + "; ".join(lost),
+            failures=lost,
+            hint=f"what there is of its dump is in {to}, and has been left there",
+        ) from error
+
+
+def _running(job: Job) -> set[int]:
+    """The processes that compute on a GPU now."""
+    return {member.pid for member in job.gang if member.found is CudaState.RUNNING}
+
+
+def _wait_until_back(job: Job) -> None:
+    """Until the attendant is done with the container, which it is after the runtime's command has ended.
+
+    Returns where the container has ended. An error of any other kind does not mean that: it may pass, and if it stays,
+    nobody knows that the GPU state is back.
+    """
+    before = _running(job)
+    end, why = time.monotonic() + _THAW_LIMIT_S, ""
+    while before and processes.goes_on(job.root.id):
+        try:
+            with jobs.claimed_job(job.root.pid) as found:
+                missing, why = before - _running(found.job), ""
+                break
+        except Unsupported as error:  # somebody works on it, or it is stopped
+            why = error.message
+        except (GpucrError, OSError) as error:
+            end, why = min(end, time.monotonic() + _ERROR_LIMIT_S), str(error)
+        if time.monotonic() > end:
+            missing = before
+            break
+        time.sleep(_LOOK_EVERY_S)
+    else:
+        return
+    missing = {pid for pid in missing if any(pid == m.pid and processes.goes_on(m.id) for m in job.gang)}
+    if missing:
+        raise JobDamaged(
+            f"the GPU state of the container's process {min(missing)} is not back" + (f": {why}" if why else ""),
+            failures=[f"process {each} does not run" for each in sorted(missing)],
             hint="hook.log and guard.log in gpucr's log folder say why; `gpucr state` shows where it is",
         )

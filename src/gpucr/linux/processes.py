@@ -405,11 +405,27 @@ def wait_for_stop(pids: Iterable[int], timeout_s: float) -> None:
         time.sleep(0.001)
 
 
-def continue_stopped(pids: Iterable[int]) -> None:
-    """SIGCONT these processes; those that have ended are passed over."""
-    for pid in pids:
-        with contextlib.suppress(ProcessLookupError):
-            os.kill(pid, signal.SIGCONT)
+def send_signal(process: ProcessId, number: signal.Signals) -> bool:
+    """Signal this very process, never another one that has got its pid. False where it has ended."""
+    try:
+        fd = os.pidfd_open(process.pid)
+    except ProcessLookupError:
+        return False
+    try:
+        if not is_alive(process):  # asked after the pidfd was opened: now the two name the same process
+            return False
+        signal.pidfd_send_signal(fd, number)
+    except ProcessLookupError:
+        return False
+    finally:
+        os.close(fd)
+    return True
+
+
+def continue_stopped(found: Iterable[ProcessId]) -> None:
+    """SIGCONT these very processes; those that have ended are passed over."""
+    for process in found:
+        send_signal(process, signal.SIGCONT)
 
 
 def kill_and_wait(processes: Iterable[ProcessId], timeout_s: float = 10.0) -> tuple[ProcessId, ...]:
@@ -457,8 +473,7 @@ def kill_tree(root_pid: int, *, including_root: bool, timeout_s: float = 10.0) -
         if not new:
             return kill_and_wait(stopped, timeout_s)
         for process in new:
-            with contextlib.suppress(ProcessLookupError):
-                os.kill(process.pid, signal.SIGSTOP)
+            send_signal(process, signal.SIGSTOP)
         stopped |= new
 
 

@@ -12,7 +12,7 @@ from gpucr.errors import CudaStarted, DriverError, GpucrError, JobChanged
 from gpucr.gang import Gang
 from gpucr.linux import processes
 from gpucr.linux.inherited import InheritedDevices, find_inherited, let_go
-from gpucr.model import CudaState, GangMember, ProcessInfo, StagedExtent
+from gpucr.model import CudaState, GangMember, ProcessId, ProcessInfo, StagedExtent
 from gpucr.operations.gpu_places import Placement
 from gpucr.operations.interrupts import Interrupts
 from gpucr.operations.protection import Protection
@@ -308,7 +308,7 @@ class ReleaseThreads:
         self,
         threads: GangThreads,
         protection: Protection,
-        stopped: Callable[[], Iterable[int]] = tuple,
+        stopped: Callable[[], Iterable[ProcessId]] = tuple,
         *,
         is_result: bool = False,
     ) -> None:

@@ -212,13 +212,13 @@ def _bring_back(record: Recovery, descriptors: Mapping[int, int]) -> None:
         if members:
             _hold(threads, record, members)
             # The driver answers only while its thread runs; all others are held, and do not notice.
-            processes.continue_stopped(_alive(record.stopped) & {member.pid for member in members})
+            processes.continue_stopped(set(record.stopped) & {member.id for member in members})
             _attach_all(record, members, descriptors)
             _return_to_found(members)
             _close_left_behind(record, members)
     finally:
         threads.release()
-        processes.continue_stopped(_alive(record.stopped))
+        processes.continue_stopped(record.stopped)
 
 
 def _hold(threads: GangThreads, record: Recovery, members: Sequence[GangMember]) -> None:
@@ -312,10 +312,6 @@ def _snapshot(folder: UnfinishedFolder, descriptors: Mapping[int, int]) -> Unfin
     from gpucr.snapshot.folder import UnfinishedSnapshot
 
     return UnfinishedSnapshot.left_behind(Path(folder.path), folder.mode_before, descriptors[folder.descriptor])
-
-
-def _alive(found: Sequence[ProcessId]) -> set[int]:
-    return {process.pid for process in found if processes.goes_on(process)}
 
 
 def _names(found: Sequence[ProcessId]) -> str:

@@ -95,10 +95,11 @@ class DeviceRestore:
             found[pid] = tid
         return found
 
-    def to_continue(self) -> list[int]:
+    def to_continue(self) -> list[ProcessId]:
         """The processes without CUDA that were not stopped when they were dumped."""
         records = self.snapshot.manifest.processes
-        return [self.pids[r.pid] for r in records if r.found_state is None and not r.stopped and r.pid in self.pids]
+        chosen = {self.pids.get(r.pid) for r in records if r.found_state is None and not r.stopped}
+        return [process for process in self.restored if process.pid in chosen]
 
 
 @dataclass(kw_only=True)

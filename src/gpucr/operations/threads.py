@@ -10,13 +10,13 @@ well (docs/hardware.md).
 from __future__ import annotations
 
 import contextlib
-import os
 import signal
 from collections.abc import Iterator, Mapping
 
 from gpucr.errors import GpucrError, JobChanged, NotPermitted
 from gpucr.linux import processes
 from gpucr.linux.ptrace import HeldThreads
+from gpucr.model import ProcessId
 
 STOP_TIMEOUT_S = 10.0
 """How long a SIGSTOP is waited for."""
@@ -32,6 +32,7 @@ class GangThreads:
     def __init__(self) -> None:
         self._held: list[HeldThreads] = []
         self._free_threads: dict[int, int] = {}
+        self._ids: dict[int, ProcessId] = {}
         self.are_stopped = False
 
     @property
@@ -44,6 +45,9 @@ class GangThreads:
         new = {pid: tid for pid, tid in free_threads.items() if pid not in self._free_threads}
         self._hold(new)
         self._free_threads |= new
+        for pid in new:  # held, so this is the process that was meant
+            if (stat := processes.read_stat(pid)) is not None:
+                self._ids[pid] = ProcessId(pid, stat.start_time_ticks)
 
     def hold_again(self) -> None:
         """After `stop`, when CRIU is done: stopped → held, then the free threads go on.
@@ -64,9 +68,8 @@ class GangThreads:
     def stop(self) -> None:
         """Held → stopped by SIGSTOP, and no longer traced."""
         self.are_stopped = True
-        for pid in self.pids:
-            with contextlib.suppress(ProcessLookupError):  # that it ended is CRIU's to find
-                os.kill(pid, signal.SIGSTOP)
+        for process in self._ids.values():
+            processes.send_signal(process, signal.SIGSTOP)  # that one has ended is CRIU's to find
         self.release()
         # CRIU must not meet a stop that is half done: it would dump the signal as pending.
         processes.wait_for_stop(self.pids, STOP_TIMEOUT_S)
@@ -74,7 +77,7 @@ class GangThreads:
     def continue_stopped(self) -> None:
         """End the stop. Threads that are held do not notice."""
         self.are_stopped = False
-        processes.continue_stopped(self.pids)
+        processes.continue_stopped(self._ids.values())
 
     def release(self) -> None:
         """Held → running (or stopped, where a stop is in force)."""

@@ -183,7 +183,11 @@ class _Waiting:
         return not left
 
     def _kill(self) -> tuple[ProcessId, ...]:
-        return processes.kill_tree(self.id.pid, including_root=True) if processes.is_alive(self.id) else ()
+        if not processes.is_alive(self.id):
+            return ()
+        # The keeper itself is never stopped: if the caller is killed now, it ends the rest.
+        left = processes.kill_tree(self.id.pid, including_root=False)
+        return (*left, *processes.kill_and_wait([self.id]))
 
     def __enter__(self: W) -> W:
         return self

@@ -72,8 +72,9 @@ class Gate:
             raise self._error
 
     def _trace(self) -> None:
-        thread = None
+        thread = pidfd = None
         try:
+            pidfd = os.pidfd_open(self.pid)
             thread = TracedThread.seize(self._restore_thread)
             number = send_descriptor(thread, self._fd)
             mask = thread.signal_mask()
@@ -88,9 +89,12 @@ class Gate:
             close_descriptor(thread, number)
         except BaseException as error:  # noqa: BLE001 - carried to begin or finish
             self._error = error
-            with contextlib.suppress(ProcessLookupError):
-                os.kill(self.pid, signal.SIGKILL)
+            if pidfd is not None:
+                with contextlib.suppress(ProcessLookupError):
+                    signal.pidfd_send_signal(pidfd, signal.SIGKILL)
         finally:
+            if pidfd is not None:
+                os.close(pidfd)
             if thread is not None:
                 with contextlib.suppress(OSError):
                     if self._error is None:
