@@ -28,6 +28,7 @@
     ├── JobChanged                 1   the job changed under our hands (a process ended, another tool worked on it)
     │   └── CudaStarted                a process began to use CUDA between discovery and freeze
     ├── JobDamaged                 10  failed, and the job could not be brought back to how it was found
+    ├── OutputLost                 7   what was asked for has been done, and the report could not be printed
     └── Interrupted                130 Ctrl-C or SIGTERM; the job is as it was found
 
 Messages are one sentence that says what is wrong; ``why`` is the cause's own words, ``hint`` says what to do about it.
@@ -295,6 +296,13 @@ class JobDamaged(GpucrError):
     def __init__(self, message: str, *, failures: Sequence[str], hint: str | None = None) -> None:
         super().__init__(message, hint=hint)
         self.failures = tuple(failures)
+
+
+class OutputLost(GpucrError):
+    """What was asked for has been done, but the report of it could not be printed. Raised by commands only."""
+
+    exit_code = 7
+    code = "GPUCR-OUTPUT-LOST"
 
 
 class Interrupted(GpucrError):

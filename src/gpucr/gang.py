@@ -126,16 +126,27 @@ class Gang:
             self._members.setdefault(member.pid, member)
 
     def state(self, pid: int) -> CudaState | None:
-        """The state now. None where the process has ended or lost its CUDA context."""
+        """The state now. None where the process has ended, or runs another program by now.
+
+        Raises JobChanged where a process that used CUDA denies it: the driver answers so, too, where it could not look
+        (seen without free descriptors), and what is not known must never pass for done.
+        """
         process = self._members[pid].id
         if not processes.goes_on(process):
             return None
         try:
-            return self.driver.state(pid)
+            state = self.driver.state(pid)
         except GpucrError:
             if processes.goes_on(process):
                 raise
             return None  # it ended between the two questions
+        if state is None and uses_libcuda(pid) and processes.goes_on(process):
+            raise JobChanged(
+                f"the driver does not tell the state of process {pid} any more",
+                pids=[pid],
+                hint=f"see what `gpucr state {pid}` says, and whether the process itself reports an error",
+            )
+        return state
 
     def is_stuck(self, pid: int) -> bool:
         """Whether a driver call on this process never came back: asking its state could hang as well."""
@@ -241,7 +252,7 @@ class Gang:
         Each member is tried even when another one fails. Raises the first error afterwards; a process that has ended
         is no error, there is nothing to bring back.
         """
-        errors: list[GpucrError] = []
+        errors: list[GpucrError | OSError] = []
         ways: tuple[Callable[[], None], ...] = (
             lambda: self.restore(down_to=lambda member: member.found),
             lambda: self.unlock(down_to=lambda member: member.found),
@@ -250,7 +261,7 @@ class Gang:
         for way in ways:
             try:
                 way()
-            except GpucrError as error:
+            except (GpucrError, OSError) as error:
                 errors.append(error)
         wrong = [m for m in self.members if m.pid in self._stuck or self._is_off(m)]
         if wrong:
@@ -307,7 +318,7 @@ class Gang:
     def _is_off(self, member: GangMember) -> bool:
         try:
             state = self.state(member.pid)
-        except GpucrError:
+        except (GpucrError, OSError):
             return True  # a process that cannot be looked at is not known to be as it was found
         return state is not None and state != member.found
 
@@ -316,7 +327,7 @@ class Gang:
             return f"the driver still works on its {self._stuck[member.pid]}"
         try:
             state = self.state(member.pid)
-        except GpucrError as error:
+        except (GpucrError, OSError) as error:
             return f"state not known: {error}"
         return state.word if state is not None else "ended"
 

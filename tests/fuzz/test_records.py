@@ -179,7 +179,7 @@ def test_cpu_lists(text: str) -> None:
 def test_messages_to_the_guard(message: str, descriptors: int) -> None:
     """It ends, or answers: it never does anything else for want of a meaning."""
     fds = [os.memfd_create("fuzz") for _ in range(descriptors)]
-    post = Post()
+    post = Post(1)
     try:
         with contextlib.suppress(ValueError, IndexError):
             assert post.take(message, fds).endswith(f" {descriptors}")

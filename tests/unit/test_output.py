@@ -11,6 +11,7 @@ from pathlib import Path
 
 import pytest
 
+from gpucr.errors import OutputLost
 from tests import command
 from tests.counter import DEADLINE_S
 
@@ -51,11 +52,11 @@ def test_a_reader_that_has_ended_is_no_failure() -> None:
 def test_a_full_disk_is_told_apart_from_a_failure() -> None:
     with open("/dev/full", "wb") as full:
         done = _run(PRINTS, stdout=full.fileno())
-    assert done.returncode == 1
+    assert done.returncode == OutputLost.exit_code == 7
     assert done.stderr.splitlines() == [
         "error: what was to be printed cannot be written to stdout: No space left on device",
         "hint:  what was asked for has been done; `gpucr jobs` and `gpucr ps` show what became of a job",
-        "code:  GPUCR-FAILED",
+        "code:  GPUCR-OUTPUT-LOST",
     ]
 
 

@@ -28,8 +28,10 @@ TIMEOUT_S = 60
 
 PROGRAM = """
 import sys
+from gpucr.cli.output import prepare_streams
 from gpucr.cli.progress import progress_printer
 from gpucr.operations.steps import run_steps
+prepare_streams()
 
 class Step:
     def __init__(self, name, total_bytes=0, run=None, undo=None):

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import errno
 import os
 import stat
 from dataclasses import replace
@@ -219,3 +220,54 @@ def test_a_record_of_another_size_is_made_with_that_size(root: Path, snapshot: P
     (record,) = save(root, snapshot, inodes={(root / "file").stat().st_ino})
     shared_files.SharedFiles(root, snapshot, [replace(record, names=("new",), size_bytes=MIB + 3)]).put_back()
     assert (root / "new").read_bytes() == CONTENT[: MIB + 3]
+
+
+@pytest.mark.parametrize("number", [errno.ENOENT, errno.ENOTDIR, errno.EACCES, errno.ELOOP])
+def test_folders_of_others_that_cannot_be_looked_into_are_passed_over(
+    root: Path, snapshot: Path, monkeypatch: pytest.MonkeyPatch, number: int
+) -> None:
+    """Removed or moved while they are listed, or a FUSE file system, into which not even root may look."""
+    (root / "others" / "inner").mkdir(parents=True)
+    real_open = os.open
+
+    def open_or_fail(path: str | Path, *arguments: int, dir_fd: int | None = None) -> int:
+        if path == "others":
+            raise OSError(number, os.strerror(number))
+        return real_open(path, *arguments, dir_fd=dir_fd)
+
+    monkeypatch.setattr(os, "open", open_or_fail)
+    names = {name for record in save(root, snapshot) for name in record.names}
+    assert names == {"file", "other", "sub/sub/third", "empty"}
+
+
+def test_folders_nested_deeper_than_a_path_can_be(root: Path, snapshot: Path) -> None:
+    fd = os.open(root, os.O_RDONLY)
+    for _ in range(30):
+        os.mkdir("d" * 200, dir_fd=fd)
+        inner = os.open("d" * 200, os.O_RDONLY, dir_fd=fd)
+        os.close(fd)
+        fd = inner
+    os.close(os.open("deep", os.O_CREAT | os.O_WRONLY, dir_fd=fd))
+    os.close(fd)
+    names = {name for record in save(root, snapshot) for name in record.names}
+    assert {"file", "other", "sub/sub/third", "empty"} < names
+    assert any(name.endswith("/deep") for name in names)
+
+
+def test_a_folder_that_becomes_a_link_is_not_followed(root: Path, snapshot: Path, tmp_path: Path) -> None:
+    """Root copies nothing from outside, whoever swaps a folder between the listing and the copy."""
+    (tmp_path / "secret").mkdir()
+    (tmp_path / "secret" / "third").write_bytes(b"not for the snapshot")
+    (root / "sub" / "sub" / "third").rename(root / "sub" / "sub" / "kept")
+    (root / "moved").symlink_to(tmp_path / "secret")
+    with pytest.raises(OSError, match=r"Not a directory|Too many levels"):
+        shared_files._save_one(root, snapshot, "0", ["moved/third"])
+
+
+def test_out_of_descriptors_is_not_passed_over(root: Path, snapshot: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    def fail(*_: object, **__: object) -> int:
+        raise OSError(24, "Too many open files")
+
+    monkeypatch.setattr(os, "dup", fail)
+    with pytest.raises(OSError, match="Too many open files"):
+        save(root, snapshot)

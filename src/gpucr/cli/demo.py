@@ -5,7 +5,6 @@ from __future__ import annotations
 import contextlib
 import os
 import re
-import signal
 import socket
 import subprocess
 import sys
@@ -25,6 +24,7 @@ from gpucr.driver.cuda import load_driver
 from gpucr.driver.gpus import gpu_processes, list_gpus
 from gpucr.errors import DeadlineExceeded, DriverUnavailable, GpucrError, InvalidRequest, ProcessNotFound
 from gpucr.linux.processes import describe, kill_and_wait, read_stat
+from gpucr.operations.interrupts import not_over_yet
 from gpucr.quantities import format_bytes
 
 ANSWER_TIMEOUT_S = 30.0
@@ -175,6 +175,7 @@ def play(story: Story, folder: Path, mib: int) -> None:
         running = GpuMemory.seen_for(counter.pid)
 
         dumped = gpucr.dump(counter.pid, snapshot)
+        not_over_yet()
         story.phases += [Phase("dump", p.name, p.seconds, p.size_bytes) for p in dumped.phases]
         gone = counter.is_gone()
         story.check("its process is gone", gone, f"pid {counter.pid} {'does not exist' if gone else 'still exists'}")
@@ -184,6 +185,7 @@ def play(story: Story, folder: Path, mib: int) -> None:
         story.check("its GPU memory is free", free, f"{format_bytes(max(freed_bytes, 0))} given back")
 
         restored = gpucr.restore(snapshot)
+        not_over_yet()
         story.phases += [Phase("restore", p.name, p.seconds, p.size_bytes) for p in restored.phases]
         story.check("it is back under its pid", restored.pid == counter.pid, f"pid {restored.pid}")
         answer = counter.ask()
@@ -266,8 +268,6 @@ def command(*, mib: int, keep: Path | None, as_json: bool) -> None:
         say(f"Using the NVIDIA driver on {list_gpus()[0].name}.")
     else:
         run_again_on_simulator()
-    for number in (signal.SIGTERM, signal.SIGHUP):
-        signal.signal(number, signal.default_int_handler)  # ends like Ctrl-C, so that everything is cleaned up
     with working_folder(keep) as folder:
         play(story, folder, mib)
     if as_json:

@@ -13,11 +13,12 @@ from typing import Any
 import click
 
 from gpucr.cli.output import JsonWanted, print_json, say
-from gpucr.errors import CriuError, DriverError, GpucrError, Interrupted, InvalidRequest
-from gpucr.operations.logs import append_to_log
+from gpucr.errors import CriuError, DriverError, GpucrError, Interrupted, InvalidRequest, OutputLost, Unsupported
+from gpucr.linux.descriptor_limit import OUT_OF_DESCRIPTORS
 
 _MORE_MEMORY = "free memory, or raise the limit (ulimit -v); `gpucr ps` shows where the job is"
 _MORE_THREADS = "raise the limits on processes and memory (ulimit -u, ulimit -v), then try again"
+_MORE_FILES = "raise the limit (`ulimit -Hn`, LimitNOFILE= of a service)"
 _REPORT = "please report it, with the end of internal.log in gpucr's log folder (~/.local/state/gpucr/log)"
 _OPERATING_SYSTEM, _SIMULATED = 304, "GPUCR_SIM_STATE"
 _IN_FIELDS_OF_THEIR_OWN = frozenset({"message", "hint", "code"})
@@ -50,17 +51,20 @@ def show_interruption(wanted: JsonWanted) -> None:
     show(Interrupted("interrupted"), wanted)
 
 
-def unexpected(error: Exception) -> GpucrError:
+def unexpected(error: Exception, *, has_succeeded: bool = False) -> GpucrError:
     """What no part of gpucr has turned into an error of its own: a limit that was reached, or a mistake in gpucr.
 
-    Of a mistake, the traceback goes to ``internal.log`` in the log folder. The cause is kept.
+    Of a mistake, the traceback goes to ``internal.log`` in the log folder. The cause is kept. ``has_succeeded``: it was
+    the report that failed.
     """
     if isinstance(error, MemoryError) or (isinstance(error, OSError) and error.errno == errno.ENOMEM):
         made = GpucrError("gpucr has too little memory", hint=_MORE_MEMORY, code="GPUCR-NO-MEMORY")
     elif isinstance(error, RuntimeError) and str(error) == "can't start new thread":
         made = GpucrError("no more threads can be started", hint=_MORE_THREADS, code="GPUCR-NO-MEMORY")
-    elif isinstance(error, OSError) and error.errno in (errno.EMFILE, errno.ENFILE):
-        made = GpucrError("gpucr has too many files open", hint="raise the limit (ulimit -n), then try again")
+    elif isinstance(error, OSError) and error.errno in OUT_OF_DESCRIPTORS:
+        made = Unsupported("this process may not open enough files", hint=_MORE_FILES, code="GPUCR-OPEN-FILES")
+    elif isinstance(error, FileNotFoundError) and not _has_current_folder():
+        made = InvalidRequest("the current folder is not there any more", hint="change to another: cd")
     elif isinstance(error, OSError) and error.strerror:
         where = f"{os.fsdecode(error.filename)}: " if isinstance(error.filename, str | bytes) else ""
         made = GpucrError(f"{where}{error.strerror}", hint="see whether that can be read and written")
@@ -68,6 +72,8 @@ def unexpected(error: Exception) -> GpucrError:
         _write_down(error)
         said = "".join(traceback.format_exception_only(error)).strip().splitlines()[0]
         made = GpucrError(f"gpucr met something unexpected: {said}", hint=_REPORT, code="GPUCR-INTERNAL")
+    if has_succeeded:
+        made = OutputLost(f"what was asked for has been done, but its report failed: {made.message}", hint=made.hint)
     made.__cause__ = error
     return made
 
@@ -88,6 +94,8 @@ def ignored(arguments: sys.UnraisableHookArgs) -> None:
 
 def _write_down(error: Exception) -> None:
     with contextlib.suppress(Exception):  # what went wrong may go wrong here as well
+        from gpucr.operations.logs import append_to_log  # late: hardly ever needed
+
         append_to_log("internal", "".join(traceback.format_exception(error)))
 
 
@@ -97,6 +105,15 @@ def _hint(error: GpucrError) -> str | None:
         folder = os.environ[_SIMULATED]
         return f"the driver is simulated: see that the process can use its state folder {folder} ({_SIMULATED})"
     return error.hint
+
+
+def _has_current_folder() -> bool:
+    """Relative paths mean nothing where it has been removed, and whatever looks at one fails."""
+    try:
+        os.getcwd()
+    except FileNotFoundError:
+        return False
+    return True
 
 
 def _fields(error: GpucrError) -> dict[str, Any]:

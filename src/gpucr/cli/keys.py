@@ -11,6 +11,7 @@ from typing import TYPE_CHECKING, TypeVar
 import click
 
 from gpucr.errors import InvalidRequest, WrongKey
+from gpucr.operations.interrupts import not_over_yet
 from gpucr.operations.places import is_store
 
 if TYPE_CHECKING:
@@ -40,6 +41,7 @@ def with_key(key_file: Path | None, call: Callable[[Secret | None], T], *, place
     except WrongKey:
         if key is not None or not sys.stdin.isatty():
             raise
+    not_over_yet()
     return call(_ask("Passphrase of the store", twice=False))
 
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import sys
 import time
 
 from rich.console import Console, RenderableType
@@ -11,7 +12,7 @@ from rich.spinner import Spinner
 from rich.table import Table
 from rich.text import Text
 
-from gpucr.cli.output import TALK, printable
+from gpucr.cli.output import printable
 from gpucr.cli.progress import how_far, talk_line
 from gpucr.operations.steps import Progress
 
@@ -25,7 +26,7 @@ class LiveProgress:
     """Shows each phase as it runs: a spinner and its time, and where it moves bytes a bar, rate and time left."""
 
     def __init__(self) -> None:
-        self._console = Console(file=TALK, force_terminal=True, highlight=False, markup=False, emoji=False)
+        self._console = Console(file=sys.stderr, force_terminal=True, highlight=False, markup=False, emoji=False)
         self._spinner = Spinner("line")
         self._live: Live | None = None
         self._began = 0.0

@@ -7,6 +7,7 @@ import sys
 import click
 
 from gpucr.cli.options import JobTarget
+from gpucr.cli.output import lost_stdout
 from gpucr.operations.job_logs import job_log
 
 
@@ -25,3 +26,5 @@ def command(*, job: int | str, follow: bool, lines: int | None) -> None:
     for piece in job_log(job, last_lines=lines, follow=follow):
         out.write(piece)
         out.flush()
+        if lost_stdout() is not None:
+            return

@@ -8,14 +8,15 @@ import os
 import signal
 import sys
 import threading
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, NoReturn
 
 import click
 
 from gpucr.cli import failures
-from gpucr.cli.output import JsonWanted, StdoutLost, prepare_streams, say
+from gpucr.cli.output import JsonWanted, lost_stdout, prepare_streams
 from gpucr.cli.suggesting import SuggestingGroup
-from gpucr.errors import GpucrError, Interrupted, InvalidRequest
+from gpucr.errors import GpucrError, Interrupted, InvalidRequest, OutputLost
+from gpucr.operations.interrupts import Interrupts
 from gpucr.version import __version__
 
 if TYPE_CHECKING:
@@ -59,6 +60,7 @@ Exit codes:
   4    a part is missing or broken (driver, CRIU, ...)
   5    the snapshot or its folder cannot be used
   6    out of time; the job is as it was found
+  7    done, but the report could not be printed
   10   failed, and the job could not be brought back to how it was
   130  interrupted; the job is as it was found"""
 
@@ -105,67 +107,67 @@ def command() -> None:
     """
 
 
-def main() -> None:
+def main() -> NoReturn:
     """Run the command line and exit with the code that the outcome has."""
     prepare_streams()
     threading.excepthook, sys.unraisablehook = failures.in_a_thread, failures.ignored
+    # For the rest of the process's life: once the outcome is decided, no signal changes what the exit code says.
+    interrupts = Interrupts(_say_too_late).__enter__()
+    wanted = JsonWanted()
     try:
-        code = _run(JsonWanted())
-    except StdoutLost as lost:
-        code = _stdout_lost(lost)
+        code = _run(wanted, interrupts)
+    except KeyboardInterrupt:
+        failures.show_interruption(wanted)
+        code = Interrupted.exit_code
+    sys.stdout.flush()
+    lost = lost_stdout()
+    if code == 0 and lost is not None and not isinstance(lost, BrokenPipeError):  # else a reader has what it wanted
+        code = _failed(_output_lost(lost), wanted)
     for number in (signal.SIGINT, signal.SIGTERM, signal.SIGHUP):
-        signal.signal(number, signal.SIG_IGN)  # it is over: a second Ctrl-C must not change what the exit code says
+        signal.signal(number, signal.SIG_IGN)  # while Python ends
     sys.exit(code)
 
 
-def _run(wanted: JsonWanted) -> int:
+def _run(wanted: JsonWanted, interrupts: Interrupts) -> int:
     try:
+        interrupts.raise_at_once()
         command.main(prog_name="gpucr", standalone_mode=False, obj=wanted)
-    except FileNotFoundError:
-        if _has_current_folder():
-            raise
-        return _failed(InvalidRequest("the current folder is not there any more", hint="change to another: cd"), wanted)
+        interrupts.commit()
+    except SystemExit as end:
+        interrupts.commit()
+        return end.code if isinstance(end.code, int) else 0
     except GpucrError as error:
+        interrupts.commit()
         return _failed(error, wanted)
     except click.ClickException as error:
+        interrupts.commit()
         wanted.is_wanted |= "--json" in sys.argv  # an option that does not exist is noticed before any is looked at
-        with contextlib.suppress(StdoutLost):
-            failures.show_usage(error, wanted)
+        failures.show_usage(error, wanted)
         return InvalidRequest.exit_code
-    except (click.Abort, KeyboardInterrupt):
-        with contextlib.suppress(StdoutLost):
-            failures.show_interruption(wanted)
-        return Interrupted.exit_code
-    except StdoutLost:
-        raise
-    except Exception as error:  # noqa: BLE001 - nothing that happens gives a user a traceback
-        return _failed(failures.unexpected(error), wanted)
+    except click.Abort as abort:  # click's word for Ctrl-C
+        raise KeyboardInterrupt from abort
+    except Exception as error:  # noqa: BLE001 - no traceback, whatever happens
+        interrupts.commit()
+        return _failed(failures.unexpected(error, has_succeeded=interrupts.has_succeeded), wanted)
     return 0
 
 
-def _stdout_lost(lost: StdoutLost) -> int:
-    if lost.reason is None:  # the reader has what it wanted
-        return 0
-    say(f"error: what was to be printed cannot be written to stdout: {lost.reason}")
-    say("hint:  what was asked for has been done; `gpucr jobs` and `gpucr ps` show what became of a job")
-    say(f"code:  {GpucrError.code}")
-    return GpucrError.exit_code
+def _say_too_late(reason: str) -> None:
+    with contextlib.suppress(OSError):  # not through Python's buffers: a signal may come while they are written to
+        os.write(2, f"{reason}\n".encode())
+
+
+def _output_lost(reason: OSError) -> OutputLost:
+    return OutputLost(
+        f"what was to be printed cannot be written to stdout: {reason.strerror or reason}",
+        hint="what was asked for has been done; `gpucr jobs` and `gpucr ps` show what became of a job",
+    )
 
 
 def _failed(error: GpucrError, wanted: JsonWanted) -> int:
-    with contextlib.suppress(StdoutLost):  # its lines on stderr and its exit code say it as well
-        try:
-            failures.show(error, wanted)
-        except MemoryError:  # the exit code tells what became of the job, and must not change
-            with contextlib.suppress(OSError):
-                os.write(2, b"error: out of memory\n")
-    return error.exit_code
-
-
-def _has_current_folder() -> bool:
-    """Relative paths mean nothing where it has been removed, and whatever looks at one fails."""
     try:
-        os.getcwd()
-    except FileNotFoundError:
-        return False
-    return True
+        failures.show(error, wanted)
+    except MemoryError:  # the exit code tells what became of the job, and must not change
+        with contextlib.suppress(OSError):
+            os.write(2, b"error: out of memory\n")
+    return error.exit_code

@@ -6,10 +6,11 @@ import contextlib
 import io
 import json
 import os
+import select
 import sys
 from collections.abc import Mapping
 from dataclasses import dataclass
-from typing import Any, TextIO, cast
+from typing import Any, TextIO
 
 import click
 
@@ -33,38 +34,52 @@ def print_json(kind: str, data: Mapping[str, Any]) -> None:
     click.echo(json.dumps({"schema": f"gpucr.{kind}", "schema_version": SCHEMA_VERSION, **data}, indent=2))
 
 
-class StdoutLost(Exception):
-    """Stdout has not taken what a command printed. ``reason`` is None where a reader has ended before (``| head``).
+class _Stdout(io.FileIO):
+    """Stdout. Once it takes no more, what is printed goes nowhere: the command ends with the exit code that it has.
 
-    No OSError: what a command was asked for has been done, and this must not be taken for a failure of that.
+    ``lost``: why it takes no more.
     """
 
-    def __init__(self, error: OSError) -> None:
-        super().__init__(str(error))
-        self.reason = None if isinstance(error, BrokenPipeError) else error.strerror or str(error)
-
-
-class _Stdout(io.FileIO):
-    """Stdout. When it cannot be written to any more it says so once, and what still lies in buffers goes nowhere."""
-
-    _is_lost = False
+    lost: OSError | None = None
 
     def write(self, data: Any) -> int:
-        """Write some of it. Raises StdoutLost."""
-        if not self._is_lost:
+        """Write some of it. Raises nothing."""
+        while self.lost is None:
             try:
-                return super().write(data)
+                written = super().write(data)
             except OSError as e:
-                self._is_lost = True
-                raise StdoutLost(e) from e
+                self.lost = e
+            else:
+                if written is not None:
+                    return written
+                select.select([], [self.fileno()], [])  # not blocking, and full
         return len(data)
+
+
+class _Stderr(io.FileIO):
+    """Stderr, where writing never fails.
+
+    A terminal that is gone (EIO) or a reader that has ended (EPIPE) is no reason to end an operation that is under way,
+    still less to break its undo or to change the exit code. What is said then goes nowhere.
+    """
+
+    def write(self, data: Any) -> int:
+        """Write, or drop, all of it."""
+        with contextlib.suppress(OSError):
+            return super().write(data) or len(data)
+        return len(data)
+
+
+_stdout: _Stdout | None = None
 
 
 def prepare_streams() -> None:
     """Let commands print whatever they have to, wherever stdin, stdout and stderr lead, or if they are closed.
 
-    What cannot be printed in the caller's encoding (file names need not be text) is shown escaped, as on stderr.
+    What cannot be printed in the caller's encoding (file names need not be text) is shown escaped. No write fails, and
+    no flush when Python ends, which would change the exit code to 120.
     """
+    global _stdout  # noqa: PLW0603 - there is one
     for fd in range(3):
         try:
             os.fstat(fd)
@@ -72,49 +87,28 @@ def prepare_streams() -> None:
             # The lowest free number is this one. Left free, the next file would have it, and take what children print.
             os.set_inheritable(os.open(os.devnull, os.O_RDWR), True)
     sys.stdin = sys.stdin or open(0, closefd=False)  # noqa: SIM115 - for the life of the process, as the others
-    sys.stderr = sys.stderr or open(2, "w", errors="backslashreplace", closefd=False)  # noqa: SIM115
-    sys.stdout = io.TextIOWrapper(
-        io.BufferedWriter(_Stdout(1, "w", closefd=False)),
-        encoding=sys.stdout.encoding if sys.stdout is not None else None,
+    _stdout = _Stdout(1, "w", closefd=False)
+    sys.stderr = _text(_Stderr(2, "w", closefd=False), sys.stderr, line_buffering=True)
+    sys.stdout = _text(_stdout, sys.stdout, line_buffering=os.isatty(1))
+
+
+def _text(raw: io.FileIO, before: TextIO | None, *, line_buffering: bool) -> io.TextIOWrapper:
+    return io.TextIOWrapper(
+        io.BufferedWriter(raw),
+        encoding=before.encoding if before is not None else None,
         errors="backslashreplace",
-        line_buffering=os.isatty(1),
+        line_buffering=line_buffering,
     )
 
 
-class _Talk(io.TextIOBase):
-    """stderr, where writing never fails.
-
-    A terminal that is gone (EIO) or a reader that has ended (EPIPE) is no reason to end an operation that is under way,
-    still less to break its undo or to change the exit code. What is said then goes nowhere.
-    """
-
-    def write(self, text: str) -> int:
-        """Write, or drop, all of it."""
-        with contextlib.suppress(OSError):
-            sys.stderr.write(text)
-        return len(text)
-
-    def flush(self) -> None:
-        """Flush what can be."""
-        with contextlib.suppress(OSError):
-            sys.stderr.flush()
-
-    def isatty(self) -> bool:
-        """As stderr."""
-        return sys.stderr.isatty()
-
-    @property
-    def encoding(self) -> str:  # type: ignore[override]  # a plain attribute in typeshed
-        """As stderr."""
-        return sys.stderr.encoding
-
-
-TALK = cast(TextIO, _Talk())
+def lost_stdout() -> OSError | None:
+    """Why stdout has not taken what was printed; None: it has. A reader that has ended is BrokenPipeError."""
+    return _stdout.lost if _stdout is not None else None
 
 
 def say(message: str) -> None:
     """Print one line of talk on stderr, where it does not mix with data."""
-    click.echo(message, file=TALK)
+    click.echo(message, err=True)
 
 
 def printable(text: str) -> str:

@@ -3,8 +3,9 @@
 from __future__ import annotations
 
 import os
+import sys
 
-from gpucr.cli.output import TALK, printable, say
+from gpucr.cli.output import printable, say
 from gpucr.operations.steps import OnProgress, Progress
 from gpucr.quantities import format_bytes, format_seconds
 
@@ -77,4 +78,4 @@ class PlainProgress:
 
 def _is_terminal() -> bool:
     """Whether stderr is a terminal that can move its cursor."""
-    return TALK.isatty() and os.environ.get("TERM", "dumb") not in ("dumb", "unknown", "")
+    return sys.stderr.isatty() and os.environ.get("TERM", "dumb") not in ("dumb", "unknown", "")

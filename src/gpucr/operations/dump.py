@@ -12,7 +12,7 @@ from gpucr.criu.engine import Criu
 from gpucr.criu.install import find_criu
 from gpucr.criu.options import choose_dump_options
 from gpucr.driver.gpus import gpu_processes, list_gpus
-from gpucr.errors import CudaStarted, InvalidRequest
+from gpucr.errors import CudaStarted, GpucrError, InvalidRequest
 from gpucr.gang import Gang
 from gpucr.model import GangLock
 from gpucr.operations import jobs, registered
@@ -29,11 +29,12 @@ from gpucr.operations.freeze import (
     UnlockGang,
 )
 from gpucr.operations.job_snapshot import JobSnapshot
+from gpucr.operations.operation import TO_MOVE, Operation, operation
 from gpucr.operations.places import Compress, Place, TargetPlace, find_target
 from gpucr.operations.protection import Protection
 from gpucr.operations.roll import Roll
 from gpucr.operations.staged import GangStaging
-from gpucr.operations.steps import OnProgress, Phase, Step, run_steps
+from gpucr.operations.steps import OnProgress, Phase, Step
 from gpucr.operations.targets import DumpCounts
 from gpucr.operations.threads import GangThreads
 from gpucr.operations.traps import findings_of_traps
@@ -118,28 +119,31 @@ def dump(
     LockTimeout, DeadlineExceeded, Interrupted, DriverError, CriuError, JobChanged, SnapshotError (all undone);
     JobDamaged (not undone).
     """  # fmt: skip
-    deadline = jobs.deadline_after(timeout_s)
-    place = find_target(to, compress=compress, encrypt=encrypt, trust_store=trust_store, key=key)
-    for attempt in range(1, ATTEMPTS + 1):
-        with contextlib.ExitStack() as opened:
-            found = opened.enter_context(jobs.claimed_job(pid))
-            roll = opened.enter_context(Roll(found.job))
-            protection = opened.enter_context(Protection(found.claims)) if found.job.gang else None
-            prepared = _prepare(
-                found,
-                place,
-                protection,
-                leave_running=leave_running,
-                persist=persist,
-                only=only,
-                deadline=deadline,
-            )
-            preflight.require_no_blocking(prepared.findings, force=force)
-            try:
-                return _run(prepared, roll, on_progress)
-            except CudaStarted:
-                if attempt == ATTEMPTS:
-                    raise
+    with operation(on_progress) as running:
+        deadline = jobs.deadline_after(timeout_s)
+        place = find_target(to, compress=compress, encrypt=encrypt, trust_store=trust_store, key=key)
+        for attempt in range(1, ATTEMPTS + 1):
+            running.interrupts.raise_at_once()
+            with contextlib.ExitStack() as opened:
+                found = opened.enter_context(jobs.claimed_job(pid))
+                roll = opened.enter_context(Roll(found.job))
+                running.require_descriptors(len(found.job.processes), len(found.job.gang), TO_MOVE)
+                protection = opened.enter_context(Protection(found.claims)) if found.job.gang else None
+                prepared = _prepare(
+                    found,
+                    place,
+                    protection,
+                    leave_running=leave_running,
+                    persist=persist,
+                    only=only,
+                    deadline=deadline,
+                )
+                preflight.require_no_blocking(prepared.findings, force=force)
+                try:
+                    return _run(prepared, roll, running)
+                except CudaStarted:
+                    if attempt == ATTEMPTS:
+                        raise
     raise AssertionError("the last attempt either returned or raised")
 
 
@@ -274,17 +278,16 @@ def _steps(
     return ([*begin, save, *thaw] if persist == "sync" else [*begin, *thaw, save]), save
 
 
-def _run(prepared: _Prepared, roll: Roll, on_progress: OnProgress | None) -> DumpReport:
+def _run(prepared: _Prepared, roll: Roll, running: Operation) -> DumpReport:
     context = prepared.context
     try:
-        phases = run_steps(prepared.steps, roll=roll, deadline=context.deadline, on_progress=on_progress)
+        phases = running.run(prepared.steps, roll=roll, deadline=context.deadline, protection=context.protection)
     finally:
-        context.writer.cancel()
-        context.staging.close()
-        context.target.close()
+        _close(context)
     sandbox = context.sandbox
     if sandbox is not None and not context.leave_running and sandbox.root == context.job.root.id:
-        sandbox.wait_ended(KEEPER_LIMIT_S)  # a restore that comes right after this would still see the job
+        with contextlib.suppress(OSError):
+            sandbox.wait_ended(KEEPER_LIMIT_S)  # a restore that comes right after this would still see the job
     snapshot = prepared.commit.snapshot
     if snapshot is None:
         raise AssertionError("a dump without error has committed its snapshot")
@@ -303,6 +306,14 @@ def _run(prepared: _Prepared, roll: Roll, on_progress: OnProgress | None) -> Dum
         counts=context.target.counts(context.writer),
         lock=context.gang.first_lock if context.gang is not None else None,
     )
+
+
+def _close(context: DumpContext) -> None:
+    """What fails here hides neither a success nor a job that could not be brought back."""
+    context.writer.cancel()
+    context.staging.close()
+    with contextlib.suppress(GpucrError, OSError):
+        context.target.close()
 
 
 def _warnings(prepared: _Prepared) -> tuple[str, ...]:

@@ -189,14 +189,21 @@ class CriuDump:
                 )
         except CriuError as error:
             self._after_failure(error)
+        if self.snapshot is not None:
+            return self._size_bytes_after_the_end()
         if context.protection is not None:
             context.protection.relax(criu=None)
-        if self.draft is not None and not context.leave_running:  # else CRIU has removed them
+        return _images_bytes(context)
+
+    def _size_bytes_after_the_end(self) -> int:
+        """Tidy up behind a job that is gone now. Nothing may fail any more: there is only the snapshot."""
+        context = self._context
+        with contextlib.suppress(OSError):
             remove_names(self._passing_names)
-            if context.sandbox is None:
+            if self.draft is not None and context.sandbox is None:
                 shared_files.remove_remaps(shared_files.ROOT, self.draft.shared_files)
-        images_bytes = sum(file.stat().st_size for file in context.target.folder.images.iterdir())
-        return images_bytes if context.leave_running else images_bytes + context.writer.seen_bytes
+            return _images_bytes(context) + context.writer.seen_bytes
+        return context.writer.seen_bytes
 
     def undo(self) -> None:
         """Nothing: CRIU lets the tree go on when its dump fails, and the snapshot is PrepareTarget's to discard."""
@@ -260,6 +267,10 @@ class CriuDump:
         if sandbox is not None and not processes.is_alive(self._context.job.root.id):
             # When a job's first process is killed its sandbox ends: the kernel kills what is left in it, CRIU too.
             sandbox.wait_ended(_SANDBOX_END_LIMIT_S)
+
+
+def _images_bytes(context: DumpContext) -> int:
+    return sum(file.stat().st_size for file in context.target.folder.images.iterdir())
 
 
 class CommitSnapshot:

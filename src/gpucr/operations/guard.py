@@ -29,6 +29,9 @@ from gpucr.operations.recovery import Recovery, encode
 ANSWER_LIMIT_S = 60.0
 """How long the guard may take to start, or to answer: long enough for a machine that swaps."""
 
+RECOVERY_LIMIT_S = 60.0
+"""How long an operation whose own undo has failed waits for the guard's."""
+
 
 class Guard:
     """The operation's end. Starts the process at once and does not wait for it; `dismiss` ends it, in any state.
@@ -41,6 +44,7 @@ class Guard:
         self._turn = threading.Lock()
         self._sequence = 0
         self._held = 0
+        self._is_needed = False
         self._output_fd = os.memfd_create("gpucr-guard-output", os.MFD_CLOEXEC)
         self._socket, theirs = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
         try:
@@ -100,10 +104,32 @@ class Guard:
         finally:
             os.close(fd)
 
+    def recover(self, limit_s: float = RECOVERY_LIMIT_S) -> bool:
+        """Do now what the record says. Returns whether everything of it is as it should be.
+
+        If not, or if that is not known within ``limit_s``, the guard is not dismissed any more: it keeps at it, and
+        begins once more when the operation's process has ended.
+        """
+        with self._turn:
+            try:
+                self._is_needed = True
+                answer = self._ask("recover", (), limit_s=limit_s)
+            except BrokenInstall:
+                return False
+            self._is_needed = answer != guard_process.RECOVERED
+            return not self._is_needed
+
     def dismiss(self) -> None:
-        """The guard ends without doing anything, and what it held is closed. Safe in any state, and again."""
+        """The guard ends without doing anything, and what it held is closed. Safe in any state, and again.
+
+        One whose `recover` has failed goes its own way instead.
+        """
         with self._turn:
             if self._socket.fileno() < 0:
+                return
+            if self._is_needed:
+                self._socket.close()
+                os.close(self._output_fd)
                 return
             # It has nothing to clean up, and it could be stopped or not have started yet: no request is as sure.
             self._process.send_signal(signal.SIGKILL)
@@ -120,22 +146,26 @@ class Guard:
         self.dismiss()
 
     def _send(self, kind: str, fds: Sequence[int], *rest: str) -> None:
+        count = int(self._ask(kind, fds, *rest))
+        if count != len(fds):
+            raise BrokenInstall(
+                f"the guard process took only {count} of {len(fds)} descriptors",
+                hint="allow more open files (ulimit -Hn)",
+                code="GPUCR-GUARD",
+            )
+
+    def _ask(self, kind: str, fds: Sequence[int], *rest: str, limit_s: float = ANSWER_LIMIT_S) -> str:
         self._sequence += 1
         message = " ".join((kind, str(self._sequence), *rest)).encode()
         try:
             socket.send_fds(self._socket, [message], fds)
         except ConnectionError as e:
             raise self._lost() from e
-        deadline = time.monotonic() + ANSWER_LIMIT_S
+        deadline = time.monotonic() + limit_s
         # An answer to a call that was interrupted (Ctrl-C) may still be on its way.
         while (answer := self._receive(deadline))[0] != str(self._sequence):
             continue
-        if int(answer[1]) != len(fds):
-            raise BrokenInstall(
-                f"the guard process took only {answer[1]} of {len(fds)} descriptors",
-                hint="allow more open files (ulimit -n)",
-                code="GPUCR-GUARD",
-            )
+        return answer[1]
 
     def _receive(self, deadline: float) -> list[str]:
         """The words of the next message."""

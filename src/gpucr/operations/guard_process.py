@@ -19,6 +19,12 @@ RECORD_LIMIT_BYTES = 64 << 20
 DESCRIPTORS_A_MESSAGE = 250
 """The kernel passes on at most 253 at once (SCM_MAX_FD)."""
 
+RECOVERED, NOT_RECOVERED = "recovered", "not-recovered"
+"""Answers to ``recover``."""
+
+RESERVE_A_DESCRIPTOR = 4
+"""How many more descriptors are kept for the recovery, for each that is held for it."""
+
 _EXIT_LIMIT_S = 60.0
 """How long the end of the operation's process is waited for once its socket is closed."""
 
@@ -28,22 +34,47 @@ class Post:
 
     Messages: ``hold SEQUENCE FIRST`` with descriptors, the first of which gets number FIRST; ``record SEQUENCE`` with
     the descriptor of a file that holds it. Each is answered with ``SEQUENCE COUNT``, COUNT descriptors having arrived.
+    ``recover SEQUENCE``: do what the record says now, and answer ``SEQUENCE recovered`` if all is as it should be.
     """
 
-    def __init__(self) -> None:
+    def __init__(self, operation_pid: int) -> None:
         self.record = b""
         self.descriptors: dict[int, int] = {}
+        self._operation_pid = operation_pid
+        self._reserve: list[int] = []
 
     def take(self, message: str, fds: list[int]) -> str:
         """Take in one message. Returns the answer."""
         kind, sequence, *rest = message.split()
+        if kind == "recover":
+            return f"{sequence} {RECOVERED if self.recover(is_dead=False) else NOT_RECOVERED}"
         if kind == "hold":
-            self.descriptors.update(enumerate(fds, int(rest[0])))
-        else:
-            for fd in fds:
-                self.record = os.pread(fd, RECORD_LIMIT_BYTES, 0)
-                os.close(fd)
+            return f"{sequence} {self._hold(fds, int(rest[0]))}"
+        for fd in fds:
+            self.record = os.pread(fd, RECORD_LIMIT_BYTES, 0)
+            os.close(fd)
         return f"{sequence} {len(fds)}"
+
+    def _hold(self, fds: list[int], first: int) -> int:
+        """How many are held: fewer than there are where the recovery would not have the descriptors that it takes."""
+        self.descriptors.update(enumerate(fds, first))
+        try:
+            for _ in range(RESERVE_A_DESCRIPTOR * len(fds)):
+                self._reserve.append(os.open(os.devnull, os.O_RDONLY | os.O_CLOEXEC))
+        except OSError:
+            return 0
+        return len(fds)
+
+    def recover(self, *, is_dead: bool) -> bool:
+        """Do what the record says: the operation is dead, or could not do it. True: nothing is left to be done."""
+        while self._reserve:
+            os.close(self._reserve.pop())
+        if self.record:
+            from gpucr.operations.recovery import recover
+
+            if recover(self.record, self.descriptors, self._operation_pid, is_dead=is_dead):
+                self.record = b""
+        return not self.record
 
 
 def main(*numbers: str) -> None:
@@ -53,14 +84,11 @@ def main(*numbers: str) -> None:
         signal.signal(number, signal.SIG_IGN)
     oom.spare()
     _be_sure_of_memory()
-    post = Post()
+    post = Post(operation_pid)
     with socket.socket(fileno=socket_fd) as connection:
         connection.send(b"ready")
         _serve_until_death(connection, operation_fd, post)
-    if post.record:
-        from gpucr.operations.recovery import recover
-
-        recover(post.record, post.descriptors, operation_pid)
+    post.recover(is_dead=True)
 
 
 def _be_sure_of_memory() -> None:

@@ -2,7 +2,7 @@
 
 A signal handler that raises at an arbitrary instruction would cut a bookkeeping line in half. So a signal is only
 noted, and acted on where it is safe: between two steps, and inside those long waits that say that they can be cut
-off (`Interrupts.allowed`). During the undo it is noted and nothing else: undoing is what the user wants.
+off (`Interrupts.allowed`). During the undo, and once the operation has succeeded, it is told that it came too late.
 """
 
 from __future__ import annotations
@@ -14,27 +14,45 @@ from collections.abc import Callable, Iterator
 from types import FrameType, TracebackType
 from typing import Any
 
+from gpucr.errors import Interrupted
+
 _SIGNALS = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)
+
+BRINGING_BACK = "the job is being brought back; this cannot be cut short"
+TOO_LATE = "too late to interrupt: it is done"
+
+_innermost: Interrupts | None = None
+"""Of the main thread, the only one that signals reach."""
 
 
 class Interrupts:
     """Context in which SIGINT, SIGTERM and SIGHUP lead to one orderly undo.
 
     Signals reach only the main thread; elsewhere (gpucr called from another thread) the handlers stay as they are.
-    ``on_ignored`` is called when a signal comes while the undo is under way.
+    ``on_ignored`` is called, with the reason, when a signal comes that changes nothing.
+
+    Contexts nest: a command has one around everything that it does, an operation its own. When an operation is over,
+    so is what is around it: a signal that comes while the command prints the report must not make a failure of a
+    success. (A command that goes on after that says so: `not_over_yet`.) ``is_committed``: the point of no return is
+    behind; ``has_succeeded``: an operation inside has.
     """
 
-    def __init__(self, on_ignored: Callable[[], None] | None = None) -> None:
+    def __init__(self, on_ignored: Callable[[str], None] | None = None) -> None:
         self.requested = False
         self._error: BaseException | None = None
         self._raise_at_once = False
         self._undoing = False
         self.is_committed = False
         self._on_ignored = on_ignored
+        self.has_succeeded = False
+        self._outer: Interrupts | None = None
+        self._is_innermost = False
         self._previous: dict[signal.Signals, Any] = {}
 
     def __enter__(self) -> Interrupts:
+        global _innermost
         if threading.current_thread() is threading.main_thread():
+            self._outer, _innermost, self._is_innermost = _innermost, self, True
             for number in _SIGNALS:
                 # nohup and background jobs of a shell ignore signals on purpose: leave those alone. None stands
                 # for a handler that is not Python's: it could not be put back.
@@ -45,6 +63,13 @@ class Interrupts:
     def __exit__(
         self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
     ) -> None:
+        global _innermost
+        if not self._is_innermost:
+            return
+        _innermost, self._is_innermost = self._outer, False
+        if self._outer is not None:
+            self._outer.has_succeeded = kind is None
+            self._outer.commit()  # before its handlers are back: what comes in between must not be raised, either
         for number, handler in self._previous.items():
             signal.signal(number, handler)
 
@@ -65,18 +90,22 @@ class Interrupts:
         if self._error is None:
             self._error = error
 
+    def raise_at_once(self) -> None:
+        """From here on a signal raises KeyboardInterrupt, once: nothing has been changed yet."""
+        self._raise_at_once = True
+        self.check()  # after the line above: a signal that comes between the two is not missed
+
     @contextlib.contextmanager
     def allowed(self) -> Iterator[None]:
         """Let a signal raise KeyboardInterrupt at once: for a wait that cleans up after itself."""
-        self._raise_at_once = True
         try:
-            self.check()  # after the line above: a signal that comes between the two is not missed
+            self.raise_at_once()
             yield
         finally:
             self._raise_at_once = False
 
     def postpone(self) -> None:
-        """From here to the end of the `allowed` wait nothing is cut off; `check` raises afterwards."""
+        """From here on nothing is cut off; `check` raises what came."""
         self._raise_at_once = False
 
     def commit(self) -> None:
@@ -84,17 +113,55 @@ class Interrupts:
         self.is_committed = True
         self._raise_at_once = False
 
-    def begin_undo(self) -> None:
-        """From here on signals change nothing."""
+    def conclude(self) -> None:
+        """All steps are done: raise what `check` does for the last time, then `commit`."""
+        self.check()
+        was_committed = self.is_committed
+        self.commit()
+        if self.requested and not was_committed:  # it came between the two lines above
+            self._tell(TOO_LATE)
+
+    @contextlib.contextmanager
+    def undoing(self) -> Iterator[None]:
+        """While the block lasts signals change nothing; `check` raises what came when it is over."""
         self._undoing = True
         self._raise_at_once = False
+        try:
+            yield
+        finally:
+            self._undoing = False
 
     def _note(self, number: int, frame: FrameType | None) -> None:
-        if self._undoing:
-            if self._on_ignored is not None:
-                self._on_ignored()
-            return
         self.requested = True
-        if self._raise_at_once:
+        if self._undoing:
+            self._tell(BRINGING_BACK)
+        elif self.is_committed:
+            self._tell(TOO_LATE)
+        elif self._raise_at_once:
             self._raise_at_once = False  # a second signal must not cut off the cleaning up after the first
             raise KeyboardInterrupt
+
+    def _tell(self, reason: str) -> None:
+        if self._on_ignored is not None:
+            self._on_ignored(reason)
+
+
+@contextlib.contextmanager
+def all_or_nothing() -> Iterator[Interrupts]:
+    """For what is short and has no undo: a signal ends it at once until the block says `conclude`, and never after.
+
+    Raises Interrupted.
+    """
+    with Interrupts() as interrupts:
+        try:
+            interrupts.raise_at_once()
+            yield interrupts
+        except KeyboardInterrupt as e:
+            raise Interrupted("interrupted; nothing was changed") from e
+
+
+def not_over_yet() -> None:
+    """For a command that goes on after an operation, with a question or another one: signals end it again."""
+    if _innermost is not None:
+        _innermost.is_committed = False
+        _innermost.raise_at_once()

@@ -12,6 +12,7 @@ from gpucr.driver.api import Driver
 from gpucr.driver.cuda import load_driver
 from gpucr.errors import DriverUnavailable, InvalidRequest, ProcessNotFound
 from gpucr.linux import processes
+from gpucr.linux.descriptor_limit import Reserve
 from gpucr.model import Job, ProcessInfo
 from gpucr.operations import registered
 from gpucr.operations.one_job import require_one_job
@@ -19,6 +20,9 @@ from gpucr.sandbox import Sandbox
 
 LONGEST_TIMEOUT_S = 1e6
 """Eleven days. poll(2) takes its milliseconds as an int, which ends at twenty-four."""
+
+
+_DESCRIPTORS_TO_LOOK = 8
 
 
 @dataclass(frozen=True)
@@ -76,6 +80,8 @@ def _is_there_still(process: ProcessInfo) -> bool:
 
 
 def _examine(tree: tuple[ProcessInfo, ...]) -> FoundJob:
+    # Without descriptors the driver says of every process that it does not use CUDA (seen on the simulator).
+    Reserve(_DESCRIPTORS_TO_LOOK).release()
     driver = load_driver_for(tree)
     members = gang.discover(driver, tree) if driver is not None else ()
     return FoundJob(Job(tree, members), driver, sandbox.of(tree[0].pid))

@@ -22,7 +22,7 @@ from gpucr.launch.registry import ListedJob, Reservation
 from gpucr.linux import processes, seccomp
 from gpucr.linux.own_python import without_passphrase
 from gpucr.model import CudaState
-from gpucr.operations.interrupts import Interrupts
+from gpucr.operations.interrupts import Interrupts, all_or_nothing
 from gpucr.operations.probe import measurements
 from gpucr.operations.registered import now, registry, registry_in_use
 from gpucr.snapshot.shared_files import ROOT as SHARED_MEMORY
@@ -205,7 +205,8 @@ def forget_job(name: str, *, force: bool = False) -> ListedJob:
     may run, and logs that another job writes to are kept. Raises InvalidRequest where there is no such job, or it runs,
     or may run elsewhere; Unsupported where the registry cannot be written.
     """
-    with registry_in_use():
+    with all_or_nothing() as interrupts, registry_in_use():
+        interrupts.conclude()
         return registry().forget(name, force=force)
 
 

@@ -73,3 +73,7 @@ class Protection:
     def job_runs(self) -> None:
         """The job needs nothing any more; an unfinished snapshot is still to be removed."""
         self.relax(members=(), restore_threads={}, stopped=(), detached=(), kill=(), criu=None, restoring=None)
+
+    def undo_by_guard(self) -> bool:
+        """Let the guard do what the record says, where the operation could not. True: everything is as it was found."""
+        return self._is_ready and self._guard.recover()

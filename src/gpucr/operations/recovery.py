@@ -150,17 +150,19 @@ def _path(value: object) -> str:
 # --- doing it --------------------------------------------------------------------------------------------------
 
 
-def recover(data: bytes, descriptors: Mapping[int, int], operation_pid: int) -> None:
+def recover(data: bytes, descriptors: Mapping[int, int], operation_pid: int, *, is_dead: bool) -> bool:
     """Do what the encoded record says, and write a line about it to the log folder. Raises nothing.
 
     ``descriptors``: the guard's own, per number. One part that fails does not keep the others from being tried.
+    ``is_dead``: the operation is; else its own undo has failed. Returns whether everything is as it was found.
     """
-    title = f"the gpucr with pid {operation_pid} has died in the middle of its work"
+    what = "has died in the middle of its work" if is_dead else "could not undo its work"
+    title = f"the gpucr with pid {operation_pid} {what}"
     try:
         record = decode(data)
     except ValueError as e:
         append_to_log("guard", f"{title}; {e}")
-        return
+        return False
     parts: tuple[Callable[[], None], ...] = (
         lambda: _end_criu(record, descriptors),
         lambda: _end_processes(record.kill),
@@ -176,6 +178,7 @@ def recover(data: bytes, descriptors: Mapping[int, int], operation_pid: int) -> 
             failures.append(f"{type(error).__name__}: {error}")
     outcome = "its job is as it was found" if not failures else "bringing its job back failed: " + "; ".join(failures)
     append_to_log("guard", f"{title}; {outcome}")
+    return not failures
 
 
 def _end_criu(record: Recovery, descriptors: Mapping[int, int]) -> None:

@@ -39,6 +39,7 @@ from gpucr.operations.freeze import HoldThreads, ReleaseThreads, RestoreGang, Un
 from gpucr.operations.gpu_choice import GpuChoice, GpuRequest
 from gpucr.operations.gpu_places import Placement, place_snapshot
 from gpucr.operations.job_snapshot import JobSnapshot
+from gpucr.operations.operation import TO_MOVE, Operation, operation
 from gpucr.operations.outside_steps import endpoints_to_bind, outside_steps
 from gpucr.operations.places import Place, open_snapshot, source_of
 from gpucr.operations.protection import Protection
@@ -60,7 +61,7 @@ from gpucr.operations.sandbox_steps import (
     plan_sandbox,
 )
 from gpucr.operations.sources import RestoreSource, device_bytes_of, private_bytes_of
-from gpucr.operations.steps import OnProgress, Phase, Step, WithoutUndo, run_steps
+from gpucr.operations.steps import OnProgress, Phase, Step, WithoutUndo
 from gpucr.operations.threads import GangThreads
 from gpucr.operations.traps import findings_of_targets
 from gpucr.snapshot.manifest import Manifest
@@ -133,51 +134,54 @@ def restore(
     NotPermitted, Unsupported, DriverUnavailable, CriuUnavailable (nothing was started); CriuError, DriverError,
     DeadlineExceeded, Interrupted (all ended again); JobDamaged (something of it still runs).
     """  # fmt: skip
-    deadline = jobs.deadline_after(timeout_s)
-    if isinstance(snapshot, str | os.PathLike):
-        snapshot = open_snapshot(snapshot, key)
-    if not snapshot.manifest.has_images:
-        raise InvalidRequest(
-            f"{snapshot.where} is the GPU part of a container's checkpoint",
-            hint="restore the container with its runtime (`gpucr hook status` shows whether it calls gpucr), or give "
-            "the folder that `gpucr dump --container` has made",
-        )
-    request = GpuRequest.of(gpu_map, gpu)
-    preflight.require_privileges(snapshot.manifest.root_pid)
-    _require_modes(files, tcp)
-    options = _options(snapshot)
-    here = list_gpus() if snapshot.manifest.has_gpu_state else ()
-    uses = gpu_processes() if request.auto and here else ()
-    placement = place_snapshot(snapshot.manifest, request, here, uses)
-    source = source_of(snapshot)
-    with contextlib.ExitStack() as opened:
-        registration, warnings = registered.restored_name_or_warning(snapshot, opened, name=name, clone=clone)
-        plan = plan_sandbox(snapshot, registration, isolate=isolate, clone=clone, shell_job=options.shell_job)
-        if plan is None:
-            opened.enter_context(claimed_pids(process.pid for process in snapshot.manifest.processes))
-        findings = _findings(source, placement.choice, here, plan) + _findings_outside(snapshot, files, tcp, plan)
-        findings += check_clone(snapshot.manifest) if clone else []
-        preflight.require_no_blocking(findings, force=force)
-        driver = _driver_for(snapshot)
-        protection = opened.enter_context(Protection()) if driver is not None else None
-        context = RestoreContext(
-            source=source,
-            criu=Criu(find_criu()),
-            options=options,
-            deadline=deadline,
-            protection=protection,
-        )
-        start = StartSandbox(context, plan) if plan is not None else StartKeeper(context, registration)
-        in_our_network = plan is None or plan.network == "host"
-        before_criu = [start, *outside_steps(context, files, tcp, in_our_network=in_our_network)]
-        keep = KeepJob(context, start, registration)
-        try:
-            report = _run(context, driver, placement, findings, on_progress, before_criu, [keep])
-        except (DriverError, CriuError, JobChanged, JobDamaged) as error:
-            _recall_overruled(error, snapshot.manifest, findings)
-            raise
-        registered_as = registration.name if registration is not None else None
-        return replace(report, warnings=(*report.warnings, *warnings), name=registered_as)
+    with operation(on_progress) as running:
+        deadline = jobs.deadline_after(timeout_s)
+        if isinstance(snapshot, str | os.PathLike):
+            snapshot = open_snapshot(snapshot, key)
+        if not snapshot.manifest.has_images:
+            raise InvalidRequest(
+                f"{snapshot.where} is the GPU part of a container's checkpoint",
+                hint="restore the container with its runtime (`gpucr hook status` shows whether it calls gpucr), or "
+                "give the folder that `gpucr dump --container` has made",
+            )
+        request = GpuRequest.of(gpu_map, gpu)
+        preflight.require_privileges(snapshot.manifest.root_pid)
+        _require_modes(files, tcp)
+        options = _options(snapshot)
+        here = list_gpus() if snapshot.manifest.has_gpu_state else ()
+        uses = gpu_processes() if request.auto and here else ()
+        placement = place_snapshot(snapshot.manifest, request, here, uses)
+        source = source_of(snapshot)
+        with contextlib.ExitStack() as opened:
+            registration, warnings = registered.restored_name_or_warning(snapshot, opened, name=name, clone=clone)
+            plan = plan_sandbox(snapshot, registration, isolate=isolate, clone=clone, shell_job=options.shell_job)
+            if plan is None:
+                opened.enter_context(claimed_pids(process.pid for process in snapshot.manifest.processes))
+            findings = _findings(source, placement.choice, here, plan) + _findings_outside(snapshot, files, tcp, plan)
+            findings += check_clone(snapshot.manifest) if clone else []
+            preflight.require_no_blocking(findings, force=force)
+            driver = _driver_for(snapshot)
+            known = snapshot.manifest.processes
+            running.require_descriptors(len(known), sum(p.found_state is not None for p in known), TO_MOVE)
+            protection = opened.enter_context(Protection()) if driver is not None else None
+            context = RestoreContext(
+                source=source,
+                criu=Criu(find_criu()),
+                options=options,
+                deadline=deadline,
+                protection=protection,
+            )
+            start = StartSandbox(context, plan) if plan is not None else StartKeeper(context, registration)
+            in_our_network = plan is None or plan.network == "host"
+            before_criu = [start, *outside_steps(context, files, tcp, in_our_network=in_our_network)]
+            keep = KeepJob(context, start, registration)
+            try:
+                report = _run(context, driver, placement, findings, running, before_criu, [keep])
+            except (DriverError, CriuError, JobChanged, JobDamaged) as error:
+                _recall_overruled(error, snapshot.manifest, findings)
+                raise
+            registered_as = registration.name if registration is not None else None
+            return replace(report, warnings=(*report.warnings, *warnings), name=registered_as)
 
 
 def _run(
@@ -185,7 +189,7 @@ def _run(
     driver: Driver | None,
     placement: Placement,
     findings: Sequence[preflight.Finding],
-    on_progress: OnProgress | None,
+    running: Operation,
     before_criu: Sequence[Step],
     at_the_end: Sequence[Step],
 ) -> RestoreReport:
@@ -210,7 +214,7 @@ def _run(
         ]
     steps += at_the_end
     try:
-        phases = run_steps(steps, deadline=deadline, on_progress=on_progress)
+        phases = running.run(steps, deadline=deadline, protection=protection)
     finally:
         context.close()
     return RestoreReport(

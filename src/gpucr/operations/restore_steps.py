@@ -71,13 +71,18 @@ class DeviceRestore:
         return self.source.snapshot
 
     def close(self) -> None:
-        """Stop reading, and give up the staging files; what a process has mapped stays its own."""
-        self.on_close.close()
+        """Stop reading, and give up the staging files; what a process has mapped stays its own.
+
+        What fails here hides neither a success nor a failure.
+        """
+        with contextlib.suppress(GpucrError, OSError):
+            self.on_close.close()
         if self.reader is not None:
             self.reader.cancel()
         for file in self.files.values():
             file.close()
-        self.source.close()
+        with contextlib.suppress(GpucrError, OSError):
+            self.source.close()
 
     def restore_threads(self) -> dict[int, int]:
         """The thread that does the driver's work, per pid of the gang."""

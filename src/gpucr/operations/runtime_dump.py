@@ -43,10 +43,11 @@ from gpucr.operations.freeze import (
 )
 from gpucr.operations.gpu_part import GpuPart
 from gpucr.operations.interrupts import Interrupts
+from gpucr.operations.operation import TO_MOVE, operation
 from gpucr.operations.protection import Protection
 from gpucr.operations.roll import Roll
 from gpucr.operations.staged import GangStaging
-from gpucr.operations.steps import AroundStep, Meter, Step, run_steps
+from gpucr.operations.steps import AroundStep, Meter, Step
 from gpucr.operations.targets import FolderTarget
 from gpucr.operations.threads import GangThreads
 from gpucr.operations.traps import findings_of_traps
@@ -138,10 +139,11 @@ def dump_for_runtime(root_pid: int, images: Path, hooks: RuntimeHooks, *, claim:
     (in post-dump: before, since CRIU holds the processes until then). Raises as `gpucr.dump`.
     """
     part = GpuPart(images, claim)
-    with contextlib.ExitStack() as opened:
+    with operation() as running, contextlib.ExitStack() as opened:
         opened.enter_context(part.older_aside())
         found = opened.enter_context(jobs.claimed_job(root_pid))
         roll = opened.enter_context(Roll(found.job))
+        running.require_descriptors(len(found.job.processes), len(found.job.gang), TO_MOVE)
         protection = opened.enter_context(Protection(found.claims))
         context, threads, findings = _prepare(found, images, protection)
         preflight.require_no_blocking(findings, force=False)
@@ -149,7 +151,7 @@ def dump_for_runtime(root_pid: int, images: Path, hooks: RuntimeHooks, *, claim:
             hooks.say(f"warning: {finding.sentence()}")
         run = RuntimeDump(context, hooks, part)
         try:
-            run_steps(_steps(context, threads, run), roll=roll)
+            running.run(_steps(context, threads, run), roll=roll, protection=protection)
         finally:
             context.writer.cancel()
             context.staging.close()

@@ -21,10 +21,11 @@ from gpucr.operations.freeze import HoldThreads, ReleaseThreads, RestoreGang, Un
 from gpucr.operations.gpu_choice import GpuRequest
 from gpucr.operations.gpu_places import Placement, place_snapshot
 from gpucr.operations.interrupts import Interrupts
+from gpucr.operations.operation import TO_MOVE, operation
 from gpucr.operations.protection import Protection
 from gpucr.operations.restore_steps import DeviceRestore, LoadDevice, RestoreDevice, end_restored, take_stock
 from gpucr.operations.sources import FolderSource, device_bytes_of
-from gpucr.operations.steps import Meter, Step, WithoutUndo, run_steps
+from gpucr.operations.steps import Meter, Step, WithoutUndo
 from gpucr.operations.threads import GangThreads
 from gpucr.operations.traps import findings_of_targets
 from gpucr.snapshot.folder import GPU_PART_NAME, Snapshot
@@ -53,13 +54,15 @@ def restore_for_runtime(root_pid: int, images: Path) -> None:
     Whatever fails ends every process of the tree. Needs root. Raises as `gpucr.restore` does.
     """
     try:
-        with Protection() as protection:
+        with operation() as running, Protection() as protection:
             snapshot, driver, placement, _ = _examine(images)
+            known = snapshot.manifest.processes
+            running.require_descriptors(len(known), sum(p.found_state is not None for p in known), TO_MOVE)
             context = DeviceRestore(
                 source=FolderSource(snapshot), deadline=None, protection=protection, root_pid=root_pid
             )
             try:
-                run_steps(_steps(context, driver, placement, protection))
+                running.run(_steps(context, driver, placement, protection), protection=protection)
             finally:
                 context.close()
     except BaseException:

@@ -183,6 +183,10 @@ def run_steps(
     roll: Roll | None = None,
     deadline: float | None = None,
     on_progress: OnProgress | None = None,
+    listener: Listener | None = None,
+    interrupts: Interrupts | None = None,
+    before_undo: Callable[[], None] = lambda: None,
+    second_undo: Callable[[], bool] | None = None,
 ) -> tuple[Phase, ...]:
     """Run the steps in order; on any failure undo those that were begun, in reverse order.
 
@@ -191,44 +195,54 @@ def run_steps(
     Raises the step's own error when the undo succeeded, Interrupted after Ctrl-C or SIGTERM, DeadlineExceeded when
     ``deadline`` (time.monotonic()) passed between steps before one of them committed, and JobDamaged when the undo
     failed too or the job has lost processes.
+
+    ``listener`` and ``interrupts`` are those of the operation that this is a part of (operation.py). ``second_undo``
+    is asked when the undo has failed, and says whether everything is as it was found by then.
     """
-    listener = _Listener(on_progress)
+    listener = listener or Listener(on_progress)
+    if interrupts is None:
+        with Interrupts(listener.tell_ignored) as interrupts:
+            return run_steps(steps, deadline=deadline, listener=listener, interrupts=interrupts)
+    interrupts.postpone()
     begun: list[Step] = []
     phases: list[Phase] = []
-    ignored = Progress("signal-ignored", "undo", "the job is being brought back; this cannot be cut short")
-    with Interrupts(on_ignored=lambda: listener.try_to_tell(ignored)) as interrupts:
-        try:
-            for step in steps:
-                interrupts.check()
-                if deadline is not None and time.monotonic() > deadline and not interrupts.is_committed:
-                    raise DeadlineExceeded(
-                        f"the time was over before: {step.describe()}", hint="give a longer --timeout"
-                    )
-                begun.append(step)
-                phases.append(_run_one(step, interrupts, listener))
+    try:
+        for step in steps:
             interrupts.check()
-        except BaseException as error:
-            interrupts.begin_undo()
+            if deadline is not None and time.monotonic() > deadline and not interrupts.is_committed:
+                raise DeadlineExceeded(f"the time was over before: {step.describe()}", hint="give a longer --timeout")
+            begun.append(step)
+            phases.append(_run_one(step, interrupts, listener))
+        interrupts.conclude()
+    except BaseException as error:
+        with interrupts.undoing():
+            before_undo()
             failures, left = _undo(begun, listener)
+            if failures and second_undo is not None and second_undo():
+                failures = []
             outcome = _outcome(error, failures, left, roll.call_after_undo() if roll is not None else ())
-            if outcome is error:
-                raise
-            raise outcome from error
+        if outcome is error:
+            raise
+        raise outcome from error
     return tuple(phases)
 
 
-def _run_one(step: Step, interrupts: Interrupts, listener: _Listener) -> Phase:
+def _run_one(step: Step, interrupts: Interrupts, listener: Listener) -> Phase:
     description = step.describe()
     listener.tell(Progress("begin", step.name, description))
     meter = Meter(step.name, description)
     with listener.following(meter, interrupts):
         size_bytes = step.run(interrupts, meter)
         phase = Phase(step.name, meter.seconds, size_bytes)
-    listener.tell(Progress("end", step.name, step.describe(), phase.seconds, size_bytes))
+    end = Progress("end", step.name, step.describe(), phase.seconds, size_bytes)
+    if interrupts.is_committed:  # a listener that fails must not make a failure of what cannot be taken back
+        listener.try_to_tell(end)
+    else:
+        listener.tell(end)
     return phase
 
 
-def _undo(begun: Sequence[Step], listener: _Listener) -> tuple[list[str], list[str]]:
+def _undo(begun: Sequence[Step], listener: Listener) -> tuple[list[str], list[str]]:
     """What could not be undone, and what was left behind."""
     failures: list[str] = []
     left: list[str] = []
@@ -243,7 +257,7 @@ def _undo(begun: Sequence[Step], listener: _Listener) -> tuple[list[str], list[s
     return failures, left
 
 
-class _Listener:
+class Listener:
     """``on_progress``, called by one thread at a time. One that fails ends an operation, but never an undo."""
 
     def __init__(self, on_progress: OnProgress | None) -> None:
@@ -269,6 +283,10 @@ class _Listener:
                         self._on_progress(self._untold.popleft())
                 finally:
                     self._is_telling = False
+
+    def tell_ignored(self, reason: str) -> None:
+        """Of a signal that changes nothing."""
+        self.try_to_tell(Progress("signal-ignored", "signal", reason))
 
     def try_to_tell(self, progress: Progress) -> None:
         """For an undo. A listener that exits the program is no reason to leave a job half-way, either."""

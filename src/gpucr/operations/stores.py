@@ -8,7 +8,7 @@ from pathlib import Path
 from typing import Generic, TypeVar
 
 from gpucr.errors import InvalidRequest, StoreError
-from gpucr.operations.interrupts import Interrupts
+from gpucr.operations.interrupts import Interrupts, all_or_nothing
 from gpucr.operations.places import Place, open_store, place_of_store
 from gpucr.operations.steps import Meter, OnProgress, run_steps
 from gpucr.store import copy, prune, snapshots, verify
@@ -36,9 +36,11 @@ def init_store(place: Place, *, key: Secret | None = None) -> Store:
     location = place_of_store(place)
     if location.snapshot is not None:
         raise InvalidRequest(f"{place} names a snapshot, not a store", hint="leave out what follows the #")
-    if location.path is not None:
-        _make_folder(location.path)
-    return Store.create(backend_at(location), secret=key)
+    with all_or_nothing() as interrupts:
+        interrupts.conclude()
+        if location.path is not None:
+            _make_folder(location.path)
+        return Store.create(backend_at(location), secret=key)
 
 
 def _make_folder(path: Path) -> None:
@@ -90,10 +92,12 @@ def remove_snapshot(store: Place, *, key: Secret | None = None) -> StoredSnapsho
     location = place_of_store(store)
     if location.snapshot is None:
         raise InvalidRequest(f"{store} names no snapshot", hint=f"name one: {store}#NAME")
-    opened = open_store(store, key)
-    found = snapshots.find_to_remove(opened, location.snapshot)
-    snapshots.remove(opened, found.id)
-    return found
+    with all_or_nothing() as interrupts:
+        opened = open_store(store, key)
+        found = snapshots.find_to_remove(opened, location.snapshot)
+        interrupts.conclude()
+        snapshots.remove(opened, found.id)
+        return found
 
 
 def prune_store(
@@ -104,7 +108,11 @@ def prune_store(
     Space comes back with a later prune: see `PruneRules`. Raises StoreDamaged, StoreError, WrongKey.
     """
     _require_whole(store)
-    return prune.prune(open_store(store, key), rules or PruneRules(), dry_run=dry_run)
+
+    def work(interrupts: Interrupts, _: Meter) -> PruneReport:
+        return prune.prune(open_store(store, key), rules or PruneRules(), dry_run=dry_run, check=interrupts.check)
+
+    return _run("prune", f"prune {store}", work, None)
 
 
 @dataclass(frozen=True)
@@ -162,11 +170,13 @@ def store_keys(
     last key and for the one that ``key`` has opened, WrongKey.
     """
     _require_whole(store)
-    opened = open_store(store, key)
-    if remove is not None:
-        opened.remove_key(f"{KEYS_PREFIX}{remove}.json")
-    if add is not None:
-        opened.add_key(add)
+    with all_or_nothing() as interrupts:
+        opened = open_store(store, key)
+        interrupts.conclude()
+        if remove is not None:
+            opened.remove_key(f"{KEYS_PREFIX}{remove}.json")
+        if add is not None:
+            opened.add_key(add)
     return tuple(StoreKey(_key_id(name), kind) for name, kind in sorted(opened.key_names().items()))
 
 
@@ -214,6 +224,7 @@ class _Work(Generic[T]):
 
     def run(self, interrupts: Interrupts, meter: Meter) -> int:
         self.results.append(self._work(interrupts, meter))
+        interrupts.commit()  # it is done: a signal that came since the last `check` was too late
         return 0
 
     def undo(self) -> None:

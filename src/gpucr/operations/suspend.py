@@ -5,23 +5,24 @@ from __future__ import annotations
 import contextlib
 import os
 import threading
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
 
 from gpucr import preflight, staging
 from gpucr.driver.gpus import gpu_processes, list_gpus
-from gpucr.errors import NotACudaProcess
+from gpucr.errors import GpucrError, NotACudaProcess
 from gpucr.gang import Gang
 from gpucr.linux import memory, processes
 from gpucr.model import CudaState, GangLock, GangMember, Gpu, GpuMap
 from gpucr.operations import jobs, registered, suspended
 from gpucr.operations.freeze import CheckpointGang, LockGang, RestoreGang, UnlockGang
-from gpucr.operations.gpu_choice import GpuChoice, GpuRequest, GpuUser, choose_gpus
+from gpucr.operations.gpu_choice import GpuRequest, GpuUser, choose_gpus
 from gpucr.operations.gpu_places import Placement, ProcessGpus, all_gpus, busy_gpus, gpus_of
+from gpucr.operations.operation import TO_CHANGE, Operation, operation
 from gpucr.operations.protection import Protection
 from gpucr.operations.roll import Roll
 from gpucr.operations.staged import GangStaging
-from gpucr.operations.steps import OnProgress, Phase, Step, run_steps
+from gpucr.operations.steps import OnProgress, Phase, Step
 from gpucr.operations.traps import findings_of_traps
 
 
@@ -74,12 +75,13 @@ def suspend(
     Raises NotACudaProcess, Unsupported (nothing was changed), LockTimeout, DeadlineExceeded, Interrupted, DriverError
     or JobChanged (all undone), JobDamaged (not undone).
     """  # fmt: skip
-    deadline = jobs.deadline_after(timeout_s)
-    pid = registered.resolve_pid(pid)
-    with contextlib.ExitStack() as opened:
+    with operation(on_progress) as running, contextlib.ExitStack() as opened:
+        deadline = jobs.deadline_after(timeout_s)
+        pid = registered.resolve_pid(pid)
         found = opened.enter_context(jobs.claimed_job(pid, only=only))
         roll = opened.enter_context(Roll(found.job))
         gang = _gang_of(found, deadline)
+        running.require_descriptors(len(found.job.processes), len(gang.members), TO_CHANGE)
         protection = opened.enter_context(Protection(found.claims))
         uses = gpu_processes()
         held = preflight.device_bytes_in_use(found.job, uses)
@@ -88,7 +90,7 @@ def suspend(
         findings = jobs.findings_before_freeze(found.job, preflight.needs_of_suspend(held, in_files=use_files))
         findings += findings_of_traps(found.job, found.driver, uses)
         preflight.require_no_blocking(findings, force=force)
-        staged = GangStaging(use_files=use_files)
+        staged = opened.enter_context(contextlib.closing(GangStaging(use_files=use_files)))
         steps: list[Step] = [
             LockGang(gang, protection),
             CheckpointGang(
@@ -96,15 +98,14 @@ def suspend(
             ),
         ]
         staged.prepare({pid: sum(by_gpu.values()) for pid, by_gpu in held.items()})
-        try:
-            phases = run_steps(steps, roll=roll, deadline=deadline, on_progress=on_progress)
-        finally:
-            staged.close()
+        phases = running.run(steps, roll=roll, deadline=deadline, protection=protection)
         for member in gang.members:
             suspended.remember(member, held.get(member.pid, {}))
         roll.require_gang("the rest of the job is suspended")
         warnings = tuple(finding.sentence() for finding in findings)
-        return replace(_report(pid, gang, phases), warnings=warnings, lock=gang.first_lock)
+        return replace(
+            _report(pid, gang, phases, lambda _: CudaState.CHECKPOINTED), warnings=warnings, lock=gang.first_lock
+        )
 
 
 def resume(
@@ -128,31 +129,29 @@ def resume(
     Raises InvalidRequest, NotACudaProcess, Unsupported (nothing was changed); DriverError, Interrupted,
     DeadlineExceeded (all undone); JobDamaged.
     """  # fmt: skip
-    deadline = jobs.deadline_after(timeout_s)
-    pid = registered.resolve_pid(pid)
-    request = GpuRequest.of(gpu_map, gpu)
-    with contextlib.ExitStack() as opened:
+    with operation(on_progress) as running, contextlib.ExitStack() as opened:
+        deadline = jobs.deadline_after(timeout_s)
+        pid = registered.resolve_pid(pid)
+        request = GpuRequest.of(gpu_map, gpu)
         found = opened.enter_context(jobs.claimed_job(pid, only=only))
         roll = opened.enter_context(Roll(found.job))
         gang = _gang_of(found, deadline)
+        running.require_descriptors(len(found.job.processes), len(gang.members), TO_CHANGE)
         protection = opened.enter_context(Protection(found.claims))
-        phases, choice = _resume(
-            found, gang, protection, roll, request, deadline=deadline, force=force, on_progress=on_progress
-        )
-        return replace(_report(pid, gang, phases), gpu_map=choice.gpu_map, gpu_reasons=choice.reasons)
+        return _resume(pid, found, gang, protection, roll, request, running, force=force)
 
 
 def _resume(
+    pid: int,
     found: jobs.FoundJob,
     gang: Gang,
     protection: Protection,
     roll: Roll,
     request: GpuRequest,
+    running: Operation,
     *,
-    deadline: float | None,
     force: bool,
-    on_progress: OnProgress | None,
-) -> tuple[tuple[Phase, ...], GpuChoice]:
+) -> ChangeReport:
     records = {member.pid: suspended.recall(member.id) for member in gang.members}
 
     def before_suspend(member: GangMember) -> CudaState:
@@ -176,12 +175,13 @@ def _resume(
         for member in gang.members:
             _keep_staging_file(member, kept)
         protection.change(members=gang.members)
-        phases = run_steps(steps, roll=roll, deadline=deadline, on_progress=on_progress)
+        phases = running.run(steps, roll=roll, deadline=gang.deadline, protection=protection)
         threading.Thread(target=kept.pop_all().close, name="free-staging").start()
     for member in gang.members:
         suspended.forget(member.id)
     roll.require_gang("the rest of the job runs")
-    return phases, choice
+    report = _report(pid, gang, phases, lambda member: min(member.found, before_suspend(member)))
+    return replace(report, gpu_map=choice.gpu_map, gpu_reasons=choice.reasons)
 
 
 def _keep_staging_file(member: GangMember, kept: contextlib.ExitStack) -> None:
@@ -227,6 +227,14 @@ def _gang_of(found: jobs.FoundJob, deadline: float | None) -> Gang:
     return Gang(found.driver, found.job.gang, deadline=deadline)
 
 
-def _report(pid: int, gang: Gang, phases: tuple[Phase, ...]) -> ChangeReport:
-    changes = tuple(StateChange(member.pid, member.found, gang.state(member.pid)) for member in gang.members)
+def _report(pid: int, gang: Gang, phases: tuple[Phase, ...], led_to: Callable[[GangMember], CudaState]) -> ChangeReport:
+    """What has been done, which no failure here may hide: where a process cannot be asked, the steps have told."""
+
+    def now(member: GangMember) -> CudaState | None:
+        try:
+            return gang.state(member.pid)
+        except (GpucrError, OSError):
+            return led_to(member)
+
+    changes = tuple(StateChange(member.pid, member.found, now(member)) for member in gang.members)
     return ChangeReport(pid, changes, phases, sum(phase.size_bytes for phase in phases))

@@ -30,6 +30,7 @@ import ctypes
 import fcntl
 import json
 import os
+import resource
 import select
 import signal
 import socket
@@ -61,6 +62,8 @@ def main(specification_fd: str, socket_fd: str, operation_fd: str) -> NoReturn:
     specification = json.loads(os.pread(int(specification_fd), _SPECIFICATION_LIMIT_BYTES, 0))
     os.close(int(specification_fd))
     os.set_inheritable(int(operation_fd), False)
+    hard = resource.getrlimit(resource.RLIMIT_NOFILE)[1]
+    resource.setrlimit(resource.RLIMIT_NOFILE, (specification["open_files"], hard))  # gpucr has raised its own
     with socket.socket(fileno=int(socket_fd)) as gpucr:
         gpucr.set_inheritable(False)
         for number in _IGNORED:

@@ -15,7 +15,7 @@ from types import TracebackType
 from typing import Any, Literal, TypeVar
 
 from gpucr.errors import BrokenInstall, GpucrError, InvalidRequest, Unsupported
-from gpucr.linux import own_python, processes
+from gpucr.linux import descriptor_limit, own_python, processes
 from gpucr.linux.namespaces import PidNamespace
 from gpucr.model import ProcessId
 from gpucr.sandbox import known
@@ -252,7 +252,7 @@ class _Keeper:
     """
 
     def __init__(self, specification: Mapping[str, Any]) -> None:
-        self._specification = specification
+        self._specification = {**specification, "open_files": descriptor_limit.of_others()}
         self._output_fd = os.memfd_create("gpucr-keeper-output", os.MFD_CLOEXEC)
         self._socket, theirs = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
         self._socket.settimeout(ANSWER_LIMIT_S)

@@ -27,6 +27,8 @@ FOLDER_NAME = "shared"
 
 _REMAP = re.compile(r"(^|/)link_remap\.\d+$")
 
+_OTHERS_WORK = (errno.ENOENT, errno.ENOTDIR, errno.ELOOP, errno.EACCES, errno.EPERM, errno.ENAMETOOLONG, errno.EIO)
+
 _BLOCK_BYTES = 1 << 20
 _ZEROS = bytes(_BLOCK_BYTES)
 _READ = os.O_RDONLY | os.O_NOFOLLOW | os.O_NONBLOCK | os.O_CLOEXEC
@@ -207,20 +209,62 @@ def names_in_use(root: Path, records: Sequence[SharedFileRecord]) -> dict[str, t
 
 
 def _walk(root: Path) -> Iterator[tuple[str, int]]:
-    """Names and inodes of the regular files of the root's own file system."""
-    device = root.stat().st_dev
-    for folder, folders, names in os.walk(root):
-        folders[:] = [name for name in folders if os.lstat(os.path.join(folder, name)).st_dev == device]
-        for name in names:
-            path = Path(folder, name)
-            with contextlib.suppress(FileNotFoundError):
-                status = path.lstat()
-                if stat.S_ISREG(status.st_mode):
-                    yield str(path.relative_to(root)), status.st_ino
+    """Names and inodes of the regular files of the root's own file system.
+
+    Others write there as well. What they remove, move or nest while this looks, or have mounted so that root itself may
+    not look (a FUSE file system), holds no file of the job's, and must not make its dump fail.
+    """
+    top = os.open(root, _FOLDER & ~os.O_NOFOLLOW)
+    try:
+        device = os.fstat(top).st_dev
+        waiting = [""]
+        while waiting:
+            inside = waiting.pop()
+            with _others_passed_over(), _folder_below(top, inside) as folder, os.scandir(folder) as entries:
+                if os.fstat(folder).st_dev != device:
+                    continue
+                for entry in entries:
+                    name = f"{inside}/{entry.name}" if inside else entry.name
+                    if entry.is_dir(follow_symlinks=False):
+                        waiting.append(name)
+                    elif entry.is_file(follow_symlinks=False):
+                        with _others_passed_over():
+                            yield name, entry.stat(follow_symlinks=False).st_ino
+    finally:
+        os.close(top)
+
+
+@contextlib.contextmanager
+def _others_passed_over() -> Iterator[None]:
+    try:
+        yield
+    except OSError as e:
+        if e.errno not in _OTHERS_WORK:
+            raise
+
+
+@contextlib.contextmanager
+def _folder_below(top: int, inside: str) -> Iterator[int]:
+    """A folder by its relative name, opened without following any link."""
+    fd = os.dup(top)
+    try:
+        for part in Path(inside).parts:
+            inner = os.open(part, _FOLDER, dir_fd=fd)
+            os.close(fd)
+            fd = inner
+        yield fd
+    finally:
+        os.close(fd)
 
 
 def _save_one(root: Path, snapshot: Path, stored: str, names: list[str]) -> SharedFileRecord:
-    source = os.open(root / names[0], _READ)
+    top = os.open(root, _FOLDER & ~os.O_NOFOLLOW)
+    try:
+        inside, _, name = names[0].rpartition("/")
+        with _folder_below(top, inside) as folder:
+            source = os.open(name, _READ, dir_fd=folder)
+    finally:
+        os.close(top)
     try:
         status = os.fstat(source)
         target = os.open(snapshot / stored, _CREATE, 0o600)

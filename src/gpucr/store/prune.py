@@ -7,7 +7,7 @@ one prune and deleted by a later one. Every step can be cut off and done again.
 from __future__ import annotations
 
 import time
-from collections.abc import Collection, Iterable, Iterator, Sequence, Set
+from collections.abc import Callable, Collection, Iterable, Iterator, Sequence, Set
 from dataclasses import dataclass
 
 from gpucr.errors import StoreDamaged, StoreError
@@ -82,14 +82,16 @@ class PruneReport:
     later: tuple[LaterSpace, ...] = ()
 
 
-def prune(store: Store, rules: PruneRules, *, dry_run: bool = False) -> PruneReport:
-    """Remove what the rules do not keep. Raises StoreDamaged, StoreError.
+def prune(
+    store: Store, rules: PruneRules, *, dry_run: bool = False, check: Callable[[], None] = lambda: None
+) -> PruneReport:
+    """Remove what the rules do not keep. ``check`` may raise to end it. Raises StoreDamaged, StoreError.
 
     Where a snapshot that is kept lacks a piece, no snapshot and no pack is removed: a damaged store is not thinned out.
     """
     try:
         try:
-            return _Prune(store, rules, dry_run=dry_run).run()
+            return _Prune(store, rules, dry_run=dry_run, check=check).run()
         except OSError as e:
             raise store.not_usable(e) from e
     except StoreError as e:
@@ -115,8 +117,9 @@ def choose(
 class _Prune:
     """One prune. The steps in `run` are in the order on which their safety rests."""
 
-    def __init__(self, store: Store, rules: PruneRules, *, dry_run: bool) -> None:
+    def __init__(self, store: Store, rules: PruneRules, *, dry_run: bool, check: Callable[[], None]) -> None:
         self._store = store
+        self._check = check
         self._rules = rules
         self._dry_run = dry_run
         self._now_s = time.time()
@@ -154,6 +157,7 @@ class _Prune:
     def _remove_snapshots(self, removed: Sequence[StoredSnapshot]) -> None:
         if not self._dry_run:
             for each in removed:
+                self._check()
                 snapshots.remove(self._store, each.id)
         self._removed += removed
 
@@ -214,6 +218,7 @@ class _Prune:
         reader = StoreReader(self._store, index)
         live: set[bytes] = set()
         for snapshot in kept:
+            self._check()
             needed = {ref.id for ref in snapshots.live_pieces(snapshot, reader)} - live
             for piece_id in needed:
                 if index.find(piece_id) is None:
@@ -243,6 +248,7 @@ class _Prune:
             later.append(self._later(pack, batch.retired_s if lost.isdisjoint(_pieces(pack)) else None, writing))
         if not self._dry_run:
             for pack_id in deleted:
+                self._check()
                 self._store.backend.delete(pack_name(pack_id))
             self._forget(inventory, inventory.packs.keys() - deleted.keys())
         return list(deleted.values()), later
@@ -309,6 +315,7 @@ class _Prune:
             for pack in sparse:
                 for entry in _entries(pack):
                     if entry.id in live:
+                        self._check()
                         writer.add(reader.fetch(PieceRef(entry.id, entry.raw_length)))
             writer.flush()
         finally:
