@@ -240,6 +240,8 @@ def be(case: str, second_gpu: bool) -> None:
             os.write(said[1], side.check().encode() + b"\n")
         os._exit(0)
     there.close()
+    os.close(asked[0])
+    os.close(said[1])
     side = Side("A", here)
     CASES[case][0](side)
     answers = os.fdopen(said[0])
@@ -340,7 +342,7 @@ def measure(driver: CudaDriver, case: str, *, second_gpu: bool = False, end_impo
         row: dict[str, Any] = {"A": first, "B": second, "pids": {}}
         if end_importer:
             os.kill(second, signal.SIGKILL)
-            while ask(process).endswith(("B right", "B ", "no answer")):
+            while (stat := processes.read_stat(second)) is not None and stat.status != "Z":
                 time.sleep(0.05)
         tree = processes.tree(first)
         for each in tree:
