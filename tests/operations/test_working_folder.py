@@ -69,3 +69,16 @@ def test_nothing_else_is_removed(place: Path) -> None:
     with pytest.raises(ValueError, match="no working folder"):
         remove(place)
     assert place.exists()
+
+
+def test_one_whose_maker_was_killed_before_it_was_locked(place: Path) -> None:
+    """By its guard, and by a later gpucr."""
+    for number in range(2):
+        (place / f".gpucr-work-{number}").mkdir(mode=0o700)
+    remove(place / "gpucr-work-0")
+    assert [path.name for path in place.iterdir()] == [".gpucr-work-1"]
+    os.utime(place / ".gpucr-work-1", (0, 0))
+    folder = WorkingFolder(1, 0)
+    folder.create()
+    assert list(place.iterdir()) == [folder.path]
+    folder.remove()

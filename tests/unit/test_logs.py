@@ -2,14 +2,17 @@
 
 from __future__ import annotations
 
+import os
 import stat
+import subprocess
+import sys
 from pathlib import Path
 
 import pytest
 
 from gpucr.errors import CriuError
 from gpucr.linux.private_folders import state_folder
-from gpucr.operations.logs import log_kept_on_failure
+from gpucr.operations.logs import log_kept_on_failure, remove_logs_of
 
 
 @pytest.fixture(autouse=True)
@@ -88,3 +91,52 @@ def test_the_default_state_folder(monkeypatch: pytest.MonkeyPatch, tmp_path: Pat
     monkeypatch.delenv("XDG_STATE_HOME")
     monkeypatch.setenv("HOME", str(tmp_path))
     assert state_folder() == tmp_path / ".local" / "state" / "gpucr"
+
+
+# --- what a gpucr that was killed has left ---
+
+KILLED = """
+import os, signal
+from gpucr.operations.logs import log_kept_on_failure, remove_logs_of
+with log_kept_on_failure("dump") as path:
+    path.write_text("CRIU says")
+    print(os.getpid(), flush=True)
+    os.kill(os.getpid(), signal.SIGKILL)
+"""
+
+
+def _killed() -> int:
+    done = subprocess.run([sys.executable, "-c", KILLED], check=False, capture_output=True, text=True, timeout=60)
+    assert done.returncode == -9, done.stderr
+    return int(done.stdout)
+
+
+def test_the_guard_removes_the_log_of_its_gpucr_and_no_other(state_home: Path) -> None:
+    kept = _fail_with(CriuError("no", phase="dump"), "dump")
+    first, second = _killed(), _killed()
+    with log_kept_on_failure("dump") as at_work:
+        assert len(list((state_home / "gpucr" / "log").iterdir())) == 4
+        remove_logs_of(first)
+        remove_logs_of(os.getpid())
+        assert at_work.parent.exists()
+    left = [folder for folder in (state_home / "gpucr" / "log").iterdir() if folder != kept.parent]
+    assert [(folder / ".at-work").read_text() for folder in left] == [str(second)]
+    assert kept.exists()
+
+
+def test_a_later_gpucr_removes_it_when_nobody_writes_any_more(state_home: Path) -> None:
+    kept = _fail_with(CriuError("no", phase="dump"), "dump")
+    _killed()
+    base = state_home / "gpucr" / "log"
+    (left,) = (folder for folder in base.iterdir() if folder != kept.parent)
+    with log_kept_on_failure("dump"):
+        assert left.exists()
+    for path in (*left.iterdir(), left, *kept.parent.iterdir(), kept.parent):
+        os.utime(path, (0, 0))
+    with log_kept_on_failure("dump") as first:
+        assert not left.exists()
+        os.utime(first.parent, (0, 0))
+        os.utime(first.parent / ".at-work", (0, 0))
+        with log_kept_on_failure("dump"):
+            assert first.parent.exists(), "it is in use"
+    assert list(base.iterdir()) == [kept.parent]

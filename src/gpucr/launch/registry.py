@@ -320,8 +320,8 @@ def _clean(folder: Path, reservation: Reservation, *, keep_folder: bool) -> None
 def _remove_older_statuses(folder: Path, reservation: Reservation) -> None:
     """Remove how those ended that had the name before: every restore adds one, and nobody asks for them any more."""
     with contextlib.suppress(OSError):
-        for path in folder.glob("*.status"):
-            if path != reservation.status_path:
+        for path in folder.glob("*.status*"):  # also one that a keeper which was killed had begun to write
+            if not path.name.startswith(reservation.status_path.name):
                 path.unlink(missing_ok=True)
 
 

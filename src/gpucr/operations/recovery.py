@@ -21,7 +21,7 @@ from gpucr.gang import Gang
 from gpucr.json_text import parse
 from gpucr.linux import memory, processes
 from gpucr.model import CudaState, GangMember, ProcessId, StagedExtent
-from gpucr.operations.logs import append_to_log
+from gpucr.operations.logs import append_to_log, remove_logs_of
 from gpucr.operations.threads import GangThreads
 
 if TYPE_CHECKING:
@@ -169,6 +169,7 @@ def recover(data: bytes, descriptors: Mapping[int, int], operation_pid: int, *, 
         lambda: _bring_back(record, descriptors),
         lambda: _remove_folder(record.folder, descriptors),
         lambda: _remove_working_folder(record.working_folder),
+        lambda: remove_logs_of(operation_pid),
     )
     failures: list[str] = []
     for part in parts:

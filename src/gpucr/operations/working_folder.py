@@ -49,7 +49,7 @@ class WorkingFolder:
     def create(self) -> None:
         """Make it, and remove those that others left long ago. Raises SnapshotError."""
         _remove_left_behind(self.path.parent)
-        unlocked = self.path.with_name(f".{self.path.name}")
+        unlocked = _before_it_is_locked(self.path)
         try:
             trusted_paths.require_ours(self.path.parent, is_sticky_enough=True)
             unlocked.mkdir(mode=0o700)
@@ -74,18 +74,24 @@ def remove(path: Path) -> None:
     """Remove a working folder that this or another process has made. Raises ValueError for anything else."""
     if not path.is_absolute() or not path.name.startswith(PREFIX):
         raise ValueError(f"{path} is no working folder")
-    if path.exists():
-        shutil.rmtree(path)
+    for made in (path, _before_it_is_locked(path)):
+        if made.exists():
+            shutil.rmtree(made)
+
+
+def _before_it_is_locked(path: Path) -> Path:
+    """The name that it is made with."""
+    return path.with_name(f".{path.name}")
 
 
 def _remove_left_behind(parent: Path) -> None:
     """Remove folders of this user whose makers have died, and whose guards too, or had none."""
-    for path in parent.glob(f"{PREFIX}*"):
+    for path in (*parent.glob(f"{PREFIX}*"), *parent.glob(f".{PREFIX}*")):
         with contextlib.suppress(OSError):
             lock = _locked(path)
             try:
                 if time.time() - os.fstat(lock).st_mtime > _LEFT_BEHIND_S:
-                    remove(path)
+                    remove(path.with_name(path.name.removeprefix(".")))
             finally:
                 os.close(lock)
 
