@@ -121,7 +121,8 @@ def stable(lines: Sequence[str]) -> list[str]:
 def _stable(line: str) -> str:
     if line.startswith("kernel "):
         return "kernel"
-    line = re.sub(r"GPU-[0-9a-f-]+", "GPU-#", line)
+    line = re.sub(rf"\b{re.escape(os.uname().nodename)}\b", "vm", line)
+    line = re.sub(r"GPU-[0-9a-f-]+|\b[0-9a-f]{8}\b", "ID", line)
     line = re.sub(r"\d+(?:\.\d+)*", "#", line)
     line = re.sub(r"\b[KMGT]iB\b", "B", line)
     return " ".join(line.split())

@@ -1,20 +1,23 @@
-"""The commands of the tutorial, of the main page and of the page for those who come from elsewhere do what is shown."""
+"""The commands of the tutorial, of the main page's picture and of the page for those who come from elsewhere."""
 
 from __future__ import annotations
 
 from pathlib import Path
+from xml.dom import minidom
 
 import pytest
 
+from tests.docs import cast
 from tests.docs.pages import DOCS, ROOT
 from tests.docs.sessions import Answer, Typed, differences, play, typed_in
 
 # What the pages show with sizes that a test need not move.
-_SMALL = {"--mib 2048": "--mib 16"}
+_SMALL = {"--mib 512": "--mib 16"}
 
 
-def _is_as_shown(page: Path, home: Path) -> None:
-    session = typed_in(page.read_text())
+def _is_as_shown(text: str, home: Path) -> None:
+    session = typed_in(text)
+    assert session, "nothing is typed"
     instead = {"/var/snapshots": f"{home.parent}/snapshots", **_SMALL}
     (home.parent / "snapshots").mkdir()
     answers = play([each.command for each in session], home, instead)
@@ -27,17 +30,29 @@ def _is_as_shown(page: Path, home: Path) -> None:
 
 @pytest.mark.criu  # and root, for the session's own namespaces
 def test_the_tutorial(sim_only: None, tmp_path: Path) -> None:
-    _is_as_shown(DOCS / "tutorial.md", tmp_path / "home")
+    _is_as_shown((DOCS / "tutorial.md").read_text(), tmp_path / "home")
 
 
 @pytest.mark.criu
-def test_the_main_page(sim_only: None, tmp_path: Path) -> None:
-    _is_as_shown(ROOT / "README.md", tmp_path / "home")
+def test_the_picture_of_the_main_page(sim_only: None, tmp_path: Path) -> None:
+    assert str(cast.PICTURE.relative_to(ROOT)) in (ROOT / "README.md").read_text()
+    _is_as_shown(cast.as_page(cast.PICTURE.read_text()), tmp_path / "home")
+
+
+def test_what_is_drawn_can_be_read_back() -> None:
+    scenes = [cast.Scene("gpucr ps | head", ("PID  <&>", "", "  4"), 0.5), cast.Scene("gpucr ps", (), 0.1)]
+    picture = cast.draw(scenes)
+    assert [(each.command, each.shown) for each in typed_in(cast.as_page(picture))[1:]] == [
+        (scene.command, scene.shown) for scene in scenes
+    ]
+    root = minidom.parseString(picture).documentElement  # noqa: S318 (our own text)
+    assert root is not None
+    assert root.tagName == "svg"
 
 
 @pytest.mark.criu
 def test_coming_from_elsewhere(sim_only: None, tmp_path: Path) -> None:
-    _is_as_shown(DOCS / "how-to" / "come-from-elsewhere.md", tmp_path / "home")
+    _is_as_shown((DOCS / "how-to" / "come-from-elsewhere.md").read_text(), tmp_path / "home")
 
 
 def test_what_a_page_shows_is_read() -> None:
