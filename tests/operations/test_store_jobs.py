@@ -14,6 +14,7 @@ import pytest
 
 import gpucr
 from gpucr.driver.cuda import CudaDriver
+from gpucr.linux import memory
 from gpucr.linux.tmpfs import StagingFile
 from gpucr.model import CudaState
 from gpucr.operations import working_folder
@@ -687,6 +688,23 @@ def test_the_commands_of_a_day(counter: CounterFactory, tmp_path: Path) -> None:
     restored = run_json("restore", f"{plain}#latest")
     assert restored["snapshot"] == opened(plain).where
     assert job.ask() == 101
+
+
+def test_a_full_disk_is_foreseen(counter: CounterFactory, store: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Before anything changes, as for a folder."""
+    job = counter("--mib", "16")
+    real = memory.free_disk_bytes
+    free_bytes = 1 << 20
+    monkeypatch.setattr(memory, "free_disk_bytes", lambda folder: free_bytes if folder == store else real(folder))
+    with pytest.raises(gpucr.Unsupported, match=r"has 1\.0 MiB free") as caught:
+        gpucr.dump(job.pid, at(store, "a"))
+    assert caught.value.code == "GPUCR-NO-SPACE"
+    assert job.ask() == 101
+    assert list(store.rglob("packs/*/*")) == list(store.rglob("writers/*")) == []
+    free_bytes = 70 << 20  # more than the margin: compression may save the rest, and an empty store cannot
+    assert [each.severity for each in gpucr.plan_dump(job.pid, at(store, "a")).findings if each.code] == ["warning"]
+    plan = gpucr.plan_dump(job.pid, at(store, "a"), compress="none")
+    assert [each.severity for each in plan.findings if each.code == "GPUCR-NO-SPACE"] == ["blocking"]
 
 
 @pytest.mark.parametrize("name", ["GPUCR_KEY_FILE", "GPUCR_PASSPHRASE"])

@@ -323,6 +323,21 @@ def test_disk(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
         assert severity(4 * GIB + margin - 1) == "blocking"
 
 
+def test_the_disk_of_a_store(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    margin = room._DISK_MARGIN_BYTES
+    with python(WAITING) as child:
+
+        def found(free_bytes: int) -> list[preflight.Finding]:
+            monkeypatch.setattr(memory, "free_disk_bytes", lambda folder: free_bytes)
+            return preflight.check_disk(job_of(child.pid), tmp_path, 4 * GIB, surely_bytes=0)
+
+        assert found(6 * GIB) == []
+        warning = only(found(margin))
+        assert warning.severity == "warning"
+        assert "less what the store has already" in warning.consequence
+        assert only(found(margin - 1)).severity == "blocking"
+
+
 def test_a_real_disk_that_is_too_small() -> None:
     with python(WAITING) as child:
         finding = only(preflight.check_disk(job_of(child.pid), Path("/proc"), 0))

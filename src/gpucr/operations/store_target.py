@@ -30,6 +30,7 @@ from gpucr.store.checks import Checks
 from gpucr.store.codec import Compress
 from gpucr.store.local import LocalBackend
 from gpucr.store.opened import Store
+from gpucr.store.pack import PREFIX as PACKS_PREFIX
 from gpucr.store.pieces import PieceRef
 from gpucr.store.session import WriteSession
 from gpucr.store.stored_snapshot import Area
@@ -98,7 +99,17 @@ class StoreTarget:
         return _PIECES_A_THREAD * buffers_bytes(self._sink.piece_bytes)
 
     def findings(self, job: Job, device_bytes: int) -> list[preflight.Finding]:
-        """How much of the data is new to the store shows only when it is there. But it should be nowhere else."""
+        """Whether the disk has room, as far as that can be known, and whether the data is nowhere else meanwhile."""
+        return [*self._findings_of_room(job, device_bytes), *self._findings_of_secrecy()]
+
+    def _findings_of_room(self, job: Job, device_bytes: int) -> list[preflight.Finding]:
+        if self.disk is None:
+            return []
+        # How much of the data is new to a store that has some, or can be compressed, shows only when it is there.
+        is_new = self._compress == "none" and not any(True for _ in self._store.backend.list(PACKS_PREFIX))
+        return preflight.check_disk(job, self.disk, device_bytes, surely_bytes=device_bytes if is_new else 0)
+
+    def _findings_of_secrecy(self) -> list[preflight.Finding]:
         if self._store.keys is None or self._working.is_in_memory:
             return []
         return [

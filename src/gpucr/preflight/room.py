@@ -22,12 +22,16 @@ _BUFFERS_A_BYTE = 4
 """No more of the buffers is touched than there is data for: a piece, and what it becomes on its way into a store."""
 
 
-def check_disk(job: Job, folder: Path, device_bytes: int) -> list[Finding]:
-    """Free disk space against the memory that would be written: resident pages and device memory."""
+def check_disk(job: Job, folder: Path, device_bytes: int, *, surely_bytes: int | None = None) -> list[Finding]:
+    """Free disk space against the memory that would be written: resident pages and device memory.
+
+    ``surely_bytes`` are written whatever is there already (None: all of device memory).
+    """
     resident = sum(memory.resident_bytes(pid) for pid in job.pids)
     free = memory.free_disk_bytes(folder)
     # Resident pages of files are not written, so the sum is no lower bound: only device memory is surely written.
-    surely, likely = device_bytes + _DISK_MARGIN_BYTES, device_bytes + resident + _DISK_MARGIN_BYTES
+    surely = (device_bytes if surely_bytes is None else surely_bytes) + _DISK_MARGIN_BYTES
+    likely = device_bytes + resident + _DISK_MARGIN_BYTES
     if free >= likely:
         return []
     return [
@@ -35,7 +39,8 @@ def check_disk(job: Job, folder: Path, device_bytes: int) -> list[Finding]:
             "blocking" if free < surely else "warning",
             f"{folder} has {format_bytes(free)} free",
             f"device memory {format_bytes(device_bytes)}, resident memory {format_bytes(resident)}",
-            f"the snapshot needs up to {format_bytes(likely)}, {format_bytes(likely - free)} more",
+            f"the snapshot needs up to {format_bytes(likely)}, {format_bytes(likely - free)} more"
+            + ("" if surely_bytes is None else "; less what the store has already, and what compression saves"),
             "free some space, or name a folder on another disk with --to",
             code="GPUCR-NO-SPACE",
         )
