@@ -419,6 +419,11 @@ def test_a_store_that_a_full_disk_has_kept_from_being_made_can_be_made_later(
         patched.setattr(os, "link", full)
         with pytest.raises(StoreError, match="takes no more data"):
             init_store(tmp_path / "store", key=secret)
+        assert list(tmp_path.iterdir()) == [], "nothing of it stays"
+        (tmp_path / "store").mkdir(mode=0o700)
+        with pytest.raises(StoreError, match="takes no more data"):
+            init_store(tmp_path / "store", key=secret)
+        assert list(tmp_path.rglob("*")) == [tmp_path / "store"], "the folder was there before"
     store = init_store(tmp_path / "store", key=secret)
     assert list_snapshots(store.backend.url, key=secret).snapshots == ()
 
@@ -433,7 +438,7 @@ def test_a_file_system_without_hard_links_is_named(
     monkeypatch.setattr(os, "link", no_links)
     with pytest.raises(StoreError, match="its file system has no hard links, which a store needs"):
         init_store(tmp_path / "store")
-    assert list((tmp_path / "store" / INCOMING_NAME).iterdir()) == []
+    assert list(tmp_path.iterdir()) == []
 
 
 def test_a_prune_leaves_alone_what_a_slow_writer_still_fills(tmp_path: Path) -> None:

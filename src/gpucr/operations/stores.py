@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -31,16 +32,29 @@ _LEFT_BY_INIT = {INCOMING_NAME, KEYS_PREFIX.rstrip("/")}
 def init_store(place: Place, *, key: Secret | None = None) -> Store:
     """Make a store, encrypted where there is a key. A folder is made, if its parent exists; it must be empty.
 
-    Raises InvalidRequest, StoreError, BrokenInstall.
+    Where that fails, nothing of it stays in a folder. Raises InvalidRequest, StoreError, BrokenInstall.
     """
     location = place_of_store(place)
     if location.snapshot is not None:
         raise InvalidRequest(f"{place} names a snapshot, not a store", hint="leave out what follows the #")
     with all_or_nothing() as interrupts:
         interrupts.conclude()
+        was_there = location.path is None or location.path.exists()
         if location.path is not None:
             _make_folder(location.path)
-        return Store.create(backend_at(location), secret=key)
+        try:
+            return Store.create(backend_at(location), secret=key)
+        except BaseException:
+            if location.path is not None:
+                _remove_empty(location.path, was_there=was_there)
+            raise
+
+
+def _remove_empty(path: Path, *, was_there: bool) -> None:
+    folders = [path / name for name in _LEFT_BY_INIT]
+    for folder in folders if was_there else [*folders, path]:
+        with contextlib.suppress(OSError):  # it is not there, or somebody else's, who makes a store here too
+            folder.rmdir()
 
 
 def _make_folder(path: Path) -> None:

@@ -15,6 +15,7 @@ from gpucr.store.backend import Backend, Buffer, Exists, Missing
 from gpucr.store.config import ConfigError, StoreConfig
 from gpucr.store.crypto import KeyRing
 from gpucr.store.keys import KeyObjectError, Secret
+from gpucr.store.local import LocalBackend
 
 KEYS_PREFIX = "keys/"
 HINT_DAMAGED = "the disk, a copy or somebody damaged it: use another snapshot, or another copy of the store"
@@ -76,9 +77,14 @@ class Store:
             try:
                 backend.create(configuration.NAME, configuration.encode(made, _mac_key(ring) if ring else None))
             except Exists as e:  # somebody else has made one meanwhile
-                if store.opened_with is not None:
-                    backend.delete(store.opened_with)
+                _withdraw_key(store)
                 raise _store_exists(backend) from e
+            except OSError:
+                # A request that failed may still arrive at an object store, which would then have no key.
+                if isinstance(backend, LocalBackend):
+                    with contextlib.suppress(OSError):
+                        _withdraw_key(store)
+                raise
         except OSError as e:
             raise store.not_usable(e) from e
         return store
@@ -227,6 +233,11 @@ def _require_no_store(backend: Backend) -> None:
     with contextlib.suppress(Missing):
         backend.size(configuration.NAME)
         raise _store_exists(backend)
+
+
+def _withdraw_key(store: Store) -> None:
+    if store.opened_with is not None:
+        store.backend.delete(store.opened_with)
 
 
 def _store_exists(backend: Backend) -> StoreError:
