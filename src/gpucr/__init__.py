@@ -12,13 +12,13 @@ TYPE_CHECKING = False  # type checkers take this name for typing's; importing ty
 if TYPE_CHECKING:
     from typing import Any
 
-    from gpucr.canaries.results import CanaryOutcome, CanaryResult, ProbeReport
-    from gpucr.checkups.checkup import Checkup
+    from gpucr.canaries.results import CanaryOutcome, CanaryResult, MeasuredMachine, ProbeReport
+    from gpucr.checkups.checkup import Checkup, RepairName, Verdict
     from gpucr.checkups.doctor import DoctorReport, doctor
     from gpucr.checkups.repairs import Repair
     from gpucr.criu.contents import SharedMemory
     from gpucr.criu.imaged_files import OpenDescriptor
-    from gpucr.criu.imaged_memory import MemoryUse
+    from gpucr.criu.imaged_memory import MemoryKind, MemoryUse
     from gpucr.driver.process import Process
     from gpucr.errors import (
         BrokenInstall,
@@ -50,21 +50,24 @@ if TYPE_CHECKING:
         WrongKey,
     )
     from gpucr.launch.environment import EnvironmentChange
-    from gpucr.launch.record import JobRecord, JobState
+    from gpucr.launch.record import JobRecord, JobState, Network, StateWord
     from gpucr.launch.registry import ListedJob
-    from gpucr.model import CudaState, Gpu, GpuMap
-    from gpucr.operations.dump import DumpPlan, DumpReport, dump, plan_dump
+    from gpucr.model import CudaState, GangLock, Gpu, GpuMap, ProcessId, ProcessInfo
+    from gpucr.operations.dump import DumpPlan, DumpReport, Persist, dump, plan_dump
     from gpucr.operations.gpu_jobs import GpuJob, list_gpu_jobs
     from gpucr.operations.inspect import ProcessContents, SnapshotContents, inspect
+    from gpucr.operations.job_snapshot import JobSnapshot
     from gpucr.operations.launch import LaunchPlan, StartedJob, forget_job, list_jobs, plan_job, run_job
     from gpucr.operations.listing import ProcessState, job_states, list_cuda_processes
-    from gpucr.operations.places import open_snapshot
+    from gpucr.operations.places import Compress, Place, open_snapshot
     from gpucr.operations.probe import last_probe, probe
     from gpucr.operations.restore import RestoreReport, restore
-    from gpucr.operations.steps import Phase, Progress
-    from gpucr.operations.store_diff import Difference, diff_snapshots
+    from gpucr.operations.steps import OnProgress, Phase, Progress
+    from gpucr.operations.store_diff import Difference, Range, diff_snapshots
     from gpucr.operations.store_snapshot import SnapshotInStore
     from gpucr.operations.stores import (
+        CopiedSnapshot,
+        StoreKey,
         copy_snapshots,
         init_store,
         list_snapshots,
@@ -73,20 +76,27 @@ if TYPE_CHECKING:
         store_keys,
         verify_snapshots,
     )
-    from gpucr.operations.suspend import ChangeReport, resume, suspend
+    from gpucr.operations.suspend import ChangeReport, StateChange, resume, suspend
     from gpucr.operations.targets import DumpCounts
+    from gpucr.preflight.findings import Finding
+    from gpucr.preflight.outside import FilesMode, TcpMode
     from gpucr.snapshot.folder import Snapshot
+    from gpucr.snapshot.manifest import Manifest, ProcessRecord
     from gpucr.store.keys import Secret
-    from gpucr.store.prune import PruneRules
+    from gpucr.store.opened import Store
+    from gpucr.store.prune import LaterSpace, PruneReport, PruneRules
+    from gpucr.store.snapshots import Listing
+    from gpucr.store.stored_snapshot import StoredSnapshot
+    from gpucr.store.verify import VerifyReport
 
 _HOMES = {
-    "gpucr.canaries.results": ("CanaryOutcome", "CanaryResult", "ProbeReport"),
-    "gpucr.criu.contents": ("SharedMemory",),
-    "gpucr.criu.imaged_files": ("OpenDescriptor",),
-    "gpucr.criu.imaged_memory": ("MemoryUse",),
-    "gpucr.checkups.checkup": ("Checkup",),
+    "gpucr.canaries.results": ("CanaryOutcome", "CanaryResult", "MeasuredMachine", "ProbeReport"),
+    "gpucr.checkups.checkup": ("Checkup", "RepairName", "Verdict"),
     "gpucr.checkups.doctor": ("DoctorReport", "doctor"),
     "gpucr.checkups.repairs": ("Repair",),
+    "gpucr.criu.contents": ("SharedMemory",),
+    "gpucr.criu.imaged_files": ("OpenDescriptor",),
+    "gpucr.criu.imaged_memory": ("MemoryKind", "MemoryUse"),
     "gpucr.driver.process": ("Process",),
     "gpucr.errors": (
         "BrokenInstall", "CriuError", "CriuUnavailable", "CudaStarted", "DeadlineExceeded", "DriverError",
@@ -96,29 +106,37 @@ _HOMES = {
         "StoreDamaged", "StoreError", "Unsupported", "WrongKey",
     ),
     "gpucr.launch.environment": ("EnvironmentChange",),
-    "gpucr.launch.record": ("JobRecord", "JobState"),
+    "gpucr.launch.record": ("JobRecord", "JobState", "Network", "StateWord"),
     "gpucr.launch.registry": ("ListedJob",),
-    "gpucr.model": ("CudaState", "Gpu", "GpuMap"),
-    "gpucr.operations.dump": ("DumpPlan", "DumpReport", "dump", "plan_dump"),
+    "gpucr.model": ("CudaState", "GangLock", "Gpu", "GpuMap", "ProcessId", "ProcessInfo"),
+    "gpucr.operations.dump": ("DumpPlan", "DumpReport", "Persist", "dump", "plan_dump"),
     "gpucr.operations.gpu_jobs": ("GpuJob", "list_gpu_jobs"),
     "gpucr.operations.inspect": ("ProcessContents", "SnapshotContents", "inspect"),
+    "gpucr.operations.job_snapshot": ("JobSnapshot",),
     "gpucr.operations.launch": ("LaunchPlan", "StartedJob", "forget_job", "list_jobs", "plan_job", "run_job"),
     "gpucr.operations.listing": ("ProcessState", "job_states", "list_cuda_processes"),
-    "gpucr.operations.places": ("open_snapshot",),
+    "gpucr.operations.places": ("Compress", "Place", "open_snapshot"),
     "gpucr.operations.probe": ("last_probe", "probe"),
     "gpucr.operations.restore": ("RestoreReport", "restore"),
-    "gpucr.operations.steps": ("Phase", "Progress"),
-    "gpucr.operations.store_diff": ("Difference", "diff_snapshots"),
+    "gpucr.operations.steps": ("OnProgress", "Phase", "Progress"),
+    "gpucr.operations.store_diff": ("Difference", "Range", "diff_snapshots"),
     "gpucr.operations.store_snapshot": ("SnapshotInStore",),
     "gpucr.operations.stores": (
-        "copy_snapshots", "init_store", "list_snapshots", "prune_store", "remove_snapshot", "store_keys",
-        "verify_snapshots",
+        "CopiedSnapshot", "StoreKey", "copy_snapshots", "init_store", "list_snapshots", "prune_store",
+        "remove_snapshot", "store_keys", "verify_snapshots",
     ),
-    "gpucr.operations.suspend": ("ChangeReport", "resume", "suspend"),
+    "gpucr.operations.suspend": ("ChangeReport", "StateChange", "resume", "suspend"),
     "gpucr.operations.targets": ("DumpCounts",),
+    "gpucr.preflight.findings": ("Finding",),
+    "gpucr.preflight.outside": ("FilesMode", "TcpMode"),
     "gpucr.snapshot.folder": ("Snapshot",),
+    "gpucr.snapshot.manifest": ("Manifest", "ProcessRecord"),
     "gpucr.store.keys": ("Secret",),
-    "gpucr.store.prune": ("PruneRules",),
+    "gpucr.store.opened": ("Store",),
+    "gpucr.store.prune": ("LaterSpace", "PruneReport", "PruneRules"),
+    "gpucr.store.snapshots": ("Listing",),
+    "gpucr.store.stored_snapshot": ("StoredSnapshot",),
+    "gpucr.store.verify": ("VerifyReport",),
 }  # fmt: skip
 _HOME_OF = {name: home for home, names in _HOMES.items() for name in names}
 
@@ -128,6 +146,8 @@ __all__ = [
     "CanaryResult",
     "ChangeReport",
     "Checkup",
+    "Compress",
+    "CopiedSnapshot",
     "CriuError",
     "CriuUnavailable",
     "CudaStarted",
@@ -141,6 +161,9 @@ __all__ = [
     "DumpPlan",
     "DumpReport",
     "EnvironmentChange",
+    "FilesMode",
+    "Finding",
+    "GangLock",
     "Gpu",
     "GpuJob",
     "GpuMap",
@@ -151,24 +174,40 @@ __all__ = [
     "JobChanged",
     "JobDamaged",
     "JobRecord",
+    "JobSnapshot",
     "JobState",
+    "LaterSpace",
     "LaunchPlan",
     "ListedJob",
+    "Listing",
     "LockTimeout",
+    "Manifest",
+    "MeasuredMachine",
+    "MemoryKind",
     "MemoryUse",
+    "Network",
     "NotACudaProcess",
     "NotPermitted",
     "NotSupportedByDriver",
+    "OnProgress",
     "OpenDescriptor",
+    "Persist",
     "Phase",
+    "Place",
     "ProbeReport",
     "Process",
     "ProcessContents",
+    "ProcessId",
+    "ProcessInfo",
     "ProcessNotFound",
+    "ProcessRecord",
     "ProcessState",
     "Progress",
+    "PruneReport",
     "PruneRules",
+    "Range",
     "Repair",
+    "RepairName",
     "RestoreReport",
     "Secret",
     "SharedMemory",
@@ -181,9 +220,17 @@ __all__ = [
     "SnapshotInStore",
     "SnapshotUnfinished",
     "StartedJob",
+    "StateChange",
+    "StateWord",
+    "Store",
     "StoreDamaged",
     "StoreError",
+    "StoreKey",
+    "StoredSnapshot",
+    "TcpMode",
     "Unsupported",
+    "Verdict",
+    "VerifyReport",
     "WrongKey",
     "__version__",
     "copy_snapshots",

@@ -450,3 +450,32 @@ def test_a_simulated_driver_that_keeps_its_state_elsewhere(
     assert "persistence" not in done.stderr
     gpucr.resume(job.pid)
     assert job.ask() == 101
+
+
+@pytest.mark.parametrize(
+    ("arguments", "said"),
+    [
+        (("--user", "nosuch"), "there is no user 'nosuch'"),
+        (("--job", "nosuch"), "there is no job 'nosuch'"),
+        (("--job", "999999999"), "there is no process 999999999"),
+    ],
+)
+def test_a_filter_that_names_nothing(arguments: tuple[str, ...], said: str) -> None:
+    assert said in refused(2, "ps", *arguments)
+
+
+def test_an_error_code_that_is_not_one() -> None:
+    assert "hint:  `gpucr explain` lists all codes" in command.run("explain", "foo").stderr
+    assert "did you mean GPUCR-LOCK-TIMEOUT" in command.run("explain", "lock-timeot").stderr
+
+
+def test_reports_have_a_short_repr(counter: CounterFactory, tmp_path: Path) -> None:
+    job = counter("--mib", "2", "--fork", "2")
+    suspended, resumed = gpucr.suspend(job.pid), gpucr.resume(job.pid)
+    reports: list[object] = [suspended, resumed]
+    if processes.can_checkpoint_processes():
+        dumped = gpucr.dump(job.pid, tmp_path / "s", leave_running=True)
+        reports += [dumped, gpucr.plan_dump(job.pid, tmp_path / "t"), gpucr.inspect(dumped.snapshot), dumped.snapshot]
+    for report in reports:
+        assert len(repr(report)) < 800, repr(report)
+    assert str(job.pid) in repr(suspended)

@@ -397,6 +397,49 @@ def test_forgetting_and_using_a_name_again() -> None:
     assert _states() == {}
 
 
+def test_forgetting_several_is_all_or_none() -> None:
+    for name in ("a", "b"):
+        launch.run_job(["true"], name=name, isolate=False)
+        _wait_for_end(name)
+    done = command.run("jobs", "--forget", "a", "--forget", "nosuch", "--forget", "b")
+    assert (done.returncode, done.stdout) == (2, "")
+    assert "there is no job 'nosuch'" in done.stderr
+    assert set(_states()) == {"a", "b"}
+    done = command.run("jobs", "--forget", "a", "--forget", "b")
+    assert done.stdout == "a forgotten (ended (exit code 0))\nb forgotten (ended (exit code 0))\n"
+    assert _states() == {}
+
+
+def test_a_snapshot_that_is_gone_is_said(tmp_path: Path) -> None:
+    launch.run_job(["true"], name="job", isolate=False)
+    _wait_for_end("job")
+    record = registered.registry().find("job").record
+    assert record is not None
+    Path(record.status_path).unlink()
+    snapshot = tmp_path / "snapshot"
+    registered.registry().update(record, snapshot=str(snapshot), dumped=True)
+    assert "which is gone" in command.run("jobs").stdout
+    assert command.run_json("jobs")["jobs"][0]["snapshot_is_gone"] is True
+    done = command.run("suspend", "job")
+    assert f"was dumped to {snapshot}, which is not there any more" in done.stderr
+    assert "gpucr restore" not in done.stderr
+    snapshot.mkdir()
+    (snapshot / "manifest.json").touch()
+    assert "which is gone" not in command.run("jobs").stdout
+    assert command.run_json("jobs")["jobs"][0]["snapshot_is_gone"] is False
+    done = command.run("jobs", "--forget", "job")
+    assert done.stdout.endswith(f"; its log is kept for a restore: {record.log_path}\n")
+
+
+@pytest.mark.parametrize("text", ["sleep 5", "sleep 'x", b"sleep 5"])
+def test_a_command_that_is_one_text(text: Any) -> None:
+    with pytest.raises(InvalidRequest, match=r"the command is one text, .*where a list of words is needed") as caught:
+        gpucr.run_job(text)
+    assert "['sleep'," in str(caught.value.hint)
+    with pytest.raises(InvalidRequest, match="5 in the command is not a text"):
+        gpucr.run_job(["sleep", 5])  # type: ignore[list-item]
+
+
 def test_forgetting_by_force_and_what_is_damaged(state: Path) -> None:
     """As when the container is gone that it was started in."""
     launch.run_job(["true"], name="job", isolate=False)

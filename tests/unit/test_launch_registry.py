@@ -414,6 +414,16 @@ def test_forgetting_keeps_the_log_that_another_job_goes_on_with(registry: Regist
     assert os.listdir(tmp_path / "state" / "jobs") == [], "nobody's log any more"
 
 
+def test_forgetting_a_dumped_job_keeps_its_log_unless_asked(registry: Registry, tmp_path: Path) -> None:
+    for force in (False, True):
+        with registry.reserve("train") as job:
+            job.log_path.write_text("so far")
+            job.register(_record(tmp_path, _ended(), log_path=str(job.log_path), snapshot="/s", dumped=True))
+        assert registry.forget("train", force=force).state.word == "dumped"
+        assert job.log_path.exists() is not force
+    assert os.listdir(tmp_path / "state" / "jobs") == []
+
+
 def test_a_kept_log_in_the_folder_of_another_job_goes_with_that_one(registry: Registry, tmp_path: Path) -> None:
     with registry.reserve("train") as first:
         first.log_path.write_text("so far")

@@ -5,8 +5,10 @@ from __future__ import annotations
 import ast
 import importlib
 import inspect
+import re
 import subprocess
 import sys
+from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
@@ -15,16 +17,18 @@ import gpucr
 from gpucr.version import __version__
 
 _NAMES = """
-BrokenInstall CanaryOutcome CanaryResult ChangeReport Checkup CriuError CriuUnavailable CudaStarted CudaState
-DeadlineExceeded Difference DoctorReport DriverError DriverUnavailable DumpCounts DumpPlan DumpReport
-EnvironmentChange Gpu GpuJob GpuMap GpucrError IllegalState Interrupted InvalidRequest JobChanged JobDamaged JobRecord
-JobState LaunchPlan ListedJob LockTimeout MemoryUse NotACudaProcess NotPermitted NotSupportedByDriver OpenDescriptor
-Phase ProbeReport Process ProcessContents ProcessNotFound ProcessState Progress PruneRules Repair RestoreReport Secret
-SharedMemory SimulatorUnavailable Snapshot SnapshotContents SnapshotDamaged SnapshotError SnapshotExists
-SnapshotInStore SnapshotUnfinished StartedJob StoreDamaged StoreError Unsupported WrongKey __version__ copy_snapshots
-diff_snapshots doctor dump forget_job init_store inspect job_states last_probe list_cuda_processes list_gpu_jobs
-list_jobs list_snapshots open_snapshot plan_dump plan_job probe prune_store remove_snapshot restore resume run_job
-store_keys suspend verify_snapshots
+BrokenInstall CanaryOutcome CanaryResult ChangeReport Checkup Compress CopiedSnapshot CriuError CriuUnavailable
+CudaStarted CudaState DeadlineExceeded Difference DoctorReport DriverError DriverUnavailable DumpCounts DumpPlan
+DumpReport EnvironmentChange FilesMode Finding GangLock Gpu GpuJob GpuMap GpucrError IllegalState Interrupted
+InvalidRequest JobChanged JobDamaged JobRecord JobSnapshot JobState LaterSpace LaunchPlan ListedJob Listing LockTimeout
+Manifest MeasuredMachine MemoryKind MemoryUse Network NotACudaProcess NotPermitted NotSupportedByDriver OnProgress
+OpenDescriptor Persist Phase Place ProbeReport Process ProcessContents ProcessId ProcessInfo ProcessNotFound
+ProcessRecord ProcessState Progress PruneReport PruneRules Range Repair RepairName RestoreReport Secret SharedMemory
+SimulatorUnavailable Snapshot SnapshotContents SnapshotDamaged SnapshotError SnapshotExists SnapshotInStore
+SnapshotUnfinished StartedJob StateChange StateWord Store StoreDamaged StoreError StoreKey StoredSnapshot TcpMode
+Unsupported Verdict VerifyReport WrongKey __version__ copy_snapshots diff_snapshots doctor dump forget_job
+init_store inspect job_states last_probe list_cuda_processes list_gpu_jobs list_jobs list_snapshots open_snapshot
+plan_dump plan_job probe prune_store remove_snapshot restore resume run_job store_keys suspend verify_snapshots
 """
 NAMES = _NAMES.split()
 
@@ -45,8 +49,9 @@ def test_every_name_resolves_to_its_homes_object(name: str) -> None:
     home = importlib.import_module(gpucr._HOME_OF[name])
     found = getattr(gpucr, name)
     assert found is getattr(home, name)
-    assert found.__module__ == gpucr._HOME_OF[name], "its home only passes it on"
-    assert inspect.getdoc(found)
+    if isinstance(found, type) or inspect.isfunction(found):  # not what is only a name for Literal[...] and the like
+        assert found.__module__ == gpucr._HOME_OF[name], "its home only passes it on"
+        assert inspect.getdoc(found)
 
 
 def test_type_checkers_see_the_same_names() -> None:
@@ -100,3 +105,43 @@ def test_an_import_takes_only_what_it_needs(statement: str, heavy: tuple[str, ..
     code = f"import sys; {statement}; print(*sys.modules)"
     done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
     assert not set(heavy) & set(done.stdout.split())
+
+
+_NO_NAMES_OF_OURS = frozenset(
+    (
+        *("None", "Any", "Callable", "Iterable", "Iterator", "Literal", "Mapping", "Path", "Self"),
+        "PathLike",
+        "Sequence",
+        *("bool", "bytes", "dict", "float", "frozenset", "int", "list", "object", "os", "str", "tuple", "type"),
+        "preflight",
+    )
+)
+_OF_FORMATS = ("Manifest", "ProcessRecord", "Store", "StoredSnapshot", "Snapshot", "Listing")
+"""Their members follow the formats (docs/reference), and have types of their own."""
+
+
+def _annotations() -> Iterator[tuple[str, str]]:
+    """Where, and what, of all parameters, results and members that users see."""
+    for name in NAMES:
+        found = getattr(gpucr, name)
+        if inspect.isfunction(found):
+            yield from ((f"{name}: {each}", str(text)) for each, text in found.__annotations__.items())
+        if not isinstance(found, type) or name in _OF_FORMATS:
+            continue
+        yield from ((f"{name}.{each}", str(text)) for each, text in vars(found).get("__annotations__", {}).items())
+        for member, value in vars(found).items():
+            call = value.fget if isinstance(value, property) else value
+            if not member.startswith("_") and inspect.isfunction(call):
+                yield from ((f"{name}.{member}: {each}", str(text)) for each, text in call.__annotations__.items())
+
+
+def test_types_in_public_signatures_can_be_imported() -> None:
+    walked = list(_annotations())
+    assert len(walked) > 250
+    missing = {
+        f"{where}: {text}"
+        for where, text in walked
+        for name in re.findall(r"[A-Za-z_]\w*", re.sub(r"'[^']*'|\"[^\"]*\"", "", text))
+        if name not in _NO_NAMES_OF_OURS and name not in NAMES
+    }
+    assert missing == set()

@@ -61,7 +61,8 @@ def command(*, code: str | None, as_json: bool) -> None:
             click.echo("\n".join(wrapped(_first_sentence(body), width, first=f"{each:<{longest}}  ")))
         return
     if code not in known:
-        near = difflib.get_close_matches(code, known, n=3)
+        bare = {each.removeprefix("GPUCR-"): each for each in known}
+        near = [bare[each] for each in difflib.get_close_matches(code.removeprefix("GPUCR-"), bare, n=3, cutoff=0.7)]
         raise InvalidRequest(
             f"there is no error code {code}",
             hint=f"did you mean {' or '.join(near)}?" if near else "`gpucr explain` lists all codes",

@@ -14,7 +14,8 @@ from gpucr.cli.options import json_option
 from gpucr.cli.output import print_json, printable
 from gpucr.errors import InvalidRequest
 from gpucr.launch.registry import ListedJob
-from gpucr.operations.launch import forget_job, list_jobs
+from gpucr.operations.launch import forget_jobs, list_jobs
+from gpucr.operations.registered import is_gone
 from gpucr.quantities import format_seconds
 
 _COLUMNS = (
@@ -29,10 +30,20 @@ _COLUMNS = (
 
 @click.command("jobs")
 @click.option("--all", "show_all", is_flag=True, help="Also those that have ended.")
-@click.option("--forget", metavar="NAME", help="Remove the record and the logs of a job that does not run any more.")
-@click.option("--force", is_flag=True, help="With --forget: also of one that may run on another machine.")
+@click.option(
+    "--forget",
+    "forgotten",
+    metavar="NAME",
+    multiple=True,
+    help="Remove the record and the logs of a job that does not run any more. The log of one that was dumped is kept.",
+)
+@click.option(
+    "--force",
+    is_flag=True,
+    help="With --forget: also what may run elsewhere, and the log of a dumped job.",
+)
 @json_option
-def command(*, show_all: bool, forget: str | None, force: bool, as_json: bool) -> None:
+def command(*, show_all: bool, forgotten: tuple[str, ...], force: bool, as_json: bool) -> None:
     """List the jobs that `gpucr run` started: name, pid, state, age, whether isolated, command.
 
     The names stand for pids in all commands. Each user has a list of their own.
@@ -40,15 +51,15 @@ def command(*, show_all: bool, forget: str | None, force: bool, as_json: bool) -
     \b
     Example:
       gpucr jobs --all
-      gpucr jobs --forget train
+      gpucr jobs --forget train --forget test
     """
-    if force and forget is None:
+    if force and not forgotten:
         raise InvalidRequest("--force goes with --forget NAME", hint="leave it out")
-    if forget is not None:
-        found: Sequence[ListedJob] = (forget_job(forget, force=force),)
+    if forgotten:
+        found: Sequence[ListedJob] = forget_jobs(forgotten, force=force)
         if not as_json:
-            kept = "" if found[0].record is not None else "; its logs are kept, for it may still run"
-            click.echo(f"{forget} forgotten ({_state_text(found[0])}){kept}")
+            for job in found:
+                click.echo(f"{job.name} forgotten ({_state_text(job)}){_kept(job, force=force)}")
             return
     else:
         found = [job for job in list_jobs() if show_all or job.state.word != "ended"]
@@ -56,6 +67,15 @@ def command(*, show_all: bool, forget: str | None, force: bool, as_json: bool) -
         print_json("jobs", {"jobs": [_as_json_record(job) for job in found]})
     else:
         _print_table(found)
+
+
+def _kept(job: ListedJob, *, force: bool) -> str:
+    """What is left of a job that was forgotten."""
+    if job.record is None:
+        return "; its logs are kept, for it may still run"
+    if job.state.word == "dumped" and not force:
+        return f"; its log is kept for a restore: {printable(job.record.log_path)}"
+    return ""
 
 
 def _print_table(found: Sequence[ListedJob]) -> None:
@@ -91,8 +111,8 @@ def _state_text(job: ListedJob) -> str:
         detail = f"exit code {state.exit_code}"
     elif state.signal is not None:
         detail = _signal_name(state.signal)
-    elif state.word == "dumped" and job.record is not None:
-        detail = job.record.snapshot
+    elif state.word == "dumped" and job.record is not None and job.record.snapshot is not None:
+        detail = job.record.snapshot + (", which is gone" if is_gone(job.record.snapshot) else "")
     elif state.word == "elsewhere" and job.record is not None:
         detail = job.record.host
     return state.word if detail is None else f"{state.word} ({printable(detail)})"
@@ -134,4 +154,5 @@ def _as_json_record(job: ListedJob) -> dict[str, Any]:
         "host": record and record.host,
         "log": record and record.log_path,
         "snapshot": record and record.snapshot,
+        "snapshot_is_gone": record and record.snapshot and is_gone(record.snapshot),
     }

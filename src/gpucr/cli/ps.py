@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import pwd
 from dataclasses import replace
 
 import click
@@ -12,8 +13,10 @@ from gpucr.cli.options import JobTarget, json_option
 from gpucr.cli.output import print_json
 from gpucr.driver.gpus import list_gpus
 from gpucr.errors import InvalidRequest
+from gpucr.linux import processes
 from gpucr.model import Gpu
 from gpucr.operations.gpu_jobs import findings_of, list_gpu_jobs
+from gpucr.operations.registered import find_by_pid_or_name
 
 
 @click.command("ps")
@@ -41,6 +44,12 @@ def command(
       gpucr ps --gpu 0 --state running
       gpucr ps --check
     """
+    if isinstance(job, str):
+        find_by_pid_or_name(job)
+    elif job is not None:
+        processes.describe(job)
+    if user is not None:
+        _require_user(user)
     gpus = list_gpus()
     wanted = _find_gpu(gpu, gpus) if gpu is not None else None
     found = chosen(list_gpu_jobs(), job=job, gpu=wanted, state=state, user=user)
@@ -53,6 +62,15 @@ def command(
     else:
         filtered = any(each is not None for each in (job, gpu, state, user))
         click.echo("no process that uses CUDA fits" if filtered else "no process uses CUDA")
+
+
+def _require_user(user: str) -> None:
+    if user.isdecimal():
+        return
+    try:
+        pwd.getpwnam(user)
+    except (KeyError, ValueError) as e:
+        raise InvalidRequest(f"there is no user {user!r}", hint="give a name, or a number") from e
 
 
 def _find_gpu(text: str, gpus: tuple[Gpu, ...]) -> Gpu:

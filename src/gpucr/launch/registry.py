@@ -198,23 +198,30 @@ class Registry:
         """Remove the record and the logs of a job that is no more, also one that was dumped. Returns what it was.
 
         Logs that are those of other jobs stay: of one that was restored under another name, say. So do all of them
-        where the record is damaged, for its job may run. Raises InvalidRequest for a job that runs, and unless
-        ``force`` for one that may run on another machine.
+        where the record is damaged, for its job may run, and unless ``force`` that of a job that was dumped, for a
+        restore goes on with it. Raises as `require_gone`.
         """
-        self.find(name)
+        self.require_gone(name, force=force)
         with self._locked(name) as folder:
             job = self.look(name)
             if job is None:  # another gpucr was faster
                 _remove(folder, self._logs_in_use())
                 return self.find(name)
-            if job.state.word == "running" or (job.state.word == "elsewhere" and not force):
-                raise _in_the_way(job, "it cannot be forgotten")
+            _require_gone(job, force=force)
             logs = {log.resolve() for log in folder.glob("*.log")}
-            _remove(folder, logs if job.record is None else logs & self._logs_in_use(but_of=name))
-        if job.record is not None:
+            in_use = self._logs_in_use(but_of=name)
+            is_kept = job.record is not None and job.state.word == "dumped" and not force
+            if job.record is not None and is_kept:
+                in_use.add(job.record.log.resolve())
+            _remove(folder, logs if job.record is None else logs & in_use)
+        if job.record is not None and not is_kept:
             with contextlib.suppress(Unsupported):  # a job that is being started there: the log goes with that one
                 self._remove_what_was_kept_for(job.record)
         return job
+
+    def require_gone(self, name: str, *, force: bool = False) -> None:
+        """Raise InvalidRequest where there is no such job, it runs, or unless ``force`` may run on another machine."""
+        _require_gone(self.find(name), force=force)
 
     def _logs_in_use(self, *, but_of: str | None = None) -> set[Path]:
         return {job.record.log.resolve() for job in self.jobs() if job.record is not None and job.name != but_of}
@@ -348,6 +355,11 @@ def _remove(folder: Path, kept: Collection[Path] = ()) -> None:
         else:
             return
     shutil.rmtree(folder)
+
+
+def _require_gone(job: ListedJob, *, force: bool) -> None:
+    if job.state.word == "running" or (job.state.word == "elsewhere" and not force):
+        raise _in_the_way(job, "it cannot be forgotten")
 
 
 def _in_the_way(job: ListedJob, therefore: str) -> InvalidRequest:

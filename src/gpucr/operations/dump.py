@@ -67,12 +67,12 @@ class DumpReport:
     snapshot: JobSnapshot
     pid: int
     left_running: bool
-    phases: tuple[Phase, ...]
+    phases: tuple[Phase, ...] = field(repr=False)
     size_bytes: int
     downtime_s: float
     warnings: tuple[str, ...]
-    counts: DumpCounts
-    lock: GangLock | None = None
+    counts: DumpCounts = field(repr=False)
+    lock: GangLock | None = field(default=None, repr=False)
 
 
 @dataclass(frozen=True)
@@ -81,7 +81,7 @@ class DumpPlan:
 
     pid: int
     steps: tuple[str, ...]
-    findings: tuple[preflight.Finding, ...]
+    findings: tuple[preflight.Finding, ...] = field(repr=False)
 
 
 def dump(

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import os
 from collections.abc import Iterable
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import TYPE_CHECKING
 
 from gpucr.criu.contents import ImagedProcess, SharedMemory, read_contents
@@ -49,8 +49,8 @@ class SnapshotContents:
     """
 
     snapshot: JobSnapshot
-    processes: tuple[ProcessContents, ...]
-    shared: tuple[SharedMemory, ...]
+    processes: tuple[ProcessContents, ...] = field(repr=False)
+    shared: tuple[SharedMemory, ...] = field(repr=False)
     problems: tuple[str, ...]
     packed_bytes: int | None = None
 

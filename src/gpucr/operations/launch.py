@@ -4,8 +4,9 @@ from __future__ import annotations
 
 import contextlib
 import os
+import shlex
 import shutil
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import get_args
@@ -81,6 +82,7 @@ def plan_job(
     folder = Path.cwd() if cwd is None else Path(cwd).absolute()
     if not os.path.isdir(folder):  # which, unlike Path.is_dir, is no error where the caller may not look
         raise InvalidRequest(f"the folder {folder} is not there", hint="give the folder to start the job in with --cwd")
+    _require_words(command)
     if not command:
         raise InvalidRequest("there is no command to run", hint="gpucr run [OPTIONS] [--] CMD...")
     program = _program(command[0], folder, given)
@@ -201,13 +203,23 @@ def list_jobs() -> tuple[ListedJob, ...]:
 def forget_job(name: str, *, force: bool = False) -> ListedJob:
     """Remove the record and the logs of a job that does not run any more. Returns what was known of it.
 
-    ``force``: also of one that may run on another machine or in another container. Logs of a damaged record, whose job
-    may run, and logs that another job writes to are kept. Raises InvalidRequest where there is no such job, or it runs,
-    or may run elsewhere; Unsupported where the registry cannot be written.
+    ``force``: also of one that may run on another machine or in another container, and also the log of a job that was
+    dumped, which a restore would go on with. Logs of a damaged record, whose job may run, and logs that another job
+    writes to are kept. Raises InvalidRequest where there is no such job, or it runs, or may run elsewhere; Unsupported
+    where the registry cannot be written.
     """
+    return forget_jobs([name], force=force)[0]
+
+
+def forget_jobs(names: Iterable[str], *, force: bool = False) -> tuple[ListedJob, ...]:
+    """As `forget_job`, for several: where one of them cannot be forgotten, none is."""
+    chosen = list(dict.fromkeys(names))
     with all_or_nothing() as interrupts, registry_in_use():
+        known = registry()
+        for name in chosen:
+            known.require_gone(name, force=force)
         interrupts.conclude()
-        return registry().forget(name, force=force)
+        return tuple(known.forget(name, force=force) for name in chosen)
 
 
 def _with_cuda_state(job: ListedJob, driver: Driver | None) -> ListedJob:
@@ -279,6 +291,25 @@ def _program(name: str, cwd: Path, environment: Mapping[str, str]) -> str:
             f"there is no program {name!r} in PATH", hint="give its whole path", code="GPUCR-NO-PROGRAM"
         )
     return os.path.abspath(found)
+
+
+def _require_words(command: Sequence[str]) -> None:
+    if isinstance(command, str | bytes):
+        text = os.fsdecode(command)
+        raise InvalidRequest(
+            f"the command is one text, {text!r}, where a list of words is needed: no shell splits it",
+            hint=f"give {_split(text)!r}",
+        )
+    for word in command:
+        if not isinstance(word, str) or "\0" in word:
+            raise InvalidRequest(f"{word!r} in the command is not a text", hint="give every word as a str")
+
+
+def _split(text: str) -> list[str]:
+    try:
+        return shlex.split(text)
+    except ValueError:  # quotes that are not closed
+        return text.split()
 
 
 def _base_name(plan: LaunchPlan) -> str:

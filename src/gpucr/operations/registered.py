@@ -15,6 +15,7 @@ from gpucr.linux import processes
 from gpucr.linux.private_folders import state_folder
 from gpucr.model import ProcessId
 from gpucr.operations.job_snapshot import JobSnapshot
+from gpucr.snapshot.folder import MANIFEST_NAME
 from gpucr.snapshot.manifest import LaunchRecord
 
 
@@ -64,9 +65,12 @@ def find_running(name: str) -> ListedJob:
             code="GPUCR-REGISTRY",
         )
     if job.state.word == "dumped":
+        gone = job.record.snapshot is None or is_gone(job.record.snapshot)
         raise InvalidRequest(
-            f"the job {name} was dumped to {job.record.snapshot}",
-            hint=f"`gpucr restore {job.record.snapshot}` brings it back",
+            f"the job {name} was dumped to {job.record.snapshot}" + (", which is not there any more" if gone else ""),
+            hint=f"`gpucr jobs --forget {name}` removes its record"
+            if gone
+            else f"`gpucr restore {job.record.snapshot}` brings it back",
             code="GPUCR-JOB-NOT-RUNNING",
         )
     if job.state.word == "elsewhere":
@@ -77,6 +81,8 @@ def find_running(name: str) -> ListedJob:
         )
     if job.state.word != "running":
         snapshot = job.record.snapshot
+        if snapshot is not None and is_gone(snapshot):
+            snapshot = None
         back = f"; `gpucr restore {snapshot}` brings back what it was then" if snapshot is not None else ""
         raise InvalidRequest(
             f"the job {name} does not run any more ({job.state.word})",
@@ -84,6 +90,23 @@ def find_running(name: str) -> ListedJob:
             code="GPUCR-JOB-NOT-RUNNING",
         )
     return job
+
+
+def is_gone(snapshot: str) -> bool:
+    """Whether a snapshot of which a record tells is not there any more, as far as can be seen without opening a store.
+
+    Of one in a store on this machine, that is said only where the whole store is gone.
+    """
+    folder, _, in_store = snapshot.partition("#")
+    if "://" in folder:
+        return False
+    try:
+        os.stat(folder if in_store else os.path.join(folder, MANIFEST_NAME))
+    except (FileNotFoundError, NotADirectoryError):
+        return True
+    except (OSError, ValueError):
+        return False
+    return False
 
 
 def find_by_pid_or_name(target: int | str) -> ListedJob:

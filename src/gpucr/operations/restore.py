@@ -6,7 +6,7 @@ import contextlib
 import os
 import platform
 from collections.abc import Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from pathlib import PurePosixPath
 from typing import TYPE_CHECKING, get_args
 
@@ -85,13 +85,13 @@ class RestoreReport:
     snapshot: JobSnapshot
     pid: int
     processes: int
-    phases: tuple[Phase, ...]
+    phases: tuple[Phase, ...] = field(repr=False)
     size_bytes: int
     seconds: float
     warnings: tuple[str, ...]
     name: str | None = None
-    gpu_map: GpuMap | None = None
-    gpu_reasons: tuple[str, ...] = ()
+    gpu_map: GpuMap | None = field(default=None, repr=False)
+    gpu_reasons: tuple[str, ...] = field(default=(), repr=False)
 
 
 def restore(

@@ -18,7 +18,10 @@ class SnapshotInStore:
 
     store: Store = field(repr=False)
     stored: StoredSnapshot = field(repr=False)
-    manifest: Manifest
+    manifest: Manifest = field(repr=False)
+
+    def __repr__(self) -> str:
+        return f"SnapshotInStore({self.where!r})"
 
     @classmethod
     def open(cls, store: Store, wanted: str | None) -> SnapshotInStore:

@@ -6,7 +6,7 @@ import contextlib
 import os
 import threading
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 
 from gpucr import preflight, staging
 from gpucr.driver.gpus import gpu_processes, list_gpus
@@ -45,12 +45,12 @@ class ChangeReport:
 
     pid: int
     processes: tuple[StateChange, ...]
-    phases: tuple[Phase, ...]
+    phases: tuple[Phase, ...] = field(repr=False)
     size_bytes: int
     warnings: tuple[str, ...] = ()
     gpu_map: GpuMap | None = None
-    gpu_reasons: tuple[str, ...] = ()
-    lock: GangLock | None = None
+    gpu_reasons: tuple[str, ...] = field(default=(), repr=False)
+    lock: GangLock | None = field(default=None, repr=False)
 
     @property
     def seconds(self) -> float:

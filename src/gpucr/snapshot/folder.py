@@ -241,7 +241,7 @@ class Snapshot:
     """
 
     path: Path
-    manifest: Manifest
+    manifest: Manifest = field(repr=False)
     held: HeldFolder = field(repr=False, compare=False)
     is_scattered: bool = False
 
