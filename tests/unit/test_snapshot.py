@@ -586,3 +586,57 @@ def test_a_snapshot_can_be_moved(snapshot: Snapshot, tmp_path: Path) -> None:
     moved = snapshot.path.rename(tmp_path / "moved")
     Snapshot.open(moved).verify()
     assert str(tmp_path).encode() not in (moved / MANIFEST_NAME).read_bytes()
+
+
+# --- a dump that is killed before it has put anything into its folder ---
+
+
+def test_an_empty_folder_for_images_is_no_obstacle_for_the_next_dump(tmp_path: Path) -> None:
+    (tmp_path / "s" / "images").mkdir(parents=True)
+    check_target(tmp_path / "s")
+    unfinished = UnfinishedSnapshot(tmp_path / "s")
+    unfinished.create()
+    assert os.listdir(tmp_path / "s") == ["images"]
+    unfinished.discard()
+    assert os.listdir(tmp_path / "s") == []
+
+
+@pytest.mark.parametrize("name", ["images/pages-1.img", "other", "device/1.0"])
+def test_anything_more_is_one(tmp_path: Path, name: str) -> None:
+    (tmp_path / "s" / "images").mkdir(parents=True)
+    (tmp_path / "s" / name).parent.mkdir(exist_ok=True)
+    (tmp_path / "s" / name).touch()
+    for look in (check_target, lambda path: UnfinishedSnapshot(path).create()):
+        with pytest.raises(SnapshotExists, match="is not empty"):
+            look(tmp_path / "s")
+    assert (tmp_path / "s" / name).exists()
+
+
+def test_a_link_in_its_place_is_one(tmp_path: Path) -> None:
+    (tmp_path / "elsewhere").mkdir()
+    (tmp_path / "s").mkdir()
+    (tmp_path / "s" / "images").symlink_to(tmp_path / "elsewhere")
+    with pytest.raises(SnapshotExists, match="is not empty"):
+        UnfinishedSnapshot(tmp_path / "s").create()
+    assert (tmp_path / "elsewhere").exists()
+
+
+def test_the_folder_of_a_dump_that_is_at_work_is_taken(tmp_path: Path) -> None:
+    first, second = UnfinishedSnapshot(tmp_path / "s"), UnfinishedSnapshot(tmp_path / "s")
+    first.create()
+    with pytest.raises(SnapshotExists, match="another dump is at work in"):
+        second.create()
+    second.discard()
+    assert os.listdir(tmp_path / "s") == ["images"]
+    first.discard()
+    assert not (tmp_path / "s").exists()
+    second.create()
+    second.discard()
+
+
+def test_its_guard_is_told_before_anything_is_in_the_folder(tmp_path: Path) -> None:
+    seen: list[list[str]] = []
+    unfinished = UnfinishedSnapshot(tmp_path / "s")
+    unfinished.create(lambda: seen.append(os.listdir(unfinished.held.fd)))
+    assert seen == [[]]
+    unfinished.discard()

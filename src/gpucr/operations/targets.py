@@ -141,10 +141,11 @@ class FolderTarget:
 
     def create(self, protection: Protection | None) -> None:
         """Make the folder."""
-        self.folder.create()
+        if protection is None:
+            self.folder.create()
+        else:
+            self.folder.create(lambda: protection.expect_folder(self.folder))
         self._sink.folder = self.folder.device
-        if protection is not None:
-            protection.expect_folder(self.folder)
 
     @property
     def is_committed(self) -> bool:

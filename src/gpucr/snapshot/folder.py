@@ -13,10 +13,11 @@ from __future__ import annotations
 
 import contextlib
 import errno
+import fcntl
 import os
 import shutil
 import stat
-from collections.abc import Collection, Iterator, Sequence
+from collections.abc import Callable, Collection, Iterator, Sequence
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 
@@ -135,22 +136,36 @@ class UnfinishedSnapshot:
         """Whether the manifest has been written."""
         return self._held is not None and (self._held.path / MANIFEST_NAME).exists()
 
-    def create(self) -> None:
-        """Make the folder with mode 0700. An empty folder that exists is used; anything else is SnapshotExists."""
+    def create(self, when_held: Callable[[], None] = lambda: None) -> None:
+        """Make the folder with mode 0700. An empty folder that exists is used; anything else is SnapshotExists.
+
+        An empty `images` is what a dump has left that was killed right here, unless that still holds the folder's lock.
+        ``when_held`` is called when the folder is this dump's alone, before anything is put there.
+        """
         check_target(self.path)
         try:
             if not self.path.exists():
                 trusted_paths.make_folder_for(self.path, mode=0o700, uid=-1, gid=-1)
                 self._made_folder = True
-            held = self._held = HeldFolder.open(self.path)
+            held = HeldFolder.open(self.path)
+            is_locked = _lock(held, self.path)
+            self._held = held  # not before: what another dump has locked is not this one's to discard
+            if is_locked and os.listdir(held.fd) == [IMAGES_NAME]:
+                with contextlib.suppress(OSError):  # it is not empty
+                    os.rmdir(IMAGES_NAME, dir_fd=held.fd)
             _require_free(self.path, os.listdir(held.fd), held.status())
             mode = stat.S_IMODE(held.status().st_mode)
             os.fchmod(held.fd, 0o700)
             self._mode_before = None if self._made_folder else mode
+            if is_locked:
+                self._is_begun = True
+                when_held()
             if self._with_images:
                 self.images.mkdir(mode=0o700)
                 self.images.chmod(0o700)
-            self._is_begun = True
+            if not is_locked:  # of two dumps at once only one gets so far
+                self._is_begun = True
+                when_held()
         except OSError as e:
             if e.errno == errno.ELOOP:
                 raise _led_away(self.path, e) from e
@@ -226,6 +241,8 @@ class UnfinishedSnapshot:
             for folder in (self.images, self.device, self.shared):
                 if folder.exists():
                     shutil.rmtree(folder)
+        with contextlib.suppress(OSError):
+            fcntl.flock(self._held.fd, fcntl.LOCK_UN)
         if self._mode_before is not None:
             os.fchmod(self._held.fd, self._mode_before)
         elif self._made_folder and self._held.is_at(self.path):
@@ -345,7 +362,29 @@ def _check_target(path: Path) -> None:
             hint="see whether its file system is read-only, or name a folder elsewhere with --to",
         )
     if path.exists():
-        _require_free(path, os.listdir(path), path.stat())
+        _require_free(path, [] if _is_only_begun(path) else os.listdir(path), path.stat())
+
+
+def _is_only_begun(path: Path) -> bool:
+    """Whether there is nothing but an empty folder for images: `create` sees who has made it."""
+    images = path / IMAGES_NAME
+    return os.listdir(path) == [IMAGES_NAME] and images.is_dir() and not images.is_symlink() and not os.listdir(images)
+
+
+def _lock(held: HeldFolder, path: Path) -> bool:
+    """Lock the folder of a dump for as long as the dump, or its guard, has it open. False where that cannot be.
+
+    Raises SnapshotExists where another dump has it.
+    """
+    try:
+        fcntl.flock(held.fd, fcntl.LOCK_EX | fcntl.LOCK_NB)
+    except BlockingIOError as e:
+        raise SnapshotExists(
+            f"another dump is at work in {path}", path=str(path), hint="name another folder with --to"
+        ) from e
+    except OSError:  # a file system without locks
+        return False
+    return True
 
 
 def _require_free(path: Path, names: Sequence[str], status: os.stat_result) -> None:
