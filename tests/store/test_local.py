@@ -201,6 +201,20 @@ def test_a_folder_or_a_file_that_others_can_write_is_refused(backend: LocalBacke
         LocalBackend(backend.root)
 
 
+def test_another_folder_in_its_place_is_neither_read_nor_changed(backend: LocalBackend, tmp_path: Path) -> None:
+    """Who owns the folder above can put one there at any time."""
+    backend.create("a/x", b"mine")
+    backend.root.rename(tmp_path / "aside")
+    backend.root.mkdir()
+    LocalBackend(backend.root).create("a/x", b"theirs")
+    assert backend.read("a/x") == b"mine"
+    backend.create("b/y", b"new")
+    backend.delete("a/x")
+    assert [info.name for info in backend.list()] == ["b/y"]
+    assert (tmp_path / "aside" / "b" / "y").read_bytes() == b"new"
+    assert [info.name for info in LocalBackend(backend.root).list()] == ["a/x"]
+
+
 def test_no_folder(tmp_path: Path) -> None:
     with pytest.raises(FileNotFoundError):
         LocalBackend(tmp_path / "missing")

@@ -88,20 +88,25 @@ def make_folder_for(path: PathLike, *, mode: int, uid: int, gid: int) -> None:
     walk = _Walk(path)
     try:
         walk.to_the_end()
-        os.mkdir(walk.name, 0o700, dir_fd=walk.folder)
-        fd = os.open(walk.name, _FOLDER, dir_fd=walk.folder)
-        try:
-            # Who owns the folder above may have put another one there meanwhile. An empty one he could have made.
-            if os.fstat(fd).st_uid != os.geteuid() or os.listdir(fd):
-                raise FileExistsError(errno.EEXIST, "another folder was put there meanwhile")
-            os.fchown(fd, uid, gid)
-            os.fchmod(fd, mode)
-        finally:
-            os.close(fd)
+        make_folder_in(walk.folder, walk.name, mode=mode, uid=uid, gid=gid)
     except OSError as e:
         raise OSError(e.errno, e.strerror, os.fspath(path)) from e
     finally:
         walk.close()
+
+
+def make_folder_in(folder: int, name: str, *, mode: int, uid: int, gid: int) -> None:
+    """`make_folder_for` with a name below the descriptor of a folder."""
+    os.mkdir(name, 0o700, dir_fd=folder)
+    fd = os.open(name, _FOLDER, dir_fd=folder)
+    try:
+        # Who owns the folder above may have put another one there meanwhile. An empty one he could have made.
+        if os.fstat(fd).st_uid != os.geteuid() or os.listdir(fd):
+            raise OSError(errno.ESTALE, "another folder was put there meanwhile")
+        os.fchown(fd, uid, gid)
+        os.fchmod(fd, mode)
+    finally:
+        os.close(fd)
 
 
 def remove_empty_folder(path: PathLike) -> None:

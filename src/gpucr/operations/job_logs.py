@@ -8,6 +8,7 @@ from collections.abc import Iterator
 
 from gpucr.errors import InvalidRequest
 from gpucr.launch.record import JobRecord
+from gpucr.linux.trusted_paths import open_file
 from gpucr.operations.registered import find_by_pid_or_name, registry, registry_in_use
 
 _PIECE_BYTES = 1 << 16
@@ -30,7 +31,7 @@ def job_log(job: int | str, *, last_lines: int | None = None, follow: bool = Fal
             code="GPUCR-REGISTRY",
         )
     try:
-        fd = os.open(found.record.log_path, os.O_RDONLY | os.O_CLOEXEC)
+        fd = open_file(found.record.log_path, os.O_RDONLY | os.O_NONBLOCK)  # a named pipe would have us wait
     except OSError as e:
         raise InvalidRequest(
             f"the log {found.record.log_path} of the job {found.name} cannot be read: {e.strerror}",

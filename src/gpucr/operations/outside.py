@@ -17,6 +17,7 @@ from gpucr.linux.files_in_use import FileInUse, Inode, files_in_use
 from gpucr.linux.processes import PROC
 from gpucr.linux.sock_diag import outside_connections
 from gpucr.linux.sockets import sees_our_files
+from gpucr.linux.trusted_paths import opened_folder
 from gpucr.model import Connection, Endpoint, JobFile, ProcessInfo
 from gpucr.snapshot import shared_files
 from gpucr.snapshot.folder import UnfinishedSnapshot
@@ -72,8 +73,8 @@ def _save_linked_files(folder: UnfinishedSnapshot, root_pid: int, inodes: Collec
 def remove_names(names: Collection[str]) -> None:
     """Remove names that CRIU gave to files of a job that is gone now, and whose content the snapshot has."""
     for name in names:
-        with contextlib.suppress(OSError):
-            os.unlink(name)
+        with contextlib.suppress(OSError), opened_folder(os.path.dirname(name)) as folder:
+            os.unlink(os.path.basename(name), dir_fd=folder)
 
 
 def _job_files(in_use: Sequence[FileInUse], shared_device: int | None) -> tuple[JobFile, ...]:

@@ -11,7 +11,7 @@ from pathlib import Path
 from gpucr.errors import GpucrError, InvalidRequest, Unsupported
 from gpucr.launch.record import JobRecord, Network
 from gpucr.launch.registry import ListedJob, Registry, Reservation, is_replaceable
-from gpucr.linux import processes
+from gpucr.linux import processes, trusted_paths
 from gpucr.linux.private_folders import state_folder
 from gpucr.model import ProcessId
 from gpucr.operations.job_snapshot import JobSnapshot
@@ -304,8 +304,9 @@ def now() -> str:
 def _make_log(path: Path) -> bool:
     """Make an empty log where the job's own is gone. Where that cannot be done, CRIU says what it misses."""
     with contextlib.suppress(OSError):
-        path.parent.mkdir(mode=0o700, parents=True, exist_ok=True)
-        os.close(os.open(path, os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_CLOEXEC, 0o600))
+        if not path.parent.exists():
+            trusted_paths.make_private(path.parent)
+        os.close(trusted_paths.open_file(path, os.O_WRONLY | os.O_CREAT | os.O_EXCL))
         return True
     return False
 
@@ -324,5 +325,7 @@ def _warnings_of_lost_log(snapshot: JobSnapshot, log_path: Path) -> tuple[str, .
 def _unmake_log(path: Path, reservation: Reservation) -> None:
     """Remove the log that was made, where there is no job for it after all and nothing is in it."""
     with contextlib.suppress(OSError):
-        if not reservation.is_registered and path.stat().st_size == 0:
-            path.unlink()
+        if not reservation.is_registered:
+            with trusted_paths.opened_folder(path.parent) as folder:
+                if os.stat(path.name, dir_fd=folder, follow_symlinks=False).st_size == 0:
+                    os.unlink(path.name, dir_fd=folder)

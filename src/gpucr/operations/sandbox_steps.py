@@ -13,6 +13,7 @@ from gpucr.criu.engine import Criu
 from gpucr.errors import InvalidRequest, JobDamaged, ProcessNotFound, SnapshotDamaged, Unsupported
 from gpucr.linux import processes
 from gpucr.linux.namespaces import last_pid_clear_of
+from gpucr.linux.trusted_paths import open_file
 from gpucr.model import ProcessId
 from gpucr.operations.interrupts import Interrupts
 from gpucr.operations.job_snapshot import JobSnapshot
@@ -286,7 +287,7 @@ def _last_pid(source: RestoreSource) -> int:
 
 def _make_log(path: Path) -> None:
     try:
-        os.close(os.open(path, os.O_WRONLY | os.O_CREAT | os.O_NOFOLLOW | os.O_CLOEXEC, 0o600))
+        os.close(open_file(path, os.O_WRONLY | os.O_CREAT))
     except OSError as e:
         raise Unsupported(
             f"the job's new log {path} cannot be made: {e.strerror}", hint="see who may write to its folder"

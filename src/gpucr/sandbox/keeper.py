@@ -38,6 +38,7 @@ import time
 from typing import Any, NoReturn
 
 from gpucr.linux import namespaces, oom
+from gpucr.linux.trusted_paths import open_file
 from gpucr.sandbox import tag
 
 MESSAGE_LIMIT_BYTES = 8192
@@ -194,7 +195,7 @@ class Keeper:
     def _open_standard_files(log_path: str) -> None:
         """In the job's own mount namespace: CRIU cannot dump a file of another one."""
         null = os.open(os.devnull, os.O_RDONLY | os.O_CLOEXEC)
-        log = os.open(log_path, os.O_WRONLY | os.O_APPEND | os.O_CREAT | os.O_CLOEXEC | os.O_NOCTTY, 0o600)
+        log = open_file(log_path, os.O_WRONLY | os.O_APPEND | os.O_CREAT | os.O_NOCTTY)
         os.dup2(null, 0)
         os.dup2(log, 1)
         os.dup2(log, 2)

@@ -20,6 +20,7 @@ from collections.abc import Collection, Iterator, Sequence
 from pathlib import Path
 
 from gpucr.linux.sparse import data_ranges
+from gpucr.linux.trusted_paths import make_folder_in
 from gpucr.snapshot.outside import SharedFileRecord
 
 ROOT = Path("/dev/shm")  # noqa: S108 - this is where the C library puts them
@@ -160,25 +161,26 @@ class SharedFiles:
 
     @contextlib.contextmanager
     def _folder_of(self, name: str, record: SharedFileRecord | None = None) -> Iterator[int]:
-        """The folder that holds ``name``. With a ``record`` it is made where it is missing, for the record's owner.
+        """The folder that holds ``name``. With a ``record`` it is made where it is missing, for the record's owner."""
+        parents = Path(name).parts[:-1]
+        for depth in range(len(parents) if record is not None else 0):
+            assert record is not None  # noqa: S101 - or the range is empty
+            with _folder_in(self._root, parents[:depth]) as above, contextlib.suppress(FileExistsError):
+                make_folder_in(above, parents[depth], mode=0o755, uid=record.uid, gid=record.gid)
+                self._made_folders.append("/".join(parents[: depth + 1]))
+        with _folder_in(self._root, parents) as folder:
+            yield folder
 
-        Every user may write to /dev/shm: no symbolic link is followed.
-        """
-        fd = os.open(self._root, _FOLDER & ~os.O_NOFOLLOW)
-        try:
-            parents = Path(name).parts[:-1]
-            for depth, part in enumerate(parents, 1):
-                if record is not None:
-                    with contextlib.suppress(FileExistsError):
-                        os.mkdir(part, 0o755, dir_fd=fd)
-                        self._made_folders.append("/".join(parents[:depth]))
-                        os.chown(part, record.uid, record.gid, dir_fd=fd, follow_symlinks=False)
-                inner = os.open(part, _FOLDER, dir_fd=fd)
-                os.close(fd)
-                fd = inner
-            yield fd
-        finally:
-            os.close(fd)
+
+@contextlib.contextmanager
+def _folder_in(root: Path, parts: Sequence[str]) -> Iterator[int]:
+    """A folder below the root. Every user may write to /dev/shm: no symbolic link is followed."""
+    top = os.open(root, _FOLDER & ~os.O_NOFOLLOW)
+    try:
+        with _folder_below(top, "/".join(parts)) as folder:
+            yield folder
+    finally:
+        os.close(top)
 
 
 def _inode(status: os.stat_result) -> tuple[int, int]:
@@ -194,8 +196,8 @@ def remove_remaps(root: Path, records: Sequence[SharedFileRecord]) -> None:
     for record in records:
         for name in record.names:
             if _REMAP.search(name):
-                with contextlib.suppress(OSError):
-                    (root / name).unlink()
+                with contextlib.suppress(OSError), _folder_in(root, Path(name).parts[:-1]) as folder:
+                    os.unlink(Path(name).name, dir_fd=folder)
 
 
 def names_in_use(root: Path, records: Sequence[SharedFileRecord]) -> dict[str, tuple[int, int]]:
@@ -258,13 +260,8 @@ def _folder_below(top: int, inside: str) -> Iterator[int]:
 
 
 def _save_one(root: Path, snapshot: Path, stored: str, names: list[str]) -> SharedFileRecord:
-    top = os.open(root, _FOLDER & ~os.O_NOFOLLOW)
-    try:
-        inside, _, name = names[0].rpartition("/")
-        with _folder_below(top, inside) as folder:
-            source = os.open(name, _READ, dir_fd=folder)
-    finally:
-        os.close(top)
+    with _folder_in(root, Path(names[0]).parts[:-1]) as folder:
+        source = os.open(Path(names[0]).name, _READ, dir_fd=folder)
     try:
         status = os.fstat(source)
         target = os.open(snapshot / stored, _CREATE, 0o600)

@@ -24,6 +24,7 @@ import time
 from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 
+from gpucr.linux.held_folder import HeldFolder
 from gpucr.store.backend import Buffer, Exists, Missing, ObjectInfo, as_parts, check_name
 
 INCOMING_NAME = ".incoming"
@@ -37,16 +38,16 @@ _GROW_BYTES = 64 << 20
 class LocalBackend:
     """A folder of this machine, or one that it has mounted, as a `Backend`.
 
-    Raises NotADirectoryError, FileNotFoundError, and PermissionError where another user could change the folder: what
-    a store says is run with the privileges of who restores it.
+    Raises NotADirectoryError, FileNotFoundError, OSError (ELOOP: it is behind a link that another user can change), and
+    PermissionError where another user could change the folder: what a store says is run with the privileges of who
+    restores it.
     """
 
     def __init__(self, root: str | os.PathLike[str]) -> None:
         self.root = Path(root).absolute()
-        found = self.root.stat()
-        if not stat.S_ISDIR(found.st_mode):
-            raise NotADirectoryError(errno.ENOTDIR, "it is not a folder", str(self.root))
-        _require_ours(found, self.root)
+        # Who owns the folder above could put another one there: everything is opened below this one.
+        self._held = HeldFolder.open(self.root)
+        _require_ours(self._held.status(), self.root)
 
     @property
     def url(self) -> str:
@@ -78,10 +79,10 @@ class LocalBackend:
 
     def list(self, prefix: str = "") -> Iterator[ObjectInfo]:
         """See `Backend.list`. Files whose names no object can have are passed over."""
-        folder = self.root / prefix.rpartition("/")[0]
+        folder = self._held.path / prefix.rpartition("/")[0]
         found = [
             ObjectInfo(name, at.st_size, at.st_mtime)
-            for name, at in _walk(folder, self.root)
+            for name, at in _walk(folder, self._held.path)
             if name.startswith(prefix)
         ]
         return iter(sorted(found, key=lambda info: info.name))
@@ -99,7 +100,7 @@ class LocalBackend:
 
     def open_new(self, name: str) -> LocalSink:
         """See `Backend.open_new`."""
-        return LocalSink(self._path(name), self.root)
+        return LocalSink(name, self._held)
 
     def delete(self, name: str) -> None:
         """See `Backend.delete`."""
@@ -114,7 +115,7 @@ class LocalBackend:
         removed = 0
         oldest_s = time.time() - unchanged_s
         with contextlib.suppress(FileNotFoundError):
-            for entry in os.scandir(self.root / INCOMING_NAME):
+            for entry in os.scandir(self._held.path / INCOMING_NAME):
                 with contextlib.suppress(FileNotFoundError):
                     if entry.stat(follow_symlinks=False).st_mtime <= oldest_s:
                         os.unlink(entry.path)
@@ -123,7 +124,7 @@ class LocalBackend:
 
     def _path(self, name: str) -> Path:
         check_name(name)
-        return self.root / name
+        return self._held.path / name
 
     @contextlib.contextmanager
     def _opened(self, name: str) -> Iterator[int]:
@@ -146,9 +147,12 @@ class LocalBackend:
 class LocalSink:
     """A file that is being filled: large aligned buffers go straight to the disk, the others are collected first."""
 
-    def __init__(self, path: Path, root: Path) -> None:
-        self._path = path
-        self._name = str(path.relative_to(root))
+    def __init__(self, name: str, folder: HeldFolder) -> None:
+        check_name(name)
+        self._held = folder  # as long as there is anything to write
+        root = folder.path
+        self._path = root / name
+        self._name = name
         incoming = root / INCOMING_NAME
         _make_folders(incoming, root)
         self._temporary = incoming / secrets.token_hex(16)
