@@ -22,6 +22,8 @@ import gpucr
 from gpucr.criu.engine import Criu
 from gpucr.driver.cuda import CudaDriver
 from gpucr.driver.gpus import gpu_processes, list_gpus
+from gpucr.linux import processes
+from gpucr.linux import processes
 from gpucr.model import CudaState
 from tests import command
 from tests.counter import Counter, CounterFactory, wait_until
@@ -442,6 +444,49 @@ def test_no_folder_of_a_socket_is_made_or_used_behind_a_link_of_another_user(tmp
         (home / "a").unlink()
         assert gpucr.restore(tmp_path / "s").pid == job.pid
         assert answers(path)
+    finally:
+        with contextlib.suppress(ProcessLookupError):
+            os.kill(job.pid, signal.SIGKILL)
+
+
+OPENS = """
+import os, sys, time
+os.chdir(sys.argv[2])
+with open(sys.argv[1], "a") as log, open(sys.argv[1] + ".ready", "w"):
+    while True:
+        time.sleep(0.01)
+"""
+
+
+@pytest.mark.parametrize("what", ["file", "folder", "working folder"])
+def test_no_file_is_opened_for_the_job_behind_a_link_of_another_user(tmp_path: Path, what: str) -> None:
+    home, victim = tmp_path / "home", tmp_path / "victim"
+    log, cwd = home / "logs" / "log", home / "cwd"
+    for folder in (log.parent, cwd, victim):
+        folder.mkdir(parents=True)
+    for name in ("log", "log.ready"):
+        (victim / name).touch()
+    job = subprocess.Popen(
+        [sys.executable, "-c", OPENS, str(log), str(cwd)],
+        stdin=subprocess.DEVNULL, stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL, start_new_session=True,
+    )  # fmt: skip
+    try:
+        wait_until(lambda: log.with_name("log.ready").exists(), "the job to open its log")
+        gpucr.dump(job.pid, tmp_path / "s")
+        job.wait()
+        swapped = {"file": log, "folder": log.parent, "working folder": cwd}[what]
+        swapped.rename(tmp_path / "aside")
+        swapped.symlink_to(victim / "log" if what == "file" else victim)
+        for path in (home, log.parent):
+            os.chown(path, 65534, 65534, follow_symlinks=False)
+        refused = command.run("restore", tmp_path / "s")
+        assert refused.returncode == 3, refused.stderr
+        assert f"the restored job would have {victim}" in refused.stderr
+        assert "GPUCR-UNTRUSTED-PATH" in refused.stderr
+        assert processes.read_stat(job.pid) is None
+        os.chown(home, 0, 0)
+        os.chown(log.parent, 0, 0)
+        gpucr.restore(tmp_path / "s")  # what only root can have moved is followed
     finally:
         with contextlib.suppress(ProcessLookupError):
             os.kill(job.pid, signal.SIGKILL)

@@ -12,6 +12,7 @@ from pathlib import Path
 
 from gpucr import staging
 from gpucr.criu.engine import Criu
+from gpucr.criu.images import FilesImage
 from gpucr.criu.options import RestoreOptions
 from gpucr.criu.remains import task_pids
 from gpucr.errors import (
@@ -31,6 +32,7 @@ from gpucr.operations.freeze import RestoreGang
 from gpucr.operations.interrupts import Interrupts
 from gpucr.operations.job_snapshot import JobSnapshot
 from gpucr.operations.logs import log_kept_on_failure
+from gpucr.operations.opened import require_as_recorded
 from gpucr.operations.protection import Protection
 from gpucr.operations.scheduling import restore_scheduling
 from gpucr.operations.sources import RestoreSource
@@ -261,6 +263,10 @@ class CriuRestore:
     def _on_notify(self, hook: str, pid: int) -> None:
         """All threads are there, and stand before their first instruction: what they start inherits from them."""
         if hook == "pre-resume":
+            context = self._context
+            names = FilesImage.read(context.images_dir).paths().values()
+            pids = [process.pid for process in processes.tree(pid)]
+            require_as_recorded(pids, {*names, *map(str, context.outputs.values())})
             self._context.root_pid = pid
             if self._context.gang is None:
                 take_stock(self._context)  # CRIU lets it run now, and it may have ended a moment later
