@@ -23,7 +23,6 @@ from gpucr.criu.engine import Criu
 from gpucr.driver.cuda import CudaDriver
 from gpucr.driver.gpus import gpu_processes, list_gpus
 from gpucr.linux import processes
-from gpucr.linux import processes
 from gpucr.model import CudaState
 from tests import command
 from tests.counter import Counter, CounterFactory, wait_until
