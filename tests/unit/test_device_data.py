@@ -770,12 +770,19 @@ def test_two_pieces_that_changed_places(stored: tuple[Path, DeviceData], staging
     refused(stored, staging, "differs from what was written", f"device/{PID}.2")
 
 
-def test_bytes_in_a_hole_are_no_damage(stored: tuple[Path, DeviceData], staging: MakeStaging) -> None:
-    """Nobody reads them: the manifest says that the piece is zero."""
+@pytest.mark.parametrize("place", [0, PIECE - 1])
+def test_bytes_in_a_hole_are_damage_that_does_no_harm(
+    stored: tuple[Path, DeviceData], staging: MakeStaging, place: int
+) -> None:
+    """A restore does not read them, since the manifest says that the piece is zero; a check tells of them."""
     folder, data = stored
+    verify(folder, {PID: data})
     with (folder / f"{PID}.1").open("r+b") as file:
-        file.write(b"x" * PIECE)
+        file.seek(place)
+        file.write(b"x")
     assert not any(loaded(folder, data, staging)[PIECE : 2 * PIECE])
+    with pytest.raises(SnapshotDamaged, match=f"^device/{PID}.1, .* differs .* between bytes 0 and {PIECE}$"):
+        verify(folder, {PID: data})
 
 
 @pytest.mark.parametrize("change", [-1, 1, -PIECE, PIECE, -(1 << 40)])
