@@ -119,7 +119,7 @@ def test_every_process_of_a_job_is_captured(counter: CounterFactory) -> None:
 
 
 def refuse_tracing(monkeypatch: pytest.MonkeyPatch) -> str:
-    def seize(tid: int) -> TracedThread:
+    def seize(tid: int, timeout_s: float | None = None) -> TracedThread:
         raise PermissionError(1, "Operation not permitted")
 
     monkeypatch.setattr(TracedThread, "seize", seize)

@@ -78,17 +78,28 @@ class _Request:
 def main() -> int:
     """Run the command line in sys.argv; the exit code is 0 or 1 (130 after Ctrl-C, once the driver's call ended)."""
     try:
+        _fill_standard_files()
         output = _run(sys.argv[1:])
         if output:
             os.write(1, output.encode())
     except _Failure as failure:
-        os.write(2, os.fsencode(str(failure) + "\n"))
+        try:
+            os.write(2, os.fsencode(str(failure) + "\n"))
+        except OSError:
+            return 1  # nobody is told why, but that it failed
         return 1
     except OSError:  # nobody reads the output, or its disk is full
         return 1
     except KeyboardInterrupt:
         return 130
     return 0
+
+
+def _fill_standard_files() -> None:
+    """Where one of them was closed: the driver's next file must not get its number, and what is printed here."""
+    while (fd := os.open(os.devnull, os.O_RDWR)) <= 2:
+        pass
+    os.close(fd)
 
 
 def _run(arguments: Sequence[str]) -> str:

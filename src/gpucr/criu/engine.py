@@ -90,7 +90,7 @@ class Criu:
             "ghost_limit": options.ghost_limit_bytes,
             **_common_options(options),
         }
-        with self._service("dump", images_dir, log_path) as service:
+        with self._service("dump", images_dir, log_path, deadline=deadline) as service:
             _announce(service, on_start)
             run = _Run(service, "dump", log_path, on_notify, deadline, hook_pid=pid, point_of_no_return="post-dump")
             run.serve(rpc_pb2.DUMP, request_options)
@@ -121,7 +121,9 @@ class Criu:
         Raises CriuError, DeadlineExceeded.
         """
         new = outputs or {}
-        with self._service("restore", images_dir, log_path, not options.shell_job, tuple(new.values())) as service:
+        with self._service(
+            "restore", images_dir, log_path, not options.shell_job, tuple(new.values()), deadline
+        ) as service:
             started_ticks = _announce(service, on_start).start_time_ticks
             run = _Run(
                 service,
@@ -159,6 +161,7 @@ class Criu:
         log_path: Path,
         own_session: bool = True,
         outputs: tuple[Path, ...] = (),
+        deadline: float | None = None,
     ) -> Iterator[CriuService]:
         log_path.parent.mkdir(parents=True, exist_ok=True)
         with _open_folder(images_dir) as images_fd, _open_folder(log_path.parent) as work_fd:
@@ -171,8 +174,14 @@ class Criu:
                     sandbox=self._sandbox,
                     outputs=outputs,
                     parent=self._parent,
+                    deadline=deadline,
                 )
             except OSError as e:
+                if isinstance(e, TimeoutError) and deadline is not None:
+                    raise DeadlineExceeded(
+                        f"the time was over before CRIU had started to {phase} the job",
+                        hint="allow more time with --timeout",
+                    ) from e
                 raise CriuError(
                     f"CRIU could not be started to {phase} the job: {e}",
                     phase=phase,

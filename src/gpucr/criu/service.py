@@ -32,6 +32,9 @@ from gpucr.linux.namespaces import PidNamespace
 _CHILD_SOCKET_FD = 3
 _FIRST_FREE_FD = 10
 
+START_LIMIT_S = 60.0
+"""How long CRIU may take to start in a sandbox, where there is no deadline: long enough for a machine that swaps."""
+
 _MESSAGE_LIMIT_BYTES = 64 * 1024
 _OUTPUT_LIMIT_BYTES = 16 * 1024
 
@@ -90,7 +93,7 @@ class CriuService:
     where CRIU puts the job; it gets a process group of its own instead, and the caller's stdin, which CRIU hands to the
     job as its terminal. Below a ``parent`` that one decides; in a sandbox CRIU always has a session of its own.
 
-    Raises OSError where CRIU cannot be started.
+    Raises OSError where CRIU cannot be started, TimeoutError where that takes until ``deadline`` (time.monotonic).
     """
 
     def __init__(
@@ -103,6 +106,7 @@ class CriuService:
         sandbox: PidNamespace | None = None,
         outputs: Sequence[Path] = (),
         parent: Parent | None = None,
+        deadline: float | None = None,
     ) -> None:
         self._parent = parent
         self._output_fd = os.memfd_create("criu-output", os.MFD_CLOEXEC)
@@ -123,7 +127,7 @@ class CriuService:
                         self.pid, self._pidfd = parent.spawn(argv, _environment(), _BLOCKED_SIGNALS, fds)
             else:
                 self.files, self.pid, self._socket = _spawn_inside(
-                    install.command, sandbox, (images_fd, work_fd), outputs, self._output_fd
+                    install.command, sandbox, (images_fd, work_fd), outputs, self._output_fd, deadline
                 )
             if parent is None:
                 self._pidfd = os.pidfd_open(self.pid)
@@ -260,6 +264,7 @@ def _spawn_inside(
     folder_fds: tuple[int, int],
     outputs: Sequence[Path],
     output_fd: int,
+    deadline: float | None,
 ) -> tuple[Files, int, socket.socket]:
     """Start CRIU in a sandbox. Returns how it calls its files, its pid here, and our end of its socket."""
     ours, theirs = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
@@ -290,6 +295,7 @@ def _spawn_inside(
                 for fd in high:
                     os.close(fd)
             theirs.close()
+            ours.settimeout(START_LIMIT_S if deadline is None else max(deadline - time.monotonic(), 0.001))
             message, received, _, _ = socket.recv_fds(ours, _MESSAGE_LIMIT_BYTES, 1)
         except BaseException:  # Ctrl-C, as a rule
             # A pid namespace ends only when all that were born in it have been collected, by whoever is their parent.

@@ -55,6 +55,8 @@ def _nvml() -> Iterator[ModuleType]:
 def nvml_kept_open() -> Iterator[None]:
     """NVML stays initialised throughout the block: each of the functions here would start it anew.
 
+    That takes time, and opens device files: nothing for a moment at which a job stands still.
+
     Raises DriverUnavailable where NVML is there and broken; nothing where there is none.
     """
     with ExitStack() as opened:

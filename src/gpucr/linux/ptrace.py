@@ -335,18 +335,23 @@ class HeldThreads:
 
     ``free_threads`` maps each pid to the thread id that goes on. Needs the right to trace the processes (same user and
     dumpable, or CAP_SYS_PTRACE; Yama's ptrace_scope below 2). A stop by SIGSTOP stays in force for the free threads
-    until somebody sends SIGCONT, which the held ones do not notice.
+    until somebody sends SIGCONT, which the held ones do not notice. ``deadline`` (time.monotonic): how long one that
+    hangs in the kernel, where nothing stops it, is waited for.
     """
 
-    def __init__(self, free_threads: Mapping[int, int]) -> None:
+    def __init__(self, free_threads: Mapping[int, int], deadline: float | None = None) -> None:
         self._free_threads = dict(free_threads)
+        self._deadline = deadline
         self._held: list[TracedThread] = []
         self._calls: queue.SimpleQueue[tuple[Callable[[], None], queue.SimpleQueue[BaseException | None]] | None]
         self._calls = queue.SimpleQueue()
         self._tracer: threading.Thread | None = None
 
     def hold(self) -> None:
-        """Stop the threads. Returns when all of them stand still. Raises OSError where tracing is refused."""
+        """Stop the threads. Returns when all of them stand still.
+
+        Raises OSError where tracing is refused, TimeoutError where the deadline has passed before.
+        """
         self._tracer = threading.Thread(target=self._serve, name="ptrace", daemon=True)
         self._tracer.start()
         try:
@@ -393,7 +398,7 @@ class HeldThreads:
     def _seize(self, tid: int) -> None:
         with contextlib.suppress(ProcessLookupError):  # it ended
             try:
-                thread = TracedThread.seize(tid)
+                thread = TracedThread.seize(tid, seconds_left(self._deadline))
             except PermissionError:
                 # The kernel's answer for a thread that is ending or a zombie, too, as a main thread can be for long.
                 stat = processes.read_stat(tid)
@@ -408,6 +413,11 @@ class HeldThreads:
         for thread in self._held:
             thread.let_go(thread.last_stop.signal)
         self._held.clear()
+
+
+def seconds_left(deadline: float | None) -> float | None:
+    """Until this time.monotonic(); None: without limit."""
+    return None if deadline is None else max(deadline - time.monotonic(), 0.0)
 
 
 def _is_process(tid: int) -> bool:

@@ -11,7 +11,7 @@ from gpucr import preflight
 from gpucr.criu.engine import Criu
 from gpucr.criu.install import find_criu
 from gpucr.criu.options import choose_dump_options
-from gpucr.driver.gpus import gpu_processes, list_gpus
+from gpucr.driver.gpus import gpu_processes, list_gpus, nvml_kept_open
 from gpucr.errors import CudaStarted, GpucrError, InvalidRequest
 from gpucr.gang import Gang
 from gpucr.model import GangLock
@@ -129,6 +129,8 @@ def dump(
                 roll = opened.enter_context(Roll(found.job))
                 running.require_descriptors(len(found.job.processes), len(found.job.gang), TO_MOVE)
                 protection = opened.enter_context(Protection(found.claims)) if found.job.gang else None
+                if found.job.gang:
+                    opened.enter_context(nvml_kept_open())
                 prepared = _prepare(
                     found,
                     place,

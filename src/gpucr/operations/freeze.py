@@ -91,10 +91,10 @@ class CheckpointGang:
             self.restore_threads = self._gang.restore_threads()
             self._protection.change(restore_threads=dict(self.restore_threads))
             if self._threads is not None:
-                self._threads.hold(self.restore_threads)
+                self._threads.hold(self.restore_threads, self._gang.deadline)
             locked = self._locked()
             inherited = find_inherited(self._tree(), locked)
-            with self._staged.captured(locked, meter):
+            with self._staged.captured(locked, meter, self._gang.deadline):
                 self._gang.checkpoint()
             self._let_go(inherited, meter)
             self._close_left_behind(meter)

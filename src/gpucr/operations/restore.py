@@ -20,7 +20,7 @@ from gpucr.criu.options import DumpOptions, RestoreOptions
 from gpucr.criu.pids import pids_in
 from gpucr.driver.api import Driver
 from gpucr.driver.cuda import load_driver
-from gpucr.driver.gpus import gpu_processes, list_gpus
+from gpucr.driver.gpus import gpu_processes, list_gpus, nvml_kept_open
 from gpucr.errors import (
     CriuError,
     DriverError,
@@ -161,6 +161,8 @@ def restore(
             findings += check_clone(snapshot.manifest) if clone else []
             preflight.require_no_blocking(findings, force=force)
             driver = _driver_for(snapshot)
+            if driver is not None:
+                opened.enter_context(nvml_kept_open())
             known = snapshot.manifest.processes
             running.require_descriptors(len(known), sum(p.found_state is not None for p in known), TO_MOVE)
             protection = opened.enter_context(Protection()) if driver is not None else None

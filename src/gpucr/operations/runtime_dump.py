@@ -16,7 +16,7 @@ from typing import Protocol
 
 from gpucr import preflight
 from gpucr.criu import abandoned
-from gpucr.driver.gpus import gpu_processes, list_gpus
+from gpucr.driver.gpus import gpu_processes, list_gpus, nvml_kept_open
 from gpucr.errors import CriuError, CudaStarted, GpucrError, JobChanged, SnapshotExists
 from gpucr.gang import Gang, uses_libcuda
 from gpucr.linux import cgroups, processes
@@ -145,6 +145,7 @@ def dump_for_runtime(root_pid: int, images: Path, hooks: RuntimeHooks, *, claim:
         roll = opened.enter_context(Roll(found.job))
         running.require_descriptors(len(found.job.processes), len(found.job.gang), TO_MOVE)
         protection = opened.enter_context(Protection(found.claims))
+        opened.enter_context(nvml_kept_open())
         context, threads, findings = _prepare(found, images, protection)
         preflight.require_no_blocking(findings, force=False)
         for finding in findings:

@@ -90,25 +90,34 @@ class GangStaging:
         return True
 
     @contextlib.contextmanager
-    def captured(self, restore_threads: Mapping[int, int], meter: Meter) -> Iterator[None]:
+    def captured(
+        self, restore_threads: Mapping[int, int], meter: Meter, deadline: float | None = None
+    ) -> Iterator[None]:
         """While the driver checkpoints these processes (pid → restore thread), capture and follow their staging."""
         before = {pid: _maps_if_alive(pid) for pid in restore_threads}
         captures = {
-            pid: Capture(pid, tid, self._file_for_capture(pid, meter), expected_bytes=self._expected.get(pid, 0))
+            pid: Capture(
+                pid,
+                tid,
+                self._file_for_capture(pid, meter),
+                expected_bytes=self._expected.get(pid, 0),
+                deadline=deadline,
+            )
             for pid, tid in restore_threads.items()
         }
         over = threading.Event()
         follower = threading.Thread(target=self._follow, args=(captures, meter, over), name="follow", daemon=True)
-        for capture in captures.values():
-            capture.begin()
-        for capture in captures.values():
-            capture.wait_begun()
-        follower.start()
         try:
+            for capture in captures.values():
+                capture.begin()
+            for capture in captures.values():
+                capture.wait_begun()
+            follower.start()
             yield
         finally:
             over.set()
-            follower.join()
+            if follower.ident is not None:
+                follower.join()
             for capture in captures.values():
                 capture.finish()
         if self._error is not None:

@@ -213,6 +213,8 @@ def run_steps(
                 raise DeadlineExceeded(f"the time was over before: {step.describe()}", hint="give a longer --timeout")
             begun.append(step)
             phases.append(_run_one(step, interrupts, listener))
+        if deadline is not None and time.monotonic() > deadline and not interrupts.is_committed:
+            raise DeadlineExceeded("the time was over before everything was done", hint="give a longer --timeout")
         interrupts.conclude()
     except BaseException as error:
         with interrupts.undoing():

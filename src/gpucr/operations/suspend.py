@@ -9,7 +9,7 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 
 from gpucr import preflight, staging
-from gpucr.driver.gpus import gpu_processes, list_gpus
+from gpucr.driver.gpus import gpu_processes, list_gpus, nvml_kept_open
 from gpucr.errors import GpucrError, NotACudaProcess
 from gpucr.gang import Gang
 from gpucr.linux import memory, processes
@@ -81,6 +81,7 @@ def suspend(
         found = opened.enter_context(jobs.claimed_job(pid, only=only))
         roll = opened.enter_context(Roll(found.job))
         gang = _gang_of(found, deadline)
+        opened.enter_context(nvml_kept_open())
         running.require_descriptors(len(found.job.processes), len(gang.members), TO_CHANGE)
         protection = opened.enter_context(Protection(found.claims))
         uses = gpu_processes()
@@ -136,6 +137,7 @@ def resume(
         found = opened.enter_context(jobs.claimed_job(pid, only=only))
         roll = opened.enter_context(Roll(found.job))
         gang = _gang_of(found, deadline)
+        opened.enter_context(nvml_kept_open())
         running.require_descriptors(len(found.job.processes), len(gang.members), TO_CHANGE)
         protection = opened.enter_context(Protection(found.claims))
         return _resume(pid, found, gang, protection, roll, request, running, force=force)
@@ -167,10 +169,11 @@ def _resume(
     if choice.gpu_map is not None:
         findings += preflight.check_driver(gang.driver.capabilities(), choice.gpu_map)
     preflight.require_no_blocking(findings, force=force)
-    steps: list[Step] = [
-        RestoreGang(gang, placement if choice.gpu_map is not None else None, down_to=before_suspend),
-        UnlockGang(gang, down_to=before_suspend),
-    ]
+    steps: list[Step] = []  # none for a job that runs: what is not done is not announced, either
+    if away:
+        steps.append(RestoreGang(gang, placement if choice.gpu_map is not None else None, down_to=before_suspend))
+    if any(m.found is not CudaState.RUNNING and before_suspend(m) is CudaState.RUNNING for m in gang.members):
+        steps.append(UnlockGang(gang, down_to=before_suspend))
     with contextlib.ExitStack() as kept:
         for member in gang.members:
             _keep_staging_file(member, kept)

@@ -13,7 +13,7 @@ import contextlib
 import signal
 from collections.abc import Iterator, Mapping
 
-from gpucr.errors import GpucrError, JobChanged, NotPermitted
+from gpucr.errors import DeadlineExceeded, GpucrError, JobChanged, NotPermitted
 from gpucr.linux import processes
 from gpucr.linux.ptrace import HeldThreads
 from gpucr.model import ProcessId
@@ -40,10 +40,13 @@ class GangThreads:
         """The processes whose threads are or were held."""
         return tuple(self._free_threads)
 
-    def hold(self, free_threads: Mapping[int, int]) -> None:
-        """Running or stopped → only ``free_threads`` (pid → thread id) run. Adds to what is held already."""
+    def hold(self, free_threads: Mapping[int, int], deadline: float | None = None) -> None:
+        """Running or stopped → only ``free_threads`` (pid → thread id) run. Adds to what is held already.
+
+        Raises DeadlineExceeded where a thread hangs in the kernel until then (time.monotonic).
+        """
         new = {pid: tid for pid, tid in free_threads.items() if pid not in self._free_threads}
-        self._hold(new)
+        self._hold(new, deadline)
         self._free_threads |= new
         for pid in new:  # held, so this is the process that was meant
             if (stat := processes.read_stat(pid)) is not None:
@@ -84,8 +87,8 @@ class GangThreads:
         while self._held:
             self._held.pop().release()
 
-    def _hold(self, free_threads: Mapping[int, int]) -> None:
-        held = HeldThreads(free_threads)
+    def _hold(self, free_threads: Mapping[int, int], deadline: float | None = None) -> None:
+        held = HeldThreads(free_threads, deadline)
         with explained(*free_threads):
             held.hold()
         self._held.append(held)
@@ -99,6 +102,11 @@ def explained(*pids: int) -> Iterator[None]:
         yield
     except ProcessLookupError as e:
         raise JobChanged(f"process {names} ended", pids=pids, hint="its own log may say why") from e
+    except TimeoutError as e:
+        raise DeadlineExceeded(
+            f"the time was over before process {names} could be stopped: a thread hangs in the kernel",
+            hint="`cat /proc/PID/task/*/stack` shows where; a network disk that does not answer is a usual reason",
+        ) from e
     except OSError as e:
         raise NotPermitted(
             f"process {names} cannot be traced: {e.strerror or e}",

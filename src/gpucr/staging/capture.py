@@ -24,7 +24,7 @@ from gpucr.linux import memory
 from gpucr.linux.descriptors import close_descriptor, send_descriptor
 from gpucr.linux.injection import MADVISE, MAP_FIXED, MMAP, run_syscall
 from gpucr.linux.memory import HUGE_PAGE_BYTES
-from gpucr.linux.ptrace import StopKind, TracedThread
+from gpucr.linux.ptrace import StopKind, TracedThread, seconds_left
 from gpucr.linux.tmpfs import StagingFile
 from gpucr.model import StagedExtent
 from gpucr.staging.attach import close_left, keep_from_children
@@ -45,13 +45,23 @@ class Capture:
     ``file`` is the staging file, or None for private memory. ``reason`` says, after `begin` or `finish`, why nothing
     was captured; the driver then works in its plain way. Nothing here raises for that: a checkpoint that is slower is
     better than none. ``expected_bytes`` is the process's device memory (0: not known): once the driver has asked for
-    about as much, its other system calls are no longer looked at.
+    about as much, its other system calls are no longer looked at. ``deadline`` (time.monotonic): until when a thread
+    that hangs in the kernel is waited for.
     """
 
-    def __init__(self, pid: int, restore_thread: int, file: StagingFile | None, *, expected_bytes: int = 0) -> None:
+    def __init__(
+        self,
+        pid: int,
+        restore_thread: int,
+        file: StagingFile | None,
+        *,
+        expected_bytes: int = 0,
+        deadline: float | None = None,
+    ) -> None:
         self.pid = pid
         self.file = file
         self._expected_bytes = expected_bytes
+        self._deadline = deadline
         self.reason: str | None = None
         self._restore_thread = restore_thread
         self._extents: list[StagedExtent] = []
@@ -93,7 +103,7 @@ class Capture:
     def _trace(self) -> None:
         thread = None
         try:
-            thread = TracedThread.seize(self._restore_thread)
+            thread = TracedThread.seize(self._restore_thread, seconds_left(self._deadline))
             close_left(thread)
             number = send_descriptor(thread, self.file.fd) if self.file is not None else None
             self._ready.set()
