@@ -102,7 +102,8 @@ class OpenFiles:
         if entry.HasField("reg"):
             return os.fsdecode(entry.reg.name)
         if entry.HasField("fifo"):
-            return self._name(1, entry.fifo.regf_id)
+            named = self._files.get((1, entry.fifo.regf_id))
+            return os.fsdecode(named.reg.name) if named is not None and named.HasField("reg") else None
         if entry.HasField("pipe"):
             return f"pipe:[{entry.pipe.pipe_id}]"
         if entry.HasField("memfd"):

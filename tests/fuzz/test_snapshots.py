@@ -1,0 +1,83 @@
+"""What a snapshot is made of, as somebody else may have changed it: its manifest, and CRIU's images."""
+
+from __future__ import annotations
+
+import contextlib
+import hashlib
+import io
+import json
+from typing import BinaryIO
+
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from gpucr.criu import images, images_pb2
+from gpucr.criu.contents import read_contents
+from gpucr.criu.image_entries import ImageError
+from gpucr.criu.page_images import PageMap
+from gpucr.criu.pids import pids_in
+from gpucr.snapshot import manifest as manifests
+from gpucr.snapshot.json_reader import ManifestError
+from tests.fuzz.damage import Json, damaged_bytes, damaged_json
+from tests.unit.samples import DEVICE_DATA, manifest
+from tests.unit.test_image_contents import READ_WRITE, image, job, mapping, run
+
+settings.register_profile("fuzz", database=None, deadline=None, max_examples=60)
+settings.load_profile("fuzz")
+
+SOUND = manifests.encode(manifest(device_data=DEVICE_DATA))
+BODY: Json = json.loads(SOUND)["manifest"]
+IMAGES = job([mapping(16, 4, 1 << 9, prot=READ_WRITE)], [run(16, 2)])
+
+
+def decode(data: bytes) -> None:
+    with contextlib.suppress(ManifestError):
+        found = manifests.decode(data)
+        assert manifests.decode(manifests.encode(found)).root_pid == found.root_pid
+        assert found.size_bytes >= 0
+
+
+@given(damaged_bytes([SOUND]))
+def test_damaged_manifests(data: bytes) -> None:
+    decode(data)
+
+
+@given(damaged_json(BODY))
+def test_forged_manifests(body: Json) -> None:
+    """With a digest that fits."""
+    canonical = json.dumps(body, sort_keys=True, separators=(",", ":")).encode()
+    decode(json.dumps({"sha256": hashlib.sha256(canonical).hexdigest(), "manifest": body}).encode())
+
+
+@given(st.data())
+def test_damaged_images(data: st.DataObject) -> None:
+    changed = dict(IMAGES)
+    name = data.draw(st.sampled_from(sorted(changed)))
+    changed[name] = data.draw(damaged_bytes([changed[name], changed["files.img"]]))
+    read_all(changed)
+
+
+def read_all(changed: dict[str, bytes]) -> None:
+    def open_image(name: str) -> BinaryIO:
+        if name not in changed:
+            raise FileNotFoundError(2, "No such file or directory", name)
+        return io.BytesIO(changed[name])
+
+    contents = read_contents(open_image, {})
+    assert all(use.mapped_bytes >= 0 for process in contents.processes for use in process.memory)
+    with contextlib.suppress(ImageError, OSError):
+        assert all(pid > 0 for pid in pids_in(open_image))
+    with contextlib.suppress(ImageError):
+        files = images.FilesImage.parse(changed["files.img"])
+        files.close_outside_connections()
+        files.adapt_to_sizes({"/log": (0, 1)})
+        assert images.FilesImage.parse(files.encode()).paths() == files.paths()
+    with contextlib.suppress(ImageError):
+        assert PageMap.read(open_image("pagemap-7.img")).size_bytes >= 0
+
+
+def test_a_named_pipe_that_is_its_own_file() -> None:
+    entry = images_pb2.FileEntry(type=1, id=1)
+    entry.fifo.pipe_id = 1
+    entry.fifo.regf_id = 1
+    read_all({**IMAGES, "files.img": image(images.MAGIC, entry)})
