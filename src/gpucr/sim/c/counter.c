@@ -122,7 +122,11 @@ static void map_as_ranks(void) {
     snprintf(path, sizeof path, "/dev/shm/nccl-counter-%d", getpid());
     unlink(path); /* of one that was killed here and had the same pid */
     int fd = open(path, O_RDWR | O_CREAT | O_EXCL | O_CLOEXEC, 0600);
-    if (fd < 0 || unlink(path) < 0 || ftruncate(fd, (off_t)size_bytes) < 0 ||
+    if (fd >= 0)
+        unlink(path);
+    else /* a container without /dev/shm: the mapping has the name in it, too */
+        fd = memfd_create(path, MFD_CLOEXEC);
+    if (fd < 0 || ftruncate(fd, (off_t)size_bytes) < 0 ||
         mmap(NULL, size_bytes, PROT_READ | PROT_WRITE, MAP_SHARED, fd, 0) == MAP_FAILED)
         fail(path);
     close(fd);
