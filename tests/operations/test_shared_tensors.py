@@ -123,6 +123,16 @@ def test_ranks_over_shared_host_memory_are_not_refused(counter: CounterFactory) 
     assert apart.ask() == 101
 
 
+def test_a_part_of_a_tree_is_judged_with_the_rest(pair: Pair) -> None:
+    process, first, second = pair("memory_open")
+    for pid in (first, second):
+        with pytest.raises(Unsupported, match=rf"2 processes .*\b{first}\b.* may share memory of the same GPU"):
+            gpucr.suspend(pid, only=True)
+    with pytest.raises(Unsupported, match="may share memory of the same GPU"):
+        gpucr.suspend(second)
+    assert cuda_ipc.ask(process) == RIGHT
+
+
 def test_only_one_of_two_processes_on_a_gpu(pair: Pair) -> None:
     """One that has opened the other's memory is refused alone, too, where that shows."""
     process, _, second = pair("both_open")

@@ -87,11 +87,15 @@ def _on_one_gpu(job: JobTraits, known: str) -> list[Finding]:
 
 
 def _holders(job: JobTraits) -> list[tuple[str, list[CudaTraits]]]:
-    """What tells that processes may hold memory on the same GPU, and which ones."""
+    """What tells that processes may hold memory on the same GPU, and which ones.
+
+    Processes outside the job count, too, where it is a part of their tree: `--only`, or a child that was named.
+    """
     uuids = sorted(frozenset().union(*(each.gpus or () for each in job.processes)))
     if uuids:  # those that NVML does not know then hold none: they are suspended, or only watch
+        everybody = (*job.processes, *job.relatives)
         return [
-            (f"NVML: they hold memory on {uuid}", [each for each in job.processes if uuid in (each.gpus or ())])
+            (f"NVML: they hold memory on {uuid}", [each for each in everybody if uuid in (each.gpus or ())])
             for uuid in uuids
         ]
     # NVML sees no processes in most containers; cuInit maps device files.

@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+import contextlib
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
 from gpucr.driver import gpus
+from gpucr.errors import ProcessNotFound
 from gpucr.linux import memory, processes
 from gpucr.model import Gpu, GpuUse, Job, ProcessInfo
 
@@ -49,12 +51,16 @@ class CudaTraits:
 
 @dataclass(frozen=True)
 class JobTraits:
-    """The CUDA processes of a job, and what NVML knows of the machine. ``mps_clients``: pids as NVML sees them."""
+    """The CUDA processes of a job, and what NVML knows of the machine. ``mps_clients``: pids as NVML sees them.
+
+    ``relatives`` have device memory and are outside the job: what it was started by, and what they have started.
+    """
 
     processes: tuple[CudaTraits, ...]
     machine: tuple[Gpu, ...]
     unreachable: frozenset[frozenset[str]] = frozenset()
     mps_clients: frozenset[int] = frozenset()
+    relatives: tuple[CudaTraits, ...] = ()
 
     def can_reach(self, uuids: frozenset[str]) -> bool:
         """Whether any two of these GPUs may be able to read each other's memory: all that NVML does not deny."""
@@ -72,7 +78,24 @@ def look(job: Job, uses: Sequence[GpuUse]) -> JobTraits:
         return JobTraits((), ())
     members = {member.pid for member in job.gang}
     seen = tuple(_look_at(process, uses) for process in job.processes if process.pid in members)
-    return JobTraits(seen, gpus.list_gpus(), gpus.unreachable_pairs(), gpus.mps_clients())
+    relatives: list[CudaTraits] = []
+    for process in _relatives(job, {use.pid for use in uses}):
+        with contextlib.suppress(PermissionError):  # another user's: it has nothing open with this one
+            relatives.append(_look_at(process, uses))
+    return JobTraits(seen, gpus.list_gpus(), gpus.unreachable_pairs(), gpus.mps_clients(), tuple(relatives))
+
+
+def _relatives(job: Job, holders: set[int]) -> list[ProcessInfo]:
+    """Those of ``holders`` in the tree of the job's first process, or of its first ancestor among ``holders``."""
+    top, pid = job.root.pid, job.root.parent_pid
+    while pid > 1 and (stat := processes.read_stat(pid)) is not None:
+        top = pid if pid in holders else top
+        pid = stat.parent_pid
+    try:
+        tree = processes.tree(top)
+    except ProcessNotFound:  # it has just ended
+        return []
+    return [process for process in tree if process.pid in holders.difference(job.pids)]
 
 
 def _look_at(process: ProcessInfo, uses: Sequence[GpuUse]) -> CudaTraits:
