@@ -1,0 +1,196 @@
+"""A signal at any moment of a command: the exit code says what has become of the job."""
+
+from __future__ import annotations
+
+import json
+import os
+import shutil
+import signal
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+import gpucr
+from gpucr.driver.cuda import CudaDriver
+from gpucr.model import CudaState
+from tests.counter import Counter, CounterFactory, wait_until
+from tests.operations.test_killed import DUMP_PHASES, THAW_PHASES, is_claimed, is_unharmed
+
+pytestmark = pytest.mark.timeout(900)
+
+RUNNING, CHECKPOINTED = CudaState.RUNNING, CudaState.CHECKPOINTED
+INT, TERM = int(signal.SIGINT), int(signal.SIGTERM)
+SIGNALS = ((INT,), (TERM,), (INT, INT), (TERM, INT))
+
+AT = """
+import os, signal, sys
+kind, wanted, numbers = sys.argv[1], sys.argv[2], [int(number) for number in sys.argv[3].split(",")]
+del sys.argv[1:4]
+import gpucr.cli.main as cli
+from gpucr.operations import steps
+sent = False
+def send():
+    global sent
+    if not sent:
+        sent = True
+        sys.setprofile(None)
+        for number in numbers:
+            os.kill(os.getpid(), number)
+def at_a_call(frame, event, argument):
+    if event == kind and frame.f_code.co_qualname.endswith(wanted):
+        send()
+def tell(self, progress, before=steps.Listener.tell):
+    before(self, progress)
+    if (progress.event, progress.phase) == (kind, wanted):
+        send()
+if kind in ("call", "return"):
+    sys.setprofile(at_a_call)
+else:
+    steps.Listener.tell = tell
+try:
+    cli.main()
+finally:
+    if not sent:
+        os.write(2, b"it was not sent\\n")
+"""
+"""Runs `gpucr` and sends it signals when a phase begins or ends, or a function is called or returns."""
+
+if sys.version_info < (3, 11):
+    AT = AT.replace("co_qualname.endswith(wanted)", "co_name == wanted.rpartition('.')[2]")
+
+Moment = tuple[str, str]
+
+AFTER: tuple[Moment, ...] = (
+    ("return", "Interrupts.conclude"),
+    ("return", "run_steps"),
+    ("call", "Protection.__exit__"),
+    ("return", "Guard.dismiss"),
+    ("call", "Interrupts.__exit__"),
+    ("return", "Interrupts.__exit__"),
+)
+"""What follows the last step of each operation; then the command prints."""
+
+
+def run_signalled(moment: Moment, numbers: tuple[int, ...], *arguments: object) -> subprocess.CompletedProcess[str]:
+    """Run `gpucr ARGUMENTS`, which must not end but by itself."""
+    done = subprocess.run(
+        [sys.executable, "-c", AT, *moment, ",".join(map(str, numbers)), *map(str, arguments)],
+        stdin=subprocess.DEVNULL,
+        capture_output=True,
+        text=True,
+        timeout=120,
+        check=False,
+    )
+    assert "Traceback" not in done.stderr, f"{moment}: {done.stderr}"
+    assert "it was not sent" not in done.stderr, f"{moment}: {done.stderr}"
+    assert done.returncode in (0, 130), f"{moment}: {done.returncode} {done.stderr}"
+    return done
+
+
+def states(driver: CudaDriver, job: Counter) -> set[CudaState | None]:
+    return {driver.state(pid) for pid in job.processes()}
+
+
+def around(*phases: str) -> list[Moment]:
+    return [(event, phase) for phase in phases for event in ("begin", "end")]
+
+
+@pytest.mark.parametrize("numbers", SIGNALS, ids=str)
+def test_suspend_and_resume(counter: CounterFactory, driver: CudaDriver, numbers: tuple[int, ...]) -> None:
+    job = counter("--mib", "1", "--fork", "1")
+    undone = [("return", "Protection.__enter__"), ("call", "run_steps")]
+    for command, phases, own, before, after in (
+        ("suspend", ("lock", "checkpoint"), "remember", RUNNING, CHECKPOINTED),
+        ("resume", ("restore", "unlock"), "forget", CHECKPOINTED, RUNNING),
+    ):
+        for moment in (*undone, *around(*phases)):
+            done = run_signalled(moment, numbers, command, job.pid)
+            assert (done.returncode, states(driver, job)) == (130, {before}), f"{command}, {moment}: {done.stderr}"
+            assert is_unharmed(job)
+        for moment in (*AFTER, ("call", own), ("call", "print_change"), ("return", "print_change")):
+            done = run_signalled(moment, numbers, command, job.pid)
+            assert (done.returncode, states(driver, job)) == (0, {after}), f"{command}, {moment}: {done.stderr}"
+            assert "too late to interrupt" in done.stderr, f"{command}, {moment}"
+            (gpucr.resume if before is RUNNING else gpucr.suspend)(job.pid)
+        (gpucr.suspend if before is RUNNING else gpucr.resume)(job.pid)
+    assert job.send("verify") == "ok"
+
+
+@pytest.mark.criu
+@pytest.mark.parametrize("is_store", [False, True], ids=["folder", "store"])
+def test_dump_that_leaves_the_job_running(
+    counter: CounterFactory, driver: CudaDriver, tmp_path: Path, *, is_store: bool
+) -> None:
+    job = counter("--mib", "1", "--fork", "1")
+    store = tmp_path / "store"
+    gpucr.init_store(store)
+    to = f"{store}#one" if is_store else str(tmp_path / "s")
+
+    def count() -> int:
+        return len(gpucr.list_snapshots(store).snapshots) if is_store else int((tmp_path / "s").exists())
+
+    undone = [*around(*DUMP_PHASES, *THAW_PHASES)[:-1], ("call", "CommitSnapshot.run")]
+    moments = [(moment, 130) for moment in undone] + [(moment, 0) for moment in (*AFTER, ("call", "print_json"))]
+    for number, (moment, expected) in enumerate(moments):
+        shutil.rmtree(tmp_path / "s", ignore_errors=True)
+        before = count()
+        numbers = SIGNALS[number % len(SIGNALS)]
+        done = run_signalled(moment, numbers, "dump", job.pid, "--to", to, "--leave-running", "--json")
+        assert done.returncode == expected, f"{moment}: {done.stderr}"
+        assert count() - before == (expected == 0), f"{moment}: {done.stderr}"
+        assert json.loads(done.stdout)["schema"] == ("gpucr.dump" if expected == 0 else "gpucr.error"), moment
+        assert states(driver, job) == {RUNNING}, moment
+        assert is_unharmed(job), moment
+    assert job.send("verify") == "ok"
+
+
+@pytest.mark.criu
+def test_dump(counter: CounterFactory, driver: CudaDriver, tmp_path: Path) -> None:
+    job = counter("--mib", "1", "--fork", "1")
+    pids = job.processes()
+    snapshot = tmp_path / "s"
+    for number, moment in enumerate(around(*DUMP_PHASES)[:-1]):
+        done = run_signalled(moment, SIGNALS[number % 4], "dump", job.pid, "--to", snapshot)
+        assert done.returncode == 130, f"{moment}: {done.stderr}"
+        assert not snapshot.exists(), moment
+        assert (job.processes(), states(driver, job)) == (pids, {RUNNING}), moment
+    for number, moment in enumerate((("return", "Interrupts.commit"), ("end", "dump"), *AFTER[1:])):
+        done = run_signalled(moment, SIGNALS[number % 4], "dump", job.pid, "--to", snapshot)
+        assert done.returncode == 0, f"{moment}: {done.stderr}"
+        if number == 0:
+            job.reap()
+        wait_until(lambda: not job.processes(), "the job to be gone")
+        gpucr.restore(snapshot)
+        wait_until(lambda: not is_claimed(pids), "the guard to be gone")
+        shutil.rmtree(snapshot)
+    assert job.send("verify") == "ok"
+
+
+@pytest.mark.parametrize("numbers", SIGNALS, ids=str)
+def test_store_operations(tmp_path: Path, numbers: tuple[int, ...]) -> None:
+    """What was made was made, whatever comes afterwards; and before that nothing is."""
+    store = tmp_path / "store"
+    done = run_signalled(("call", "init_store"), numbers, "store", "init", store)
+    assert (done.returncode, store.exists()) == (130, False)
+    for number, name in enumerate(("Interrupts.conclude", "Interrupts.__exit__", "init_store")):
+        done = run_signalled(("return", name), numbers, "store", "init", f"{store}-{number}")
+        assert done.returncode == 0, f"{name}: {done.stderr}"
+        gpucr.list_snapshots(f"{store}-{number}")
+    done = run_signalled(("call", "_Prune._run"), numbers, "prune", f"{store}-0")
+    assert done.returncode in (0, 130)
+    assert run_signalled(("return", "prune_store"), numbers, "prune", f"{store}-0").returncode == 0
+
+
+@pytest.mark.parametrize("numbers", SIGNALS, ids=str)
+def test_run(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, numbers: tuple[int, ...]) -> None:
+    monkeypatch.setenv("XDG_STATE_HOME", str(tmp_path))
+    for name, expected in (("plan_job", 130), ("_start", 130), ("print_json", 0)):
+        done = run_signalled(("call", name), numbers, "run", "--no-isolate", "--json", "sleep", "1000")
+        assert done.returncode == expected, f"{name}: {done.stderr}"
+        running = [job for job in gpucr.list_jobs() if job.state.word == "running" and job.record is not None]
+        assert len(running) == (expected == 0), f"{name}: {done.stderr}"
+        for job in running:
+            assert job.record is not None
+            os.kill(job.record.pid, signal.SIGKILL)
