@@ -217,6 +217,7 @@ def _terminal(width: int | None) -> Iterator[io.StringIO]:
         for name in ("columns", *users):
             stack.enter_context(mock.patch(f"gpucr.cli.{name}.terminal_width", return_value=width))
         stack.enter_context(mock.patch("gpucr.linux.processes.age_s", return_value=91_000.0))
+        stack.enter_context(mock.patch("gpucr.cli.jobs.is_gone", return_value=False))
         stack.enter_context(contextlib.redirect_stdout(printed))
         yield printed
 
