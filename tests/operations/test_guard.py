@@ -68,7 +68,8 @@ found, claims = jobs.find_job(pid), processes.claimed([pid])
 guard.hold(claims.__enter__())
 members, driver = found.job.gang, found.driver
 gang = Gang(driver, members)
-record = Recovery(members=members, stopped=tuple(process.id for process in found.job.processes))
+tree = tuple(process.id for process in found.job.processes)
+record = Recovery(members=members, stopped=tree, tree=tree)
 guard.update(record)
 """
 
@@ -289,13 +290,26 @@ def test_no_thread_but_the_drivers_runs_before_device_memory_is_back(
     assert_as_found(job, driver, log)
 
 
-def test_a_job_that_has_ended_is_nothing_to_bring_back(
+def test_a_job_that_has_ended_is_nothing_to_bring_back_but_not_as_it_was_found(
     counter: CounterFactory, operation: Operation, log: Path
 ) -> None:
     job = counter()
     operation(job.pid, _ON_JOB, "gang.lock()\nos.kill(pid, signal.SIGKILL)\ndie()")
-    assert "its job is as it was found" in log.read_text()
+    assert f"its job has lost processes: process {job.pid} " in log.read_text()
+    assert "as it was found" not in log.read_text()
     assert not job.processes()
+
+
+def test_a_process_that_the_job_has_lost_is_named_and_the_others_run(
+    counter: CounterFactory, driver: CudaDriver, operation: Operation, log: Path
+) -> None:
+    job = counter("--fork", "1")
+    (child,) = (pid for pid in job.processes() if pid != job.pid)
+    operation(job.pid, _ON_JOB, f"gang.lock()\nos.kill({child}, signal.SIGKILL)\ndie()")
+    assert f"its job has lost processes: process {child} " in log.read_text()
+    assert f"process {job.pid} " not in log.read_text()
+    assert driver.state(job.pid) is RUNNING
+    assert job.ask() == 101
 
 
 def test_what_cannot_be_brought_back_is_said(

@@ -22,6 +22,9 @@ _INFO_BYTES, _EXIT_CODE_OFFSET, _INFO_EXIT = 64, 60, 1 << 3
 _GET_INFO = 0xC000FF0B | _INFO_BYTES << 16
 _STAT_EXIT_CODE = 49  # counted from the state; the last field of proc_pid_stat(5)
 
+RUN_LIMIT_S = 5.0
+"""How long processes that were let go are waited for to run: a machine may be busy."""
+
 _RUN_NS = 1_000_000
 _LOOK_EVERY_S = 0.005
 
@@ -70,7 +73,7 @@ def how(status: int | None) -> str:
         return f"was ended by signal {-code}"
 
 
-def wait_until_they_ran(found: Iterable[ProcessId], timeout_s: float) -> None:
+def wait_until_they_ran(found: Iterable[ProcessId], timeout_s: float = RUN_LIMIT_S) -> None:
     """Return when every thread of these processes has run since it was woken, or has ended; at most ``timeout_s``.
 
     A thread that was left in a state in which it cannot go on dies with its next instruction, and not before: asked

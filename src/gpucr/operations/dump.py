@@ -128,7 +128,9 @@ def dump(
                 found = opened.enter_context(jobs.claimed_job(pid))
                 roll = opened.enter_context(Roll(found.job))
                 running.require_descriptors(len(found.job.processes), len(found.job.gang), TO_MOVE)
-                protection = opened.enter_context(Protection(found.claims)) if found.job.gang else None
+                protection = (
+                    opened.enter_context(Protection(found.claims, found.job.processes)) if found.job.gang else None
+                )
                 if found.job.gang:
                     opened.enter_context(nvml_kept_open())
                 prepared = _prepare(

@@ -3,13 +3,13 @@
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import replace
 from types import TracebackType
 from typing import TYPE_CHECKING, Any
 
 from gpucr.errors import BrokenInstall
-from gpucr.model import StagedExtent
+from gpucr.model import ProcessInfo, StagedExtent
 from gpucr.operations.guard import Guard
 from gpucr.operations.recovery import DetachedStaging, Recovery, UnfinishedFolder
 
@@ -21,13 +21,13 @@ class Protection:
     """The recovery record of one operation, and the guard that has it.
 
     A context manager: the guard is started at its beginning, which takes a moment that the first `change` waits for,
-    and dismissed at its end. ``claims`` are the descriptors of `processes.claimed`.
+    and dismissed at its end. ``claims`` are the descriptors of `processes.claimed`, ``tree`` the processes of the job.
     """
 
-    def __init__(self, claims: Sequence[int] = ()) -> None:
+    def __init__(self, claims: Sequence[int] = (), tree: Iterable[ProcessInfo] = ()) -> None:
         self._claims = tuple(claims)
         self._is_ready = False
-        self._record = Recovery()
+        self._record = Recovery(tree=tuple(process.id for process in tree))
 
     def __enter__(self) -> Protection:
         self._guard = Guard()
@@ -72,7 +72,7 @@ class Protection:
 
     def job_runs(self) -> None:
         """The job needs nothing any more; an unfinished snapshot is still to be removed."""
-        self.relax(members=(), restore_threads={}, stopped=(), detached=(), kill=(), criu=None, restoring=None)
+        self.relax(members=(), restore_threads={}, stopped=(), detached=(), kill=(), criu=None, restoring=None, tree=())
 
     def undo_by_guard(self) -> bool:
         """Let the guard do what the record says, where the operation could not. True: everything is as it was found."""

@@ -19,7 +19,7 @@ from gpucr.driver.cuda import load_driver
 from gpucr.errors import GpucrError, JobChanged
 from gpucr.gang import Gang
 from gpucr.json_text import parse
-from gpucr.linux import memory, processes
+from gpucr.linux import ends, memory, processes
 from gpucr.model import CudaState, GangMember, ProcessId, StagedExtent
 from gpucr.operations.logs import append_to_log, remove_logs_of
 from gpucr.operations.threads import GangThreads
@@ -69,6 +69,7 @@ class Recovery:
     - ``criu``: the CRIU that is at work, which has to end first.
     - ``restoring``: the pids of the tasks that this CRIU restores: those that it has made end. None for a dump.
     - ``sandbox``: the keeper of one that is being filled: it ends, and with it everything in there, CRIU too.
+    - ``tree``: all processes of the job, of which none may be missing afterwards.
     """
 
     members: tuple[GangMember, ...] = ()
@@ -81,6 +82,7 @@ class Recovery:
     criu: ProcessId | None = None
     restoring: tuple[int, ...] | None = None
     sandbox: ProcessId | None = None
+    tree: tuple[ProcessId, ...] = ()
 
     def __post_init__(self) -> None:
         """Raise ValueError where staging could not be mapped back."""
@@ -115,6 +117,7 @@ def _record(raw: Any) -> Recovery:
         criu=_process(criu) if criu is not None else None,
         restoring=tuple(_number(pid, 1) for pid in restoring) if restoring is not None else None,
         sandbox=_process(sandbox) if sandbox is not None else None,
+        tree=tuple(map(_process, raw["tree"])),
     )
 
 
@@ -178,8 +181,21 @@ def recover(data: bytes, descriptors: Mapping[int, int], operation_pid: int, *, 
         except Exception as error:  # noqa: BLE001 - the other parts must be done whatever happens here
             failures.append(f"{type(error).__name__}: {error}")
     outcome = "its job is as it was found" if not failures else "bringing its job back failed: " + "; ".join(failures)
-    append_to_log("guard", f"{title}; {outcome}")
+    append_to_log("guard", f"{title}; {_lost(record, descriptors) or outcome}")
     return not failures
+
+
+def _lost(record: Recovery, descriptors: Mapping[int, int]) -> str:
+    """Which processes of a job that should run have ended, and how. Nobody can bring them back: it is only told."""
+    if record.folder is not None and _snapshot(record.folder, descriptors).is_committed:
+        return ""  # CRIU ends the tree, as it should
+    ends.wait_until_they_ran(filter(processes.goes_on, record.tree))
+    missing = [
+        f"process {each.pid} {ends.how(ends.wait_status(each, None))}"
+        for each in record.tree
+        if not processes.goes_on(each)
+    ]
+    return f"its job has lost processes: {'; '.join(missing)}" if missing else ""
 
 
 def _end_criu(record: Recovery, descriptors: Mapping[int, int]) -> None:

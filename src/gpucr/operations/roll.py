@@ -16,9 +16,6 @@ from gpucr.errors import JobDamaged
 from gpucr.linux import ends, processes
 from gpucr.model import Job, ProcessInfo
 
-RUN_LIMIT_S = 5.0
-"""How long processes that were let go are waited for to run: a machine may be busy."""
-
 END_LIMIT_S = 10.0
 """How long those that were killed may take to end: the driver gives their device memory back first."""
 
@@ -62,7 +59,7 @@ class Roll:
     def call_after_undo(self) -> tuple[Ended, ...]:
         """Who has ended, after everything was undone. Waits until those that were let go have run."""
         ids = [process.id for process in self._known]
-        ends.wait_until_they_ran(filter(processes.goes_on, ids), RUN_LIMIT_S)
+        ends.wait_until_they_ran(filter(processes.goes_on, ids))
         processes.wait_for_the_killed(ids, END_LIMIT_S)
         return tuple(self._ended(self._known))
 

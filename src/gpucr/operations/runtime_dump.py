@@ -144,7 +144,7 @@ def dump_for_runtime(root_pid: int, images: Path, hooks: RuntimeHooks, *, claim:
         found = opened.enter_context(jobs.claimed_job(root_pid))
         roll = opened.enter_context(Roll(found.job))
         running.require_descriptors(len(found.job.processes), len(found.job.gang), TO_MOVE)
-        protection = opened.enter_context(Protection(found.claims))
+        protection = opened.enter_context(Protection(found.claims, found.job.processes))
         opened.enter_context(nvml_kept_open())
         context, threads, findings = _prepare(found, images, protection)
         preflight.require_no_blocking(findings, force=False)

@@ -83,7 +83,7 @@ def suspend(
         gang = _gang_of(found, deadline)
         opened.enter_context(nvml_kept_open())
         running.require_descriptors(len(found.job.processes), len(gang.members), TO_CHANGE)
-        protection = opened.enter_context(Protection(found.claims))
+        protection = opened.enter_context(Protection(found.claims, found.job.processes))
         uses = gpu_processes()
         held = preflight.device_bytes_in_use(found.job, uses)
         device_bytes = sum(sum(by_gpu.values()) for by_gpu in held.values())
@@ -139,7 +139,7 @@ def resume(
         gang = _gang_of(found, deadline)
         opened.enter_context(nvml_kept_open())
         running.require_descriptors(len(found.job.processes), len(gang.members), TO_CHANGE)
-        protection = opened.enter_context(Protection(found.claims))
+        protection = opened.enter_context(Protection(found.claims, found.job.processes))
         return _resume(pid, found, gang, protection, roll, request, running, force=force)
 
 
