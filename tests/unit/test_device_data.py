@@ -24,7 +24,7 @@ from gpucr.errors import SnapshotDamaged, SnapshotError
 from gpucr.model import StagedExtent
 from gpucr.quantities import format_bytes
 from gpucr.snapshot.device import Destination, DeviceReader, DeviceWriter, FolderSink, Source, check_shape, verify
-from gpucr.snapshot.device.crew import PieceBuffer
+from gpucr.snapshot.device.crew import Crew, PieceBuffer
 from gpucr.snapshot.device.stripes import STRIPES, Layout
 from gpucr.snapshot.manifest import DeviceData
 from tests.conftest import skip_or_fail
@@ -713,6 +713,28 @@ def test_a_reader_can_be_cancelled(until: str, staging: MakeStaging, tmp_path: P
     reader.cancel()
     reader.cancel()
     assert not reader.wait_for(PID, data.size_bytes, LIMIT_S)
+
+
+def test_a_thread_may_stop_its_crew_before_it_is_known_to_have_started(monkeypatch: pytest.MonkeyPatch) -> None:
+    stopped = threading.Event()
+    start = threading.Thread.start
+
+    def start_and_wait(thread: threading.Thread) -> None:
+        start(thread)
+        if thread.name.startswith("crew"):
+            assert stopped.wait(LIMIT_S)
+
+    def work(_: int, __: PieceBuffer) -> None:
+        crew.stop()
+        stopped.set()
+
+    jobs = [1]
+    crew = Crew("crew", 1, take=lambda _: jobs.pop() if jobs else None, work=work, close=lambda: None)
+    monkeypatch.setattr(threading.Thread, "start", start_and_wait)
+    crew.start(PIECE)
+    crew.stop()
+    crew.check()
+    assert stopped.is_set()
 
 
 # --- damaged snapshots -----------------------------------------------------------------------------------------

@@ -75,6 +75,7 @@ class Crew(Generic[Job]):
         self._work = work
         self._close = close
         self._threads: list[threading.Thread] = []
+        self._local = threading.local()  # `is_one` in the crew's threads: one may work before it is in `_threads`
         self._running = 0
         self._closed = False
         self._error: BaseException | None = None
@@ -118,7 +119,7 @@ class Crew(Generic[Job]):
         """
         with self.lock:
             self.end()
-        if threading.current_thread() in self._threads:
+        if getattr(self._local, "is_one", False):
             return
         for thread in self._threads:
             thread.join()
@@ -141,6 +142,7 @@ class Crew(Generic[Job]):
             return reached()
 
     def _run(self, number: int, buffer_bytes: int) -> None:
+        self._local.is_one = True
         try:
             self._serve(number, PieceBuffer(buffer_bytes))
         except BaseException as e:  # noqa: BLE001 - whatever it is, the one who waits must know
