@@ -724,17 +724,20 @@ def test_a_thread_may_stop_its_crew_before_it_is_known_to_have_started(monkeypat
         if thread.name.startswith("crew"):
             assert stopped.wait(LIMIT_S)
 
+    order: list[str] = []
+
     def work(_: int, __: PieceBuffer) -> None:
         crew.stop()
+        order.append("worked")
         stopped.set()
 
     jobs = [1]
-    crew = Crew("crew", 1, take=lambda _: jobs.pop() if jobs else None, work=work, close=lambda: None)
+    crew = Crew("crew", 1, take=lambda _: jobs.pop() if jobs else None, work=work, close=lambda: order.append("closed"))
     monkeypatch.setattr(threading.Thread, "start", start_and_wait)
     crew.start(PIECE)
     crew.stop()
     crew.check()
-    assert stopped.is_set()
+    assert order == ["worked", "closed"]
 
 
 # --- damaged snapshots -----------------------------------------------------------------------------------------
