@@ -4,11 +4,14 @@ from __future__ import annotations
 
 import os
 import signal
+import subprocess
+import sys
 import threading
+from collections.abc import Iterator
 
 import pytest
 
-from gpucr.linux import processes
+from gpucr.linux import pid_uses, processes
 from gpucr.linux.pid_uses import PidUse, uses_of_pids, wait_for_reaping
 from gpucr.linux.processes import read_stat
 from tests.counter import wait_until
@@ -44,6 +47,66 @@ def test_a_pid_is_in_use_while_its_session_or_group_lasts(kind: str) -> None:
             assert (use.pid, use.kind, use.holder) == (leader, kind, holder)
         finally:
             os.kill(holder, signal.SIGKILL)
+
+
+def test_a_pid_is_in_use_while_the_kernel_takes_its_process_down(monkeypatch: pytest.MonkeyPatch) -> None:
+    """It has left /proc by then, and its number is not free yet."""
+    with sleeper() as child:
+        monkeypatch.setattr(pid_uses, "read_stat", lambda pid: None)
+        monkeypatch.setattr(pid_uses, "all_pids", lambda: iter([os.getpid()]))
+        assert uses_of_pids([child.pid]) == [PidUse(child.pid, "process", child.pid)]
+        assert wait_for_reaping([child.pid], 0.03) == uses_of_pids([child.pid])
+        child.make_zombie()
+        child.reap()
+        assert wait_for_reaping([child.pid], 600) == []
+
+
+def test_numbers_that_no_process_can_have_are_not_in_use() -> None:
+    assert uses_of_pids([-1, 0, 1 << 22 | 1, 1 << 31 | os.getpid(), 1 << 32 | os.getpid(), 1 << 80]) == []
+
+
+MANY_THREADS = (
+    "import threading, time\n"
+    "for _ in range(12): threading.Thread(target=time.sleep, args=(3600,), daemon=True).start()\n"
+    "print(0, flush=True); time.sleep(3600)"
+)
+
+TAKE_PIDS = (
+    "import ctypes, os, struct, sys\n"
+    "clone3 = 435\n"
+    "for pid in map(int, sys.argv[1:]):\n"
+    "    wanted = (ctypes.c_int * 1)(pid)\n"
+    "    args = struct.pack('=11Q', 0, 0, 0, 0, 17, 0, 0, 0, ctypes.addressof(wanted), 1, 0)\n"
+    "    made = ctypes.CDLL(None, use_errno=True).syscall(clone3, args, len(args))\n"
+    "    if made == 0: os._exit(0)\n"
+    "    if made != pid: sys.exit(f'{pid}: {os.strerror(ctypes.get_errno())}')\n"
+    "    os.waitpid(pid, 0)\n"
+)
+
+
+@pytest.mark.skipif(not processes.can_checkpoint_processes(), reason="needs the right to choose pids")
+def test_pids_can_be_taken_once_they_were_waited_for(one_busy_cpu: int) -> None:
+    """Of threads that end on a CPU where others have precedence: they are out of /proc long before they are done."""
+    for _ in range(10):
+        with python(MANY_THREADS) as child:
+            numbers = processes.threads(child.pid)
+            for number in numbers:
+                os.sched_setaffinity(number, [one_busy_cpu])
+                os.sched_setscheduler(number, os.SCHED_IDLE, os.sched_param(0))
+            assert len(numbers) == 13
+            os.kill(child.pid, signal.SIGKILL)
+            child.reap()
+            assert wait_for_reaping(numbers, 60) == []
+            subprocess.run([sys.executable, "-c", TAKE_PIDS, *map(str, numbers)], check=True)
+
+
+@pytest.fixture
+def one_busy_cpu() -> Iterator[int]:
+    """Its number."""
+    cpu = max(os.sched_getaffinity(0))
+    with python("print(0, flush=True)\nwhile True: pass") as busy:
+        os.sched_setaffinity(busy.pid, [cpu])
+        yield cpu
 
 
 def test_wait_for_reaping_returns_when_the_zombie_is_collected() -> None:
