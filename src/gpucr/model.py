@@ -41,11 +41,20 @@ class CudaState(enum.IntEnum):
 class ProcessId:
     """The identity of a process: a pid alone can be taken by another process later.
 
-    ``start_time_ticks`` is field 22 of ``/proc/PID/stat`` (clock ticks after boot).
+    ``start_time_ticks`` is field 22 of ``/proc/PID/stat`` (clock ticks after boot), as it is outside every time
+    namespace.
     """
 
     pid: int
     start_time_ticks: int
+
+    def is_same(self, other: ProcessId) -> bool:
+        """Whether both name one process, which gpucr commands in two time namespaces can have seen one tick apart.
+
+        The kernel shows a sum of nanoseconds in whole ticks. No pid is given to a second process within a tick: the
+        kernel takes all others first.
+        """
+        return self.pid == other.pid and abs(self.start_time_ticks - other.start_time_ticks) <= 1
 
 
 @dataclass(frozen=True)

@@ -31,7 +31,8 @@ OFFSET_S = 1000
 LONG_S = 500
 """Longer than a test takes, and less than the clocks of the two machines are apart."""
 
-SHORT_S = 4
+SHORT_S = 10
+"""Longer than it takes to start and dump the job on a busy machine."""
 
 PROGRAM = """
 import asyncio, ctypes, json, os, select, signal, struct, sys, threading, time

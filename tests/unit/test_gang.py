@@ -178,7 +178,7 @@ def test_members_that_join_later_do_not_replace_those_found_first(three: list[in
 def test_a_process_with_a_reused_pid_is_never_acted_on(three: list[int]) -> None:
     driver = FakeDriver(dict.fromkeys(three, RUNNING))
     pid = three[0]
-    old = GangMember(type(identity(pid))(pid, identity(pid).start_time_ticks - 1), RUNNING)
+    old = GangMember(type(identity(pid))(pid, identity(pid).start_time_ticks - 2), RUNNING)
     gang = Gang(driver, [old])
     gang.lock()
     gang.return_to_found()

@@ -161,7 +161,7 @@ def test_a_job_that_runs(tmp_path: Path) -> None:
 
 def test_a_pid_that_was_given_to_another_process(tmp_path: Path) -> None:
     with sleeper() as child:
-        other = ProcessId(child.pid, child.id.start_time_ticks - 1)
+        other = ProcessId(child.pid, child.id.start_time_ticks - 2)
         assert state_of(_record(tmp_path, other)) == JobState("lost")
 
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 import json
 import os
 from collections.abc import Sequence
-from dataclasses import asdict
+from dataclasses import asdict, replace
 from pathlib import Path
 from typing import Any
 
@@ -136,9 +136,23 @@ def test_a_record_that_is_there_stays() -> None:
     assert RECORDS.read(process)["gpus"][0]["uuid"] == B.uuid
 
 
+def test_a_record_is_that_of_a_process_whose_start_was_seen_a_tick_apart() -> None:
+    """By a gpucr in another time namespace (`ProcessId.is_same`)."""
+    alive = identity(os.getpid())
+    for ticks in (-1, 0, 1):
+        seen = replace(alive, start_time_ticks=alive.start_time_ticks + ticks)
+        note(seen, A)
+        RECORDS.remove_ended()
+        note(alive, B)  # it has a record
+        assert RECORDS.is_written(alive)
+        assert RECORDS.read(alive)["gpus"][0]["uuid"] == A.uuid
+        RECORDS.remove(alive)
+        assert not RECORDS.is_written(seen)
+
+
 def test_the_records_of_ended_processes_are_removed(folder: Path) -> None:
     alive = identity(os.getpid())
-    before = ProcessId(alive.pid, alive.start_time_ticks - 1)  # had the same pid once
+    before = ProcessId(alive.pid, alive.start_time_ticks - 2)  # had the same pid once
     RECORDS.remove_ended()  # no folder yet
     note(alive, A)
     note(before, A)

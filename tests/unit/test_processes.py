@@ -14,6 +14,7 @@ import pytest
 
 from gpucr.errors import InvalidRequest, ProcessNotFound
 from gpucr.linux import processes
+from gpucr.linux.namespaces import kinds_here
 from gpucr.model import ProcessId
 from tests.conftest import skip_or_fail
 from tests.counter import wait_until
@@ -79,7 +80,39 @@ def test_name_with_parentheses_and_spaces() -> None:
 def test_a_pid_with_another_start_time_is_another_process() -> None:
     with sleeper() as child:
         assert processes.is_alive(child.id)
-        assert not processes.is_alive(ProcessId(child.pid, child.id.start_time_ticks + 1))
+        assert not processes.is_alive(ProcessId(child.pid, child.id.start_time_ticks + 2))
+
+
+IN_ANOTHER_TIME_NAMESPACE = """
+import os, sys
+from gpucr.linux import namespaces, processes
+from gpucr.model import ProcessId
+pid, ticks, offset_ns = map(int, sys.argv[1:])
+namespaces.make_new("time")
+with open("/proc/self/timens_offsets", "w") as file:
+    file.write(f"boottime {offset_ns // 10**9} {offset_ns % 10**9}")
+if os.fork() == 0:
+    stat = processes.read_stat(pid)
+    print(stat.start_time_ticks, processes.is_alive(ProcessId(pid, ticks)), processes.age_s(ProcessId(pid, ticks)))
+    os._exit(sys.stdout.flush() or 0)
+os.wait()
+"""
+
+
+@pytest.mark.skipif("time" not in kinds_here(), reason="the kernel has no time namespaces")
+@pytest.mark.parametrize("offset_ns", [1000 * 10**9, 1000 * 10**9 + 9_999_999, 5_000_000])
+def test_start_times_are_the_same_in_every_time_namespace(offset_ns: int) -> None:
+    if os.geteuid() != 0:
+        skip_or_fail("root", "namespaces need root")
+    with sleeper() as child:
+        known = child.id
+        arguments = map(str, (known.pid, known.start_time_ticks, offset_ns))
+        command = [sys.executable, "-c", IN_ANOTHER_TIME_NAMESPACE, *arguments]
+        done = subprocess.run(command, capture_output=True, text=True, timeout=60, check=True)
+        ticks, is_alive, age_s = done.stdout.split()
+        assert abs(int(ticks) - known.start_time_ticks) <= (1 if offset_ns % 10**7 else 0)
+        assert is_alive == "True"
+        assert float(age_s) <= processes.age_s(known) + 0.02  # read to the tick
 
 
 def test_a_zombie_is_not_alive_and_is_named_as_a_zombie() -> None:
@@ -324,7 +357,7 @@ def test_kill_and_wait_ends_a_stopped_process() -> None:
 @pytest.mark.timeout(30)
 def test_kill_and_wait_never_hits_a_reused_pid_nor_waits_for_it() -> None:
     with sleeper() as stranger:
-        old = ProcessId(stranger.pid, stranger.id.start_time_ticks - 1)
+        old = ProcessId(stranger.pid, stranger.id.start_time_ticks - 2)
         assert processes.kill_and_wait([old], timeout_s=600) == ()
         assert processes.is_alive(stranger.id)
 
@@ -363,7 +396,7 @@ def test_who_was_killed_is_about_to_end() -> None:
         assert not processes.is_about_to_end(process)
         assert not processes.is_about_to_end(other.id)
         assert processes.goes_on(other.id)
-        assert not processes.goes_on(ProcessId(other.pid, other.id.start_time_ticks + 1))
+        assert not processes.goes_on(ProcessId(other.pid, other.id.start_time_ticks + 2))
 
 
 def test_who_was_killed_does_not_go_on_at_any_moment_of_its_end() -> None:
@@ -380,7 +413,7 @@ def test_kill_and_wait_closes_its_descriptors() -> None:
     before = len(os.listdir("/proc/self/fd"))
     with sleeper() as child:
         process = child.id
-        stranger = ProcessId(os.getpid(), identity(os.getpid()).start_time_ticks - 1)
+        stranger = ProcessId(os.getpid(), identity(os.getpid()).start_time_ticks - 2)
         processes.kill_and_wait([process, stranger], timeout_s=60)
     assert len(os.listdir("/proc/self/fd")) == before
 
@@ -388,7 +421,7 @@ def test_kill_and_wait_closes_its_descriptors() -> None:
 def test_a_signal_never_reaches_another_process_with_the_same_pid() -> None:
     before = len(os.listdir("/proc/self/fd"))
     with sleeper() as child:
-        stranger = ProcessId(child.pid, child.id.start_time_ticks - 1)
+        stranger = ProcessId(child.pid, child.id.start_time_ticks - 2)
         assert not processes.send_signal(stranger, signal.SIGKILL)
         assert processes.is_alive(child.id)
         assert processes.send_signal(child.id, signal.SIGSTOP)

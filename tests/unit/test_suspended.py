@@ -36,7 +36,7 @@ def test_round_trip(found: CudaState) -> None:
 
 def test_nothing_is_known_of_others() -> None:
     remember(GangMember(PROCESS, LOCKED), {})
-    assert recall(ProcessId(PROCESS.pid, PROCESS.start_time_ticks + 1)) is None
+    assert recall(ProcessId(PROCESS.pid, PROCESS.start_time_ticks + 2)) is None
     assert recall(ProcessId(PROCESS.pid + 1, PROCESS.start_time_ticks)) is None
 
 

@@ -139,7 +139,7 @@ class Registry:
             if (
                 job.record is not None
                 and job.state.word == "running"
-                and process in (job.record.root, job.record.keeper)
+                and any(each is not None and process.is_same(each) for each in (job.record.root, job.record.keeper))
             ):
                 return job.record
         return None

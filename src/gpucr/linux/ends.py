@@ -35,7 +35,7 @@ def wait_status(process: ProcessId, pidfd: int | None) -> int | None:
     ``pidfd``: one that was opened while the process was alive, if there is one.
     """
     stat = processes.read_stat(process.pid)
-    if stat is not None and stat.start_time_ticks == process.start_time_ticks:
+    if stat is not None and process.is_same(ProcessId(process.pid, stat.start_time_ticks)):
         return _status_of_zombie(process.pid) if stat.status == "Z" else None
     if pidfd is None:
         return None

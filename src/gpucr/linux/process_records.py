@@ -7,9 +7,11 @@ there, and every operation works without.
 from __future__ import annotations
 
 import contextlib
+import errno
 import json
 import os
 from collections.abc import Iterator, Mapping
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -36,6 +38,8 @@ class ProcessRecords:
         """As `write`, where nothing works without. Raises OSError."""
         path = self.path(process)
         trusted_paths.make_private(path.parent)
+        if path != self._new_path(process):
+            raise FileExistsError(errno.EEXIST, os.strerror(errno.EEXIST), os.fspath(path))
         fd = trusted_paths.open_file(path, os.O_WRONLY | os.O_CREAT | os.O_EXCL)
         with os.fdopen(fd, "w") as stream:
             json.dump(record, stream)
@@ -65,7 +69,14 @@ class ProcessRecords:
                     path.unlink()
 
     def path(self, process: ProcessId) -> Path:
-        """Where the record of a process is."""
+        """Where the record of a process is, or would be written to."""
+        for ticks in (0, -1, 1):  # `ProcessId.is_same`
+            path = self._new_path(replace(process, start_time_ticks=process.start_time_ticks + ticks))
+            if os.path.lexists(path):
+                return path
+        return self._new_path(process)
+
+    def _new_path(self, process: ProcessId) -> Path:
         return self.folder() / f"{_here()}-{process.pid}-{process.start_time_ticks}.json"
 
     def folder(self) -> Path:

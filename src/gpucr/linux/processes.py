@@ -1,7 +1,8 @@
 """Processes as /proc shows them: identity, trees, descriptors, privileges.
 
 A pid is not an identity: it can be given to another process after the first one ended. Identity is pid and start
-time (field 22 of ``/proc/PID/stat``), and everything that acts on a process later checks it again.
+time (field 22 of ``/proc/PID/stat``), and everything that acts on a process later checks it again. The kernel shifts
+start times by the reader's time namespace, in which a restored job is: here they are always the machine's.
 """
 
 from __future__ import annotations
@@ -24,6 +25,7 @@ PROC = Path("/proc")
 PF_EXITING, _PF_DUMPCORE, _PF_KTHREAD = 0x00000004, 0x00000200, 0x00200000  # include/linux/sched.h
 _INITIAL_PID_NAMESPACE = 0xEFFFFFFC  # PROC_PID_INIT_INO of include/linux/proc_ns.h
 _MAX_STAT_BYTES = 4096  # 52 numbers and a name, at most 1.2 KiB
+_TICKS_PER_S = os.sysconf("SC_CLK_TCK")
 _CAP_SYS_PTRACE, _CAP_SYS_ADMIN, _CAP_SYS_TIME = 19, 21, 25  # include/uapi/linux/capability.h
 
 
@@ -85,8 +87,25 @@ def read_stat(pid: int) -> Stat | None:
         session_id=int(fields[3]),
         terminal=int(fields[4]),
         flags=int(fields[6]),
-        start_time_ticks=int(fields[19]),
+        start_time_ticks=int(fields[19]) - _clock_offset_ticks(),
     )
+
+
+def _clock_offset_ticks() -> int:
+    """By how much CLOCK_BOOTTIME, and start times with it, are ahead in this process's time namespace.
+
+    Read each time: it changes when this process is restored.
+    """
+    try:
+        file = os.open(f"{PROC}/self/timens_offsets", os.O_RDONLY | os.O_CLOEXEC)
+    except FileNotFoundError:  # a kernel without time namespaces
+        return 0
+    try:
+        text = os.read(file, _MAX_STAT_BYTES)
+    finally:
+        os.close(file)
+    seconds, nanoseconds = text.partition(b"boottime")[2].split()[:2]
+    return (int(seconds) * 10**9 + int(nanoseconds)) * _TICKS_PER_S // 10**9
 
 
 def presence(pid: int) -> Presence:
@@ -116,7 +135,7 @@ def is_alive(process: ProcessId) -> bool:
 
 
 def _is_alive(stat: Stat, process: ProcessId) -> bool:
-    return stat.start_time_ticks == process.start_time_ticks and stat.status not in "ZX"
+    return process.is_same(ProcessId(process.pid, stat.start_time_ticks)) and stat.status not in "ZX"
 
 
 def wait_for_the_killed(found: Iterable[ProcessId], timeout_s: float) -> None:
@@ -324,8 +343,8 @@ def open_files(pid: int) -> tuple[OpenFile, ...]:
 
 def age_s(process: ProcessId) -> float:
     """Seconds since this process was started."""
-    ticks = process.start_time_ticks / os.sysconf("SC_CLK_TCK")
-    return max(time.clock_gettime(time.CLOCK_BOOTTIME) - ticks, 0.0)  # both through this process's time namespace
+    ticks = process.start_time_ticks + _clock_offset_ticks()
+    return max(time.clock_gettime(time.CLOCK_BOOTTIME) - ticks / _TICKS_PER_S, 0.0)
 
 
 def environment(pid: int) -> dict[str, str] | None:
