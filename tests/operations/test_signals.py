@@ -16,6 +16,7 @@ import gpucr
 from gpucr.driver.cuda import CudaDriver
 from gpucr.model import CudaState
 from tests.counter import Counter, CounterFactory, wait_until
+from tests.operations.stepping import StartJob
 from tests.operations.test_killed import DUMP_PHASES, THAW_PHASES, is_claimed, is_unharmed
 
 pytestmark = pytest.mark.timeout(900)
@@ -73,9 +74,9 @@ AFTER: tuple[Moment, ...] = (
 """What follows the last step of each operation; then the command prints."""
 
 
-def run_signalled(moment: Moment, numbers: tuple[int, ...], *arguments: object) -> subprocess.CompletedProcess[str]:
-    """Run `gpucr ARGUMENTS`, which must not end but by itself."""
-    done = subprocess.run(
+def send_at(moment: Moment, numbers: tuple[int, ...], *arguments: object) -> subprocess.CompletedProcess[str]:
+    """Run `gpucr ARGUMENTS` to its end, with these signals at that moment."""
+    return subprocess.run(
         [sys.executable, "-c", AT, *moment, ",".join(map(str, numbers)), *map(str, arguments)],
         stdin=subprocess.DEVNULL,
         capture_output=True,
@@ -83,6 +84,11 @@ def run_signalled(moment: Moment, numbers: tuple[int, ...], *arguments: object) 
         timeout=120,
         check=False,
     )
+
+
+def run_signalled(moment: Moment, numbers: tuple[int, ...], *arguments: object) -> subprocess.CompletedProcess[str]:
+    """Run `gpucr ARGUMENTS`, which must not end but by itself."""
+    done = send_at(moment, numbers, *arguments)
     assert "Traceback" not in done.stderr, f"{moment}: {done.stderr}"
     assert "it was not sent" not in done.stderr, f"{moment}: {done.stderr}"
     assert done.returncode in (0, 130), f"{moment}: {done.returncode} {done.stderr}"
@@ -168,6 +174,79 @@ def test_dump(counter: CounterFactory, driver: CudaDriver, tmp_path: Path) -> No
     assert job.send("verify") == "ok"
 
 
+RESTORE_PHASES = ["load", "verify", "keeper", "criu", "hold", "restore", "unlock"]
+SANDBOXED_PHASES = ["load", "verify", "sandbox", "criu", "hold", "restore", "unlock"]
+
+
+def assert_restores(snapshot: Path, job: Counter, moments: list[tuple[Moment, int]], *options: str) -> None:
+    """Whatever the moment: all of the job runs and that was a success, or nothing of it is there."""
+    for number, (moment, expected) in enumerate(moments):
+        as_json = ("--json",) if number % 2 else ()
+        done = run_signalled(moment, SIGNALS[number // 2 % 4], "restore", snapshot, *as_json, *options)
+        assert done.returncode == expected, f"{moment}: {done.stderr}"
+        said = json.loads(done.stdout) if as_json else {}
+        if expected:
+            assert said.get("code", "GPUCR-INTERRUPTED") == "GPUCR-INTERRUPTED", moment
+            assert "interrupted" in done.stderr, moment
+            assert job.processes() == [], f"{moment}: {done.stderr}"
+        else:
+            assert said.get("schema", "gpucr.restore") == "gpucr.restore", moment
+            assert as_json or "too late to interrupt" in done.stderr, f"{moment}: {done.stderr}"
+            assert len(job.processes()) == 2, moment
+            wait_until(lambda: not is_claimed(job.processes()), "the guard to be gone")
+            assert is_unharmed(job), moment
+            job.kill()
+
+
+@pytest.mark.criu
+@pytest.mark.parametrize(
+    ("options", "phases"), [((), RESTORE_PHASES), (("--isolate",), SANDBOXED_PHASES)], ids=["bare", "sandbox"]
+)
+def test_restore(
+    counter: CounterFactory, driver: CudaDriver, tmp_path: Path, options: tuple[str, ...], phases: list[str]
+) -> None:
+    job = counter("--mib", "1", "--fork", "1")
+    snapshot = tmp_path / "s"
+    gpucr.dump(job.pid, snapshot)
+    job.reap()
+    before = (("call", "open_snapshot"), ("return", "Protection.__enter__"), ("call", "run_steps"))
+    after = (
+        ("call", "GangThreads.release"),
+        ("end", "release"),
+        ("begin", "keep"),
+        ("end", "keep"),
+        *AFTER,
+        ("call", "say_warnings"),
+    )
+    assert_restores(snapshot, job, [(moment, 130) for moment in (*before, *around(*phases))], *options)
+    assert_restores(snapshot, job, [(moment, 0) for moment in after], *options)
+    gpucr.restore(snapshot)
+    assert job.send("verify") == "ok"
+    assert states(driver, job) == {RUNNING}
+
+
+@pytest.mark.criu
+def test_restore_of_a_job_without_cuda(start: StartJob, tmp_path: Path) -> None:
+    """CRIU lets it run, and no step follows in which it could still be held."""
+    job = start("done()\nstep()\ndone(1)\n")
+    snapshot = tmp_path / "s"
+    gpucr.dump(job.pid, snapshot)
+    job.reap()
+    undone: list[Moment] = [("call", "CriuRestore.run"), ("call", "take_stock"), ("return", "restore_scheduling")]
+    for number, moment in enumerate(undone):
+        done = run_signalled(moment, SIGNALS[number], "restore", snapshot)
+        assert (done.returncode, job.pids()) == (130, []), f"{moment}: {done.stderr}"
+    after: list[Moment] = [("return", "Interrupts.commit"), ("end", "criu"), ("begin", "keep"), ("return", "run_steps")]
+    for number, moment in enumerate(after):
+        done = run_signalled(moment, SIGNALS[number % 4], "restore", snapshot)
+        assert done.returncode == 0, f"{moment}: {done.stderr}"
+        assert "too late to interrupt" in done.stderr, moment
+        assert job.pids() == [job.pid], moment
+        job.kill()
+    gpucr.restore(snapshot)
+    assert job.go_on() == "1"
+
+
 @pytest.mark.parametrize("numbers", SIGNALS, ids=str)
 def test_store_operations(tmp_path: Path, numbers: tuple[int, ...]) -> None:
     """What was made was made, whatever comes afterwards; and before that nothing is."""
@@ -194,3 +273,32 @@ def test_run(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, numbers: tuple[int
         for job in running:
             assert job.record is not None
             os.kill(job.record.pid, signal.SIGKILL)
+
+
+@pytest.mark.parametrize("number", [INT, TERM, int(signal.SIGHUP)])
+def test_exec(tmp_path: Path, number: int) -> None:
+    """Before there is a command, a signal keeps it from being run; after that, it is the command's."""
+    ran = tmp_path / "ran"
+    command = ("exec", os.getpid(), "--", "sh", "-c", f"touch {ran}; kill -{number} $$")
+    for name in ("run_inside", "_start"):
+        done = send_at(("call", name), (number,), *command)
+        assert (done.returncode, ran.exists()) == (130, False), f"{name}: {done.stderr}"
+        assert "error: interrupted" in done.stderr
+    done = send_at(("call", "_become"), (number,), *command)  # in the process that is about to become the command
+    assert (done.returncode, ran.exists()) == (128 + number, False), done.stderr
+    done = send_at(("call", "_wait"), (number,), *command)
+    assert done.returncode == 128 + number, done.stderr
+    assert "interrupted" not in done.stderr
+
+
+def test_exec_in_the_background_of_a_shell() -> None:
+    """There SIGINT and SIGQUIT are ignored: that holds for gpucr, and for the command too."""
+    moments: tuple[Moment, ...] = (("call", "run_inside"), ("call", "_start"), ("call", "_become"), ("call", "_wait"))
+    before = signal.signal(signal.SIGINT, signal.SIG_IGN)
+    try:
+        for moment in moments:
+            done = send_at(moment, (INT,), "exec", os.getpid(), "sh", "-c", "kill -INT $$; echo it runs")
+            assert (done.returncode, done.stdout) == (0, "it runs\n"), f"{moment}: {done.stderr}"
+            assert "interrupted" not in done.stderr
+    finally:
+        signal.signal(signal.SIGINT, before)

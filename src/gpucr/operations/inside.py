@@ -105,6 +105,9 @@ def _start(visit: _Visit, fds: Mapping[Kind, int]) -> tuple[int, int]:
     programs, environment = visit.programs(), without_passphrase(os.environ)
     child = os.fork()
     if child == 0:
+        for number in (signal.SIGINT, *_PASSED_ON):
+            if signal.getsignal(number) != signal.SIG_IGN:  # a handler of Python's is nothing that it could run
+                signal.signal(number, signal.SIG_DFL)
         signal.pthread_sigmask(signal.SIG_SETMASK, mask)
         _become(visit, fds, programs, environment, write)
     os.close(write)

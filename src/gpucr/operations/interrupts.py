@@ -42,6 +42,7 @@ class Interrupts:
         self._error: BaseException | None = None
         self._raise_at_once = False
         self._undoing = False
+        self._is_told = False
         self.is_committed = False
         self._on_ignored = on_ignored
         self.has_succeeded = False
@@ -116,10 +117,9 @@ class Interrupts:
     def conclude(self) -> None:
         """All steps are done: raise what `check` does for the last time, then `commit`."""
         self.check()
-        was_committed = self.is_committed
         self.commit()
-        if self.requested and not was_committed:  # it came between the two lines above
-            self._tell(TOO_LATE)
+        if self.requested and not self._is_told:  # it came in the last step, which cannot be cut off
+            self._tell_too_late()
 
     @contextlib.contextmanager
     def undoing(self) -> Iterator[None]:
@@ -136,10 +136,14 @@ class Interrupts:
         if self._undoing:
             self._tell(BRINGING_BACK)
         elif self.is_committed:
-            self._tell(TOO_LATE)
+            self._tell_too_late()
         elif self._raise_at_once:
             self._raise_at_once = False  # a second signal must not cut off the cleaning up after the first
             raise KeyboardInterrupt
+
+    def _tell_too_late(self) -> None:
+        self._is_told = True
+        self._tell(TOO_LATE)
 
     def _tell(self, reason: str) -> None:
         if self._on_ignored is not None:

@@ -245,13 +245,10 @@ class CriuRestore:
                 leave_stopped=context.gang is not None,
                 outputs=context.outputs,
                 on_start=self._on_start,
-                on_notify=self._on_notify,
+                on_notify=lambda hook, pid: self._on_notify(hook, pid, interrupts),
                 deadline=context.deadline,
             )
-            if context.gang is None:
-                interrupts.commit()
-            else:
-                interrupts.postpone()
+            interrupts.postpone()
         if context.gang is not None:
             take_stock(context)
         return sum(file.size_bytes for file in context.snapshot.manifest.files)
@@ -260,7 +257,7 @@ class CriuRestore:
         if self._context.protection is not None:
             self._context.protection.change(criu=criu, restoring=task_pids(self._context.source.images))
 
-    def _on_notify(self, hook: str, pid: int) -> None:
+    def _on_notify(self, hook: str, pid: int, interrupts: Interrupts) -> None:
         """All threads are there, and stand before their first instruction: what they start inherits from them."""
         if hook == "pre-resume":
             context = self._context
@@ -271,6 +268,8 @@ class CriuRestore:
             if self._context.gang is None:
                 take_stock(self._context)  # CRIU lets it run now, and it may have ended a moment later
             self._context.warnings += restore_scheduling(self._context.snapshot.manifest, pid)
+            if self._context.gang is None:
+                interrupts.commit()
 
     def undo(self) -> None:
         """End every process of the restored tree; the snapshot stays as it is."""
