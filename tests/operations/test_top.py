@@ -182,6 +182,41 @@ def test_control_c_gives_the_terminal_back(counter: CounterFactory, top: Top) ->
     assert_given_back(terminal)
 
 
+def test_control_c_does_not_wait_for_the_driver(
+    counter: CounterFactory, driver: CudaDriver, sim_only: None, tmp_path: Path
+) -> None:
+    """Neither when it looks for the first time, with no screen yet, nor later, nor while Python ends."""
+    job = counter("--mib", "1")
+    for nth in (1, 3):
+        log = tmp_path / f"asked-{nth}"
+        program = [sys.executable, "-c", HANGING, str(log), str(nth), str(job.pid)]
+        terminal = Terminal(program)
+        try:
+            wait_until(log.exists, "the driver to be asked")
+            terminal.press("\x03")
+            assert terminal.wait_ended() == 130
+            assert "error: interrupted" in terminal.text()
+        finally:
+            terminal.close()
+    assert driver.state(job.pid) is RUNNING
+
+
+def test_another_control_c_leaves_the_undo_to_the_guard(
+    slow_job: Counter, driver: CudaDriver, top: Top, go: Path
+) -> None:
+    terminal = top(slow_job.pid)
+    begin_suspend(terminal, slow_job, driver)
+    terminal.press("\x03")
+    terminal.wait_for("press Ctrl-C again")
+    terminal.press("\x03")
+    assert terminal.wait_ended() == 130
+    assert "the guard of what was under way brings the job back" in terminal.text()
+    assert_given_back(terminal)
+    go.touch()
+    wait_until(lambda: driver.state(slow_job.pid) is RUNNING, "the guard to bring the job back")
+    assert slow_job.ask() == 101
+
+
 def test_control_z_does_not_stop_an_operation_half_way(counter: CounterFactory, top: Top) -> None:
     terminal = top(counter("--mib", "1").pid)
     terminal.press("\x1as")
@@ -218,6 +253,31 @@ def test_a_terminal_that_goes_away(counter: CounterFactory, top: Top) -> None:
     terminal.hang_up()
     assert terminal.process.wait(DEADLINE_S) == 130
 
+
+HANGING = """
+import os, sys, threading
+from pathlib import Path
+from gpucr.cli.main import main
+from gpucr.driver.cuda import CudaDriver
+log, nth, pid = Path(sys.argv[1]), int(sys.argv[2]), int(sys.argv[3])
+state, asked, about_to = CudaDriver.state, [], threading.Event()
+def tell():
+    about_to.wait()
+    log.touch()
+threading.Thread(target=tell, daemon=True).start()
+def counted(self, each):
+    if each == pid:
+        asked.append(each)
+        if len(asked) == nth:
+            os.environ["GPUCR_SIM_CALLER_FAULTS"] = f"state@{pid}=hang"
+            sys.setswitchinterval(1000)  # no other thread runs before this one has left Python
+            about_to.set()
+    return state(self, each)
+CudaDriver.state = counted
+sys.argv[:] = ["gpucr", "top", "--interval", "0.1", str(pid)]
+main()
+"""
+"""Makes a file while the driver does not answer the nth question for the state of a process."""
 
 FAILING = """
 from gpucr.cli import top_screen

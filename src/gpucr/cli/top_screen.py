@@ -1,7 +1,7 @@
 """`gpucr top` on a terminal: curses draws and reads keys. Only the thread that runs this touches the terminal.
 
 curses gives the terminal back however the block ends: by a key, an exception, or a signal, which is noted and ends the
-loop. An operation that is under way is cancelled then, and waited for.
+loop. An operation that is under way is cancelled then, and waited for, unless another Ctrl-C leaves it to its guard.
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ from types import FrameType
 from gpucr.cli.output import say
 from gpucr.cli.top_lines import Style, screen
 from gpucr.cli.top_state import Cancel, Command, Look, Notice, Operate, Quit, TopState
-from gpucr.cli.top_work import Blind, Ended, Judged, News, NewsQueue, Seen, Watch, Work, judge
+from gpucr.cli.top_work import Blind, Ended, Judged, News, NewsQueue, Seen, Watch, Work, judge, looked_aside
 from gpucr.errors import Interrupted
 from gpucr.operations.steps import Progress
 
@@ -42,12 +42,13 @@ class TopScreen:
 
     def __init__(self, look: Callable[[], Seen], interval_s: float) -> None:
         """``look`` finds the jobs. Raises what it raises."""
-        seen = look()
+        seen = looked_aside(look)
         self._state = TopState(seen.jobs, seen.gpus)
         self._news: NewsQueue = queue.SimpleQueue()
         self._watch = Watch(self._news, look, interval_s)
         self._work: Work | None = None
         self._must_end = False
+        self._is_cut_short = False
         self.outcomes: list[Ended] = []
 
     def run(self) -> None:
@@ -77,6 +78,7 @@ class TopScreen:
 
         def note(number: int, frame: FrameType | None) -> None:
             self._must_end = self._must_end or number != signal.SIGTSTP
+            self._is_cut_short = number == signal.SIGINT
 
         signals = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP, signal.SIGTSTP)
         before = {number: signal.signal(number, note) for number in signals}
@@ -140,9 +142,13 @@ class TopScreen:
     def _finish(self) -> None:
         """After the screen: what is under way is undone, and waited for."""
         if self._work is not None:
-            say("what is under way is being undone")
+            self._is_cut_short = False
+            say("ending: what is under way is being undone; press Ctrl-C again to leave that to its guard")
             self._work.cancel()
-            self._work.wait()
+            while not self._work.is_over(_KEY_WAIT_MS / 1000):
+                if self._is_cut_short:
+                    say("ended; the guard of what was under way brings the job back")
+                    os._exit(Interrupted.exit_code)  # not waiting for the thread that asks the driver, as Python does
         self._take_news()
 
 

@@ -58,6 +58,26 @@ News = Seen | Blind | Judged | Progress | Ended
 NewsQueue = queue.SimpleQueue[News]
 
 
+def looked_aside(look: Callable[[], Seen]) -> Seen:
+    """Look in a thread of its own, so that Ctrl-C need not wait for a driver that takes its time to answer.
+
+    Raises what it raises.
+    """
+    found: queue.SimpleQueue[Seen | BaseException] = queue.SimpleQueue()
+
+    def work() -> None:
+        try:
+            found.put(look())
+        except BaseException as e:  # noqa: BLE001 - raised where it is waited for
+            found.put(e)
+
+    threading.Thread(target=work, name="gpucr top: first look", daemon=True).start()
+    seen = found.get()
+    if isinstance(seen, BaseException):
+        raise seen
+    return seen
+
+
 class Watch:
     """Looks at the machine every ``interval_s`` seconds, and whenever it is told to."""
 
@@ -112,9 +132,10 @@ class Work:
         """Have it undone as soon as it can be left."""
         self._is_cancelled = True
 
-    def wait(self) -> None:
-        """Wait until it is over."""
-        self._thread.join()
+    def is_over(self, timeout_s: float) -> bool:
+        """Whether it has ended, or does within this time."""
+        self._thread.join(timeout_s)
+        return not self._thread.is_alive()
 
     def _run(self) -> None:
         try:
