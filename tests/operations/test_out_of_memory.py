@@ -13,9 +13,10 @@ import pytest
 
 import gpucr
 from gpucr.driver.cuda import CudaDriver
+from gpucr.errors import OutputLost
 from gpucr.model import CudaState
 from tests import command
-from tests.counter import Counter, CounterFactory
+from tests.counter import Counter, CounterFactory, wait_until
 
 LIMITS_MIB = (20, 32, 40, 48, 56, 72, 88, 104, 136, 192)
 _SMALL_MIB = 48
@@ -39,6 +40,19 @@ sys.argv[1:] = sys.argv[2:]
 from gpucr.__main__ import main
 import gpucr.cli.main
 sys.setprofile(count)
+main()
+"""
+
+FAILING_AT = """
+import sys
+kind, wanted = sys.argv[1:3]
+del sys.argv[1:3]
+from gpucr.cli.main import main
+def fail(frame, event, argument):
+    if event == kind and frame.f_code.co_name == wanted:
+        sys.setprofile(None)
+        raise MemoryError
+sys.setprofile(fail)
 main()
 """
 
@@ -132,3 +146,74 @@ def failing(call: int, job: Counter) -> subprocess.CompletedProcess[str]:
         timeout=command.TIMEOUT_S,
         check=False,
     )
+
+
+LATE = (("return", "run_steps"), ("call", "dismiss"))
+"""What follows the last step; then the command prints."""
+
+
+def run_failing_at(program: str, *arguments: object) -> subprocess.CompletedProcess[str]:
+    return subprocess.run(
+        [sys.executable, "-c", program, *map(str, arguments)],
+        stdin=subprocess.DEVNULL,
+        capture_output=True,
+        text=True,
+        timeout=command.TIMEOUT_S,
+        check=False,
+    )
+
+
+def fails_late(moment: tuple[str, str], *arguments: object) -> None:
+    """Memory runs out when everything has been done: the exit code says so."""
+    done = run_failing_at(FAILING_AT, *moment, *arguments)
+    expected = DONE if moment == ("call", "dismiss") else OutputLost.exit_code  # the guard is dismissed once more
+    assert done.returncode == expected, f"{arguments[0]}, {moment}: {done.returncode} {done.stderr}"
+    assert ("what was asked for has been done" in done.stderr) is (expected != DONE)
+
+
+def test_memory_runs_out_after_the_last_step(counter: CounterFactory, driver: CudaDriver) -> None:
+    job = counter("--mib", "1", "--fork", "1")
+    report = (("return", "_report"), ("call", "print_change"), ("return", "print_change"))
+    for moment in (*LATE, ("call", "remember"), *report):
+        fails_late(moment, "suspend", job.pid)
+        assert {driver.state(pid) for pid in job.processes()} == {CudaState.CHECKPOINTED}
+        gpucr.resume(job.pid)
+    for moment in (*LATE, ("call", "forget"), *report):
+        gpucr.suspend(job.pid)
+        fails_late(moment, "resume", job.pid)
+        assert {driver.state(pid) for pid in job.processes()} == {CudaState.RUNNING}
+    assert job.send("verify") == "ok"
+
+
+@pytest.mark.criu
+def test_memory_runs_out_after_a_dump_and_a_restore(counter: CounterFactory, tmp_path: Path) -> None:
+    job = counter("--mib", "1", "--fork", "1")
+    moments = (*LATE, ("call", "say_warnings"), ("call", "print_phases"))
+    for number, moment in enumerate(moments):
+        kept = tmp_path / f"kept-{number}"
+        fails_late(moment, "dump", job.pid, "--to", kept, "--leave-running")
+        assert job.send("verify") == "ok"
+        gpucr.inspect(kept)
+    for number, moment in enumerate(moments):
+        snapshot = tmp_path / f"s-{number}"
+        fails_late(moment, "dump", job.pid, "--to", snapshot)
+        if number == 0:
+            job.reap()
+        wait_until(lambda: not job.processes(), "the job to be gone")
+        fails_late(moment, "restore", snapshot)
+        assert job.send("verify") == "ok"
+
+
+def test_memory_that_runs_out_for_the_error_itself(counter: CounterFactory, driver: CudaDriver) -> None:
+    job = counter("--mib", "1")
+    no_error = (
+        "import gpucr.cli.failures\ndef fail(*_, **__):\n    raise MemoryError\ngpucr.cli.failures.unexpected = fail\n"
+    )
+    for arguments, name, expected in (
+        (("suspend", job.pid), "print_change", OutputLost.exit_code),
+        (("resume", job.pid), "run_steps", FAILED),
+    ):
+        done = run_failing_at(no_error + FAILING_AT, "call", name, *arguments)
+        assert (done.returncode, done.stderr.splitlines()[-1]) == (expected, "error: out of memory"), done.stderr
+        assert driver.state(job.pid) is CudaState.CHECKPOINTED
+    gpucr.resume(job.pid)

@@ -13,7 +13,7 @@ from typing import Any
 import click
 
 from gpucr.cli.output import JsonWanted, print_json, say
-from gpucr.errors import CriuError, DriverError, GpucrError, Interrupted, InvalidRequest, OutputLost, Unsupported
+from gpucr.errors import CriuError, DriverError, GpucrError, InvalidRequest, OutputLost, Unsupported
 from gpucr.linux.descriptor_limit import OUT_OF_DESCRIPTORS
 
 _MORE_MEMORY = "free memory, or raise the limit (ulimit -v); `gpucr ps` shows where the job is"
@@ -44,11 +44,6 @@ def show_usage(error: click.ClickException, wanted: JsonWanted) -> None:
     say(f"code:  {InvalidRequest.code}")
     if wanted.is_wanted and not wanted.is_printed:
         print_json("error", _fields(InvalidRequest(error.format_message())))
-
-
-def show_interruption(wanted: JsonWanted) -> None:
-    """Show that Ctrl-C came where no operation was under way."""
-    show(Interrupted("interrupted"), wanted)
 
 
 def unexpected(error: Exception, *, has_succeeded: bool = False) -> GpucrError:

@@ -3,11 +3,13 @@
 from __future__ import annotations
 
 import contextlib
+import errno
 import importlib
 import os
 import signal
 import sys
 import threading
+from collections.abc import Callable
 from typing import TYPE_CHECKING, NoReturn
 
 import click
@@ -117,12 +119,10 @@ def main() -> NoReturn:
     try:
         code = _run(wanted, interrupts)
     except KeyboardInterrupt:
-        failures.show_interruption(wanted)
-        code = Interrupted.exit_code
-    sys.stdout.flush()
-    lost = lost_stdout()
+        code = _failed(lambda: Interrupted("interrupted"), wanted, Interrupted.exit_code)
+    lost = _flushed_stdout()
     if code == 0 and lost is not None and not isinstance(lost, BrokenPipeError):  # else a reader has what it wanted
-        code = _failed(_output_lost(lost), wanted)
+        code = _failed(lambda: _output_lost(lost), wanted, OutputLost.exit_code)
     for number in (signal.SIGINT, signal.SIGTERM, signal.SIGHUP):
         signal.signal(number, signal.SIG_IGN)  # while Python ends
     sys.exit(code)
@@ -138,7 +138,8 @@ def _run(wanted: JsonWanted, interrupts: Interrupts) -> int:
         return end.code if isinstance(end.code, int) else 0
     except GpucrError as error:
         interrupts.commit()
-        return _failed(error, wanted)
+        failed = error
+        return _failed(lambda: failed, wanted, error.exit_code)
     except click.ClickException as error:
         interrupts.commit()
         wanted.is_wanted |= "--json" in sys.argv  # an option that does not exist is noticed before any is looked at
@@ -148,7 +149,9 @@ def _run(wanted: JsonWanted, interrupts: Interrupts) -> int:
         raise KeyboardInterrupt from abort
     except Exception as error:  # noqa: BLE001 - no traceback, whatever happens
         interrupts.commit()
-        return _failed(failures.unexpected(error, has_succeeded=interrupts.has_succeeded), wanted)
+        cause, is_done = error, interrupts.has_succeeded
+        code = OutputLost.exit_code if is_done else GpucrError.exit_code
+        return _failed(lambda: failures.unexpected(cause, has_succeeded=is_done), wanted, code)
     return 0
 
 
@@ -164,10 +167,25 @@ def _output_lost(reason: OSError) -> OutputLost:
     )
 
 
-def _failed(error: GpucrError, wanted: JsonWanted) -> int:
+def _flushed_stdout() -> OSError | None:
+    """Why stdout has not taken all that was printed; None: it has."""
     try:
+        sys.stdout.flush()
+    except MemoryError as e:
+        return OSError(errno.ENOMEM, os.strerror(errno.ENOMEM), e)
+    return lost_stdout()
+
+
+def _failed(make: Callable[[], GpucrError], wanted: JsonWanted, exit_code: int) -> int:
+    """Show the error, and return its exit code: ``exit_code`` where there is not even the memory to make it.
+
+    The exit code tells what became of the job, and must not change.
+    """
+    try:
+        error = make()
+        exit_code = error.exit_code
         failures.show(error, wanted)
-    except MemoryError:  # the exit code tells what became of the job, and must not change
+    except MemoryError:
         with contextlib.suppress(OSError):
             os.write(2, b"error: out of memory\n")
-    return error.exit_code
+    return exit_code

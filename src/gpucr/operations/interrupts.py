@@ -34,7 +34,7 @@ class Interrupts:
     Contexts nest: a command has one around everything that it does, an operation its own. When an operation is over,
     so is what is around it: a signal that comes while the command prints the report must not make a failure of a
     success. (A command that goes on after that says so: `not_over_yet`.) ``is_committed``: the point of no return is
-    behind; ``has_succeeded``: an operation inside has.
+    behind; ``is_done``: so is the last step; ``has_succeeded``: an operation inside has, whatever became of its report.
     """
 
     def __init__(self, on_ignored: Callable[[str], None] | None = None) -> None:
@@ -44,6 +44,7 @@ class Interrupts:
         self._undoing = False
         self._is_told = False
         self.is_committed = False
+        self.is_done = False
         self._on_ignored = on_ignored
         self.has_succeeded = False
         self._outer: Interrupts | None = None
@@ -69,7 +70,7 @@ class Interrupts:
             return
         _innermost, self._is_innermost = self._outer, False
         if self._outer is not None:
-            self._outer.has_succeeded = kind is None
+            self._outer.has_succeeded = kind is None or self.is_done
             self._outer.commit()  # before its handlers are back: what comes in between must not be raised, either
         for number, handler in self._previous.items():
             signal.signal(number, handler)
@@ -167,5 +168,5 @@ def all_or_nothing() -> Iterator[Interrupts]:
 def not_over_yet() -> None:
     """For a command that goes on after an operation, with a question or another one: signals end it again."""
     if _innermost is not None:
-        _innermost.is_committed = False
+        _innermost.is_committed = _innermost.has_succeeded = False
         _innermost.raise_at_once()

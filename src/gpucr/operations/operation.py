@@ -94,7 +94,7 @@ def operation(on_progress: OnProgress | None = None) -> Iterator[Operation]:
         except KeyboardInterrupt as e:
             raise Interrupted("interrupted; the job is as it was found") from e
         except OSError as e:
-            if e.errno not in OUT_OF_DESCRIPTORS:
+            if e.errno not in OUT_OF_DESCRIPTORS or interrupts.is_done:
                 raise
             raise _too_few("there was none left for what had to be looked at") from e
         finally:

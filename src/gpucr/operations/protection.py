@@ -36,7 +36,10 @@ class Protection:
     def __exit__(
         self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
     ) -> None:
-        self._guard.dismiss()
+        try:
+            self._guard.dismiss()
+        except MemoryError:  # once more: a guard that stays takes back what has been done
+            self._guard.dismiss()
 
     def change(self, **members: Any) -> None:
         """These members of the record are what holds from now on. To be called before what they would undo.

@@ -216,6 +216,7 @@ def run_steps(
         if deadline is not None and time.monotonic() > deadline and not interrupts.is_committed:
             raise DeadlineExceeded("the time was over before everything was done", hint="give a longer --timeout")
         interrupts.conclude()
+        interrupts.is_done = True
     except BaseException as error:
         with interrupts.undoing():
             before_undo()
