@@ -64,6 +64,7 @@ from gpucr.operations.sources import RestoreSource, device_bytes_of, private_byt
 from gpucr.operations.steps import OnProgress, Phase, Step, WithoutUndo
 from gpucr.operations.threads import GangThreads
 from gpucr.operations.traps import findings_of_targets
+from gpucr.snapshot.folder import Snapshot
 from gpucr.snapshot.manifest import Manifest
 from gpucr.snapshot.shared_files import ROOT, names_in_use
 
@@ -134,10 +135,12 @@ def restore(
     NotPermitted, Unsupported, DriverUnavailable, CriuUnavailable (nothing was started); CriuError, DriverError,
     DeadlineExceeded, Interrupted (all ended again); JobDamaged (something of it still runs).
     """  # fmt: skip
-    with operation(on_progress) as running:
+    with operation(on_progress) as running, contextlib.ExitStack() as on_failure:
         deadline = jobs.deadline_after(timeout_s)
         if isinstance(snapshot, str | os.PathLike):
             snapshot = open_snapshot(snapshot, key)
+            if isinstance(snapshot, Snapshot):
+                on_failure.callback(snapshot.close)  # else the error would keep it open
         if not snapshot.manifest.has_images:
             raise InvalidRequest(
                 f"{snapshot.where} is the GPU part of a container's checkpoint",
@@ -182,6 +185,7 @@ def restore(
             except (DriverError, CriuError, JobChanged, JobDamaged) as error:
                 _recall_overruled(error, snapshot.manifest, findings)
                 raise
+            on_failure.pop_all()
             registered_as = registration.name if registration is not None else None
             return replace(report, warnings=(*report.warnings, *warnings), name=registered_as)
 

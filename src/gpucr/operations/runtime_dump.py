@@ -156,6 +156,7 @@ def dump_for_runtime(root_pid: int, images: Path, hooks: RuntimeHooks, *, claim:
         finally:
             context.writer.cancel()
             context.staging.close()
+            context.target.close()
         if run.left_running:
             roll.require_gang(f"{context.target.where} is complete")
         return run.left_running

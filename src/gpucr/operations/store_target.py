@@ -180,6 +180,7 @@ class StoreTarget:
 
     def close(self) -> None:
         """Remove the working folder."""
+        self.folder.close()
         self._working.remove()
 
     # --- files -----------------------------------------------------------------------------------------------

@@ -92,7 +92,7 @@ class DumpTarget(Protocol):
         """Leave nothing that is in anybody's way, also after `commit`."""
 
     def close(self) -> None:
-        """Remove what the operation needed only while it lasted. Idempotent."""
+        """Remove, and close, what the operation needed only while it lasted. Idempotent."""
 
 
 class FolderTarget:
@@ -178,4 +178,5 @@ class FolderTarget:
         self.folder.discard()
 
     def close(self) -> None:
-        """Nothing: the folder is the snapshot."""
+        """Let the folder go: it is the snapshot now, or discarded."""
+        self.folder.close()

@@ -225,7 +225,7 @@ class UnfinishedSnapshot:
                 )
             _write_atomically(self.held.path / MANIFEST_NAME, manifest.encode(complete))
             files.sync_path(self.path.parent)
-            return Snapshot(self.path, complete, self.held)
+            return Snapshot(self.path, complete, self.held.again())
 
     def discard(self) -> None:
         """Remove what `create`, CRIU and a `DeviceWriter` put there, and the folder itself if it was made here.
@@ -248,10 +248,18 @@ class UnfinishedSnapshot:
         elif self._made_folder and self._held.is_at(self.path):
             trusted_paths.remove_empty_folder(self.path)
 
+    def close(self) -> None:
+        """Let the folder go, whatever has become of it. Idempotent."""
+        if self._held is not None:
+            self._held.close()
+            self._held = None
+
 
 @dataclass(frozen=True)
 class Snapshot:
     """A committed snapshot. Made by `Snapshot.open` or by a dump.
+
+    Its folder is open, and its file system in use, until `close` or the end of this object.
 
     ``path`` is what it was called, ``held`` the folder itself: what is at ``path`` can be another one by now.
     ``is_scattered``: it is a GPU part whose files lie in it among other ones, with names that tell them.
@@ -261,6 +269,10 @@ class Snapshot:
     manifest: Manifest = field(repr=False)
     held: HeldFolder = field(repr=False, compare=False)
     is_scattered: bool = False
+
+    def close(self) -> None:
+        """Let the folder go: nothing of it can be read any more. Idempotent."""
+        self.held.close()
 
     @property
     def where(self) -> str:
@@ -289,10 +301,17 @@ class Snapshot:
         Raises SnapshotUnfinished without a manifest, SnapshotDamaged for one that is not intact, and SnapshotError
         where another user could have changed the snapshot.
         """
-        folder = Path(path)
+        with contextlib.ExitStack() as on_failure:
+            opened = cls._open(Path(path), on_failure)
+            on_failure.pop_all()
+            return opened
+
+    @classmethod
+    def _open(cls, folder: Path, on_failure: contextlib.ExitStack) -> Snapshot:
         file = folder / MANIFEST_NAME
         try:
             held = HeldFolder.open(folder)
+            on_failure.callback(held.close)
             names = os.listdir(held.fd)
             is_scattered = MANIFEST_NAME not in names and SCATTERED_MANIFEST_NAME in names
             name = SCATTERED_MANIFEST_NAME if is_scattered else MANIFEST_NAME
