@@ -27,6 +27,7 @@ def error(text: str, place: str = "criu/some.c:1") -> str:
         ("File tmp/log has bad size 7 (expect 3)", "file-changed"),
         ("files-reg: Can't open file tmp/x on restore: No such file or directory", "file-missing"),
         ("files-reg: Can't link dev/shm/link_remap.5 -> dev/shm/sem.mp-x: No such file or directory", "link-remap"),
+        ("files-reg: Can't link dev/shm/link_remap.5 -> dev/shm/sem.mp-x: File exists", "link-remap"),
         ("unix: Can't dump half of stream unix connection.", "unix-outside"),
         ("inet: In-flight connection (l) for 1a2b", "in-flight-connection"),
         ("A session leader of 77(77) is outside of its pid namespace", "session-outside"),

@@ -98,7 +98,8 @@ KNOWN_FAILURES: tuple[FailurePattern, ...] = (
         "link-remap",
         r"link_remap|/dev/shm/sem\.",
         "a deleted file that the job still uses (a semaphore, as a rule) cannot be linked into its folder",
-        "the folder must be there and be writable; a name link_remap.* in it that another dump left can be removed",
+        "if another dump was under way, try again when it has ended; else see that the folder is there and can be "
+        "written to, and remove names link_remap.* in it that another dump left",
     ),
     FailurePattern(
         "image-damaged",
