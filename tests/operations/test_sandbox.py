@@ -19,7 +19,7 @@ from gpucr import sandbox
 from gpucr.driver.cuda import CudaDriver
 from gpucr.errors import CriuError, InvalidRequest, Unsupported
 from gpucr.launch.record import JobRecord
-from gpucr.linux import processes
+from gpucr.linux import process_records, processes
 from gpucr.linux.namespaces import namespace_id
 from gpucr.model import CudaState
 from gpucr.operations import sandbox_steps
@@ -167,6 +167,19 @@ def test_the_keepers_pid_stands_for_the_job(folder: Path, tmp_path: Path) -> Non
     assert job.record.keeper is not None
     report = gpucr.dump(job.record.keeper.pid, tmp_path / "s", leave_running=True)
     assert report.pid == job.record.pid
+
+
+def test_a_keeper_that_is_not_noted_here(folder: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A gpucr with another /run: it can tell the job from no container's, and says what it takes."""
+    job = Program(folder)
+    with monkeypatch.context() as elsewhere:
+        elsewhere.setattr(process_records, "runtime_folder", lambda: tmp_path / "run" / "gpucr")
+        with pytest.raises(Unsupported, match=r"no keeper of it is noted in /run/gpucr/keepers") as refused:
+            gpucr.dump("job", tmp_path / "s")
+    assert refused.value.code == "GPUCR-NO-KEEPER"
+    assert not (tmp_path / "s").exists()
+    job.assert_goes_on()
+    gpucr.dump("job", tmp_path / "s", leave_running=True)
 
 
 def test_pids_ports_and_names_that_are_taken_outside(folder: Path, tmp_path: Path) -> None:

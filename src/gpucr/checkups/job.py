@@ -70,7 +70,7 @@ def _processes(job: Job, *, isolated: bool) -> list[Checkup]:
         ),
         *from_findings(
             "session",
-            preflight.check_session(job),
+            [*preflight.check_session(job), *([] if isolated else preflight.check_namespace_init(job))],
             ok(
                 "session",
                 "CRIU can give back the session of every process",

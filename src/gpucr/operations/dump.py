@@ -221,6 +221,7 @@ def _prepare(
         *findings_of_traps(job, found.driver, uses),
         *preflight.check_tracers(job),
         *preflight.check_session(job),
+        *(preflight.check_namespace_init(job) if found.sandbox is None else ()),
         *preflight.check_open_files(job, is_sandboxed=found.sandbox is not None),
         *preflight.check_outside_connections(job),
         *(preflight.check_databases(job) if leave_running else ()),

@@ -35,6 +35,7 @@ from gpucr.preflight.traits import CudaTraits, JobTraits, look
 from gpucr.preflight.traps import check_traps
 from gpucr.preflight.tree import (
     check_free_pids,
+    check_namespace_init,
     check_open_files,
     check_session,
     check_states,
@@ -66,6 +67,7 @@ __all__ = [
     "check_host_memory",
     "check_kept_connections",
     "check_mig_targets",
+    "check_namespace_init",
     "check_open_files",
     "check_outside_connections",
     "check_ports",

@@ -120,6 +120,25 @@ def _adopted(job: Job) -> Iterator[tuple[ProcessInfo, str]]:
             yield process, "CRIU could not restore the snapshot"
 
 
+def check_namespace_init(job: Job) -> list[Finding]:
+    """A part of a pid namespace without its first process. For a job in no sandbox that this gpucr knows of."""
+    root = job.root
+    if len(root.ns_pids) == 1 or root.ns_pids[-1] == 1:
+        return []
+    return [
+        Finding(
+            "blocking",
+            f"process {root.pid} ({root.name}) is in another pid namespace than gpucr, and is not the first one there",
+            f"NSpid in /proc/{root.pid}/status; no keeper of it is noted in /run/gpucr/keepers",
+            "CRIU dumps a pid namespace only as a whole",
+            "if gpucr started it, run gpucr as the same user, with the same /run: only keepers noted there are "
+            "believed; if it is a container's, dump the container or run gpucr in it",
+            root.pid,
+            code="GPUCR-NO-KEEPER",
+        )
+    ]
+
+
 def check_terminal(job: Job) -> list[Finding]:
     """A terminal, whose shell notices that the job is stopped while CRIU dumps it."""
     if not processes.has_terminal(job.root.pid):
