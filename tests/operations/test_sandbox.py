@@ -271,7 +271,7 @@ def test_a_clone_has_a_log_of_its_own(folder: Path, tmp_path: Path) -> None:
 def test_a_clone_when_the_original_and_its_log_are_gone(folder: Path, tmp_path: Path) -> None:
     job = Program(folder)
     gpucr.dump("job", tmp_path / "s")
-    gpucr.forget_job("job")
+    gpucr.forget_job("job", force=True)
     assert not job.record.log.exists()
     gpucr.restore(tmp_path / "s", clone=True)
     job.assert_goes_on()
