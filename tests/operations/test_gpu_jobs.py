@@ -191,7 +191,7 @@ def test_filters(child_stopped: Counter) -> None:
     assert {root, child} & pids_of("--gpu", 0) == {root}
     assert {root, child} & pids_of("--gpu", list_gpus()[0].uuid) == {root}
     assert {root, child} & pids_of("--user", os.getuid()) == {root, child}
-    assert pids_of("--user", "nobody-at-all") == set()
+    assert pids_of("--user", 64999) == set()
     assert pids_of("--job", child) == {root, child}
     assert pids_of("--job", child, "--state", "running") == {root}
     (job,) = run_json("ps", "--job", root)["jobs"]
@@ -229,8 +229,11 @@ def test_a_job_with_a_stopped_process(counter: CounterFactory) -> None:
 
 
 def test_filters_that_nothing_fits() -> None:
-    done = run("ps", "--user", "nobody-at-all")
+    done = run("ps", "--user", "64999")
     assert (done.returncode, done.stdout) == (0, "no process that uses CUDA fits\n")
+    done = run("ps", "--user", "nobody-at-all")
+    assert done.returncode == 2
+    assert "there is no user 'nobody-at-all'" in done.stderr
     done = run("ps", "--gpu", "17")
     assert done.returncode == 2
     assert "there is no GPU '17'" in done.stderr
