@@ -26,7 +26,7 @@ from collections.abc import Callable, Iterator, Mapping
 from pathlib import Path
 from typing import Any
 
-sys.path.insert(0, str(Path(__file__).parents[2] / "src"))
+sys.path.insert(0, str(Path(__file__).resolve().parents[2] / "src"))
 
 from gpucr import gang
 from gpucr.canaries.programs.cuda import Cuda, CudaFailed, IpcHandle, MemoryAccess, MemoryProperties

@@ -21,21 +21,19 @@ import shutil
 import subprocess
 import sys
 import tempfile
-import time
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
+sys.path.insert(0, str(Path(__file__).parents[2]))
 sys.path.insert(0, str(Path(__file__).parents[2] / "src"))
 
-from gpucr import gang
 from gpucr.canaries.programs.cuda import Cuda
 from gpucr.canaries.programs.data import DATA_BYTES
 from gpucr.driver import gpus
-from gpucr.driver.cuda import CudaDriver, load_driver
-from gpucr.errors import DriverError, GpucrError
+from gpucr.driver.cuda import load_driver
 from gpucr.linux import memory, processes
-from gpucr.model import CudaState
+from tests.hardware.cuda_ipc import round_trip
 
 READY_TIMEOUT_S = 60.0
 ACTION_TIMEOUT_S = 60.0
@@ -202,26 +200,6 @@ def differences(these: list[dict[str, int]], those: list[dict[str, int]]) -> dic
         if max(one) < min(other) or min(one) > max(other):
             found[name] = f"{sorted(other)} -> {sorted(one)}"
     return found
-
-
-def round_trip(driver: CudaDriver, pid: int) -> str:
-    """Lock, checkpoint, restore, unlock: how far it comes."""
-    members = gang.discover(driver, processes.tree(pid))
-    work = gang.Gang(driver, members, deadline=time.monotonic() + ACTION_TIMEOUT_S)
-    actions: Mapping[str, Callable[[], object]] = {
-        "lock": work.lock,
-        "checkpoint": work.checkpoint,
-        "restore": lambda: work.restore(down_to=lambda member: CudaState.RUNNING),
-        "unlock": lambda: work.unlock(down_to=lambda member: CudaState.RUNNING),
-    }
-    for name, act in actions.items():
-        try:
-            act()
-        except DriverError as error:
-            return f"{name} gave {error.result}, state {error.state}"
-        except GpucrError as error:
-            return f"{name}: {error}"
-    return "comes back"
 
 
 def main() -> None:

@@ -277,7 +277,7 @@ def _unlock(backend: Backend, config: StoreConfig, secret: Secret | None) -> tup
     if not config.encrypted:
         if secret is not None:
             # Not taken for one of ours: whoever can write there could have put a store without encryption in its place.
-            raise _not_encrypted(backend, "leave the key away if that is meant")
+            raise _not_encrypted(backend, "omit the key if you mean a plain store")
         return None
     if secret is None:
         hint = "give its key file or passphrase"
