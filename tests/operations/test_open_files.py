@@ -22,6 +22,7 @@ from tests import command
 from tests.counter import Counter, CounterFactory, wait_until
 from tests.operations.stepping import StartJob
 from tests.operations.test_killed import is_claimed
+from tests.storm import sample
 
 RUNNING, CHECKPOINTED = CudaState.RUNNING, CudaState.CHECKPOINTED
 _PLENTY = [*range(4, 20, 2), *range(21, 80, 7), *range(80, 200, 40)]
@@ -42,7 +43,7 @@ def _python_starts(limit: int) -> bool:
 def limits() -> list[int]:
     """From the lowest with which Python itself starts to what is plenty for the job of these tests."""
     lowest = next(limit for limit in _PLENTY if _python_starts(limit))
-    return [limit for limit in _PLENTY if limit >= lowest]
+    return sample([limit for limit in _PLENTY if limit >= lowest], 3)
 
 
 def states(driver: CudaDriver, job: Counter) -> set[CudaState | None]:

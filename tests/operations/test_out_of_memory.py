@@ -17,6 +17,7 @@ from gpucr.errors import OutputLost
 from gpucr.model import CudaState
 from tests import command
 from tests.counter import Counter, CounterFactory, wait_until
+from tests.storm import sample
 
 LIMITS_MIB = (20, 32, 40, 48, 56, 72, 88, 104, 136, 192)
 _SMALL_MIB = 48
@@ -83,7 +84,7 @@ def assert_said(done: subprocess.CompletedProcess[str]) -> None:
         assert "error: " in done.stderr
 
 
-@pytest.mark.parametrize("mib", LIMITS_MIB)
+@pytest.mark.parametrize("mib", sample(LIMITS_MIB, 3))
 def test_a_limit_on_the_address_space(
     counter: CounterFactory, driver: CudaDriver, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, mib: int
 ) -> None:
@@ -104,7 +105,7 @@ def test_a_limit_on_the_address_space(
 
 
 @pytest.mark.criu
-@pytest.mark.parametrize("mib", LIMITS_MIB[1::2])
+@pytest.mark.parametrize("mib", sample(LIMITS_MIB[1:], 4))
 def test_a_dump_within_a_limit(
     counter: CounterFactory, driver: CudaDriver, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, mib: int
 ) -> None:

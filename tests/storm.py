@@ -1,0 +1,21 @@
+"""How thorough a test is: a sample of its cases in a run of everything, all of them where that is asked for.
+
+``GPUCR_STORM=1 ./scripts/test tests/operations/test_signals.py`` tries all cases of that module.
+"""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Sequence
+from typing import TypeVar
+
+Case = TypeVar("Case")
+
+IS_STORM = os.environ.get("GPUCR_STORM", "") not in ("", "0")
+
+
+def sample(cases: Sequence[Case], every: int) -> list[Case]:
+    """Every so many of the cases, the first one and the last one among them; all of them in a storm."""
+    if IS_STORM:
+        return list(cases)
+    return [case for number, case in enumerate(cases) if number % every == 0 or number == len(cases) - 1]
