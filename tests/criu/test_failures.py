@@ -14,7 +14,7 @@ import pytest
 
 from gpucr.criu.engine import Criu
 from gpucr.criu.options import DumpOptions
-from gpucr.errors import CriuError
+from gpucr.errors import CriuError, SnapshotError
 
 from .conftest import Program, StartProgram, Workspace, wait_for
 
@@ -227,9 +227,9 @@ def test_empty_images_folder(workspace: Workspace) -> None:
 def test_missing_images_folder(workspace: Workspace, start: StartProgram) -> None:
     program = start()
     workspace.images = workspace.images / "missing"
-    with pytest.raises(FileNotFoundError):
+    with pytest.raises(SnapshotError, match="cannot be opened"):
         workspace.dump(program)
-    with pytest.raises(FileNotFoundError):
+    with pytest.raises(SnapshotError, match="cannot be opened"):
         workspace.restore()
     program.assert_undisturbed()
 

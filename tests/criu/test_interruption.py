@@ -18,6 +18,7 @@ import pytest
 from gpucr.criu.engine import Criu
 from gpucr.criu.options import DumpOptions
 from gpucr.errors import CriuError, DeadlineExceeded
+from gpucr.model import ProcessId
 
 from .conftest import StartProgram, Workspace, is_running, join_at_the_latest, wait_for
 
@@ -223,19 +224,20 @@ def test_killed_criu_leaves_nothing_of_a_restore(workspace: Workspace, start: St
     pids = program.tree()
     workspace.dump(program)
     program.wait_gone(pids)
-    made: list[int] = []
+    started: list[ProcessId] = []
+    killed: list[int] = []
 
     def kill_when_forked() -> None:
         wait_for(lambda: is_running(program.pid), "the root to be forked")
-        made.append(program.pid)
-        psutil.Process(program.pid).parent().kill()  # type: ignore[union-attr]
+        os.kill(started[0].pid, signal.SIGKILL)
+        killed.append(started[0].pid)
 
     watcher = threading.Thread(target=kill_when_forked)
     watcher.start()
     with pytest.raises(CriuError, match="SIGKILL"):
-        workspace.restore(on_notify=partial(join_at_the_latest, watcher))
+        workspace.restore(on_start=started.append, on_notify=partial(join_at_the_latest, watcher))
     watcher.join()
-    assert made
+    assert killed
     wait_for(lambda: not any(is_running(pid) for pid in pids), "the restored tasks to end")
 
 

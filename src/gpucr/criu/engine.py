@@ -21,7 +21,7 @@ from gpucr.criu.install import CriuInstall, run_check
 from gpucr.criu.options import DumpOptions, NetworkLock, RestoreOptions
 from gpucr.criu.remains import kill_orphans, task_pids
 from gpucr.criu.service import CriuService, Parent
-from gpucr.errors import CriuError, DeadlineExceeded, ProcessNotFound
+from gpucr.errors import CriuError, DeadlineExceeded, ProcessNotFound, SnapshotError
 from gpucr.linux import processes
 from gpucr.linux.namespaces import PidNamespace
 from gpucr.linux.terminal import foreground_kept
@@ -82,7 +82,7 @@ class Criu:
         that comes later is raised with the images complete and the tasks gone.
 
         The log, CRIU's statistics and its other working files go to the folder of ``log_path``. Images of a dump that
-        failed are left for the caller to remove. Raises CriuError, DeadlineExceeded.
+        failed are left for the caller to remove. Raises CriuError, DeadlineExceeded, SnapshotError.
         """
         request_options = {
             "pid": self._inner_pid(pid),
@@ -118,7 +118,7 @@ class Criu:
         has reaped them. Unless it is left stopped, the tree runs after the answer to pre-resume: from then on neither
         ends the restore, and the root may have ended when its pid is returned. With ``shell_job`` the tree joins the
         caller's session, in the background of the terminal that is the caller's stdin.
-        Raises CriuError, DeadlineExceeded.
+        Raises CriuError, DeadlineExceeded, SnapshotError.
         """
         new = outputs or {}
         with self._service(
@@ -221,7 +221,14 @@ def _announce(service: CriuService, on_start: OnStart | None) -> ProcessId:
 
 @contextlib.contextmanager
 def _open_folder(path: Path) -> Iterator[int]:
-    fd = os.open(path, os.O_DIRECTORY | os.O_RDONLY | os.O_CLOEXEC)
+    try:
+        fd = os.open(path, os.O_DIRECTORY | os.O_RDONLY | os.O_CLOEXEC)
+    except OSError as e:
+        raise SnapshotError(
+            f"{path}, which CRIU needs, cannot be opened: {e.strerror}",
+            path=str(path),
+            hint="somebody has removed it meanwhile: use a folder that others leave alone",
+        ) from e
     try:
         yield fd
     finally:

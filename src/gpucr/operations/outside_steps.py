@@ -2,22 +2,21 @@
 
 from __future__ import annotations
 
-import contextlib
 import errno
 import os
 import stat
 import time
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from pathlib import Path
 
-from gpucr.criu.image_entries import ImageError
 from gpucr.criu.images import FilesImage, changed_images
-from gpucr.errors import DeadlineExceeded, SnapshotDamaged, Unsupported
+from gpucr.errors import DeadlineExceeded, Unsupported
 from gpucr.linux import cut_back, sock_diag
 from gpucr.linux.sock_diag import TcpSocket
 from gpucr.model import Endpoint, JobFile
 from gpucr.operations.interrupts import Interrupts
 from gpucr.operations.restore_steps import RestoreContext
+from gpucr.operations.sources import images_read_from
 from gpucr.operations.steps import Meter, Step
 from gpucr.preflight.databases import spared_by_rewind
 from gpucr.preflight.outside import FilesMode, TcpMode
@@ -163,7 +162,7 @@ class AdaptFiles:
     def run(self, interrupts: Interrupts, meter: Meter) -> int:
         """Cut back, and make the changed image. Returns the bytes that were cut off."""
         context = self._context
-        with _damage_explained(context.source.images):
+        with images_read_from(context.source.images):
             image = FilesImage.read(context.source.images)
         recorded = context.snapshot.manifest.open_files
         files = [
@@ -173,7 +172,7 @@ class AdaptFiles:
         ]
         if self._mode == "rewind":
             self._cut_back(files, meter)
-        with _damage_explained(context.source.images):
+        with images_read_from(context.source.images):
             image.adapt_to_sizes(_changed_sizes(files))
             if self._tcp == "close":
                 image.close_outside_connections()
@@ -183,7 +182,7 @@ class AdaptFiles:
             except OSError as e:
                 raise Unsupported(
                     f"no folder can be made for a changed image: {e.strerror} ({e.filename})",
-                    hint="see whether the folder for temporary files is full (TMPDIR names another one)",
+                    hint="name a folder for temporary files with TMPDIR that has room, and that nobody else can change",
                 ) from e
         return sum(cut.kept_as.stat().st_size for cut in self._cut)
 
@@ -227,15 +226,3 @@ def _size_bytes(path: str) -> int | None:
     except OSError:
         return None
     return status.st_size if stat.S_ISREG(status.st_mode) else None
-
-
-@contextlib.contextmanager
-def _damage_explained(images: Path) -> Iterator[None]:
-    try:
-        yield
-    except (OSError, ImageError) as e:
-        raise SnapshotDamaged(
-            f"CRIU's image of open files cannot be read: {e}",
-            path=str(images),
-            hint="this snapshot cannot be restored: use another",
-        ) from e

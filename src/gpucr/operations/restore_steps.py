@@ -35,7 +35,7 @@ from gpucr.operations.logs import log_kept_on_failure
 from gpucr.operations.opened import require_as_recorded
 from gpucr.operations.protection import Protection
 from gpucr.operations.scheduling import restore_scheduling
-from gpucr.operations.sources import RestoreSource
+from gpucr.operations.sources import RestoreSource, images_read_from
 from gpucr.operations.steps import Meter
 from gpucr.operations.threads import explained
 from gpucr.quantities import counted, format_bytes
@@ -255,13 +255,16 @@ class CriuRestore:
 
     def _on_start(self, criu: ProcessId) -> None:
         if self._context.protection is not None:
-            self._context.protection.change(criu=criu, restoring=task_pids(self._context.source.images))
+            with images_read_from(self._context.source.images):
+                pids = task_pids(self._context.source.images)
+            self._context.protection.change(criu=criu, restoring=pids)
 
     def _on_notify(self, hook: str, pid: int, interrupts: Interrupts) -> None:
         """All threads are there, and stand before their first instruction: what they start inherits from them."""
         if hook == "pre-resume":
             context = self._context
-            names = FilesImage.read(context.images_dir).paths().values()
+            with images_read_from(context.images_dir):
+                names = FilesImage.read(context.images_dir).paths().values()
             pids = [process.pid for process in processes.tree(pid)]
             require_as_recorded(pids, {*names, *map(str, context.outputs.values())})
             self._context.root_pid = pid

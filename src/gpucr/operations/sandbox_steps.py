@@ -19,7 +19,7 @@ from gpucr.operations.interrupts import Interrupts
 from gpucr.operations.job_snapshot import JobSnapshot
 from gpucr.operations.registered import RestoredName
 from gpucr.operations.restore_steps import RestoreContext
-from gpucr.operations.sources import RestoreSource
+from gpucr.operations.sources import RestoreSource, images_read_from
 from gpucr.operations.steps import Meter
 from gpucr.sandbox import BareKeeper, EmptySandbox, Network
 from gpucr.snapshot.manifest import Manifest
@@ -278,7 +278,8 @@ class KeepJob:
 
 def _last_pid(source: RestoreSource) -> int:
     """A pid above which CRIU's own processes get in the way of none of the job's."""
-    ids = [int(match[1]) for path in source.images.iterdir() if (match := _CORE_IMAGE.fullmatch(path.name))]
+    with images_read_from(source.images):
+        ids = [int(match[1]) for path in source.images.iterdir() if (match := _CORE_IMAGE.fullmatch(path.name))]
     try:
         return last_pid_clear_of(ids)
     except ValueError as e:

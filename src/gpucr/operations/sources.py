@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+import contextlib
+from collections.abc import Iterator, Sequence
 from pathlib import Path, PurePosixPath
 from typing import TYPE_CHECKING, BinaryIO, Protocol
 
-from gpucr.criu.image_entries import images_in
+from gpucr.criu.image_entries import ImageError, images_in
+from gpucr.errors import SnapshotDamaged
 from gpucr.operations.interrupts import Interrupts
 from gpucr.operations.job_snapshot import JobSnapshot
 from gpucr.operations.steps import Meter
@@ -29,6 +31,22 @@ def device_bytes_of(manifest: Manifest) -> int:
 def private_bytes_of(manifest: Manifest) -> int:
     """The private memory of its processes: CRIU's images of pages, all of which it makes again."""
     return sum(file.size_bytes for file in manifest.files if PurePosixPath(file.path).name.startswith("pages-"))
+
+
+@contextlib.contextmanager
+def images_read_from(folder: Path) -> Iterator[None]:
+    """For a block that reads CRIU's images in this folder: what is wrong with them is SnapshotDamaged.
+
+    They have been verified; somebody may have taken them away since.
+    """
+    try:
+        yield
+    except (OSError, ImageError) as e:
+        raise SnapshotDamaged(
+            f"CRIU's images cannot be read: {e}",
+            path=str(folder),
+            hint="this snapshot cannot be restored: use another",
+        ) from e
 
 
 class RestoreSource(Protocol):
