@@ -19,7 +19,8 @@ _INTERESTING = (
 
 Json = Any
 
-_DEEP = "deep"  # stands for a list in a list, and so on: too long to be drawn
+_DEEP = "deep"
+"""Stands for a list in a list, and so on. `written` puts it in: nothing can print a failing example that has one."""
 
 _STRANGE: tuple[Json, ...] = (
     *(None, True, False, 0, 1, -1, 1 << 31, 1 << 63, 1 << 64, -(1 << 63), 1 << 200, 0.5, float("nan"), 1e308),
@@ -27,12 +28,13 @@ _STRANGE: tuple[Json, ...] = (
     *([], {}, [[]], [None], {"": None}, [0] * 40, _DEEP),
 )
 
-STRANGE: st.SearchStrategy[Json] = st.integers(0, len(_STRANGE) - 1).map(lambda number: _fresh(_STRANGE[number]))
+STRANGE: st.SearchStrategy[Json] = st.integers(0, len(_STRANGE) - 1).map(lambda number: copy.deepcopy(_STRANGE[number]))
 """Values that no format expects. Each time anew, for they are changed."""
 
 
-def _fresh(value: Json) -> Json:
-    return json.loads("[" * 900 + "]" * 900) if value == _DEEP else copy.deepcopy(value)
+def written(value: Json, **options: Any) -> bytes:
+    """A value as JSON text. ``options``: those of `json.dumps`."""
+    return json.dumps(value, **options).replace(f'"{_DEEP}"', "[" * 900 + "]" * 900).encode()
 
 
 def seeds(target: str) -> list[bytes]:

@@ -18,7 +18,7 @@ from gpucr.criu.page_images import PageMap
 from gpucr.criu.pids import pids_in
 from gpucr.snapshot import manifest as manifests
 from gpucr.snapshot.json_reader import ManifestError
-from tests.fuzz.damage import Json, damaged_bytes, damaged_json
+from tests.fuzz.damage import Json, damaged_bytes, damaged_json, written
 from tests.unit.samples import DEVICE_DATA, manifest
 from tests.unit.test_image_contents import READ_WRITE, image, job, mapping, run
 
@@ -45,8 +45,8 @@ def test_damaged_manifests(data: bytes) -> None:
 @given(damaged_json(BODY))
 def test_forged_manifests(body: Json) -> None:
     """With a digest that fits."""
-    canonical = json.dumps(body, sort_keys=True, separators=(",", ":")).encode()
-    decode(json.dumps({"sha256": hashlib.sha256(canonical).hexdigest(), "manifest": body}).encode())
+    canonical = written(body, sort_keys=True, separators=(",", ":"))
+    decode(written({"sha256": hashlib.sha256(canonical).hexdigest(), "manifest": body}))
 
 
 @given(st.data())
