@@ -290,9 +290,16 @@ def test_two_gpu_parts_are_refused(container: StartContainer) -> None:
     assert running_in(made) == []
 
 
-def test_a_second_dump_into_the_folder_takes_nothing_from_the_first(podmans: Callable[..., Container]) -> None:
+def test_a_second_dump_into_the_folder_takes_nothing_from_the_first(
+    podmans: Callable[..., Container], tmp_path: Path
+) -> None:
     """As when podman was killed, its CRIU goes on, and the user tries again."""
-    made = podmans("--mib", "4")
+    held_up = tmp_path / "held up"
+    made = podmans(
+        "--mib",
+        "4",
+        sabotage=f"while test $CRTOOLS_SCRIPT_ACTION = post-dump -a -e '{held_up}'; do sleep 0.05; done",
+    )
     assert made.checkpoint("--leave-running").returncode == 0
     assert made.ask() == 101
     with claimed(made.images):  # the first one is at work
@@ -300,7 +307,7 @@ def test_a_second_dump_into_the_folder_takes_nothing_from_the_first(podmans: Cal
         assert done.returncode != 0
         assert f"another checkpoint is being written to {made.images}" in done.stderr
     assert_runs_on(made, 102, part=True)
-    with stopped_attendant(made) as checkpointing:
+    with stopped_attendant(made, held_up) as checkpointing:
         done = made.checkpoint()
         assert done.returncode != 0
         assert "another checkpoint is being written to" in done.stderr
@@ -310,19 +317,28 @@ def test_a_second_dump_into_the_folder_takes_nothing_from_the_first(podmans: Cal
 
 
 @contextlib.contextmanager
-def stopped_attendant(container: Container) -> Iterator[Future[subprocess.CompletedProcess[str]]]:
-    """A checkpoint whose attendant has begun to write and goes on after the block, as with a slow disk."""
+def stopped_attendant(container: Container, held_up: Path) -> Iterator[Future[subprocess.CompletedProcess[str]]]:
+    """A checkpoint whose attendant has begun to write and goes on after the block, as with a slow disk.
+
+    ``held_up``: as long as this file is there, the checkpoint waits at CRIU's post-dump hook.
+    """
     new = container.images / "gpucr" / "device"
     older = container.images / "gpucr.older"
+    held_up.touch()
     with ThreadPoolExecutor() as other:
         checkpointing = other.submit(container.checkpoint)
-        wait_until(lambda: older.exists() and new.exists(), "the attendant to write")
-        (attendant,) = attendants(container)
-        os.kill(attendant, signal.SIGSTOP)
         try:
-            yield checkpointing
+            wait_until(lambda: checkpointing.done() or (older.exists() and new.exists()), "the attendant to write")
+            assert not checkpointing.done(), checkpointing.result().stderr
+            (attendant,) = attendants(container)
+            os.kill(attendant, signal.SIGSTOP)
+            try:
+                held_up.unlink()
+                yield checkpointing
+            finally:
+                os.kill(attendant, signal.SIGCONT)
         finally:
-            os.kill(attendant, signal.SIGCONT)
+            held_up.unlink(missing_ok=True)
 
 
 def attendants(container: Container) -> list[int]:
