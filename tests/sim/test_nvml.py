@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import fcntl
 import json
+import os
 
 from tests.counter import CounterFactory
 from tests.sim.libcuda import Libcuda, Machine, RunProgram
@@ -62,6 +64,12 @@ def test_inventory_and_use(
     assert found["gpus"][1]["used"] > 20 << 20
     assert found["errors"] == [2, 6]
     assert found["after shutdown"] == 1
+
+    # One that watches can be stopped at any moment: it must not keep device memory from coming back.
+    folder = os.open(os.environ["GPUCR_SIM_STATE"], os.O_RDONLY)
+    fcntl.flock(folder, fcntl.LOCK_EX)
+    assert json.loads("".join(run_program(SOURCE)))["gpus"] == found["gpus"]
+    os.close(folder)
 
     libcuda.suspend(program.pid)
     suspended = json.loads("".join(run_program(SOURCE)))

@@ -1,6 +1,9 @@
 /*
  * The ledger: who holds how much memory of which GPU. A folder with one small text file per process, named
  * PIDNS-PID.use, changed under a lock on the folder. No descriptor into it stays open: CRIU would have to dump it.
+ *
+ * Who only reads takes no lock: a program that watches GPUs can be stopped, or dumped, at any instruction, and those
+ * whose device memory comes back meanwhile would wait for it for ever. Entries are put there whole, by renaming.
  */
 #include "machine.h"
 
@@ -20,13 +23,18 @@ static uint64_t own_pid_namespace(void) {
     return pid_namespace_of(getpid());
 }
 
-/* The folder, locked until it is closed. */
-static int open_locked(const struct machine *machine) {
+static int open_folder(const struct machine *machine) {
     if (mkdir(machine->state_dir, 0700) < 0 && errno != EEXIST)
         return -errno;
     int folder = open(machine->state_dir, O_RDONLY | O_DIRECTORY | O_NOFOLLOW | O_CLOEXEC);
+    return folder < 0 ? -errno : folder;
+}
+
+/* The folder, locked until it is closed. */
+static int open_locked(const struct machine *machine) {
+    int folder = open_folder(machine);
     if (folder < 0)
-        return -errno;
+        return folder;
     while (flock(folder, LOCK_EX) < 0)
         if (errno != EINTR) {
             int error = errno;
@@ -79,7 +87,9 @@ static bool read_entry(const struct machine *machine, int folder, const char *na
     return good && process_start_ms(pid, &start_now) && same_start(start_now, start);
 }
 
-static int read_locked(const struct machine *machine, int folder, struct holding *holdings, size_t room, size_t *count) {
+/* Without a lock, what was left by processes that are gone must stay: it could be another one's by now. */
+static int read_entries(const struct machine *machine, int folder, bool locked, struct holding *holdings, size_t room,
+                        size_t *count) {
     int copy = openat(folder, ".", O_RDONLY | O_DIRECTORY | O_CLOEXEC);
     DIR *entries = copy < 0 ? NULL : fdopendir(copy);
     if (entries == NULL)
@@ -90,20 +100,22 @@ static int read_locked(const struct machine *machine, int folder, struct holding
         const char *suffix = strrchr(entry->d_name, '.');
         if (suffix == NULL || strcmp(suffix, ".use") != 0)
             continue;
-        if (!read_entry(machine, folder, entry->d_name, &holding))
+        if (read_entry(machine, folder, entry->d_name, &holding)) {
+            if (*count < room)
+                holdings[(*count)++] = holding;
+        } else if (locked) {
             unlinkat(folder, entry->d_name, 0);
-        else if (*count < room)
-            holdings[(*count)++] = holding;
+        }
     }
     closedir(entries);
     return 0;
 }
 
 int ledger_read(const struct machine *machine, struct holding *holdings, size_t room, size_t *count) {
-    int folder = open_locked(machine);
+    int folder = open_folder(machine);
     if (folder < 0)
         return folder;
-    int result = read_locked(machine, folder, holdings, room, count);
+    int result = read_entries(machine, folder, false, holdings, room, count);
     close(folder);
     return result;
 }
@@ -156,7 +168,7 @@ int ledger_claim(const struct machine *machine, const uint64_t wanted_bytes[MAX_
     int folder = open_locked(machine);
     if (folder < 0)
         return folder;
-    int result = read_locked(machine, folder, holdings, MAX_PROCESSES, &count);
+    int result = read_entries(machine, folder, true, holdings, MAX_PROCESSES, &count);
     add_up(holdings, count, false, others);
     for (uint32_t gpu = 0; result == 0 && gpu < machine->gpu_count; gpu++)
         if (wanted_bytes[gpu] > 0 && others[gpu] + wanted_bytes[gpu] > machine->gpus[gpu].capacity_bytes)
