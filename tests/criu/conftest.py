@@ -18,6 +18,7 @@ import pytest
 from gpucr.criu.engine import Criu
 from gpucr.criu.install import find_criu
 from gpucr.criu.options import DumpOptions, RestoreOptions, choose_dump_options
+from gpucr.linux import processes
 
 DEADLINE_S = 60.0
 
@@ -48,10 +49,9 @@ def wait_for(condition: Callable[[], Any], what: str) -> Any:
 
 
 def is_running(pid: int) -> bool:
-    """Whether the process exists and is no zombie."""
-    with contextlib.suppress(psutil.NoSuchProcess):
-        return bool(psutil.Process(pid).status() != psutil.STATUS_ZOMBIE)
-    return False
+    """Whether the process exists and is no zombie. psutil fails where it comes into being just then."""
+    stat = processes.read_stat(pid)
+    return stat is not None and stat.status not in "ZX"
 
 
 def join_at_the_latest(watcher: threading.Thread, hook: str, _pid: int) -> None:
@@ -97,7 +97,7 @@ class Program:
 
     def end(self) -> None:
         """Kill the tree, also one that was restored."""
-        pids = [process.pid for process in psutil.process_iter() if self._is_ours(process)]
+        pids = [pid for pid in processes.all_pids() if self._is_ours(pid)]
         for pid in pids:
             with contextlib.suppress(ProcessLookupError):
                 os.kill(pid, 9)
@@ -105,10 +105,10 @@ class Program:
         self._child.wait(DEADLINE_S)
         wait_for(lambda: not any(is_running(pid) for pid in pids), "the program to end")
 
-    def _is_ours(self, process: psutil.Process) -> bool:
+    def _is_ours(self, pid: int) -> bool:
         try:
-            return process.cwd() == str(self.folder)
-        except psutil.Error:
+            return os.readlink(f"/proc/{pid}/cwd") == str(self.folder)
+        except OSError:
             return False
 
 

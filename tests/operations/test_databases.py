@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import sqlite3
 from pathlib import Path
 
@@ -77,5 +78,5 @@ def test_a_database_that_has_not_changed_stands_in_no_ones_way(start: StartJob, 
     report = gpucr.restore(tmp_path / "s", files="rewind")
     assert not any("SQLite" in warning for warning in report.warnings)
     assert job.go_on() == "ok 80"
-    with sqlite3.connect(job.folder / "data.db") as database:
+    with contextlib.closing(sqlite3.connect(job.folder / "data.db")) as database:
         assert database.execute("select count(*) from numbers").fetchone() == (80,)
