@@ -68,12 +68,15 @@ class Terminal:
         """Wait until the screen shows this, and return it."""
         deadline = time.monotonic() + DEADLINE_S
         while True:
+            code = self.process.poll()
+            if code is not None:
+                self._wait_drained()  # what it said last may not have been read yet
             text = self.text()
             if condition in text if isinstance(condition, str) else condition(text):
                 return text
-            if time.monotonic() > deadline or self.process.poll() is not None:
-                ended = f"; it ended with {self.process.poll()}" if self.process.poll() is not None else ""
-                pytest.fail(f"waited in vain for {what or condition!r}{ended}; the screen:\n{self.text()}")
+            if time.monotonic() > deadline or code is not None:
+                ended = f"; it ended with {code}" if code is not None else ""
+                pytest.fail(f"waited in vain for {what or condition!r}{ended}; the screen:\n{text}")
             time.sleep(0.01)
 
     def resize(self, columns: int, lines: int) -> None:
@@ -85,9 +88,14 @@ class Terminal:
     def wait_ended(self) -> int:
         """Wait for the program's end, read what it said last, and return its exit code."""
         code = self.process.wait(DEADLINE_S)
+        self._wait_drained()
+        return code
+
+    def _wait_drained(self) -> None:
         while select.select([self.master], [], [], 0)[0]:
             time.sleep(0.01)
-        return code
+        with self._lock:  # the last of it is on the screen
+            return
 
     @property
     def modes(self) -> list[Any]:

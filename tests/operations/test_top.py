@@ -126,6 +126,7 @@ def slow_job(counter: CounterFactory, sim_environment: Callable[..., dict[str, s
 def begin_suspend(terminal: Terminal, job: Counter, driver: CudaDriver) -> None:
     terminal.press("sy")
     wait_until(lambda: driver.state(job.pid) is CudaState.LOCKED, "the job to be locked")
+    terminal.wait_for("checkpoint process")  # before that nothing waits for the driver, and it can be left at once
 
 
 def test_cancelling_undoes(slow_job: Counter, driver: CudaDriver, top: Top, go: Path) -> None:
