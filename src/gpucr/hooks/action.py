@@ -7,6 +7,7 @@ one's pid, as the script sees it). What the script prints goes into CRIU's log. 
 
 from __future__ import annotations
 
+import atexit
 import contextlib
 import os
 import re
@@ -140,11 +141,16 @@ def _post_resume(call: HookCall) -> list[str]:
     try:
         runtime_restore.restore_for_runtime(call.root_pid, images)
     except BaseException:
-        # CRIU ignores a failure of this hook (seen with 4.2.1), and the runtime would report success.
-        processes.kill_and_wait([call.criu])
-        _unmount_cgroup_yard(Path.cwd())
+        # CRIU ignores a failure of this hook (seen with 4.2.1), and the runtime would report success. At the very end:
+        # the runtime's command ends with CRIU, and who looks for the reason then finds it in CRIU's log.
+        atexit.register(_end_criu, call.criu)
         raise
     return []
+
+
+def _end_criu(criu: ProcessId) -> None:
+    processes.kill_and_wait([criu])
+    _unmount_cgroup_yard(Path.cwd())
 
 
 def _unmount_cgroup_yard(work_folder: Path) -> None:
