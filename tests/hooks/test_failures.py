@@ -33,7 +33,10 @@ def assert_runs_on(container: Container, number: int, *, part: bool = False) -> 
     assert container.ask() == number
     assert container.verify() == ["ok"] * container.counters
     parts = {"gpucr"} if part else set()
-    wait_until(lambda: names_of_parts(container) - {"gpucr.unfinished"} == parts, "the GPU part to be tidied up")
+    wait_until(
+        lambda: names_of_parts(container) - {"gpucr.unfinished"} == parts,
+        lambda: f"the GPU part to be tidied up: {names_of_parts(container)}",
+    )
 
 
 def test_a_failure_before_the_dump_leaves_it_as_it_was(container: StartContainer) -> None:
