@@ -11,7 +11,6 @@ import socket
 import stat
 import subprocess
 import sys
-import threading
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -24,6 +23,7 @@ from gpucr.driver.cuda import CudaDriver
 from gpucr.driver.gpus import gpu_processes, list_gpus
 from gpucr.linux import processes
 from gpucr.model import CudaState
+from gpucr.operations.steps import Progress
 from tests import command
 from tests.counter import Counter, CounterFactory, wait_until
 
@@ -298,22 +298,19 @@ def test_an_application_that_ends_in_the_middle_of_a_dump(
 ) -> None:
     job = counter("--fork", "1", env=sim_environment(faults=f"checkpoint=until:{tmp_path / 'go'}"))
     child = child_of(job)
-    killer = threading.Thread(target=_kill_when_locked, args=(driver, child, tmp_path / "go"))
-    killer.start()
-    with pytest.raises(gpucr.JobDamaged, match=rf"process {child} ended during the (lock|checkpoint)") as failure:
-        gpucr.dump(job.pid, tmp_path / "s")
-    killer.join()
+
+    def kill_in_checkpoint(progress: Progress) -> None:
+        if (progress.event, progress.phase) == ("advance", "checkpoint") and not (tmp_path / "go").exists():
+            os.kill(child, signal.SIGKILL)
+            (tmp_path / "go").touch()
+
+    with pytest.raises(gpucr.JobDamaged, match=f"process {child} ended during the checkpoint") as failure:
+        gpucr.dump(job.pid, tmp_path / "s", on_progress=kill_in_checkpoint)
     (lost,) = failure.value.failures
     assert lost.startswith(f"process {child} (")
     assert driver.state(job.pid) is RUNNING
     assert job.ask() == 101
     assert not (tmp_path / "s").exists()
-
-
-def _kill_when_locked(driver: CudaDriver, pid: int, killed: Path) -> None:
-    wait_until(lambda: driver.state(pid) is LOCKED, "the child to be locked")
-    os.kill(pid, signal.SIGKILL)
-    killed.touch()
 
 
 def test_a_deadline_in_the_middle_of_a_dump(

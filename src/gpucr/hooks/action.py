@@ -7,12 +7,11 @@ one's pid, as the script sees it). What the script prints goes into CRIU's log. 
 
 from __future__ import annotations
 
-import atexit
 import contextlib
 import os
 import re
 import sys
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -140,10 +139,15 @@ def _post_resume(call: HookCall) -> list[str]:
     meeting.MEETINGS.remove(call.criu)
     try:
         runtime_restore.restore_for_runtime(call.root_pid, images)
-    except BaseException:
-        # CRIU ignores a failure of this hook (seen with 4.2.1), and the runtime would report success. At the very end:
-        # the runtime's command ends with CRIU, and who looks for the reason then finds it in CRIU's log.
-        atexit.register(_end_criu, call.criu)
+    except BaseException as error:
+        # CRIU ignores a failure of this hook (seen with 4.2.1), and the runtime would report success. The reason comes
+        # first: the runtime's command ends with CRIU, and then it has to be in CRIU's log.
+        if isinstance(error, GpucrError | OSError):
+            lines, status = _told(error)
+            _say(lines)
+        _end_criu(call.criu)
+        if isinstance(error, GpucrError | OSError):
+            raise SystemExit(status) from error  # it has been said
         raise
     return []
 
@@ -178,15 +182,26 @@ _WORK: Mapping[str, Callable[[HookCall], list[str]]] = {
 
 def main() -> None:
     """The program that CRIU's action script starts. Ends with the exit code of what happened."""
-    # CRIU's log shows what is said here, between its own lines.
     try:
         lines, status = run_hook(os.environ), 0
-    except GpucrError as error:
-        lines, status = [f"error: {error.message}", *([f"hint:  {error.hint}"] if error.hint else [])], error.exit_code
-    except OSError as error:
-        where = f" ({error.filename})" if error.filename is not None else ""
-        lines, status = [f"error: {error.strerror or error}{where}"], GpucrError.exit_code
-    # The log's disk may be full, and there may be no log: neither decides over the container.
+    except (GpucrError, OSError) as error:
+        lines, status = _told(error)
+    _say(lines)
+    sys.exit(status)
+
+
+def _told(error: GpucrError | OSError) -> tuple[list[str], int]:
+    """The lines that tell of a failure, and the exit code."""
+    if isinstance(error, GpucrError):
+        return [f"error: {error.message}", *([f"hint:  {error.hint}"] if error.hint else [])], error.exit_code
+    where = f" ({error.filename})" if error.filename is not None else ""
+    return [f"error: {error.strerror or error}{where}"], GpucrError.exit_code
+
+
+def _say(lines: Sequence[str]) -> None:
+    """CRIU's log shows it between its own lines.
+
+    Its disk may be full, and there may be no log: neither decides over the container.
+    """
     with contextlib.suppress(OSError):
         os.write(2, "".join(f"gpucr: {line}\n" for line in lines).encode(errors="backslashreplace"))
-    sys.exit(status)
