@@ -31,7 +31,7 @@ def tell(needs):
     limit = min(limit.available_bytes for limit in cgroups.memory_limits())
     print("besides", limit - needs[0].size_bytes, flush=True)
     return []
-import gpucr.preflight as preflight
+import gpucr.diagnosis.preflight as preflight
 preflight.check_host_memory = tell
 operation, target, *rest = sys.argv[1:]
 options = {"leave_running": True} if operation == "keep" else {}

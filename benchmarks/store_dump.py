@@ -25,8 +25,8 @@ from benchmarks.machine import Place, hardware, is_simulated, lack_of_room, plac
 from benchmarks.target import Target, TargetFailed
 from benchmarks.tools import Gpucr, forget_cached
 from gpucr.cli.output import print_json, say
-from gpucr.operations.places import Compress
 from gpucr.quantities import format_bytes
+from gpucr.snapshot.location import Compress
 
 FOLDER = "folder"
 MEASURED = ("dump", "restore", "again")

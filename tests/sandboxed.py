@@ -15,7 +15,7 @@ from pathlib import Path
 import pytest
 
 import gpucr
-from gpucr import sandbox
+from gpucr.jobs import sandbox
 from gpucr.linux import namespaces
 from gpucr.sim import build as simulator
 from tests.counter import DEADLINE_S, processes_in, wait_until

@@ -12,13 +12,16 @@ TYPE_CHECKING = False  # type checkers take this name for typing's; importing ty
 if TYPE_CHECKING:
     from typing import Any
 
-    from gpucr.canaries.results import CanaryOutcome, CanaryResult, MeasuredMachine, ProbeReport
     from gpucr.checkups.checkup import Checkup, RepairName, Verdict
     from gpucr.checkups.doctor import DoctorReport, doctor
     from gpucr.checkups.repairs import Repair
     from gpucr.criu.contents import SharedMemory
     from gpucr.criu.imaged_files import OpenDescriptor
     from gpucr.criu.imaged_memory import MemoryKind, MemoryUse
+    from gpucr.diagnosis.canaries.results import CanaryOutcome, CanaryResult, MeasuredMachine, ProbeReport
+    from gpucr.diagnosis.preflight.findings import Finding
+    from gpucr.diagnosis.preflight.surroundings import FilesMode, TcpMode
+    from gpucr.diagnosis.probe import last_probe, probe
     from gpucr.driver.process import Process
     from gpucr.errors import (
         BrokenInstall,
@@ -49,22 +52,17 @@ if TYPE_CHECKING:
         Unsupported,
         WrongKey,
     )
-    from gpucr.launch.environment import EnvironmentChange
-    from gpucr.launch.record import JobRecord, JobState, Network, StateWord
-    from gpucr.launch.registry import ListedJob
+    from gpucr.jobs.environment import EnvironmentChange
+    from gpucr.jobs.record import JobRecord, JobState, Network, StateWord
+    from gpucr.jobs.registry import ListedJob
     from gpucr.model import CudaState, GangLock, Gpu, GpuMap, ProcessId, ProcessInfo
     from gpucr.operations.dump import DumpPlan, DumpReport, Persist, dump, plan_dump
     from gpucr.operations.gpu_jobs import GpuJob, list_gpu_jobs
     from gpucr.operations.inspect import ProcessContents, SnapshotContents, inspect
-    from gpucr.operations.job_snapshot import JobSnapshot
     from gpucr.operations.launch import LaunchPlan, StartedJob, forget_job, list_jobs, plan_job, run_job
     from gpucr.operations.listing import ProcessState, job_states, list_cuda_processes
-    from gpucr.operations.places import Compress, Place, open_snapshot
-    from gpucr.operations.probe import last_probe, probe
     from gpucr.operations.restore import RestoreReport, restore
-    from gpucr.operations.steps import OnProgress, Phase, Progress
     from gpucr.operations.store_diff import Difference, Range, diff_snapshots
-    from gpucr.operations.store_snapshot import SnapshotInStore
     from gpucr.operations.stores import (
         CopiedSnapshot,
         StoreKey,
@@ -77,10 +75,11 @@ if TYPE_CHECKING:
         verify_snapshots,
     )
     from gpucr.operations.suspend import ChangeReport, StateChange, resume, suspend
-    from gpucr.operations.targets import DumpCounts
-    from gpucr.preflight.findings import Finding
-    from gpucr.preflight.outside import FilesMode, TcpMode
+    from gpucr.snapshot.destination import DumpCounts
     from gpucr.snapshot.folder import Snapshot
+    from gpucr.snapshot.in_store import SnapshotInStore
+    from gpucr.snapshot.job_snapshot import JobSnapshot
+    from gpucr.snapshot.location import Compress, Place, open_snapshot
     from gpucr.snapshot.manifest import Manifest, ProcessRecord
     from gpucr.store.keys import Secret
     from gpucr.store.opened import Store
@@ -88,9 +87,10 @@ if TYPE_CHECKING:
     from gpucr.store.snapshots import Listing
     from gpucr.store.stored_snapshot import StoredSnapshot
     from gpucr.store.verify import VerifyReport
+    from gpucr.undo.steps import OnProgress, Phase, Progress
 
 _HOMES = {
-    "gpucr.canaries.results": ("CanaryOutcome", "CanaryResult", "MeasuredMachine", "ProbeReport"),
+    "gpucr.diagnosis.canaries.results": ("CanaryOutcome", "CanaryResult", "MeasuredMachine", "ProbeReport"),
     "gpucr.checkups.checkup": ("Checkup", "RepairName", "Verdict"),
     "gpucr.checkups.doctor": ("DoctorReport", "doctor"),
     "gpucr.checkups.repairs": ("Repair",),
@@ -105,30 +105,30 @@ _HOMES = {
         "SimulatorUnavailable", "SnapshotDamaged", "SnapshotError", "SnapshotExists", "SnapshotUnfinished",
         "StoreDamaged", "StoreError", "Unsupported", "WrongKey",
     ),
-    "gpucr.launch.environment": ("EnvironmentChange",),
-    "gpucr.launch.record": ("JobRecord", "JobState", "Network", "StateWord"),
-    "gpucr.launch.registry": ("ListedJob",),
+    "gpucr.jobs.environment": ("EnvironmentChange",),
+    "gpucr.jobs.record": ("JobRecord", "JobState", "Network", "StateWord"),
+    "gpucr.jobs.registry": ("ListedJob",),
     "gpucr.model": ("CudaState", "GangLock", "Gpu", "GpuMap", "ProcessId", "ProcessInfo"),
     "gpucr.operations.dump": ("DumpPlan", "DumpReport", "Persist", "dump", "plan_dump"),
     "gpucr.operations.gpu_jobs": ("GpuJob", "list_gpu_jobs"),
     "gpucr.operations.inspect": ("ProcessContents", "SnapshotContents", "inspect"),
-    "gpucr.operations.job_snapshot": ("JobSnapshot",),
+    "gpucr.snapshot.job_snapshot": ("JobSnapshot",),
     "gpucr.operations.launch": ("LaunchPlan", "StartedJob", "forget_job", "list_jobs", "plan_job", "run_job"),
     "gpucr.operations.listing": ("ProcessState", "job_states", "list_cuda_processes"),
-    "gpucr.operations.places": ("Compress", "Place", "open_snapshot"),
-    "gpucr.operations.probe": ("last_probe", "probe"),
+    "gpucr.snapshot.location": ("Compress", "Place", "open_snapshot"),
+    "gpucr.diagnosis.probe": ("last_probe", "probe"),
     "gpucr.operations.restore": ("RestoreReport", "restore"),
-    "gpucr.operations.steps": ("OnProgress", "Phase", "Progress"),
+    "gpucr.undo.steps": ("OnProgress", "Phase", "Progress"),
     "gpucr.operations.store_diff": ("Difference", "Range", "diff_snapshots"),
-    "gpucr.operations.store_snapshot": ("SnapshotInStore",),
+    "gpucr.snapshot.in_store": ("SnapshotInStore",),
     "gpucr.operations.stores": (
         "CopiedSnapshot", "StoreKey", "copy_snapshots", "init_store", "list_snapshots", "prune_store",
         "remove_snapshot", "store_keys", "verify_snapshots",
     ),
     "gpucr.operations.suspend": ("ChangeReport", "StateChange", "resume", "suspend"),
-    "gpucr.operations.targets": ("DumpCounts",),
-    "gpucr.preflight.findings": ("Finding",),
-    "gpucr.preflight.outside": ("FilesMode", "TcpMode"),
+    "gpucr.snapshot.destination": ("DumpCounts",),
+    "gpucr.diagnosis.preflight.findings": ("Finding",),
+    "gpucr.diagnosis.preflight.surroundings": ("FilesMode", "TcpMode"),
     "gpucr.snapshot.folder": ("Snapshot",),
     "gpucr.snapshot.manifest": ("Manifest", "ProcessRecord"),
     "gpucr.store.keys": ("Secret",),

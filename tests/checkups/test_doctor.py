@@ -14,11 +14,11 @@ from click.testing import CliRunner
 
 import gpucr
 from gpucr import Checkup, DoctorReport
-from gpucr.canaries.results import WHAT, CanaryOutcome, CanaryResult, MeasuredMachine, ProbeReport
 from gpucr.checkups import memory, repairs
 from gpucr.cli import doctor as cli
 from gpucr.criu import provide
 from gpucr.criu.install import CriuInstall
+from gpucr.diagnosis.canaries.results import WHAT, CanaryOutcome, CanaryResult, MeasuredMachine, ProbeReport
 from gpucr.errors import CriuUnavailable, Unsupported
 from tests.checkups.judging import verdicts
 from tests.command import run

@@ -8,10 +8,10 @@ from typing import Any
 import pytest
 
 from gpucr import CanaryOutcome, CanaryResult, ProbeReport
-from gpucr.canaries.results import MeasuredMachine
 from gpucr.checkups import cuda_driver, graphics, measured
 from gpucr.checkups.cuda_driver import DriverFacts
 from gpucr.checkups.graphics import GpuFacts
+from gpucr.diagnosis.canaries.results import MeasuredMachine
 from gpucr.driver import gpus
 from gpucr.driver.api import DriverCapabilities
 from gpucr.driver.cuda import CudaDriver, load_driver

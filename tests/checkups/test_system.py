@@ -19,11 +19,11 @@ from gpucr.checkups.memory import MemoryFacts
 from gpucr.checkups.privileges import PrivilegeFacts
 from gpucr.checkups.runtimes import RuntimeFacts
 from gpucr.checkups.storage import StorageFacts
+from gpucr.containers import criu_config
+from gpucr.containers.criu_config import HookStatus
 from gpucr.criu import install as criu_install_module
 from gpucr.criu.install import CriuInstall
 from gpucr.errors import CriuError, NotPermitted
-from gpucr.hooks import criu_config
-from gpucr.hooks.criu_config import HookStatus
 from gpucr.linux import capabilities, processes, sock_diag
 from gpucr.linux.capabilities import Capabilities
 from gpucr.linux.cgroups import MemoryLimit

@@ -7,8 +7,8 @@ from __future__ import annotations
 
 import pytest
 
-from gpucr.canaries.prober import measure
-from gpucr.canaries.results import CanaryOutcome, CanaryResult
+from gpucr.diagnosis.canaries.prober import measure
+from gpucr.diagnosis.canaries.results import CanaryOutcome, CanaryResult
 from gpucr.driver import gpus
 from gpucr.driver.cuda import CudaDriver
 

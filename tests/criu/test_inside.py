@@ -16,14 +16,14 @@ from typing import Any
 import psutil
 import pytest
 
-from gpucr import sandbox
 from gpucr.criu.engine import Criu
 from gpucr.criu.install import find_criu
 from gpucr.criu.options import RestoreOptions, choose_dump_options
 from gpucr.errors import CriuError, DeadlineExceeded, ProcessNotFound
+from gpucr.jobs import sandbox
+from gpucr.jobs.sandbox import EmptySandbox, Started
 from gpucr.linux import processes
 from gpucr.linux.namespaces import last_pid_clear_of
-from gpucr.sandbox import EmptySandbox, Started
 from tests.counter import processes_in
 from tests.criu.conftest import BEAT, LOOP, is_running, join_at_the_latest, status_of, wait_for
 from tests.sandboxed import end_all_in

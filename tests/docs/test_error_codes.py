@@ -14,9 +14,9 @@ from gpucr import Secret, init_store
 from gpucr.cli import dump, explain, failures
 from gpucr.cli.output import JsonWanted
 from gpucr.criu.diagnosis import KNOWN_FAILURES, diagnose
+from gpucr.diagnosis.preflight.findings import Finding, require_no_blocking
 from gpucr.errors import CriuError, GpucrError, InvalidRequest, SnapshotError, Unsupported
 from gpucr.operations.dump import DumpPlan
-from gpucr.preflight.findings import Finding, require_no_blocking
 from tests.command import run
 from tests.docs.pages import SOURCES, error_classes
 

@@ -15,7 +15,7 @@ import pytest
 from gpucr.criu.options import DumpOptions
 from gpucr.model import Extent, Gpu, JobFile, StagedExtent
 from gpucr.snapshot import device, files, manifest
-from gpucr.snapshot.outside import SharedFileRecord
+from gpucr.snapshot.surroundings import SharedFileRecord
 from tests.docs.pages import CODE, ROW, first_cells, page, section
 from tests.unit import samples
 

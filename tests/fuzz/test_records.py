@@ -15,21 +15,22 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from gpucr.canaries import store as canaries
-from gpucr.canaries.results import MeasuredMachine
+from gpucr.containers import action, record
 from gpucr.criu.diagnosis import diagnose
 from gpucr.criu.options import DumpOptions
+from gpucr.diagnosis.canaries import store as canaries
+from gpucr.diagnosis.canaries.results import MeasuredMachine
 from gpucr.errors import GpucrError, SnapshotDamaged
-from gpucr.hooks import action, container_record
-from gpucr.launch import record as records
-from gpucr.launch.record import RecordError
-from gpucr.launch.registry import Registry
+from gpucr.gpu_state import placement, suspended
+from gpucr.jobs import record as records
+from gpucr.jobs.record import RecordError
+from gpucr.jobs.registry import Registry
+from gpucr.jobs.sandbox import label
 from gpucr.linux import scheduling
 from gpucr.linux.process_records import ProcessRecords
 from gpucr.model import ProcessId
-from gpucr.operations import gpu_places, recovery, suspended
-from gpucr.operations.guard_process import Post
-from gpucr.sandbox import tag
+from gpucr.undo import recovery
+from gpucr.undo.guard_process import Post
 from tests.fuzz.damage import STRANGE, damaged_bytes, damaged_json, seeds, written
 
 ME = ProcessId(os.getpid(), 1)
@@ -82,7 +83,7 @@ def process_note(data: bytes) -> None:
             suspended.RECORDS.path(ME).write_bytes(data)
             found = suspended.recall(ME)
             assert found is None or all(isinstance(each, int) for each in found.device_bytes.values())
-            gpus = gpu_places._recall(ME)
+            gpus = placement._recall(ME)
             assert gpus is None or all(isinstance(gpu.uuid, str) for gpu in gpus.known)
         finally:
             ProcessRecords.folder = kept  # type: ignore[method-assign]
@@ -103,14 +104,14 @@ def guard_record(data: bytes) -> None:
 
 
 def keeper_tag(data: bytes) -> None:
-    found = tag.decode(data)
+    found = label.decode(data)
     assert found is None or isinstance(found.keeper, int)
 
 
 def container(data: bytes) -> None:
     def read(folder: Path) -> None:
         with contextlib.suppress(SnapshotDamaged):
-            assert container_record.read_record(folder).runtime in container_record.RUNTIMES
+            assert record.read_record(folder).runtime in record.RUNTIMES
 
     _in_a_file("container.json", read)(data)
 

@@ -35,12 +35,12 @@ from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import asdict, dataclass
 from pathlib import Path
 
+from gpucr.containers import criu_config
 from gpucr.criu.install import find_criu
-from gpucr.hooks import criu_config
 from gpucr.linux import processes
+from tests.containers.container import environment_for
+from tests.containers.runtimes import find_runc, in_cgroup2
 from tests.hardware.main_job import Failed, first_difference, names, wait_for
-from tests.hooks.container import environment_for
-from tests.hooks.runtimes import find_runc, in_cgroup2
 
 ROOT = Path(__file__).resolve().parents[2]
 PROGRAM = ROOT / "tests" / "hardware" / "programs" / "driver_recurrence.py"

@@ -29,7 +29,7 @@ from typing import Any
 sys.path.insert(0, str(Path(__file__).resolve().parents[2] / "src"))
 
 from gpucr import gang
-from gpucr.canaries.programs.cuda import Cuda, CudaFailed, IpcHandle, MemoryAccess, MemoryProperties
+from gpucr.diagnosis.canaries.programs.cuda import Cuda, CudaFailed, IpcHandle, MemoryAccess, MemoryProperties
 from gpucr.driver import gpus
 from gpucr.driver.cuda import CudaDriver, load_driver
 from gpucr.errors import DriverError, GpucrError

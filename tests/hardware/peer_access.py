@@ -28,8 +28,8 @@ from typing import Any
 sys.path.insert(0, str(Path(__file__).parents[2]))
 sys.path.insert(0, str(Path(__file__).parents[2] / "src"))
 
-from gpucr.canaries.programs.cuda import Cuda
-from gpucr.canaries.programs.data import DATA_BYTES
+from gpucr.diagnosis.canaries.programs.cuda import Cuda
+from gpucr.diagnosis.canaries.programs.data import DATA_BYTES
 from gpucr.driver import gpus
 from gpucr.driver.cuda import load_driver
 from gpucr.linux import memory, processes

@@ -11,7 +11,7 @@ from pathlib import Path
 from typing import Any
 
 import gpucr
-from gpucr import sandbox
+from gpucr.jobs import sandbox
 from tests.counter import kill_at_once, wait_until
 
 STEP = """

@@ -14,8 +14,8 @@ import gpucr
 from gpucr.criu import images_pb2
 from gpucr.criu.credentials import capabilities_in
 from gpucr.criu.image_entries import ImageError, images_in
+from gpucr.diagnosis.preflight import check_capabilities
 from gpucr.linux import capabilities, processes
-from gpucr.preflight import check_capabilities
 from tests.unit.children import Child, python
 
 THREADED = (

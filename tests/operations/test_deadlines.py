@@ -11,13 +11,13 @@ import pytest
 
 import gpucr
 from gpucr.driver.cuda import CudaDriver
+from gpucr.gang.threads import GangThreads
+from gpucr.gpu_state.gang_staging import GangStaging
+from gpucr.gpu_state.staging import Capture
 from gpucr.linux import ptrace
 from gpucr.linux.ptrace import TracedThread
 from gpucr.model import CudaState
-from gpucr.operations.staged import GangStaging
-from gpucr.operations.steps import Meter, Progress
-from gpucr.operations.threads import GangThreads
-from gpucr.staging import Capture
+from gpucr.undo.steps import Meter, Progress
 from tests.counter import CounterFactory
 
 RUNNING, CHECKPOINTED = CudaState.RUNNING, CudaState.CHECKPOINTED

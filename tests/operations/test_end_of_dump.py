@@ -15,9 +15,10 @@ import pytest
 import gpucr
 from gpucr.criu.engine import Criu
 from gpucr.errors import CriuError, JobDamaged
-from gpucr.launch.record import JobRecord
+from gpucr.jobs import registered
+from gpucr.jobs.record import JobRecord
 from gpucr.linux import processes
-from gpucr.operations import launch, registered
+from gpucr.operations import launch
 from tests.counter import processes_in, wait_until
 from tests.sandboxed import end_all_in
 

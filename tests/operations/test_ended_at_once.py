@@ -14,12 +14,13 @@ import pytest
 
 import gpucr
 from gpucr.criu.engine import Criu, OnNotify
+from gpucr.gpu_state.steps import ReleaseThreads
+from gpucr.jobs import registered
 from gpucr.linux import processes
-from gpucr.operations import launch, registered
-from gpucr.operations.freeze import ReleaseThreads
-from gpucr.operations.interrupts import Interrupts
-from gpucr.operations.steps import Meter
+from gpucr.operations import launch
 from gpucr.sim import build as simulator
+from gpucr.undo.interrupts import Interrupts
+from gpucr.undo.steps import Meter
 from tests import command
 from tests.counter import wait_until
 from tests.sandboxed import end_all_in, wait_ready

@@ -9,8 +9,8 @@ import pytest
 
 import gpucr
 from gpucr.errors import Unsupported
+from gpucr.jobs.selection import find_job
 from gpucr.linux.processes import open_files
-from gpucr.operations.jobs import find_job
 from tests.operations.stepping import Job, StartJob
 
 pytestmark = [pytest.mark.criu, pytest.mark.usefixtures("sim_only")]

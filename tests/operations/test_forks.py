@@ -12,10 +12,10 @@ from pathlib import Path
 import pytest
 
 import gpucr
+from gpucr.gpu_state.staging.attach import traced
 from gpucr.linux import processes
 from gpucr.linux.descriptors import send_descriptor
 from gpucr.linux.tmpfs import FILE_NAME, StagingFile
-from gpucr.staging.attach import traced
 from tests import command
 from tests.conftest import skip_or_fail
 from tests.counter import wait_until

@@ -6,6 +6,7 @@ A child process stands for that gpucr: it makes a guard, changes the job by hand
 from __future__ import annotations
 
 import contextlib
+import importlib
 import os
 import signal
 import socket
@@ -20,16 +21,22 @@ from typing import Any
 
 import pytest
 
+from gpucr.criu.recovery import EndDump, EndRestore, EndRestored
 from gpucr.driver.cuda import CudaDriver
 from gpucr.errors import BrokenInstall, Unsupported
+from gpucr.gpu_state.recovery import BringBack, DetachedStaging, GangProtection
+from gpucr.jobs.recovery import EndSandbox
 from gpucr.linux import own_python, processes
 from gpucr.model import CudaState, GangMember, ProcessId, StagedExtent
-from gpucr.operations import guard as guards
-from gpucr.operations.guard import Guard
-from gpucr.operations.logs import append_to_log
-from gpucr.operations.recovery import DetachedStaging, Recovery, UnfinishedFolder, decode, encode
+from gpucr.snapshot.recovery import DiscardFolder, RemoveWorkingFolder
+from gpucr.undo import guard as guards
+from gpucr.undo.guard import Guard
+from gpucr.undo.logs import append_to_log
+from gpucr.undo.protection import Protection
+from gpucr.undo.recovery import Action, Record, decode, encode, entry, load
 from tests.conftest import skip_or_fail
 from tests.counter import Counter, CounterFactory, processes_of_this_test, wait_until
+from tests.docs.pages import SOURCES
 from tests.unit.children import identity, python, sleeper
 
 RUNNING, LOCKED, CHECKPOINTED = CudaState.RUNNING, CudaState.LOCKED, CudaState.CHECKPOINTED
@@ -38,47 +45,49 @@ Operation = Callable[..., int]
 
 _PRELUDE = """
 import contextlib, os, signal, sys
-from dataclasses import replace
 from pathlib import Path
 from gpucr.criu.engine import Criu
 from gpucr.criu.install import find_criu
 from gpucr.criu.options import RestoreOptions, choose_dump_options
+from gpucr.criu.recovery import EndDump, EndRestore, EndRestored
 from gpucr.criu.remains import task_pids
 from gpucr.gang import Gang
+from gpucr.gang.threads import GangThreads
+from gpucr.gpu_state.recovery import BringBack, GangProtection
+from gpucr.jobs import selection
 from gpucr.linux import processes
 from gpucr.model import *
-from gpucr.operations import jobs
-from gpucr.operations.guard import Guard
-from gpucr.operations.recovery import *
-from gpucr.operations.threads import GangThreads
 from gpucr.snapshot.folder import UnfinishedSnapshot
+from gpucr.snapshot.recovery import discard_folder
+from gpucr.undo.protection import Protection
 
 def die():
     os.kill(os.getpid(), signal.SIGKILL)
 
+def protect(claims=(), tree=()):
+    global protection
+    protection = Protection(claims, tree)
+    protection.__enter__()
+    print(protection._guard.pid, flush=True)
+
 pid, folder = int(sys.argv[1]), Path(sys.argv[2])
-guard = Guard()
-guard.wait_ready()
-print(guard.pid, flush=True)
-record = Recovery()
 """
 
 _ON_JOB = """
-found, claims = jobs.find_job(pid), processes.claimed([pid])
-guard.hold(claims.__enter__())
+found, claims = selection.find_job(pid), processes.claimed([pid])
+protect(claims.__enter__(), found.job.processes)
 members, driver = found.job.gang, found.driver
 gang = Gang(driver, members)
-tree = tuple(process.id for process in found.job.processes)
-record = Recovery(members=members, stopped=tree, tree=tree)
-guard.update(record)
+guarded = GangProtection(protection)
+guarded.members(members)
+guarded.stopped([process.id for process in found.job.processes])
 """
 
 _FREEZE = """
-record = replace(record, restore_threads=gang.restore_threads())
-guard.update(record)
+guarded.restore_threads(gang.restore_threads())
 threads = GangThreads()
 gang.lock()
-threads.hold(record.restore_threads)
+threads.hold(gang.restore_threads())
 gang.checkpoint()
 threads.stop()
 """
@@ -86,11 +95,10 @@ threads.stop()
 _CRIU = """
 snapshot = UnfinishedSnapshot(folder)
 snapshot.create()
-record = replace(record, folder=UnfinishedFolder(str(folder), guard.hold([snapshot.held.fd])[0]))
-guard.update(record)
+protection.protect(*discard_folder(snapshot))
 options = choose_dump_options(found.job.pids, leave_running=False, install=find_criu())
 def on_start(criu):
-    guard.update(replace(record, criu=criu))
+    protection.protect(EndDump(criu, "manifest.json"), [snapshot.held.fd])
 def on_notify(hook, _):
     if hook == {hook!r}:
         {action}
@@ -412,12 +420,19 @@ def test_a_killed_restore_leaves_nothing(
 ) -> None:
     job = counter("--mib", "8", "--fork", "1")
     pids = job.processes()
-    operation(job.pid, _ON_JOB, _FREEZE, _CRIU.format(hook="none", action="pass"), "guard.dismiss()\ndie()")
+    operation(
+        job.pid,
+        _ON_JOB,
+        _FREEZE,
+        _CRIU.format(hook="none", action="pass"),
+        "protection.__exit__(None, None, None)\ndie()",
+    )
     job.reap()
     wait_until(lambda: not any(Path(f"/proc/{pid}").exists() for pid in pids), "the pids to become free")
     restore = f"""
+    protect()
     def on_start(criu):
-        guard.update(replace(record, criu=criu, restoring=task_pids(folder / "images")))
+        protection.protect(EndRestore(criu, task_pids(folder / "images")))
     def on_notify(hook, _):
         if hook == {hook!r}:
             die()
@@ -426,7 +441,8 @@ def test_a_killed_restore_leaves_nothing(
         leave_stopped=True, on_start=on_start, on_notify=on_notify,
     )
     if {hook!r} == "known":
-        guard.update(replace(record, kill=tuple(process.id for process in processes.tree(root))))
+        protection.protect(EndRestored(tuple(process.id for process in processes.tree(root))))
+        protection.withdraw(EndRestore)
     die()
     """
     operation(job.pid, restore)
@@ -438,15 +454,13 @@ def test_a_killed_restore_leaves_nothing(
 # --- device memory in a file that gpucr holds ------------------------------------------------------------------
 
 _STAGED = """
-from gpucr import staging
+from gpucr.gpu_state import staging
 from gpucr.linux.tmpfs import StagingFile
 
 free = gang.restore_threads()
 files = {each: StagingFile.create(0) for each in free}
 captures = [staging.Capture(each, tid, files[each]) for each, tid in free.items()]
-numbers = dict(zip(files, guard.hold([file.fd for file in files.values()])))
-record = replace(record, restore_threads=free)
-guard.update(record)
+guarded.restore_threads(free)
 threads = GangThreads()
 gang.lock()
 threads.hold(free)
@@ -458,10 +472,9 @@ for capture in captures:
     capture.finish()
     assert capture.extents, capture.reason
 threads.stop()
-record = replace(record, detached=tuple(
-    DetachedStaging(capture.pid, numbers[capture.pid], capture.extents) for capture in captures
-))
-guard.update(record)
+guarded.detached(
+    {capture.pid: capture.extents for capture in captures}, {each: file.fd for each, file in files.items()}
+)
 """
 
 _DETACH = """
@@ -534,10 +547,10 @@ def test_device_memory_waits_until_it_can_be_put_back(
 # --- the folder ------------------------------------------------------------------------------------------------
 
 _FOLDER = """
+protect()
 snapshot = UnfinishedSnapshot(folder)
 snapshot.create()
-number = guard.hold([snapshot.held.fd])[0]
-guard.update(replace(record, folder=UnfinishedFolder(str(folder), number, snapshot.mode_before)))
+protection.protect(*discard_folder(snapshot))
 (folder / "images" / "core-1.img").write_text("an image")
 (folder / ".manifest.json.unfinished").write_text("{")
 """
@@ -579,11 +592,10 @@ def guard() -> Iterator[Guard]:
 
 def test_a_dismissed_guard_does_nothing_and_is_gone(counter: CounterFactory, driver: CudaDriver, log: Path) -> None:
     job = counter()
-    with Guard() as guard:
-        guard.wait_ready()
-        guard.update(Recovery(members=(GangMember(identity(job.pid), RUNNING),)))
+    with Protection() as protection:
+        GangProtection(protection).members([GangMember(identity(job.pid), RUNNING)])
         driver.lock(job.pid)
-    assert not Path(f"/proc/{guard.pid}").exists()
+    assert not Path(f"/proc/{protection._guard.pid}").exists()
     assert driver.state(job.pid) is LOCKED
     assert not log.exists()
 
@@ -603,10 +615,10 @@ def test_dismissed_in_any_state() -> None:
 
 
 def test_a_guard_that_was_killed_is_noticed_at_the_next_update(guard: Guard) -> None:
-    guard.update(Recovery())
+    guard.update(Record())
     os.kill(guard.pid, signal.SIGKILL)
     with pytest.raises(BrokenInstall, match="ended with -9"):
-        guard.update(Recovery())
+        guard.update(Record())
     with pytest.raises(BrokenInstall, match="ended with -9"):
         guard.hold([0])
 
@@ -624,7 +636,7 @@ def test_a_guard_that_cannot_start_is_noticed(monkeypatch: pytest.MonkeyPatch) -
 @pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM, signal.SIGHUP])
 def test_signals_do_not_end_it(guard: Guard, number: signal.Signals) -> None:
     os.kill(guard.pid, number)
-    guard.update(Recovery())
+    guard.update(Record())
 
 
 def test_it_stands_apart_and_holds_only_what_it_was_given(guard: Guard) -> None:
@@ -646,7 +658,7 @@ def test_it_stands_apart_and_holds_only_what_it_was_given(guard: Guard) -> None:
 
 def test_waiting_takes_little() -> None:
     """What is imported is paid for at every operation's start."""
-    show = "import sys; import gpucr.operations.guard_process; print(*sys.modules)"
+    show = "import sys; import gpucr.undo.guard_process; print(*sys.modules)"
     done = subprocess.run(
         [
             sys.executable,
@@ -661,7 +673,7 @@ def test_waiting_takes_little() -> None:
     )
     loaded = done.stdout.split()
     ours = {name for name in loaded if name.startswith("gpucr")}
-    own = {"gpucr.operations", "gpucr.operations.guard_process", "gpucr.linux", "gpucr.linux.oom"}
+    own = {"gpucr.undo", "gpucr.undo.guard_process", "gpucr.linux", "gpucr.linux.oom"}
     assert ours == {"gpucr", "gpucr.version", *own}
     assert not {"json", "ctypes", "dataclasses", "subprocess", "threading"} & set(loaded)
 
@@ -675,7 +687,7 @@ def test_a_fork_of_the_operation_does_not_keep_the_guard_from_acting(
     gang.lock()
     if os.fork() == 0:
         for fd in range(256):
-            if fd != guard._socket.fileno():
+            if fd != protection._guard._socket.fileno():
                 with contextlib.suppress(OSError):
                     os.close(fd)
         signal.pause()
@@ -698,12 +710,12 @@ def test_an_interrupted_update_does_not_confuse_the_next(guard: Guard, monkeypat
 
     monkeypatch.setattr(socket, "send_fds", interrupted_send)
     with pytest.raises(KeyboardInterrupt):
-        guard.update(Recovery())
+        guard.update(Record())
     with pytest.raises(KeyboardInterrupt):
         guard.hold([0, 1])
     monkeypatch.undo()
     assert guard.hold([0]) == (0,)
-    guard.update(Recovery())
+    guard.update(Record())
 
 
 def test_what_it_did_is_told_to_syslog_where_there_is_no_room_for_a_log(
@@ -723,59 +735,75 @@ def test_what_it_did_is_told_to_syslog_where_there_is_no_room_for_a_log(
 
 # --- the record ------------------------------------------------------------------------------------------------
 
-_FULL = Recovery(
+_BRING_BACK = BringBack(
     members=(GangMember(ProcessId(7, 9), CHECKPOINTED), GangMember(ProcessId(8, 9), RUNNING)),
     restore_threads={7: 70},
+    detached=(DetachedStaging(7, (StagedExtent(4096, 8192, 0),)),),
     stopped=(ProcessId(7, 9),),
-    detached=(DetachedStaging(7, 0, (StagedExtent(4096, 8192, 0),)),),
-    folder=UnfinishedFolder("/snapshots/a", 1, 0o755),
-    working_folder="/tmp/gpucr-work-0",
-    kill=(ProcessId(11, 12),),
-    criu=ProcessId(13, 14),
-    restoring=(15, 16),
 )
+_ACTIONS: tuple[Action, ...] = (
+    _BRING_BACK,
+    DiscardFolder("/snapshots/a", 0o755),
+    RemoveWorkingFolder("/tmp/gpucr-work-0"),
+    EndDump(ProcessId(13, 14), "manifest.json"),
+    EndRestore(ProcessId(13, 14), (15, 16)),
+    EndRestored((ProcessId(11, 12),)),
+    EndSandbox(ProcessId(17, 18)),
+)
+_FULL = Record((ProcessId(7, 9),), tuple(entry(action, [number]) for number, action in enumerate(_ACTIONS)))
 
 
-@pytest.mark.parametrize("record", [Recovery(), _FULL])
-def test_a_record_survives_the_wire(record: Recovery) -> None:
+@pytest.mark.parametrize("record", [Record(), _FULL])
+def test_a_record_survives_the_wire(record: Record) -> None:
     assert decode(encode(record)) == record
+
+
+def test_actions_survive_the_wire_and_no_room_has_another_one() -> None:
+    assert load(decode(encode(_FULL)).entries) == list(_ACTIONS)
+    for path in SOURCES.glob("*/recovery.py"):
+        importlib.import_module(f"gpucr.{path.parent.name}.recovery")
+    ours = {each for each in Action.__subclasses__() if each.__module__.startswith("gpucr.")}
+    assert ours == {type(action) for action in _ACTIONS}
 
 
 @pytest.mark.parametrize(
     ("old", "new"),
     [
-        (b'"pid": 7', b'"pid": 0'),
-        (b'"pid": 7', b'"pid": "7"'),
-        (b'"pid": 7', b'"pid": true'),
-        (b'"start_time_ticks": 9', b'"start_time_ticks": null'),
-        (b'"address": 4096', b'"address": -1'),
-        (b'"descriptor"', b'"another"'),
-        (b'"7": 70', b'"x": 70'),
-        (b'"7": 70', b'"8": 70'),
-        (b'"/snapshots/a"', b'"snapshots/a"'),
-        (b'"/tmp/gpucr-work-0"', b'"gpucr-work-0"'),
-        (b'"restoring": [15, ', b'"restoring": [0, '),
-        (b'"mode_before": 493', b'"mode_before": "rwx"'),
-        (b'"members"', b'"member"'),
-        (b'"kill": [', b'"kill": [1, '),
-        (
-            b"{",
-            b"[",
-        ),
+        (b'"pid":7', b'"pid":"7"'),
+        (b'"pid":7', b'"pid":true'),
+        (b'"start_time_ticks":9', b'"start_time_ticks":null'),
+        (b'"7":70', b'"x":70'),
+        (b'"7":70', b'"8":70'),
+        (b'"mode_before":493', b'"mode_before":"rwx"'),
+        (b'"roots":[', b'"roots":[1,'),
+        (b'"kind":"gpucr.', b'"kind":"other.'),
+        (b'"kind":"gpucr.gpu_state.recovery', b'"kind":"gpucr.undo.recovery'),
+        (b":BringBack", b":Gang"),
+        (b":BringBack", b":nothing"),
+        (b"{", b"["),
     ],
 )
 def test_a_damaged_record_is_refused(old: bytes, new: bytes) -> None:
     good = encode(_FULL)
     assert old in good
     with pytest.raises(ValueError, match=r".+"):
-        decode(good.replace(old, new, 1))
+        load(decode(good.replace(old, new, 1)).entries)
 
 
 def test_a_record_that_could_not_be_carried_out_is_refused(guard: Guard) -> None:
     with pytest.raises(ValueError, match="without a restore thread"):
-        Recovery(detached=_FULL.detached)
+        BringBack(detached=_BRING_BACK.detached)
     with pytest.raises(ValueError, match="does not hold"):
         guard.update(_FULL)
+
+
+class Elsewhere(Action):
+    """One that a guard could not import."""
+
+
+def test_an_action_that_the_guard_would_not_find_is_refused() -> None:
+    with pytest.raises(ValueError, match="is not in the module `recovery` of a room"):
+        entry(Elsewhere(), [])
 
 
 def test_the_wrong_process_is_never_touched(operation: Operation, log: Path) -> None:
@@ -785,8 +813,9 @@ def test_the_wrong_process_is_never_touched(operation: Operation, log: Path) -> 
         wrong = "ProcessId(pid, 1)"
         operation(
             child.pid,
-            f"guard.update(Recovery(members=(GangMember({wrong}, CudaState.RUNNING),), stopped=({wrong},), "
-            f"kill=(ProcessId({other.pid}, 1),), criu=ProcessId({other.pid}, 1)))\ndie()",
+            f"protect(); protection.protect(BringBack((GangMember({wrong}, CudaState.RUNNING),), stopped=({wrong},))); "
+            f"protection.protect(EndRestored((ProcessId({other.pid}, 1),))); "
+            f"protection.protect(EndDump(ProcessId({other.pid}, 1), 'x'))\ndie()",
         )
         assert _status(child.pid) == "T"
         assert processes.is_alive(other.id)

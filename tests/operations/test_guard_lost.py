@@ -43,7 +43,7 @@ def _is_own_guard(pid: int) -> bool:
     stat = processes.read_stat(pid)
     if stat is None or stat.parent_pid != os.getpid():
         return False
-    return b"gpucr.operations.guard_process" in Path(f"/proc/{pid}/cmdline").read_bytes()
+    return b"gpucr.undo.guard_process" in Path(f"/proc/{pid}/cmdline").read_bytes()
 
 
 def _has_ended(pid: int) -> bool:

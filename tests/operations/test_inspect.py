@@ -10,9 +10,9 @@ from typing import Any
 import pytest
 
 import gpucr
-from gpucr.hooks import plain_files
+from gpucr.containers import plain_files
+from gpucr.gpu_state.staging import capture
 from gpucr.linux import processes
-from gpucr.staging import capture
 from tests.command import run, run_json
 from tests.conftest import skip_or_fail
 from tests.counter import CounterFactory
@@ -189,7 +189,7 @@ def test_commands_read_the_gpu_part_of_a_containers_images(counter: CounterFacto
 def test_commands_read_the_gpu_part_where_it_is_plain_files(
     folder: str, counter: CounterFactory, tmp_path: Path
 ) -> None:
-    """So containerd has it (hooks/plain_files.py), and in an unpacked archive of a kubelet's one folder deeper."""
+    """So containerd has it (containers/plain_files.py), and in an unpacked archive of a kubelet's one folder deeper."""
     job = counter("--mib", "1")
     before = gpucr.inspect(gpucr.dump(job.pid, tmp_path / "s").snapshot)
     job.reap()

@@ -14,13 +14,13 @@ from typing import Any
 import pytest
 
 import gpucr
-from gpucr import sandbox
 from gpucr.errors import BrokenInstall, InvalidRequest
-from gpucr.launch.record import JobRecord
+from gpucr.jobs import registered, sandbox
+from gpucr.jobs.record import JobRecord
 from gpucr.linux import processes
-from gpucr.operations import launch, registered
-from gpucr.operations.steps import Progress
+from gpucr.operations import launch
 from gpucr.sim import build as simulator
+from gpucr.undo.steps import Progress
 from tests.counter import CounterFactory, processes_in, wait_until
 from tests.operations.test_killed import killed
 from tests.sandboxed import SandboxedCounter, end_all_in, start_counter, wait_ready
@@ -249,7 +249,7 @@ def test_killed_between_the_record_and_the_keeper(folder: Path, tmp_path: Path, 
     record = start(folder, isolate=isolate)
     gpucr.dump("job", tmp_path / "s")
     code = (
-        "from gpucr.operations.registered import RestoredName\n"
+        "from gpucr.jobs.registered import RestoredName\n"
         "killed_after(RestoredName, 'register_or_warn')\n"
         "gpucr.restore(sys.argv[1])"
     )
@@ -282,7 +282,7 @@ def test_a_job_that_wants_to_end_with_its_parent(folder: Path, tmp_path: Path) -
 
 def test_killed_between_the_record_and_the_start(folder: Path) -> None:
     code = (
-        "from gpucr.launch.registry import Reservation\n"
+        "from gpucr.jobs.registry import Reservation\n"
         "killed_after(Reservation, 'register')\n"
         "gpucr.run_job(['touch', 'ran'], name='job', cwd=sys.argv[1], isolate=False)"
     )
@@ -295,7 +295,7 @@ def test_killed_between_the_record_and_the_start(folder: Path) -> None:
 
 def test_killed_right_after_the_start(folder: Path) -> None:
     code = (
-        "from gpucr import sandbox\n"
+        "from gpucr.jobs import sandbox\n"
         "killed_after(sandbox, 'start')\n"
         "gpucr.run_job(['sleep', '1000'], name='job', cwd=sys.argv[1], isolate=False)"
     )
@@ -322,11 +322,7 @@ def test_killed_when_the_job_was_ended_for_its_snapshot(folder: Path, tmp_path: 
 def test_killed_between_the_commit_and_the_end_of_the_job(folder: Path, tmp_path: Path) -> None:
     """CRIU finds its socket closed and lets the job go on: that counts, and not what the registry was told."""
     record = start(folder)
-    code = (
-        "from gpucr.operations.registered import DumpNote\n"
-        "killed_after(DumpNote, 'write')\n"
-        "gpucr.dump('job', sys.argv[1])"
-    )
+    code = "from gpucr.jobs.registered import DumpNote\nkilled_after(DumpNote, 'write')\ngpucr.dump('job', sys.argv[1])"
     run_and_be_killed(KILLED_AFTER + code, tmp_path / "s")
     assert_goes_on(record)
     assert state()[0] == "running"

@@ -12,13 +12,13 @@ import pytest
 
 import gpucr
 from gpucr.driver.cuda import CudaDriver
+from gpucr.gpu_state.staging.attach import traced
 from gpucr.linux import descriptors, processes
 from gpucr.linux.descriptors import send_descriptor
 from gpucr.linux.ptrace import TracedThread
 from gpucr.linux.tmpfs import StagingFile
 from gpucr.model import CudaState
 from gpucr.operations.dump import plan_dump
-from gpucr.staging.attach import traced
 from tests.counter import Counter, CounterFactory, wait_until
 
 RUNNING, CHECKPOINTED = CudaState.RUNNING, CudaState.CHECKPOINTED
@@ -104,7 +104,7 @@ THAW_PHASES = ["hold", "attach", "restore", "unlock", "release", "save"]
 KILLED_IN_THE_CALL = """
 import os, signal, sys, gpucr
 from gpucr.linux import descriptors
-from gpucr.staging.capture import Capture
+from gpucr.gpu_state.staging.capture import Capture
 def die(*_):
     os.kill(os.getpid(), signal.SIGKILL)
 if sys.argv[1] == "watching":

@@ -13,7 +13,7 @@ import pytest
 
 import gpucr
 from gpucr.driver.cuda import CudaDriver
-from gpucr.operations import working_folder
+from gpucr.snapshot import working_folder
 from gpucr.store import writers
 from gpucr.store.local import LocalBackend
 from tests.counter import CounterFactory, wait_until

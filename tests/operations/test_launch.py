@@ -17,13 +17,14 @@ from typing import Any
 import pytest
 
 import gpucr
+from gpucr.diagnosis.preflight.measured import Measurement
 from gpucr.errors import DriverUnavailable, InvalidRequest, Unsupported
-from gpucr.launch.record import JobRecord
-from gpucr.launch.registry import Reservation
+from gpucr.jobs import registered
+from gpucr.jobs.record import JobRecord
+from gpucr.jobs.registry import Reservation
+from gpucr.jobs.sandbox.spawn import _Keeper
 from gpucr.linux import processes
-from gpucr.operations import launch, registered
-from gpucr.preflight.measured import Measurement
-from gpucr.sandbox.spawn import _Keeper
+from gpucr.operations import launch
 from gpucr.sim import build as simulator
 from tests import command
 from tests.counter import wait_until
@@ -178,7 +179,7 @@ def test_a_job_whose_record_cannot_be_written_does_not_run(monkeypatch: pytest.M
         seen.append(record)
         raise OSError(28, "No space left on device")
 
-    monkeypatch.setattr("gpucr.launch.registry.Reservation.register", fail)
+    monkeypatch.setattr("gpucr.jobs.registry.Reservation.register", fail)
     with pytest.raises(Unsupported, match="No space left"):
         launch.run_job(["touch", str(tmp_path / "ran")], isolate=False)
     (record,) = seen

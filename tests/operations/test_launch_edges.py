@@ -20,8 +20,9 @@ from pathlib import Path
 import pytest
 
 import gpucr
+from gpucr.jobs import registered
 from gpucr.linux import processes
-from gpucr.operations import launch, registered
+from gpucr.operations import launch
 from tests import command
 from tests.counter import DEADLINE_S, processes_in, wait_until
 from tests.sandboxed import end_all_in

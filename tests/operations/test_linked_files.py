@@ -10,7 +10,7 @@ import pytest
 
 import gpucr
 from gpucr.criu.linked_files import save_linked_files
-from gpucr.operations import outside
+from gpucr.surroundings import observe
 from tests.operations.stepping import StartJob
 
 pytestmark = pytest.mark.criu
@@ -134,7 +134,7 @@ def test_a_name_that_leads_to_another_file_by_now(
                 put(name)
             return save_linked_files(*arguments, **options)
 
-        monkeypatch.setattr(outside, "save_linked_files", meanwhile)
+        monkeypatch.setattr(observe, "save_linked_files", meanwhile)
         with pytest.raises(error, match=said):
             gpucr.dump(job.pid, tmp_path / "s")
         assert not (tmp_path / "s").exists()

@@ -13,9 +13,10 @@ from pathlib import Path
 import pytest
 
 import gpucr
-from gpucr.launch.record import JobRecord
+from gpucr.jobs import one_job
+from gpucr.jobs.record import JobRecord
 from gpucr.linux import processes
-from gpucr.operations import launch, one_job
+from gpucr.operations import launch
 from gpucr.sim import build as simulator
 from tests import command
 from tests.counter import wait_until

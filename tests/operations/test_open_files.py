@@ -13,11 +13,11 @@ import pytest
 
 import gpucr
 from gpucr.driver.cuda import CudaDriver
+from gpucr.gpu_state import steps
 from gpucr.linux import descriptor_limit, processes
 from gpucr.linux.descriptor_limit import Reserve
 from gpucr.model import CudaState
-from gpucr.operations import freeze
-from gpucr.operations.guard import Guard
+from gpucr.undo.guard import Guard
 from tests import command
 from tests.counter import Counter, CounterFactory, wait_until
 from tests.operations.stepping import StartJob
@@ -211,9 +211,9 @@ def test_the_guard_undoes_what_the_operation_cannot(
 ) -> None:
     """And then the job is as it was found, so that the exit code is that of the failure."""
     job = counter("--mib", "1", "--fork", "1")
-    monkeypatch.setattr(freeze.CheckpointGang, "_late_members", _fail)
-    monkeypatch.setattr(freeze.CheckpointGang, "undo", _fail)
-    monkeypatch.setattr(freeze.LockGang, "undo", _fail)
+    monkeypatch.setattr(steps.CheckpointGang, "_late_members", _fail)
+    monkeypatch.setattr(steps.CheckpointGang, "undo", _fail)
+    monkeypatch.setattr(steps.LockGang, "undo", _fail)
     with pytest.raises(gpucr.GpucrError, match=r"^out of everything$") as caught:
         gpucr.suspend(job.pid)
     assert caught.value.exit_code == 1
@@ -223,10 +223,11 @@ def test_the_guard_undoes_what_the_operation_cannot(
 
 LET_THE_GUARD_FAIL = """
 import os, sys, gpucr
-from gpucr.operations import freeze, guard
+from gpucr.gpu_state import steps
+from gpucr.undo import guard
 def fail(*_):
     raise gpucr.GpucrError("out of everything")
-freeze.CheckpointGang._late_members = freeze.CheckpointGang.undo = freeze.LockGang.undo = fail
+steps.CheckpointGang._late_members = steps.CheckpointGang.undo = steps.LockGang.undo = fail
 guard.Guard.recover.__defaults__ = (0.0,)
 try:
     gpucr.suspend(int(sys.argv[1]))

@@ -15,9 +15,9 @@ import pytest
 import gpucr
 from gpucr.driver.cuda import CudaDriver
 from gpucr.driver.gpus import gpu_processes, list_gpus
+from gpucr.gpu_state import placement
 from gpucr.linux import processes
 from gpucr.model import CudaState, GpuMap
-from gpucr.operations import gpu_places
 from gpucr.sim import build as simulator
 from tests import command
 from tests.counter import Counter, CounterFactory, wait_until
@@ -104,7 +104,7 @@ def test_a_process_that_is_shown_one_gpu_needs_a_place_for_all(machine: MakeMach
     }  # fmt: skip
     assert places(job) == [uuids[3]]
     # Its environment still says 1, and the driver calls its GPU by the new UUID now.
-    assert [gpu.uuid for gpu in gpu_places.gpus_of(processes.describe(job.pid).id, list_gpus()).visible] == [uuids[3]]
+    assert [gpu.uuid for gpu in placement.gpus_of(processes.describe(job.pid).id, list_gpus()).visible] == [uuids[3]]
     gpucr.suspend(job.pid)
     gpucr.resume(job.pid, gpu_map="1=2")
     assert places(job) == [uuids[3]]
@@ -156,7 +156,7 @@ def test_a_process_that_knows_fewer_gpus_than_the_machine_has(machine: MakeMachi
         gpucr.suspend(job.pid)
         gpucr.resume(job.pid, gpu_map=f"{old}={new}")
         assert places(job) == [uuids[new]]
-        noted = gpu_places.gpus_of(processes.describe(job.pid).id, list_gpus())
+        noted = placement.gpus_of(processes.describe(job.pid).id, list_gpus())
         assert [gpu.uuid for gpu in noted.known] == [uuids[new]]
     assert works(job)
 

@@ -171,7 +171,7 @@ def test_a_stuck_job_is_left_running(ranks: RanksFactory, driver: CudaDriver) ->
 def test_without_a_deadline_it_is_a_lock_timeout(
     ranks: RanksFactory, driver: CudaDriver, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr("gpucr.gang.DEFAULT_LOCK_TIMEOUT_S", 0.5)
+    monkeypatch.setattr("gpucr.gang.actions.DEFAULT_LOCK_TIMEOUT_S", 0.5)
     job = ranks(2)
     job.pause(0)
     job.wait_standstill()

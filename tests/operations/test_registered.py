@@ -10,11 +10,11 @@ from pathlib import Path
 import pytest
 
 from gpucr.errors import InvalidRequest, Unsupported
-from gpucr.launch import registry as registries
-from gpucr.launch.record import JobRecord
+from gpucr.jobs import registered
+from gpucr.jobs import registry as registries
+from gpucr.jobs.record import JobRecord
+from gpucr.jobs.registered import restored_name, restored_name_or_warning
 from gpucr.model import JobFile, ProcessId
-from gpucr.operations import registered
-from gpucr.operations.registered import restored_name, restored_name_or_warning
 from gpucr.snapshot.folder import Snapshot
 from tests.unit import samples
 from tests.unit.children import identity, sleeper, unused_pid

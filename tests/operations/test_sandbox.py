@@ -15,16 +15,15 @@ from typing import Any
 import pytest
 
 import gpucr
-from gpucr import sandbox
 from gpucr.driver.cuda import CudaDriver
 from gpucr.errors import CriuError, InvalidRequest, Unsupported
-from gpucr.launch.record import JobRecord
+from gpucr.jobs import sandbox, sandbox_steps
+from gpucr.jobs.record import JobRecord
+from gpucr.jobs.registered import registry
+from gpucr.jobs.sandbox_steps import plan_sandbox
 from gpucr.linux import process_records, processes
 from gpucr.linux.namespaces import namespace_id
 from gpucr.model import CudaState
-from gpucr.operations import sandbox_steps
-from gpucr.operations.registered import registry
-from gpucr.operations.sandbox_steps import plan_sandbox
 from tests.command import run, run_json
 from tests.counter import CounterFactory, processes_in, state_in, wait_until
 from tests.operations.test_killed import is_claimed, killed

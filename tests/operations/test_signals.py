@@ -31,7 +31,7 @@ import os, signal, sys
 kind, wanted, numbers = sys.argv[1], sys.argv[2], [int(number) for number in sys.argv[3].split(",")]
 del sys.argv[1:4]
 import gpucr.cli.main as cli
-from gpucr.operations import steps
+from gpucr.undo import steps
 sent = False
 def send():
     global sent

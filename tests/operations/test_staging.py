@@ -15,18 +15,17 @@ from typing import Any
 import pytest
 
 import gpucr
-from gpucr import staging
 from gpucr.driver.cuda import CudaDriver
+from gpucr.gpu_state import gang_staging, staging
+from gpucr.gpu_state.staging import Capture, capture
 from gpucr.linux import memory, processes
 from gpucr.linux.injection import InjectionUnavailable
 from gpucr.linux.ptrace import TracedThread
 from gpucr.linux.tmpfs import StagingFile
 from gpucr.model import CudaState, StagedExtent
-from gpucr.operations import staged
-from gpucr.operations.steps import Progress
 from gpucr.snapshot.device import DeviceReader, DeviceWriter
 from gpucr.snapshot.device.stripes import Stripes
-from gpucr.staging import Capture, capture
+from gpucr.undo.steps import Progress
 from tests.conftest import skip_or_fail
 from tests.counter import Counter, CounterFactory, out_of_time, wait_until
 
@@ -466,7 +465,7 @@ def test_a_missing_staging_file_is_told_from_a_private_one(counter: CounterFacto
     driver.lock(job.pid, 1000)
     driver.checkpoint(job.pid)
     assert staging.file_extents(job.pid) == ()
-    assert not staged.GangStaging(use_files=True).adopt(job.pid)
+    assert not gang_staging.GangStaging(use_files=True).adopt(job.pid)
     gpucr.resume(job.pid)
     assert_unharmed(job, 101)
 
@@ -621,9 +620,9 @@ def test_the_first_part_is_saved_before_the_driver_asks_for_the_second(
         writers.append(self)
         real_add(self, source)
 
-    def grow(self: DeviceWriter, pid: int, size_bytes: int) -> None:
-        grown.append((self.seen_bytes, size_bytes))
-        real_grow(self, pid, size_bytes)
+    def grow(self: DeviceWriter, source: Any) -> None:
+        grown.append((self.seen_bytes, source.size_bytes))
+        real_grow(self, source)
 
     def redirect(self: Capture, *arguments: Any) -> None:
         if self.extents:  # the driver stands still meanwhile, at the second of its calls

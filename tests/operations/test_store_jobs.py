@@ -17,8 +17,8 @@ from gpucr.driver.cuda import CudaDriver
 from gpucr.linux import memory
 from gpucr.linux.tmpfs import StagingFile
 from gpucr.model import CudaState
-from gpucr.operations import working_folder
-from gpucr.operations.store_snapshot import SnapshotInStore
+from gpucr.snapshot import working_folder
+from gpucr.snapshot.in_store import SnapshotInStore
 from gpucr.store import writers
 from gpucr.store.local import LocalBackend
 from gpucr.store.objects import ObjectsBackend, Patience

@@ -10,10 +10,11 @@ from pathlib import Path
 import pytest
 
 from gpucr.errors import StoreDamaged
+from gpucr.gpu_state.source import FileSource
 from gpucr.model import StagedExtent
-from gpucr.operations.store_source import StoreLoader
-from gpucr.operations.store_target import StoreSink
-from gpucr.snapshot.device import Destination, DeviceWriter, Source
+from gpucr.snapshot.device import Destination, DeviceWriter
+from gpucr.snapshot.store_destination import StoreSink
+from gpucr.snapshot.store_origin import StoreLoader
 from gpucr.store import snapshots
 from gpucr.store.local import LocalBackend
 from gpucr.store.opened import Store
@@ -48,7 +49,7 @@ def staging(content: bytes | int) -> int:
 
 def sink_of(store: Store, session: WriteSession) -> StoreSink:
     sink = StoreSink(store)
-    sink.session = session
+    sink.session.set(session)
     return sink
 
 
@@ -56,7 +57,7 @@ def saved(store: Store, memories: dict[int, bytes]) -> StoredSnapshot:
     with WriteSession.begin(store, compress="none") as session:
         sink = sink_of(store, session)
         fds = {pid: staging(memory) for pid, memory in memories.items()}
-        writer = DeviceWriter(sink, [Source(pid, fd, len(memories[pid])) for pid, fd in fds.items()], threads=2)
+        writer = DeviceWriter(sink, [FileSource(pid, fd, len(memories[pid])) for pid, fd in fds.items()], threads=2)
         try:
             writer.start()
             for pid in fds:
@@ -76,7 +77,7 @@ def test_what_changes_after_it_was_saved_early_is_saved_again(store: Store, sess
     memory[2 * PIECE : 3 * PIECE] = bytes(PIECE)
     fd = staging(bytes(memory))
     sink = sink_of(store, session)
-    writer = DeviceWriter(sink, [Source(7, fd, len(memory))], threads=2)
+    writer = DeviceWriter(sink, [FileSource(7, fd, len(memory))], threads=2)
     try:
         writer.start()
         writer.advance(7, 5 * PIECE)

@@ -13,9 +13,9 @@ import pytest
 import gpucr
 from gpucr.driver.cuda import CudaDriver
 from gpucr.driver.gpus import gpu_processes
+from gpucr.jobs.selection import find_job
 from gpucr.linux import processes
 from gpucr.model import CudaState
-from gpucr.operations.jobs import find_job
 from tests import command
 from tests.counter import Counter, CounterFactory, out_of_time, wait_until
 from tests.unit.children import sleeper

@@ -10,7 +10,7 @@ from pathlib import Path
 import pytest
 
 import gpucr
-from gpucr.canaries.canary import Canary
+from gpucr.diagnosis.canaries.canary import Canary
 from gpucr.driver.cuda import CudaDriver
 from gpucr.errors import DriverError, Unsupported
 from gpucr.model import CudaState

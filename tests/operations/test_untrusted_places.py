@@ -10,12 +10,12 @@ from pathlib import Path
 import pytest
 
 import gpucr
+from gpucr.containers import by_runtime
 from gpucr.criu import images
 from gpucr.errors import SnapshotError
-from gpucr.hooks import containers
 from gpucr.linux.private_folders import runtime_folder, state_folder
-from gpucr.operations.steps import OnProgress, Progress
-from gpucr.operations.working_folder import WorkingFolder
+from gpucr.snapshot.working_folder import WorkingFolder
+from gpucr.undo.steps import OnProgress, Progress
 from tests.conftest import skip_or_fail
 from tests.counter import CounterFactory
 from tests.criu.test_images import OUTSIDE, image
@@ -94,7 +94,7 @@ def test_a_folder_for_changed_images(unsafe_temporaries: Path, tmp_path: Path, m
 @pytest.mark.parametrize("place", [".", "below"])
 def test_a_container_is_not_restored_from_there(unsafe: Path, place: str) -> None:
     with pytest.raises(SnapshotError, match="is not used") as refused:
-        containers.restore_container(unsafe / place)
+        by_runtime.restore_container(unsafe / place)
     assert refused.value.code == "GPUCR-UNTRUSTED-PATH"
 
 

@@ -8,7 +8,7 @@ from pathlib import Path
 import pytest
 
 from gpucr.errors import SnapshotError
-from gpucr.operations.working_folder import PREFIX, WorkingFolder, remove
+from gpucr.snapshot.working_folder import PREFIX, WorkingFolder, remove
 
 
 @pytest.fixture

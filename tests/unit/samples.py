@@ -6,8 +6,9 @@ import os
 from pathlib import Path
 from typing import Any
 
+from gpucr.gpu_state.source import FileSource
 from gpucr.model import Connection, CudaState, Endpoint, Extent, Gpu, JobFile, StagedExtent
-from gpucr.snapshot.device import DeviceWriter, FolderSink, Source
+from gpucr.snapshot.device import DeviceWriter, FolderSink
 from gpucr.snapshot.folder import Snapshot, UnfinishedSnapshot
 from gpucr.snapshot.manifest import (
     DeviceData,
@@ -19,7 +20,7 @@ from gpucr.snapshot.manifest import (
     SandboxRecord,
     ThreadRecord,
 )
-from gpucr.snapshot.outside import SharedFileRecord
+from gpucr.snapshot.surroundings import SharedFileRecord
 
 GPU_A = "GPU-6b1e4d2c-0f3a-4c52-9c53-0a6f5a1d7e88"
 GPU_B = "GPU-91c0aa11-2233-4455-6677-8899aabbccdd"
@@ -118,7 +119,7 @@ def write_device_data(folder: Path, device_memory: bytes, piece_bytes: int) -> D
     try:
         os.write(staging, device_memory)
         writer = DeviceWriter(
-            FolderSink(folder, piece_bytes=piece_bytes), [Source(100, staging, len(device_memory))], threads=2
+            FolderSink(folder, piece_bytes=piece_bytes), [FileSource(100, staging, len(device_memory))], threads=2
         )
         writer.start()
         writer.complete(100)

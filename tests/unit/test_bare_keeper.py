@@ -16,10 +16,10 @@ from pathlib import Path
 import pytest
 
 import gpucr
-from gpucr import sandbox
 from gpucr.errors import BrokenInstall
+from gpucr.jobs import sandbox
+from gpucr.jobs.sandbox import BareKeeper
 from gpucr.linux import processes
-from gpucr.sandbox import BareKeeper
 from tests.counter import DEADLINE_S, processes_in, wait_until
 from tests.sandboxed import end_all_in
 from tests.unit.children import identity
@@ -111,7 +111,7 @@ def test_without_adoption_everything_below_it_ends(keeper: BareKeeper, tmp_path:
 
 def test_it_ends_everything_when_its_gpucr_is_killed(tmp_path: Path) -> None:
     code = (
-        "import os, signal, sys; from gpucr import sandbox\n"
+        "import os, signal, sys; from gpucr.jobs import sandbox\n"
         "made = sandbox.bare_keeper(log_path=None, status_path=None)\n"
         "made.spawn(['/bin/sh', '-c', 'cd ' + sys.argv[1] + '; (sleep 1000; exit) & wait'], {}, [], (0, 1))\n"
         "print(made.id.pid, flush=True); signal.pause()"
@@ -129,7 +129,7 @@ def test_it_ends_everything_when_its_gpucr_is_killed(tmp_path: Path) -> None:
 def test_it_ends_everything_when_its_gpucr_is_killed_while_that_ends_everything(tmp_path: Path) -> None:
     """What is below it is stopped by then, before it is killed. The keeper must not be."""
     code = (
-        "import os, signal, sys; from gpucr import sandbox; from gpucr.linux import processes\n"
+        "import os, signal, sys; from gpucr.jobs import sandbox; from gpucr.linux import processes\n"
         "made = sandbox.bare_keeper(log_path=None, status_path=None)\n"
         "made.spawn(['/bin/sh', '-c', 'cd ' + sys.argv[1] + '; (sleep 1000; exit) & wait'], {}, [], (0, 1))\n"
         "print(made.id.pid, flush=True); sys.stdin.readline()\n"

@@ -21,9 +21,10 @@ from typing import Any
 import pytest
 
 from gpucr.errors import SnapshotDamaged, SnapshotError
+from gpucr.gpu_state.source import FileSource
 from gpucr.model import StagedExtent
 from gpucr.quantities import format_bytes
-from gpucr.snapshot.device import Destination, DeviceReader, DeviceWriter, FolderSink, Source, check_shape, verify
+from gpucr.snapshot.device import Destination, DeviceReader, DeviceWriter, FolderSink, check_shape, verify
 from gpucr.snapshot.device.crew import Crew, PieceBuffer
 from gpucr.snapshot.device.stripes import STRIPES, Layout
 from gpucr.snapshot.manifest import DeviceData
@@ -81,14 +82,14 @@ def digests_of(memory: bytes) -> tuple[str | None, ...]:
     return tuple(hashlib.sha256(piece).hexdigest() if any(piece) else None for piece in pieces)
 
 
-def writer_of(folder: Path, sources: Sequence[Source] = (), **options: Any) -> DeviceWriter:
+def writer_of(folder: Path, sources: Sequence[FileSource] = (), **options: Any) -> DeviceWriter:
     sink = FolderSink(folder, piece_bytes=options.pop("piece_bytes", PIECE))
     return DeviceWriter(sink, sources, **{"threads": 4, **options})
 
 
 def saved(folder: Path, fds: dict[int, int], **options: Any) -> dict[int, DeviceData]:
     """Save these staging files, by pid, in one go."""
-    writer = writer_of(folder, [Source(pid, fd, os.fstat(fd).st_size) for pid, fd in fds.items()], **options)
+    writer = writer_of(folder, [FileSource(pid, fd, os.fstat(fd).st_size) for pid, fd in fds.items()], **options)
     try:
         writer.start()
         for pid in fds:
@@ -154,7 +155,7 @@ def test_each_piece_lies_where_the_format_says(staging: MakeStaging, tmp_path: P
 
 def test_zeros_are_neither_written_nor_read(staging: MakeStaging, tmp_path: Path) -> None:
     fd = staging(bytes(64 * PIECE))
-    writer = writer_of(tmp_path / "device", [Source(PID, fd, 64 * PIECE)])
+    writer = writer_of(tmp_path / "device", [FileSource(PID, fd, 64 * PIECE)])
     writer.start()
     writer.complete(PID)
     assert writer.wait(LIMIT_S)
@@ -196,7 +197,7 @@ def test_without_processes_there_is_no_folder(tmp_path: Path) -> None:
 
 
 def test_the_record_has_the_extents(staging: MakeStaging, tmp_path: Path) -> None:
-    writer = writer_of(tmp_path / "device", [Source(PID, staging(PAGE), PAGE)])
+    writer = writer_of(tmp_path / "device", [FileSource(PID, staging(PAGE), PAGE)])
     writer.start()
     writer.complete(PID)
     assert writer.wait(LIMIT_S)
@@ -230,7 +231,7 @@ def filling(staging: MakeStaging, tmp_path: Path) -> Iterator[tuple[DeviceWriter
     memory[3 * PIECE : 4 * PIECE] = bytes(PIECE)
     memory[5 * PIECE : 6 * PIECE] = b"x" * PIECE
     fd = staging(bytes(memory))
-    writer = writer_of(tmp_path / "device", [Source(PID, fd, len(memory))])
+    writer = writer_of(tmp_path / "device", [FileSource(PID, fd, len(memory))])
     writer.start()
     yield writer, fd, memory
     writer.cancel()
@@ -324,7 +325,7 @@ def test_a_piece_that_is_in_a_threads_hands_when_the_end_comes(staging: MakeStag
         held.set()
         assert go_on.wait(LIMIT_S)
 
-    writer = writer_of(tmp_path / "device", [Source(PID, fd, len(memory))], threads=1, on_bytes=hold)
+    writer = writer_of(tmp_path / "device", [FileSource(PID, fd, len(memory))], threads=1, on_bytes=hold)
     try:
         writer.start()
         writer.advance(PID, PIECE)
@@ -348,7 +349,7 @@ def test_a_process_that_is_added_later(
     writer, _, memory = filling
     late = some_memory(3 * PIECE + PAGE, seed=9)
     writer.advance(PID, 5 * PIECE)
-    writer.add(Source(43, staging(late), len(late)))
+    writer.add(FileSource(43, staging(late), len(late)))
     writer.complete(43)
     assert not writer.wait(0)
     assert finished(writer, tmp_path, staging) == memory
@@ -358,22 +359,22 @@ def test_a_process_that_is_added_later(
 def test_a_source_that_grows(staging: MakeStaging, tmp_path: Path) -> None:
     memory = bytearray(os.urandom(21 * PIECE))
     fd = staging(bytes(memory))
-    writer = writer_of(tmp_path / "device", [Source(PID, fd, 2 * PIECE + PAGE)])
+    writer = writer_of(tmp_path / "device", [FileSource(PID, fd, 2 * PIECE + PAGE)])
     try:
         writer.start()
         writer.advance(PID, 2 * PIECE + PAGE)
         wait_seen(writer, 2 * PIECE)
         put(fd, memory, 2 * PIECE, b"what would differ if the last piece were read before it is full")
-        writer.grow(PID, 20 * PIECE + PAGE)
+        writer.grow(FileSource(PID, fd, 20 * PIECE + PAGE))
         writer.advance(PID, 30 * PIECE)
         wait_seen(writer, 20 * PIECE)
         for size_bytes in (20 * PIECE, 20 * PIECE + PAGE + 1, 22 * PIECE):
             with pytest.raises(ValueError, match=f"process {PID}"):
-                writer.grow(PID, size_bytes)
+                writer.grow(FileSource(PID, fd, size_bytes))
         assert finished(writer, tmp_path, staging) == memory[: 20 * PIECE + PAGE]
         assert (writer.seen_bytes, writer.rewritten_pieces) == (20 * PIECE + PAGE, 0)
         with pytest.raises(ValueError, match="final size"):
-            writer.grow(PID, 21 * PIECE)
+            writer.grow(FileSource(PID, fd, 21 * PIECE))
     finally:
         writer.cancel()
 
@@ -383,7 +384,7 @@ def test_a_source_cannot_grow_when_the_writer_has_ended(filling: tuple[DeviceWri
     os.ftruncate(fd, len(memory) + PIECE)
     writer.cancel()
     with pytest.raises(RuntimeError, match="has ended"):
-        writer.grow(PID, len(memory) + PIECE)
+        writer.grow(FileSource(PID, fd, len(memory) + PIECE))
 
 
 @pytest.mark.parametrize("call", [lambda writer: writer.sync(), lambda writer: writer.device_data(PID, ())])
@@ -403,34 +404,34 @@ def test_nothing_is_said_to_be_saved_before_it_is(
 @pytest.mark.parametrize("size_bytes", [PAGE - 1, PAGE + 512, -PAGE, 3 * PAGE])
 def test_a_source_of_a_size_that_cannot_be(size_bytes: int, staging: MakeStaging, tmp_path: Path) -> None:
     with pytest.raises(ValueError, match=f"process {PID}"):
-        writer_of(tmp_path / "device", [Source(PID, staging(2 * PAGE), size_bytes)])
+        writer_of(tmp_path / "device", [FileSource(PID, staging(2 * PAGE), size_bytes)])
     assert not (tmp_path / "device").exists()
 
 
 def test_a_process_that_is_named_twice(staging: MakeStaging, tmp_path: Path) -> None:
     with pytest.raises(ValueError, match="being saved already"):
-        writer_of(tmp_path / "device", [Source(PID, staging(PAGE), PAGE), Source(PID, staging(PAGE), PAGE)])
+        writer_of(tmp_path / "device", [FileSource(PID, staging(PAGE), PAGE), FileSource(PID, staging(PAGE), PAGE)])
 
 
 def test_a_device_folder_that_exists(staging: MakeStaging, tmp_path: Path) -> None:
     (tmp_path / "device").mkdir()
     with pytest.raises(SnapshotError, match="File exists"):
-        writer_of(tmp_path / "device", [Source(PID, staging(PAGE), PAGE)])
+        writer_of(tmp_path / "device", [FileSource(PID, staging(PAGE), PAGE)])
 
 
 def test_a_file_that_somebody_put_there(staging: MakeStaging, tmp_path: Path) -> None:
     (tmp_path / "victim").write_text("kept")
-    writer = writer_of(tmp_path / "device", [Source(1, staging(PAGE), PAGE)])
+    writer = writer_of(tmp_path / "device", [FileSource(1, staging(PAGE), PAGE)])
     (tmp_path / "device" / f"{PID}.0").symlink_to(tmp_path / "victim")
     with pytest.raises(SnapshotError, match="File exists"):
-        writer.add(Source(PID, staging(PAGE), PAGE))
+        writer.add(FileSource(PID, staging(PAGE), PAGE))
     writer.cancel()
     assert (tmp_path / "victim").read_text() == "kept"
 
 
 def test_a_source_that_becomes_shorter(staging: MakeStaging, tmp_path: Path) -> None:
     fd = staging(some_memory(4 * PIECE))
-    writer = writer_of(tmp_path / "device", [Source(PID, fd, 4 * PIECE)])
+    writer = writer_of(tmp_path / "device", [FileSource(PID, fd, 4 * PIECE)])
     os.ftruncate(fd, 3 * PIECE + 100)
     writer.start()
     writer.complete(PID)
@@ -445,13 +446,14 @@ _ON_A_SMALL_DISK = """
 import os, subprocess, sys
 from pathlib import Path
 from gpucr.errors import SnapshotError
-from gpucr.snapshot.device import DeviceWriter, FolderSink, Source
+from gpucr.gpu_state.source import FileSource
+from gpucr.snapshot.device import DeviceWriter, FolderSink
 disk = Path(sys.argv[1])
 subprocess.run(["mount", "-t", "tmpfs", "-o", "size=1m", "none", disk], check=True)
 staging = os.memfd_create("staging")
 os.write(staging, os.urandom(4 << 20))
 before = len(os.listdir("/proc/self/fd"))
-writer = DeviceWriter(FolderSink(disk / "device", piece_bytes=65536), [Source(42, staging, 4 << 20)], threads=4)
+writer = DeviceWriter(FolderSink(disk / "device", piece_bytes=65536), [FileSource(42, staging, 4 << 20)], threads=4)
 writer.start()
 writer.complete(42)
 for call in (lambda: writer.wait(60), writer.sync, lambda: writer.device_data(42, ())):
@@ -486,7 +488,7 @@ def test_a_failing_disk_ends_all_threads(staging: MakeStaging, tmp_path: Path, m
     def fail(*arguments: object) -> int:
         raise OSError(errno.EIO, "Input/output error")
 
-    writer = writer_of(tmp_path / "device", [Source(PID, staging(some_memory(9 * PIECE)), 9 * PIECE)])
+    writer = writer_of(tmp_path / "device", [FileSource(PID, staging(some_memory(9 * PIECE)), 9 * PIECE)])
     monkeypatch.setattr(os, "pwritev", fail)
     writer.start()
     writer.complete(PID)
@@ -495,7 +497,7 @@ def test_a_failing_disk_ends_all_threads(staging: MakeStaging, tmp_path: Path, m
     assert Path(caught.value.path).parent == tmp_path / "device"
     assert "dmesg" in (caught.value.hint or "")
     with pytest.raises(SnapshotError, match="Input/output error"):
-        writer.add(Source(43, staging(PAGE), PAGE))
+        writer.add(FileSource(43, staging(PAGE), PAGE))
     assert not list((tmp_path / "device").glob("43.*")), "the sink was not asked: a thread may be closing it"
     writer.cancel()
 
@@ -587,7 +589,7 @@ def test_a_fork_does_not_share_the_buffers() -> None:
 
 @pytest.mark.parametrize("until", ["made", "started", "advanced", "completed", "waited", "synced"])
 def test_a_writer_can_be_cancelled_at_any_time(until: str, staging: MakeStaging, tmp_path: Path) -> None:
-    writer = writer_of(tmp_path / "device", [Source(PID, staging(some_memory(50 * PIECE)), 50 * PIECE)])
+    writer = writer_of(tmp_path / "device", [FileSource(PID, staging(some_memory(50 * PIECE)), 50 * PIECE)])
     steps: dict[str, Callable[[], object]] = {
         "made": lambda: None,
         "started": writer.start,
@@ -605,7 +607,7 @@ def test_a_writer_can_be_cancelled_at_any_time(until: str, staging: MakeStaging,
     if until in ("made", "started", "advanced"):
         assert not writer.wait(LIMIT_S), "a cancelled writer has not written everything"
     with pytest.raises(RuntimeError, match="has ended"):
-        writer.add(Source(43, staging(PAGE), PAGE))
+        writer.add(FileSource(43, staging(PAGE), PAGE))
     shutil.rmtree(tmp_path / "device")
 
 
@@ -621,7 +623,7 @@ def test_cancelling_releases_who_waits(filling: tuple[DeviceWriter, int, bytearr
 
 def test_a_callback_may_cancel(staging: MakeStaging, tmp_path: Path) -> None:
     made: list[DeviceWriter] = []
-    source = Source(PID, staging(some_memory(50 * PIECE)), 50 * PIECE)
+    source = FileSource(PID, staging(some_memory(50 * PIECE)), 50 * PIECE)
     made.append(writer_of(tmp_path / "device", [source], on_bytes=lambda _: made[0].cancel()))
     made[0].start()
     made[0].complete(PID)
@@ -638,7 +640,7 @@ def test_a_callback_that_fails_is_not_lost(staging: MakeStaging, tmp_path: Path)
 
 
 def test_large_pieces_have_few_buffers(staging: MakeStaging, tmp_path: Path) -> None:
-    writer = writer_of(tmp_path / "device", [Source(PID, staging(PAGE), PAGE)], threads=8, piece_bytes=256 << 20)
+    writer = writer_of(tmp_path / "device", [FileSource(PID, staging(PAGE), PAGE)], threads=8, piece_bytes=256 << 20)
     writer.start()
     names = [thread.name for thread in threading.enumerate() if thread.name.startswith("device-writer")]
     writer.cancel()
@@ -920,7 +922,7 @@ def test_few_threads_work_while_something_else_needs_the_processors(staging: Mak
     writer = writer_of(tmp_path / "device", on_bytes=lambda size_bytes: workers.add(threading.current_thread().name))
     try:
         writer.limit_threads(0)
-        writer.add(Source(PID, staging(memory), len(memory)))
+        writer.add(FileSource(PID, staging(memory), len(memory)))
         writer.start()
         writer.complete(PID)
         assert not writer.wait(0.1)

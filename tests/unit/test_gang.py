@@ -11,7 +11,6 @@ from collections.abc import Callable, Iterator, Mapping
 
 import pytest
 
-from gpucr import gang as gangs
 from gpucr.driver.api import Driver, DriverCapabilities
 from gpucr.driver.cuda import CudaDriver
 from gpucr.errors import (
@@ -26,6 +25,7 @@ from gpucr.errors import (
     Unsupported,
 )
 from gpucr.gang import Gang
+from gpucr.gang import actions as gangs
 from gpucr.linux import processes
 from gpucr.model import CudaState, GangMember, GpuMap
 from tests.counter import CounterFactory, wait_until

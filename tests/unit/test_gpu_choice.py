@@ -1,4 +1,4 @@
-"""gpucr.operations.gpu_choice: the whole GPU map from what the user says, what the job had, and what is here."""
+"""gpucr.gpu_state.gpu_choice: the whole GPU map from what the user says, what the job had, and what is here."""
 
 from __future__ import annotations
 
@@ -9,8 +9,8 @@ from collections.abc import Collection, Iterator, Sequence
 import pytest
 
 from gpucr.errors import InvalidRequest, Unsupported
+from gpucr.gpu_state.gpu_choice import GpuChoice, GpuRequest, GpuUser, choose_gpus, find_gpu
 from gpucr.model import Gpu, GpuMap
-from gpucr.operations.gpu_choice import GpuChoice, GpuRequest, GpuUser, choose_gpus, find_gpu
 
 GIB = 1 << 30
 H200, L4 = "NVIDIA H200", "NVIDIA L4"

@@ -8,9 +8,9 @@ from pathlib import Path
 
 import pytest
 
+from gpucr.containers.dump import clear_target
 from gpucr.errors import SnapshotError, SnapshotUnfinished, Unsupported
-from gpucr.operations.gpu_part import GpuPart, claimed
-from gpucr.operations.runtime_dump import clear_target
+from gpucr.snapshot.gpu_part import GpuPart, claimed
 
 OLD, NEW = b"old", b"new"
 

@@ -9,10 +9,10 @@ from collections.abc import Callable, Collection, Mapping
 
 import pytest
 
-from gpucr import hold_leader
 from gpucr.driver.api import DriverCapabilities
 from gpucr.errors import DriverError, IllegalState, LockTimeout
-from gpucr.hold_leader import LeaderHold, LocksFailed
+from gpucr.gang import hold_leader
+from gpucr.gang.hold_leader import LeaderHold, LocksFailed
 from gpucr.model import CudaState, GpuMap
 from tests.counter import wait_until
 

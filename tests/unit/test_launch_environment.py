@@ -6,7 +6,7 @@ from collections.abc import Mapping
 
 import pytest
 
-from gpucr.launch.environment import EnvironmentChange, changed, choose_environment
+from gpucr.jobs.environment import EnvironmentChange, changed, choose_environment
 
 NCCL = {"NCCL_P2P_DISABLE": "1", "NCCL_CUMEM_ENABLE": "0", "NCCL_CUMEM_HOST_ENABLE": "0", "NCCL_NVLS_ENABLE": "0"}
 TORCH = {"TORCH_NCCL_ENABLE_MONITORING": "0", "TORCH_NCCL_ASYNC_ERROR_HANDLING": "0"}

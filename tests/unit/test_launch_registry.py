@@ -19,11 +19,11 @@ from typing import Any
 import pytest
 
 from gpucr.errors import InvalidRequest, Unsupported
-from gpucr.launch import record as records
-from gpucr.launch import registry as registries
-from gpucr.launch.names import check_name, is_name, near_names, numbered_names
-from gpucr.launch.record import JobRecord, JobState, RecordError, decode, encode, state_of
-from gpucr.launch.registry import Registry
+from gpucr.jobs import record as records
+from gpucr.jobs import registry as registries
+from gpucr.jobs.names import check_name, is_name, near_names, numbered_names
+from gpucr.jobs.record import JobRecord, JobState, RecordError, decode, encode, state_of
+from gpucr.jobs.registry import Registry
 from gpucr.model import ProcessId
 from tests.unit.children import identity, sleeper, unused_pid
 
@@ -480,7 +480,7 @@ def test_a_damaged_record_hides_no_other_and_can_be_forgotten(damage: str, regis
 START = """
 import signal, sys
 from pathlib import Path
-from gpucr.launch.registry import Registry
+from gpucr.jobs.registry import Registry
 with Registry(Path(sys.argv[1])).reserve("train") as reservation:
     reservation.log_path.write_text("begun")
     print("reserved", flush=True)
@@ -532,8 +532,8 @@ def test_a_gpucr_that_is_killed_while_it_writes_leaves_the_old_record(registry: 
 RACE = """
 import os, sys
 from pathlib import Path
-from gpucr.launch.record import JobRecord
-from gpucr.launch.registry import Registry
+from gpucr.jobs.record import JobRecord
+from gpucr.jobs.registry import Registry
 from gpucr.linux.processes import describe
 input()
 me = describe(os.getpid()).id

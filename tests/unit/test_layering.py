@@ -31,10 +31,10 @@ def test_a_broken_contract_would_be_seen(tmp_path: Path) -> None:
         copy.parent.mkdir(parents=True, exist_ok=True)
         copy.write_text(file.read_text())
     with (tmp_path / "gpucr" / "model.py").open("a") as model:
-        model.write("\nfrom gpucr.operations import jobs\n")
+        model.write("\nfrom gpucr.jobs import selection\n")
     done = _lint(ROOT / "pyproject.toml", tmp_path)
     assert done.returncode == 1
-    assert "gpucr.model -> gpucr.operations.jobs" in done.stdout
+    assert "gpucr.model -> gpucr.jobs.selection" in done.stdout
 
 
 def test_every_room_is_in_the_contract() -> None:

@@ -1,4 +1,4 @@
-"""gpucr.operations.logs: CRIU's log is kept exactly when somebody is told where it is."""
+"""gpucr.undo.logs: CRIU's log is kept exactly when somebody is told where it is."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ import pytest
 
 from gpucr.errors import CriuError
 from gpucr.linux.private_folders import state_folder
-from gpucr.operations.logs import log_kept_on_failure, remove_logs_of
+from gpucr.undo.logs import log_kept_on_failure, remove_logs_of
 
 
 @pytest.fixture(autouse=True)
@@ -97,7 +97,7 @@ def test_the_default_state_folder(monkeypatch: pytest.MonkeyPatch, tmp_path: Pat
 
 KILLED = """
 import os, signal
-from gpucr.operations.logs import log_kept_on_failure, remove_logs_of
+from gpucr.undo.logs import log_kept_on_failure, remove_logs_of
 with log_kept_on_failure("dump") as path:
     path.write_text("CRIU says")
     print(os.getpid(), flush=True)

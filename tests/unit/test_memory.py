@@ -1,4 +1,4 @@
-"""gpucr.linux.memory and gpucr.staging: memory maps, what a checkpoint adds to them, and the bytes behind them."""
+"""Memory maps (gpucr.linux.memory), what a checkpoint adds to them, and the bytes behind them (gpu_state.staging)."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ from pathlib import Path
 
 import pytest
 
-from gpucr import staging
+from gpucr.gpu_state import staging
 from gpucr.linux import memory
 from gpucr.linux.memory import Mapping, new_anonymous_ranges
 from gpucr.linux.tmpfs import StagingFile

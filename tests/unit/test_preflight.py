@@ -1,4 +1,4 @@
-"""gpucr.preflight: each check with its condition made real where a test can make it."""
+"""gpucr.diagnosis.preflight: each check with its condition made real where a test can make it."""
 
 from __future__ import annotations
 
@@ -13,13 +13,13 @@ from typing import Any
 
 import pytest
 
-from gpucr import preflight
+from gpucr.diagnosis import preflight
+from gpucr.diagnosis.preflight import Finding, MemoryNeed, room, tree
 from gpucr.errors import NotPermitted, Unsupported
 from gpucr.linux import cgroups, memory, processes
 from gpucr.linux.pid_uses import uses_of_pids
 from gpucr.linux.processes import OpenFile
 from gpucr.model import CudaState, GangMember, Gpu, GpuMap, GpuUse, Job, ProcessId, ProcessInfo
-from gpucr.preflight import Finding, MemoryNeed, room, tree
 from tests.conftest import skip_or_fail
 from tests.unit.children import NOBODY_UID, WITH_A_THREAD, python, sleeper, tracer_of, unused_pid
 from tests.unit.memory_cgroup import ENTER, limited
@@ -88,7 +88,7 @@ def test_privileges() -> None:
         skip_or_fail("root", "only root has privileges to drop")
     preflight.require_privileges(1)
     code = (
-        "import os; from gpucr import preflight\n"
+        "import os; from gpucr.diagnosis import preflight\n"
         f"os.setuid({NOBODY_UID})\n"
         "try: preflight.require_privileges(4711)\n"
         "except Exception as e: print(type(e).__name__, e.pid, e.hint)"

@@ -1,11 +1,11 @@
-"""gpucr.preflight.clocks: where a job's clocks cannot go on, and what is said of it."""
+"""gpucr.diagnosis.preflight.clocks: where a job's clocks cannot go on, and what is said of it."""
 
 from __future__ import annotations
 
 import pytest
 
+from gpucr.diagnosis.preflight import check_clocks
 from gpucr.linux import namespaces, processes
-from gpucr.preflight import check_clocks
 
 
 @pytest.fixture(autouse=True)

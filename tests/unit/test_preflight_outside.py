@@ -1,4 +1,4 @@
-"""gpucr.preflight.outside: what a job needs around it, against files and sockets that are really there."""
+"""Preflight of surroundings: what a job needs around it, against files and sockets that are really there."""
 
 from __future__ import annotations
 
@@ -11,10 +11,7 @@ from pathlib import Path
 
 import pytest
 
-from gpucr.linux import processes
-from gpucr.linux.files_in_use import files_in_use, holders
-from gpucr.model import Connection, Endpoint, Job, JobFile
-from gpucr.preflight import (
+from gpucr.diagnosis.preflight import (
     Finding,
     check_files,
     check_kept_connections,
@@ -22,6 +19,9 @@ from gpucr.preflight import (
     check_ports,
     check_shared_files,
 )
+from gpucr.linux import processes
+from gpucr.linux.files_in_use import files_in_use, holders
+from gpucr.model import Connection, Endpoint, Job, JobFile
 from tests.conftest import skip_or_fail
 
 LOOPBACK = "127.0.0.1"

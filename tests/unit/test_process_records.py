@@ -11,10 +11,10 @@ from typing import Any
 
 import pytest
 
+from gpucr.gpu_state import placement
+from gpucr.gpu_state.placement import RECORDS, ProcessGpus, gpus_of
 from gpucr.linux import processes
 from gpucr.model import Gpu, ProcessId
-from gpucr.operations import gpu_places
-from gpucr.operations.gpu_places import RECORDS, ProcessGpus, gpus_of
 from tests.unit.children import identity
 
 A, B, C = (Gpu(index, f"GPU-{index}", "NVIDIA H200", 8, 4) for index in range(3))
@@ -72,7 +72,7 @@ def test_a_container_that_was_given_two_gpus(me: ProcessId, monkeypatch: pytest.
         roots.append(root)
         return (B, C)
 
-    monkeypatch.setattr(gpu_places, "gpus_with_device_file", given)
+    monkeypatch.setattr(placement, "gpus_with_device_file", given)
     assert gpus_of(me, HERE) == ProcessGpus((B, C), (C,))  # CUDA_VISIBLE_DEVICES=1 counts the two
     assert gpus_of(me, HERE, used=[B.uuid]) == ProcessGpus((B, C), (B, C))
     assert gpus_of(me, HERE, used=[A.uuid]) == ALL_VISIBLE
@@ -166,7 +166,7 @@ def test_a_note_without_a_folder_is_no_error(monkeypatch: pytest.MonkeyPatch, me
     def no_home() -> Path:
         raise FileNotFoundError("uid 1234 has no home folder")
 
-    monkeypatch.setattr(gpu_places.RECORDS, "folder", no_home)
+    monkeypatch.setattr(placement.RECORDS, "folder", no_home)
     note(me, A)
     RECORDS.remove_ended()
     assert gpus_of(me, HERE) == ONE_VISIBLE

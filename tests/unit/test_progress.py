@@ -18,8 +18,8 @@ from pathlib import Path
 import pytest
 
 from gpucr.cli.progress import how_far, progress_printer
-from gpucr.operations.steps import OnProgress, Progress
 from gpucr.quantities import format_seconds
+from gpucr.undo.steps import OnProgress, Progress
 from tests import command
 from tests.counter import CounterFactory
 
@@ -30,7 +30,7 @@ PROGRAM = """
 import sys
 from gpucr.cli.output import prepare_streams
 from gpucr.cli.progress import progress_printer
-from gpucr.operations.steps import run_steps
+from gpucr.undo.steps import run_steps
 prepare_streams()
 
 class Step:

@@ -97,8 +97,14 @@ def test_import_takes_nothing_with_it() -> None:
         ("from gpucr import inspect", ("click", "rich", "pynvml", "gpucr.cli", "gpucr.driver", "gpucr.criu.engine")),
         ("from gpucr import Process", ("click", "rich", "google", "pynvml", "gpucr.criu", "gpucr.operations")),
         ("from gpucr import GpucrError", ("dataclasses", "click", "gpucr.driver", "gpucr.operations")),
-        ("import gpucr.sandbox.keeper", ("subprocess", "gpucr.sandbox.spawn", "gpucr.sandbox.found", "gpucr.model")),
-        ("import gpucr.cli.dump, gpucr.cli.restore", ("gpucr.hooks.containers", "gpucr.hooks.podman", "gpucr.store")),
+        (
+            "import gpucr.jobs.sandbox.keeper",
+            ("subprocess", "gpucr.jobs.sandbox.spawn", "gpucr.jobs.sandbox.lookup", "gpucr.model"),
+        ),
+        (
+            "import gpucr.cli.dump, gpucr.cli.restore",
+            ("gpucr.containers.by_runtime", "gpucr.containers.podman", "gpucr.store"),
+        ),
     ],
 )
 def test_an_import_takes_only_what_it_needs(statement: str, heavy: tuple[str, ...]) -> None:

@@ -7,8 +7,8 @@ from pathlib import Path
 import pytest
 
 from gpucr.errors import Unsupported
+from gpucr.jobs.pid_claims import claimed_pids
 from gpucr.linux.process_records import ProcessRecords
-from gpucr.operations.restore_claims import claimed_pids
 from tests.unit.children import unused_pid
 
 

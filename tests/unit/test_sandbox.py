@@ -15,12 +15,12 @@ from typing import Any
 import pytest
 
 import gpucr
-from gpucr import sandbox
 from gpucr.errors import BrokenInstall, InvalidRequest
+from gpucr.jobs import sandbox
+from gpucr.jobs.sandbox import Started, known_keepers, label
 from gpucr.linux import namespaces, process_records, processes
 from gpucr.linux.namespaces import PidNamespace, namespace_id
 from gpucr.model import ProcessId
-from gpucr.sandbox import Started, known, tag
 from tests.conftest import skip_or_fail
 from tests.counter import processes_in, wait_until
 from tests.sandboxed import end_all_in
@@ -123,7 +123,7 @@ def test_what_a_job_is_started_with(place: Workplace, isolate: bool) -> None:
 
 def test_it_goes_on_when_its_gpucr_has_ended(place: Workplace, isolate: bool) -> None:
     code = (
-        "import sys; from gpucr import sandbox\n"
+        "import sys; from gpucr.jobs import sandbox\n"
         "started = sandbox.start(['/bin/sh', '-c', 'read line < go; exit 5'], cwd=sys.argv[1], environment={},\n"
         "    log_path=sys.argv[1] + '/log', status_path=sys.argv[1] + '/status', refuse_io_uring=False,\n"
         f"    isolate={isolate})\n"
@@ -168,7 +168,7 @@ def test_orphans_go_on_without_a_sandbox(place: Workplace) -> None:
 @pytest.mark.usefixtures("root_only")
 def test_without_the_capability(place: Workplace) -> None:
     code = (
-        "import ctypes, sys; from gpucr import sandbox; from gpucr.errors import Unsupported\n"
+        "import ctypes, sys; from gpucr.jobs import sandbox; from gpucr.errors import Unsupported\n"
         "assert ctypes.CDLL(None).prctl(24, 21, 0, 0, 0) == 0  # PR_CAPBSET_DROP, CAP_SYS_ADMIN\n"
         "given = dict(cwd=sys.argv[1], environment={}, log_path=sys.argv[1] + '/log',\n"
         "    status_path=sys.argv[1] + '/status', refuse_io_uring=False)\n"
@@ -284,7 +284,7 @@ signal.pause()
 @pytest.mark.usefixtures("root_only")
 def test_only_what_gpucr_has_started_is_a_keeper() -> None:
     """Anything else could lead a gpucr of root's into a mount namespace with a CRIU of its own."""
-    shown = json.dumps(asdict(tag.Tag(0, 0, "abc", isolated=True, network="own", log_path="/log")))
+    shown = json.dumps(asdict(label.Tag(0, 0, "abc", isolated=True, network="own", log_path="/log")))
     shown = shown.replace('"keeper": 0', '"keeper": PID')
     with python(FORGED, shown, NOBODY_UID) as forger:
         assert sandbox.of(forger.pid) is None
@@ -292,7 +292,7 @@ def test_only_what_gpucr_has_started_is_a_keeper() -> None:
         assert sandbox.of(root.pid) is None
         stat = processes.read_stat(root.pid)
         assert stat is not None
-        known.note(ProcessId(root.pid, stat.start_time_ticks))  # what the gpucr that has started a keeper does
+        known_keepers.note(ProcessId(root.pid, stat.start_time_ticks))  # what the gpucr that has started a keeper does
         found = sandbox.of(root.pid)
         assert found is not None
         assert sandbox.copies("abc", also_awaited=True) == (found,)
@@ -314,7 +314,7 @@ def test_a_job_whose_keeper_cannot_be_noted_does_not_run(place: Workplace, monke
 
 @pytest.mark.parametrize("data", [b"", b"{", b"[]", b"{}", b'{"keeper": 1}', b"\xff"])
 def test_a_tag_that_is_none(data: bytes) -> None:
-    assert tag.decode(data) is None
+    assert label.decode(data) is None
 
 
 # --- a sandbox that a restore fills --------------------------------------------------------------------------------
@@ -380,7 +380,7 @@ def test_without_adoption_everything_ends(place: Workplace) -> None:
 @pytest.mark.usefixtures("root_only")
 def test_it_ends_when_its_gpucr_is_killed() -> None:
     code = (
-        "import signal; from gpucr import sandbox\n"
+        "import signal; from gpucr.jobs import sandbox\n"
         "made = sandbox.empty(log_path=None, status_path=None, lineage='abc', last_pid=5000)\n"
         "print(made.sandbox.keeper.pid, flush=True); signal.pause()"
     )

@@ -18,18 +18,18 @@ from unittest import mock
 import click
 import pytest
 
-from gpucr.canaries.results import WHAT, CanaryOutcome, CanaryResult, MeasuredMachine, ProbeReport
 from gpucr.checkups.checkup import Checkup
 from gpucr.checkups.doctor import DoctorReport
 from gpucr.cli import columns, diff, doctor, explain, inspect, job_table, jobs, ls, top_lines
 from gpucr.cli.top_state import Notice, TopState
-from gpucr.launch.record import JobRecord, JobState
-from gpucr.launch.registry import ListedJob
+from gpucr.diagnosis.canaries.results import WHAT, CanaryOutcome, CanaryResult, MeasuredMachine, ProbeReport
+from gpucr.diagnosis.preflight import Finding
+from gpucr.jobs.record import JobRecord, JobState
+from gpucr.jobs.registry import ListedJob
 from gpucr.model import CudaState, Gpu, ProcessId, ProcessInfo
 from gpucr.operations.gpu_jobs import GpuJob
 from gpucr.operations.listing import ProcessState
 from gpucr.operations.store_diff import Difference
-from gpucr.preflight import Finding
 from gpucr.store.stored_snapshot import Area, StoredSnapshot
 from tests.unit import samples
 

@@ -11,8 +11,8 @@ from pathlib import Path
 import pytest
 
 from gpucr.snapshot import shared_files
-from gpucr.snapshot.outside import SharedFileRecord
 from gpucr.snapshot.shared_files import SharedFiles, names_in_use, remove_remaps, save
+from gpucr.snapshot.surroundings import SharedFileRecord
 from tests.conftest import skip_or_fail
 
 MIB = 1 << 20

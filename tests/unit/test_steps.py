@@ -1,4 +1,4 @@
-"""gpucr.operations.steps and interrupts: order, undo, deadlines, and real signals sent from inside a step."""
+"""gpucr.undo.steps and interrupts: order, undo, deadlines, and real signals sent from inside a step."""
 
 from __future__ import annotations
 
@@ -17,9 +17,9 @@ from typing import Any
 import pytest
 
 from gpucr.errors import DeadlineExceeded, DriverError, GpucrError, Interrupted, JobDamaged
-from gpucr.operations import steps as steps_module
-from gpucr.operations.interrupts import Interrupts
-from gpucr.operations.steps import LeftBehind, Meter, Phase, Progress, Step, WithoutUndo, run_steps
+from gpucr.undo import steps as steps_module
+from gpucr.undo.interrupts import Interrupts
+from gpucr.undo.steps import LeftBehind, Meter, Phase, Progress, Step, WithoutUndo, run_steps
 
 SIGNALS = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)
 Action = Callable[[Interrupts], None]
@@ -714,7 +714,7 @@ def test_a_handler_that_is_not_pythons_is_left_alone(tmp_path: Path) -> None:
     )
     subprocess.run([compiler, "-shared", "-fPIC", "-o", library, source], check=True)
     code = (
-        "import signal; from gpucr.operations.steps import run_steps\n"
+        "import signal; from gpucr.undo.steps import run_steps\n"
         "assert signal.getsignal(signal.SIGHUP) is None\n"
         "print(run_steps([])); signal.raise_signal(signal.SIGHUP); print('lives')"
     )

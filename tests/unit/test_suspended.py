@@ -1,4 +1,4 @@
-"""gpucr.operations.suspended: what a suspend leaves for the resume that follows."""
+"""gpucr.gpu_state.suspended: what a suspend leaves for the resume that follows."""
 
 from __future__ import annotations
 
@@ -10,9 +10,9 @@ from typing import Any
 
 import pytest
 
+from gpucr.gpu_state import suspended
+from gpucr.gpu_state.suspended import SuspendedRecord, forget, recall, remember
 from gpucr.model import CudaState, GangMember, ProcessId
-from gpucr.operations import suspended
-from gpucr.operations.suspended import SuspendedRecord, forget, recall, remember
 
 PROCESS = ProcessId(4711, 123456)
 RUNNING, LOCKED, CHECKPOINTED = CudaState.RUNNING, CudaState.LOCKED, CudaState.CHECKPOINTED

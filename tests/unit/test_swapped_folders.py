@@ -11,11 +11,11 @@ import pytest
 
 from gpucr.criu import images
 from gpucr.errors import SnapshotDamaged, SnapshotError, SnapshotExists
-from gpucr.operations.interrupts import Interrupts
-from gpucr.operations.sources import FolderSource
-from gpucr.operations.steps import Meter
 from gpucr.snapshot.device import folder_sink
 from gpucr.snapshot.folder import MANIFEST_NAME, Snapshot, UnfinishedSnapshot
+from gpucr.snapshot.origin import FolderSource
+from gpucr.undo.interrupts import Interrupts
+from gpucr.undo.steps import Meter
 from tests.conftest import skip_or_fail
 from tests.criu.test_images import OUTSIDE, image
 from tests.unit import samples

@@ -9,7 +9,7 @@ from collections.abc import Callable, Iterator
 import pytest
 
 from gpucr.errors import NotPermitted
-from gpucr.operations.threads import GangThreads
+from gpucr.gang.threads import GangThreads
 from tests.unit.children import tracer_of
 from tests.unit.counting import Counting, Start
 

@@ -1,4 +1,4 @@
-"""gpucr.preflight: what does not come back, told from what shows outside, each with its evidence and a remedy."""
+"""Preflight: what does not come back, told from what shows outside, each with its evidence and a remedy."""
 
 from __future__ import annotations
 
@@ -11,11 +11,11 @@ from typing import Any
 
 import pytest
 
-from gpucr import preflight
+from gpucr.diagnosis import preflight
+from gpucr.diagnosis.preflight import CudaTraits, Finding, JobTraits, Measurement, modes, sharing, traits
 from gpucr.driver.api import DriverCapabilities
 from gpucr.linux import processes
 from gpucr.model import CudaState, GangMember, Gpu, GpuMap, GpuUse, Job, ProcessId, ProcessInfo
-from gpucr.preflight import CudaTraits, Finding, JobTraits, Measurement, modes, sharing, traits
 from tests.unit.children import Child, python
 
 A, B, C = (f"GPU-{digit * 8}-0000-0000-0000-000000000000" for digit in "abc")

@@ -6,7 +6,7 @@ from collections.abc import Iterable
 from dataclasses import dataclass
 from typing import Literal
 
-from gpucr.preflight import Finding
+from gpucr.diagnosis.preflight import Finding
 
 Verdict = Literal["ok", "warning", "blocking", "unknown"]
 """``blocking``: an operation would be refused, or fail. ``unknown``: it could not be seen, or was not measured."""

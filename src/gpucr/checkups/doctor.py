@@ -7,7 +7,6 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
 
-from gpucr.canaries.results import ProbeReport
 from gpucr.checkups import (
     cuda_driver,
     engine,
@@ -23,8 +22,9 @@ from gpucr.checkups import (
 )
 from gpucr.checkups.checkup import Checkup
 from gpucr.checkups.repairs import Repair
+from gpucr.diagnosis.canaries.results import ProbeReport
+from gpucr.diagnosis.probe import last_probe
 from gpucr.errors import DriverUnavailable, InvalidRequest
-from gpucr.operations.probe import last_probe
 
 
 @dataclass(frozen=True)

@@ -4,8 +4,8 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-from gpucr import preflight
 from gpucr.checkups.checkup import Checkup, ok
+from gpucr.diagnosis import preflight
 from gpucr.driver import gpus
 from gpucr.errors import DriverUnavailable
 from gpucr.model import Gpu

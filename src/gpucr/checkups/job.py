@@ -6,16 +6,17 @@ import os
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 
-from gpucr import preflight
 from gpucr.checkups import engine, privileges, storage
 from gpucr.checkups.checkup import Checkup, from_findings, ok
 from gpucr.criu.options import GHOST_LIMIT_MAX_BYTES, deleted_file_sizes
+from gpucr.diagnosis import preflight
+from gpucr.diagnosis.traps import findings_of_traps
 from gpucr.driver.gpus import gpu_processes, list_gpus
 from gpucr.errors import InvalidRequest, Unsupported
+from gpucr.gpu_state import suspended
+from gpucr.jobs import registered, selection
 from gpucr.linux import processes
 from gpucr.model import CudaState, GangMember, GpuUse, Job
-from gpucr.operations import jobs, registered, suspended
-from gpucr.operations.traps import findings_of_traps
 from gpucr.quantities import format_bytes
 from gpucr.snapshot.device import PIECE_BYTES, buffers_bytes
 
@@ -24,10 +25,10 @@ def examine(target: int | str, folder: Path, *, was_named: bool) -> list[Checkup
     """Look at a job and judge it. Changes nothing; needs access to its processes.
 
     ``folder``: where a snapshot would go; ``was_named``: the user has said so. Raises ProcessNotFound, InvalidRequest
-    or NotPermitted as `jobs.find_job` does, and DriverUnavailable.
+    or NotPermitted as `selection.find_job` does, and DriverUnavailable.
     """
     try:
-        found = jobs.find_job(target)
+        found = selection.find_job(target)
     except Unsupported as e:
         return [
             Checkup("job", "blocking", e.message, "/proc", "gpucr cannot work on it", e.hint or "", None, e.code),

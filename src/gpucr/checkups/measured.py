@@ -2,10 +2,10 @@
 
 from __future__ import annotations
 
-from gpucr import preflight
-from gpucr.canaries.results import CanaryOutcome, CanaryResult, ProbeReport
 from gpucr.checkups.checkup import Checkup, Verdict, from_findings, ok
-from gpucr.operations.probe import measurements_in
+from gpucr.diagnosis import preflight
+from gpucr.diagnosis.canaries.results import CanaryOutcome, CanaryResult, ProbeReport
+from gpucr.diagnosis.probe import measurements_in
 from gpucr.quantities import counted
 
 _ABOUT = "probe"

@@ -7,9 +7,9 @@ from dataclasses import dataclass
 
 from gpucr.checkups.checkup import Checkup, ok
 from gpucr.checkups.memory import hierarchy
+from gpucr.containers import criu_config
+from gpucr.containers.criu_config import HookStatus
 from gpucr.errors import BrokenInstall, GpucrError, NotPermitted
-from gpucr.hooks import criu_config
-from gpucr.hooks.criu_config import HookStatus
 
 _ABOUT = "containers"
 _RUNTIMES = ("runc", "crun", "podman", "docker", "containerd", "crio", "kubelet")

@@ -12,7 +12,7 @@ from click.core import ParameterSource
 from gpucr.cli.output import print_json
 
 if TYPE_CHECKING:
-    from gpucr.hooks.containers import ContainerReport
+    from gpucr.containers.by_runtime import ContainerReport
 
 _ALWAYS = ("as_json", "quiet", "verbose")
 

@@ -24,8 +24,8 @@ from gpucr.driver.cuda import load_driver
 from gpucr.driver.gpus import gpu_processes, list_gpus
 from gpucr.errors import DeadlineExceeded, DriverUnavailable, GpucrError, InvalidRequest, ProcessNotFound
 from gpucr.linux.processes import describe, kill_and_wait, read_stat
-from gpucr.operations.interrupts import not_over_yet
 from gpucr.quantities import format_bytes
+from gpucr.undo.interrupts import not_over_yet
 
 ANSWER_TIMEOUT_S = 30.0
 """How long the counter may take to start or to answer: a CUDA start takes seconds on a machine with many GPUs."""

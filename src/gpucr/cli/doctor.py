@@ -9,15 +9,15 @@ from typing import Any
 
 import click
 
-from gpucr.canaries.results import WHAT, CanaryResult, ProbeReport
 from gpucr.checkups.checkup import Checkup
 from gpucr.checkups.doctor import DoctorReport, doctor
 from gpucr.checkups.repairs import Repair
 from gpucr.cli.columns import Column, fit, terminal_width, wrapped
 from gpucr.cli.options import JobTarget, complete_folder, json_option, quiet_option
 from gpucr.cli.output import print_json, printable, say
+from gpucr.diagnosis.canaries.results import WHAT, CanaryResult, ProbeReport
+from gpucr.diagnosis.probe import CANARY_TIMEOUT_S, probe
 from gpucr.errors import Unsupported
-from gpucr.operations.probe import CANARY_TIMEOUT_S, probe
 from gpucr.quantities import counted
 
 _CANARIES = (

@@ -24,12 +24,12 @@ from gpucr.cli.options import (
 from gpucr.cli.output import print_json, say
 from gpucr.cli.progress import progress_printer
 from gpucr.cli.reports import lock_fields, print_phases, report_fields, say_warnings, snapshot_text
+from gpucr.containers.record import RUNTIMES, Runtime
 from gpucr.errors import InvalidRequest, Unsupported
-from gpucr.hooks.container_record import RUNTIMES, Runtime
 from gpucr.operations.dump import DumpPlan, Persist, dump, plan_dump
-from gpucr.operations.places import Compress, is_store
 from gpucr.quantities import format_bytes
 from gpucr.snapshot.folder import Snapshot
+from gpucr.snapshot.location import Compress, is_store
 
 
 class _Options(TypedDict):
@@ -126,7 +126,7 @@ def command(
       gpucr dump --container web --to /var/snapshots/web
     """  # fmt: skip
     if container is not None:
-        from gpucr.hooks.containers import dump_container  # all that containers need: other jobs start without it
+        from gpucr.containers.by_runtime import dump_container  # all that containers need: other jobs start without it
 
         refuse_other_options("--container", ("container", "runtime", "runtime_root", "to", "leave_running"))
         if is_store(to):

@@ -89,7 +89,7 @@ def ignored(arguments: sys.UnraisableHookArgs) -> None:
 
 def _write_down(error: Exception) -> None:
     with contextlib.suppress(Exception):  # what went wrong may go wrong here as well
-        from gpucr.operations.logs import append_to_log  # late: hardly ever needed
+        from gpucr.undo.logs import append_to_log  # late: hardly ever needed
 
         append_to_log("internal", "".join(traceback.format_exception(error)))
 

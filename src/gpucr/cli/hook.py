@@ -11,9 +11,9 @@ import click
 from gpucr.cli.options import complete_folder, json_option
 from gpucr.cli.output import print_json, say
 from gpucr.cli.suggesting import SuggestingGroup
-from gpucr.hooks import criu_config
-from gpucr.hooks.action import run_hook
-from gpucr.hooks.criu_config import DEFAULT_FOLDER, RUNTIMES, Change, Runtime
+from gpucr.containers import criu_config
+from gpucr.containers.action import run_hook
+from gpucr.containers.criu_config import DEFAULT_FOLDER, RUNTIMES, Change, Runtime
 
 _config_dir_option = click.option(
     "--config-dir",

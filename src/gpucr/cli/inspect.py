@@ -15,8 +15,8 @@ from gpucr.cli.output import print_json, printable, say
 from gpucr.cli.reports import snapshot_text
 from gpucr.cli.snapshot_tree import as_json_record, tree_of
 from gpucr.operations.inspect import inspect
-from gpucr.operations.places import open_snapshot
 from gpucr.quantities import counted, format_bytes
+from gpucr.snapshot.location import open_snapshot
 from gpucr.snapshot.manifest import Manifest, ProcessRecord
 
 

@@ -13,9 +13,9 @@ from gpucr.cli.columns import Column, fit, terminal_width, wrapped
 from gpucr.cli.options import json_option
 from gpucr.cli.output import print_json, printable
 from gpucr.errors import InvalidRequest
-from gpucr.launch.registry import ListedJob
+from gpucr.jobs.registered import is_gone
+from gpucr.jobs.registry import ListedJob
 from gpucr.operations.launch import forget_jobs, list_jobs
-from gpucr.operations.registered import is_gone
 from gpucr.quantities import format_seconds
 
 _COLUMNS = (

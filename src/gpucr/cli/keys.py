@@ -11,8 +11,8 @@ from typing import TYPE_CHECKING, TypeVar
 import click
 
 from gpucr.errors import InvalidRequest, WrongKey
-from gpucr.operations.interrupts import not_over_yet
-from gpucr.operations.places import is_store
+from gpucr.snapshot.location import is_store
+from gpucr.undo.interrupts import not_over_yet
 
 if TYPE_CHECKING:
     from gpucr.store.keys import Secret

@@ -18,7 +18,7 @@ from gpucr.cli import failures
 from gpucr.cli.output import JsonWanted, lost_stdout, prepare_streams
 from gpucr.cli.suggesting import SuggestingGroup
 from gpucr.errors import GpucrError, Interrupted, InvalidRequest, OutputLost
-from gpucr.operations.interrupts import Interrupts
+from gpucr.undo.interrupts import Interrupts
 from gpucr.version import __version__
 
 if TYPE_CHECKING:

@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, Any, TypeVar
 import click
 
 from gpucr.cli.output import JsonWanted
-from gpucr.launch.names import is_name
+from gpucr.jobs.names import is_name
 
 if TYPE_CHECKING:
     from click.shell_completion import CompletionItem

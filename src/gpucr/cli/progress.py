@@ -6,8 +6,8 @@ import os
 import sys
 
 from gpucr.cli.output import printable, say
-from gpucr.operations.steps import OnProgress, Progress
 from gpucr.quantities import format_bytes, format_seconds
+from gpucr.undo.steps import OnProgress, Progress
 
 LINE_INTERVAL_S = 5.0
 """How far apart the plain lines of a phase are that moves bytes."""

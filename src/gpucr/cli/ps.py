@@ -13,10 +13,10 @@ from gpucr.cli.options import JobTarget, json_option
 from gpucr.cli.output import print_json
 from gpucr.driver.gpus import list_gpus
 from gpucr.errors import InvalidRequest
+from gpucr.jobs.registered import find_by_pid_or_name
 from gpucr.linux import processes
 from gpucr.model import Gpu
 from gpucr.operations.gpu_jobs import findings_of, list_gpu_jobs
-from gpucr.operations.registered import find_by_pid_or_name
 
 
 @click.command("ps")

@@ -9,15 +9,15 @@ from typing import TYPE_CHECKING, Any
 import click
 
 from gpucr.cli.output import print_json, say
-from gpucr.operations.steps import Phase
 from gpucr.quantities import format_bytes
+from gpucr.undo.steps import Phase
 
 if TYPE_CHECKING:  # each command loads its own operation only
     from gpucr.model import GangLock
     from gpucr.operations.dump import DumpReport
-    from gpucr.operations.job_snapshot import JobSnapshot
     from gpucr.operations.restore import RestoreReport
     from gpucr.operations.suspend import ChangeReport
+    from gpucr.snapshot.job_snapshot import JobSnapshot
 
 
 def say_warnings(report: DumpReport | RestoreReport | ChangeReport) -> None:

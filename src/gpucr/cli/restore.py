@@ -22,11 +22,11 @@ from gpucr.cli.options import (
 from gpucr.cli.output import print_json
 from gpucr.cli.progress import progress_printer
 from gpucr.cli.reports import gpu_fields, print_phases, report_fields, say_gpu_reasons, say_warnings
-from gpucr.hooks.container_record import is_container
-from gpucr.operations.places import open_snapshot
+from gpucr.containers.record import is_container
+from gpucr.diagnosis.preflight import FilesMode, TcpMode
 from gpucr.operations.restore import restore
-from gpucr.preflight import FilesMode, TcpMode
 from gpucr.quantities import counted
+from gpucr.snapshot.location import open_snapshot
 
 
 @click.command("restore")
@@ -91,7 +91,9 @@ def command(
       gpucr restore /var/snapshots/warm-model --clone --name server-2 --gpu 1
     """
     if is_container(Path(snapshot)):
-        from gpucr.hooks.containers import restore_container  # all that containers need: other jobs start without it
+        from gpucr.containers.by_runtime import (
+            restore_container,  # all that containers need: other jobs start without it
+        )
 
         refuse_other_options("the folder of a container", ("snapshot",))
         print_container("restore", restore_container(Path(snapshot)), as_json=as_json, quiet=quiet)

@@ -10,7 +10,7 @@ import click
 
 from gpucr.cli.options import complete_file, complete_folder, json_option
 from gpucr.cli.output import print_json, printable, say
-from gpucr.launch.record import Network
+from gpucr.jobs.record import Network
 from gpucr.operations.launch import LaunchPlan, plan_job, run_job
 
 

@@ -11,8 +11,8 @@ from gpucr.cli.job_table import command_of, gpu_numbers, job_lines
 from gpucr.cli.output import printable
 from gpucr.cli.progress import how_far
 from gpucr.cli.top_state import Question, TopState
+from gpucr.diagnosis.preflight import Finding
 from gpucr.model import Gpu
-from gpucr.preflight import Finding
 from gpucr.quantities import counted, format_bytes
 
 Style = Literal["plain", "title", "heading", "selected", "error", "question", "keys"]

@@ -6,10 +6,10 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Literal
 
+from gpucr.diagnosis.preflight import Finding
 from gpucr.model import CudaState, Gpu, ProcessId
 from gpucr.operations.gpu_jobs import GpuJob, beside
-from gpucr.operations.steps import Progress
-from gpucr.preflight import Finding
+from gpucr.undo.steps import Progress
 
 Action = Literal["suspend", "resume"]
 

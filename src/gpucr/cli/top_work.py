@@ -11,15 +11,15 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
 from gpucr.cli.top_state import Notice, Operate
+from gpucr.diagnosis.preflight import Finding
 from gpucr.driver.gpus import nvml_kept_open
 from gpucr.errors import GpucrError, JobChanged
 from gpucr.linux import processes
 from gpucr.model import Gpu
 from gpucr.operations.gpu_jobs import GpuJob, findings_of
-from gpucr.operations.steps import Progress
 from gpucr.operations.suspend import ChangeReport, resume, suspend
-from gpucr.preflight import Finding
 from gpucr.quantities import format_bytes
+from gpucr.undo.steps import Progress
 
 
 @dataclass(frozen=True)

@@ -11,8 +11,8 @@ from gpucr.cli.options import complete_place, json_option, quiet_option
 from gpucr.cli.output import print_json, printable, say
 from gpucr.cli.progress import progress_printer
 from gpucr.errors import SnapshotDamaged, StoreDamaged
-from gpucr.operations.places import is_store, open_snapshot
 from gpucr.quantities import format_bytes
+from gpucr.snapshot.location import is_store, open_snapshot
 
 
 @click.command("verify")

@@ -62,6 +62,11 @@ class Criu:
         self._sandbox = sandbox
         self._parent = parent
 
+    @property
+    def is_in_sandbox(self) -> bool:
+        """Whether it runs in a sandbox, and ends with that."""
+        return self._sandbox is not None
+
     def dump(
         self,
         pid: int,

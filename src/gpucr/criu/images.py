@@ -117,6 +117,23 @@ class FilesImage:
                 yield entry.isk
 
 
+class RestoreImages:
+    """The images that a restore gives to CRIU: those of a snapshot, or a folder in which one of them is changed."""
+
+    def __init__(self, original: Path) -> None:
+        self.original = original
+        self.folder = original
+        self._changed = contextlib.ExitStack()
+
+    def change(self, image: FilesImage) -> None:
+        """This one takes the place of the snapshot's from now on. Raises OSError."""
+        self.folder = self._changed.enter_context(changed_images(self.original, image))
+
+    def close(self) -> None:
+        """Remove what `change` has made."""
+        self._changed.close()
+
+
 @contextlib.contextmanager
 def changed_images(images_dir: Path, image: FilesImage) -> Iterator[Path]:
     """A private folder for the block that holds ``image`` and otherwise the images of ``images_dir``.

@@ -3,8 +3,8 @@
 Protocol: https://criu.org/RPC. The messages are in rpc.proto.
 
 CRIU for a sandboxed job runs in the job's own pid, mount and network namespaces, and sees a plain tree there. It is
-born in the pid namespace as a child of gpucr's, enters the others before it becomes CRIU (inside.py), and is signalled
-and waited for by its pid here.
+born in the pid namespace as a child of gpucr's, enters the others before it becomes CRIU (in_namespaces.py), and is
+signalled and waited for by its pid here.
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ from pathlib import Path
 from types import TracebackType
 from typing import Protocol
 
-from gpucr.criu import inside, rpc_pb2
+from gpucr.criu import in_namespaces, rpc_pb2
 from gpucr.criu.install import CriuInstall
 from gpucr.errors import BrokenInstall
 from gpucr.linux import namespaces, own_python
@@ -279,7 +279,12 @@ def _spawn_inside(
             *((os.POSIX_SPAWN_DUP2, fd, images + place) for place, fd in enumerate(high[:-1])),
         ]
         argv = own_python.command(
-            inside.__name__, *numbers, inside.identities(command), len(outputs), *outputs, *_arguments(command)
+            in_namespaces.__name__,
+            *numbers,
+            in_namespaces.identities(command),
+            len(outputs),
+            *outputs,
+            *_arguments(command),
         )
 
         def spawn() -> int:

@@ -10,7 +10,7 @@ import os
 from dataclasses import dataclass
 from pathlib import Path
 
-from gpucr.linux import capabilities
+from gpucr.linux import capabilities, libc
 from gpucr.linux.capabilities import Capabilities
 
 _PR_SET_DUMPABLE, _PR_SET_KEEPCAPS, _PR_CAPBSET_DROP = 4, 8, 24  # include/uapi/linux/prctl.h
@@ -18,8 +18,8 @@ _PR_SET_NO_NEW_PRIVS, _PR_CAP_AMBIENT, _PR_CAP_AMBIENT_RAISE, _PR_CAP_AMBIENT_CL
 _CAPABILITY_VERSION_3 = 0x20080522  # include/uapi/linux/capability.h
 _WORD_BITS = 32
 
-_libc = ctypes.CDLL(None, use_errno=True)
-_libc.prctl.argtypes = (ctypes.c_int, *(ctypes.c_ulong,) * 4)
+_prctl_of_libc = libc.function("prctl", ctypes.c_int, *(ctypes.c_ulong,) * 4)
+_capset = libc.function("capset", ctypes.c_void_p, ctypes.c_void_p)
 
 
 @dataclass(frozen=True)
@@ -80,17 +80,11 @@ def _set_capabilities(effective: int, permitted: int, inheritable: int) -> None:
     header = (ctypes.c_uint32 * 2)(_CAPABILITY_VERSION_3, 0)
     masks = (effective, permitted, inheritable)
     words = [mask >> shift & 0xFFFFFFFF for shift in (0, _WORD_BITS) for mask in masks]
-    _check(_libc.capset(header, (ctypes.c_uint32 * 6)(*words)), "capset")
+    libc.check(_capset(header, (ctypes.c_uint32 * 6)(*words)), "capset")
 
 
 def _prctl(*arguments: int) -> None:
-    _check(_libc.prctl(*arguments, *(0,) * (5 - len(arguments))), "prctl")
-
-
-def _check(result: int, call: str) -> None:
-    if result != 0:
-        number = ctypes.get_errno()
-        raise OSError(number, f"{call}: {os.strerror(number)}")
+    libc.check(_prctl_of_libc(*arguments, *(0,) * (5 - len(arguments))), "prctl")
 
 
 def _bits(mask: int) -> list[int]:

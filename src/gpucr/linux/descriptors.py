@@ -20,6 +20,7 @@ import socket
 import struct
 from collections.abc import Iterator
 
+from gpucr.linux import libc
 from gpucr.linux.injection import CLOSE, RECVMSG, SOCKETPAIR, run_syscall, scratch_address
 from gpucr.linux.processes import PROC, open_files
 from gpucr.linux.ptrace import TracedThread
@@ -34,9 +35,7 @@ _PAIR = struct.Struct("<ii")
 _NAME = "gpucr-descriptor-"
 """How the sockets' names in the abstract namespace (unix(7)) begin."""
 
-_libc = ctypes.CDLL(None, use_errno=True)
-_libc.syscall.argtypes = (ctypes.c_long, ctypes.c_int, ctypes.c_int, ctypes.c_uint)
-_libc.syscall.restype = ctypes.c_long
+_syscall = libc.function("syscall", ctypes.c_long, ctypes.c_int, ctypes.c_int, ctypes.c_uint, result=ctypes.c_long)
 
 
 def send_descriptor(thread: TracedThread, fd: int) -> int:
@@ -105,11 +104,7 @@ def _copy_descriptor(thread: TracedThread, number: int) -> int:
     """A descriptor of the process, opened here as well (pidfd_getfd(2))."""
     process = os.pidfd_open(int(thread.status()["Tgid"]))
     try:
-        found: int = _libc.syscall(_PIDFD_GETFD, process, number, 0)
-        if found < 0:
-            error = ctypes.get_errno()
-            raise OSError(error, f"descriptor {number} of thread {thread.tid}: {os.strerror(error)}")
-        return found
+        return libc.check(_syscall(_PIDFD_GETFD, process, number, 0), f"descriptor {number} of thread {thread.tid}")
     finally:
         os.close(process)
 

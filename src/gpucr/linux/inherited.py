@@ -16,7 +16,7 @@ from collections.abc import Iterable
 from dataclasses import dataclass
 from mmap import MAP_ANONYMOUS, MAP_PRIVATE, PROT_READ, PROT_WRITE
 
-from gpucr.linux import memory, processes
+from gpucr.linux import libc, memory, processes
 from gpucr.linux.injection import CLOSE, DUP3, MAP_FIXED, MAP_NORESERVE, MMAP, OPEN, run_syscall, scratch_address
 from gpucr.linux.ptrace import TracedThread
 from gpucr.model import ProcessInfo
@@ -31,9 +31,7 @@ _KCMP, _KCMP_FILE = 312, 0  # arch/x86/entry/syscalls/syscall_64.tbl, include/ua
 _NOTHING = b"/dev/null\0"
 _LIMIT_S = 5.0
 
-_libc = ctypes.CDLL(None, use_errno=True)
-_libc.syscall.argtypes = (ctypes.c_long,) * 6
-_libc.syscall.restype = ctypes.c_long
+_syscall = libc.function("syscall", *(ctypes.c_long,) * 6, result=ctypes.c_long)
 
 
 @dataclass(frozen=True)
@@ -138,4 +136,4 @@ def _devices(pid: int) -> set[int]:
 
 def _is_same_file(pid: int, other_pid: int, fd: int) -> bool:
     """Whether this number is one open file in both: opened once, and inherited (kcmp(2))."""
-    return bool(_libc.syscall(_KCMP, pid, other_pid, _KCMP_FILE, fd, fd) == 0)
+    return bool(_syscall(_KCMP, pid, other_pid, _KCMP_FILE, fd, fd) == 0)

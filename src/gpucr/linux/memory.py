@@ -11,7 +11,7 @@ from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from pathlib import Path
 
-from gpucr.linux import cgroups
+from gpucr.linux import cgroups, libc
 from gpucr.linux.processes import PROC
 from gpucr.model import Extent
 
@@ -30,17 +30,17 @@ class _IoVec(ctypes.Structure):
     _fields_ = (("base", ctypes.c_void_p), ("size_bytes", ctypes.c_size_t))
 
 
-_libc = ctypes.CDLL(None, use_errno=True)
-_libc.process_vm_writev.argtypes = (
+_process_vm_writev = libc.function(
+    "process_vm_writev",
     ctypes.c_int,
     ctypes.POINTER(_IoVec),
     ctypes.c_ulong,
     ctypes.POINTER(_IoVec),
     ctypes.c_ulong,
     ctypes.c_ulong,
+    result=ctypes.c_ssize_t,
 )
-_libc.process_vm_writev.restype = ctypes.c_ssize_t
-_libc.statfs.argtypes = (ctypes.c_char_p, ctypes.c_void_p)
+_statfs = libc.function("statfs", ctypes.c_char_p, ctypes.c_void_p)
 
 
 @dataclass(frozen=True)
@@ -219,7 +219,7 @@ def _write_zeros(pid: int, addresses: Sequence[int]) -> None:
     done = 0
     while done < count:  # a call that fails in the middle says how far it came; the next one says why
         left = count - done
-        written = _libc.process_vm_writev(
+        written = _process_vm_writev(
             pid,
             ctypes.cast(ctypes.byref(here, done * ctypes.sizeof(_IoVec)), ctypes.POINTER(_IoVec)),
             left,
@@ -260,7 +260,5 @@ def free_disk_bytes(folder: Path) -> int:
 def lies_in_memory(folder: Path) -> bool:
     """Whether files in this folder take host memory: tmpfs and ramfs (``f_type`` of statfs(2))."""
     found = (ctypes.c_long * 32)()  # struct statfs is 120 bytes on 64-bit machines, and begins with the type
-    if _libc.statfs(os.fsencode(folder), found) < 0:
-        number = ctypes.get_errno()
-        raise OSError(number, os.strerror(number), str(folder))
+    libc.check(_statfs(os.fsencode(folder), found), "", str(folder))
     return found[0] in _MEMORY_FILE_SYSTEMS

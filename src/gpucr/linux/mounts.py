@@ -7,13 +7,14 @@ import os
 import re
 from pathlib import Path
 
+from gpucr.linux import libc
+
 MOUNTINFO = Path("/proc/self/mountinfo")
 
 _MNT_DETACH = 2  # include/linux/fs.h
 _ESCAPED = re.compile(rb"\\([0-7]{3})")
 
-_libc = ctypes.CDLL(None, use_errno=True)
-_libc.umount2.argtypes = (ctypes.c_char_p, ctypes.c_int)
+_umount2 = libc.function("umount2", ctypes.c_char_p, ctypes.c_int)
 
 
 def mount_points() -> tuple[Path, ...]:
@@ -30,6 +31,4 @@ def detach(mount_point: Path) -> None:
 
     Raises OSError.
     """
-    if _libc.umount2(os.fsencode(mount_point), _MNT_DETACH) != 0:
-        number = ctypes.get_errno()
-        raise OSError(number, os.strerror(number), os.fspath(mount_point))
+    libc.check(_umount2(os.fsencode(mount_point), _MNT_DETACH), "", os.fspath(mount_point))

@@ -19,6 +19,8 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Literal, TypeVar, get_args
 
+from gpucr.linux import libc
+
 PROC = Path("/proc")
 
 Kind = Literal["pid", "mnt", "net", "ipc", "time"]
@@ -42,10 +44,11 @@ _LAST_PID = Path("/proc/sys/kernel/ns_last_pid")
 
 T = TypeVar("T")
 
-_libc = ctypes.CDLL(None, use_errno=True)
-_libc.unshare.argtypes = (ctypes.c_int,)
-_libc.setns.argtypes = (ctypes.c_int, ctypes.c_int)
-_libc.mount.argtypes = (ctypes.c_char_p, ctypes.c_char_p, ctypes.c_char_p, ctypes.c_ulong, ctypes.c_char_p)
+_unshare = libc.function("unshare", ctypes.c_int)
+_setns = libc.function("setns", ctypes.c_int, ctypes.c_int)
+_mount_of_libc = libc.function(
+    "mount", ctypes.c_char_p, ctypes.c_char_p, ctypes.c_char_p, ctypes.c_ulong, ctypes.c_char_p
+)
 
 
 # --- looking -----------------------------------------------------------------------------------------------------
@@ -155,7 +158,7 @@ def enter(fd: int, kind: Kind) -> None:
     that namespace's root.
     Raises OSError.
     """
-    _check(_libc.setns(fd, _FLAGS[kind]), f"setns({kind})")
+    libc.check(_setns(fd, _FLAGS[kind]), f"setns({kind})")
 
 
 def make_new(*kinds: Kind) -> None:
@@ -166,7 +169,7 @@ def make_new(*kinds: Kind) -> None:
     flags = 0
     for kind in kinds:
         flags |= _FLAGS[kind]
-    _check(_libc.unshare(flags), f"unshare({', '.join(kinds)})")
+    libc.check(_unshare(flags), f"unshare({', '.join(kinds)})")
 
 
 def in_pid_namespace(fd: int, action: Callable[[], T]) -> T:
@@ -245,10 +248,4 @@ def last_pid_clear_of(taken: Sequence[int], room: int = 1000) -> int:
 
 def _mount(source: str | None, target: str, kind: str | None, flags: int, data: str | None = None) -> None:
     words = [None if word is None else os.fsencode(word) for word in (source, target, kind, data)]
-    _check(_libc.mount(words[0], words[1], words[2], flags, words[3]), f"mount({target})")
-
-
-def _check(result: int, call: str) -> None:
-    if result != 0:
-        number = ctypes.get_errno()
-        raise OSError(number, f"{call}: {os.strerror(number)}")
+    libc.check(_mount_of_libc(words[0], words[1], words[2], flags, words[3]), f"mount({target})")

@@ -26,7 +26,7 @@ from dataclasses import dataclass
 from typing import overload
 
 from gpucr.errors import ProcessNotFound
-from gpucr.linux import processes
+from gpucr.linux import libc, processes
 from gpucr.linux.interrupted_calls import with_call_number
 from gpucr.linux.registers import Registers
 
@@ -46,9 +46,9 @@ _SIGINFO_BYTES, _SI_KERNEL = 128, 0x80  # include/uapi/asm-generic/siginfo.h
 _SHORTEST_PAUSE_S, _LONGEST_PAUSE_S = 20e-6, 1e-3
 _MACHINE = os.uname().machine
 
-_libc = ctypes.CDLL(None, use_errno=True)
-_libc.ptrace.argtypes = (ctypes.c_long, ctypes.c_long, ctypes.c_void_p, ctypes.c_void_p)
-_libc.ptrace.restype = ctypes.c_long
+_ptrace_of_libc = libc.function(
+    "ptrace", ctypes.c_long, ctypes.c_long, ctypes.c_void_p, ctypes.c_void_p, result=ctypes.c_long
+)
 
 
 class StopKind(enum.Enum):
@@ -428,6 +428,4 @@ def _is_process(tid: int) -> bool:
 
 
 def _ptrace(request: int, tid: int, address: int = 0, data: int = 0) -> None:
-    if _libc.ptrace(request, tid, address, data) < 0:
-        number = ctypes.get_errno()
-        raise OSError(number, f"ptrace of thread {tid}: {os.strerror(number)}")
+    libc.check(_ptrace_of_libc(request, tid, address, data), f"ptrace of thread {tid}")

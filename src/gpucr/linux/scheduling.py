@@ -11,7 +11,7 @@ import re
 from collections.abc import Iterable
 from pathlib import Path
 
-from gpucr.linux import cgroups
+from gpucr.linux import cgroups, libc
 
 CPU_LIMIT = 8192
 """CONFIG_NR_CPUS of x86-64 goes up to this."""
@@ -23,9 +23,7 @@ _CPU_LIST = re.compile(r"\d{1,4}(-\d{1,4})?(,\d{1,4}(-\d{1,4})?)*", re.ASCII)
 _IOPRIO_SET, _IOPRIO_GET = 251, 252  # arch/x86/entry/syscalls/syscall_64.tbl
 _IOPRIO_WHO_PROCESS, _IOPRIO_CLASS_SHIFT = 1, 13  # include/uapi/linux/ioprio.h
 
-_libc = ctypes.CDLL(None, use_errno=True)
-_libc.syscall.argtypes = (ctypes.c_long,) * 4
-_libc.syscall.restype = ctypes.c_long
+_syscall = libc.function("syscall", *(ctypes.c_long,) * 4, result=ctypes.c_long)
 
 
 def cpus_in(text: str) -> frozenset[int]:
@@ -70,19 +68,11 @@ def allow_all_cpus(tid: int) -> None:
 
 def io_priority(tid: int) -> int:
     """The I/O priority of a thread (ioprio_get(2)): class and level in 16 bits, 0: none was set. Raises OSError."""
-    value = int(_libc.syscall(_IOPRIO_GET, _IOPRIO_WHO_PROCESS, tid, 0))
-    if value < 0:
-        raise _failure("ioprio_get", tid)
+    value = libc.check(_syscall(_IOPRIO_GET, _IOPRIO_WHO_PROCESS, tid, 0), "ioprio_get", f"thread {tid}")
     # Before Linux 5.18 a thread without one had a level in no class, which ioprio_set(2) does not take.
     return value if value >> _IOPRIO_CLASS_SHIFT else 0
 
 
 def set_io_priority(tid: int, value: int) -> None:
     """Set the I/O priority of a thread; 0 takes it away. Raises OSError."""
-    if _libc.syscall(_IOPRIO_SET, _IOPRIO_WHO_PROCESS, tid, value) < 0:
-        raise _failure("ioprio_set", tid)
-
-
-def _failure(call: str, tid: int) -> OSError:
-    number = ctypes.get_errno()
-    return OSError(number, f"{call}: {os.strerror(number)}", f"thread {tid}")
+    libc.check(_syscall(_IOPRIO_SET, _IOPRIO_WHO_PROCESS, tid, value), "ioprio_set", f"thread {tid}")

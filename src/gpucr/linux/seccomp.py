@@ -7,9 +7,10 @@ from __future__ import annotations
 
 import ctypes
 import errno
-import os
 import struct
 from pathlib import Path
+
+from gpucr.linux import libc
 
 _IO_URING_SETUP, _IO_URING_REGISTER = 425, 427  # with io_uring_enter between them: uapi/asm-generic/unistd.h
 _X32_BIT = 0x40000000  # set in the numbers of x32 calls, uapi/asm/unistd.h
@@ -21,8 +22,7 @@ _LOAD_WORD, _JUMP_IF_EQUAL, _JUMP_IF_AT_LEAST, _RETURN = 0x20, 0x15, 0x35, 0x06 
 _NUMBER_OFFSET, _ARCHITECTURE_OFFSET = 0, 4  # struct seccomp_data
 _CAP_SYS_ADMIN = 21  # uapi/linux/capability.h
 
-_libc = ctypes.CDLL(None, use_errno=True)
-_libc.prctl.argtypes = (ctypes.c_int, *[ctypes.c_ulong] * 4)
+_prctl = libc.function("prctl", ctypes.c_int, *[ctypes.c_ulong] * 4)
 
 
 class _Program(ctypes.Structure):
@@ -61,9 +61,7 @@ def refuse_io_uring() -> None:
         ]
     )
     program = _Program(len(instructions) // 8, instructions)
-    if _libc.prctl(_PR_SET_SECCOMP, _SECCOMP_MODE_FILTER, ctypes.addressof(program), 0, 0) != 0:
-        number = ctypes.get_errno()
-        raise OSError(number, f"prctl(PR_SET_SECCOMP): {os.strerror(number)}")
+    libc.check(_prctl(_PR_SET_SECCOMP, _SECCOMP_MODE_FILTER, ctypes.addressof(program), 0, 0), "prctl(PR_SET_SECCOMP)")
 
 
 def _instruction(code: int, operand: int, *, if_true: int = 0, if_false: int = 0) -> bytes:

@@ -10,7 +10,7 @@ import os
 from pathlib import Path
 from types import TracebackType
 
-from gpucr.linux import memory
+from gpucr.linux import libc, memory
 from gpucr.linux.memory import HUGE_PAGE_BYTES
 from gpucr.quantities import format_bytes
 
@@ -26,9 +26,8 @@ _PIECE_BYTES = 2 * HUGE_PAGE_BYTES
 FILE_NAME = "memfd:gpucr-staging"
 """How such a file is called in ``/proc/PID/maps`` (behind a slash), on its own tmpfs and made by memfd_create."""
 
-_libc = ctypes.CDLL(None, use_errno=True)
-_libc.syscall.restype = ctypes.c_long
-_libc.madvise.argtypes = (ctypes.c_void_p, ctypes.c_size_t, ctypes.c_int)
+_syscall_of_libc = libc.function("syscall", result=ctypes.c_long)
+_madvise = libc.function("madvise", ctypes.c_void_p, ctypes.c_size_t, ctypes.c_int)
 
 
 class StagingFile:
@@ -134,10 +133,10 @@ class StagingFile:
         # One mapping for all threads, and pages dropped from it with madvise: both calls share the address space's
         # lock, where a mapping per piece would make every thread wait for all others. A plain write to a page that
         # cannot be had would end in SIGBUS.
-        if _libc.madvise(address, size_bytes, _MADV_POPULATE_WRITE) == 0:
-            _libc.madvise(address, size_bytes, mmap.MADV_DONTNEED)
+        if _madvise(address, size_bytes, _MADV_POPULATE_WRITE) == 0:
+            _madvise(address, size_bytes, mmap.MADV_DONTNEED)
             return
-        error = _last_error("madvise")
+        error = libc.last_error("madvise")
         if error.errno == errno.EINVAL:  # Linux before 5.14; one thread at a time gets through
             os.posix_fallocate(self.fd, offset, size_bytes)
         elif error.errno == errno.EFAULT:  # the kernel's word for what would have been a SIGBUS
@@ -181,12 +180,4 @@ def _open_on_private_tmpfs() -> int:
 
 def _syscall(name: str, number: int, *arguments: int | bytes | None) -> int:
     words = [ctypes.c_long(a) if isinstance(a, int) else ctypes.c_char_p(a) for a in arguments]
-    result = int(_libc.syscall(ctypes.c_long(number), *words))
-    if result < 0:
-        raise _last_error(name)
-    return result
-
-
-def _last_error(call: str) -> OSError:
-    number = ctypes.get_errno()
-    return OSError(number, f"{call}: {os.strerror(number)}")
+    return libc.check(_syscall_of_libc(ctypes.c_long(number), *words), name)

@@ -7,39 +7,26 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Literal, get_args
 
-from gpucr import preflight
 from gpucr.criu.engine import Criu
 from gpucr.criu.install import find_criu
 from gpucr.criu.options import choose_dump_options
-from gpucr.driver.gpus import gpu_processes, list_gpus, nvml_kept_open
+from gpucr.diagnosis import preflight
+from gpucr.diagnosis.traps import findings_of_traps
+from gpucr.driver.gpus import gpu_processes, nvml_kept_open
 from gpucr.errors import CudaStarted, GpucrError, InvalidRequest
-from gpucr.gang import Gang
+from gpucr.jobs import registered, selection
 from gpucr.model import GangLock
-from gpucr.operations import jobs, registered
-from gpucr.operations.dump_steps import AllocateStaging, CommitSnapshot, CriuDump, DumpContext, PrepareTarget
-from gpucr.operations.freeze import (
-    AttachStaging,
-    CheckpointGang,
-    DetachStaging,
-    HoldThreads,
-    LockGang,
-    ReleaseThreads,
-    RestoreGang,
-    StopThreads,
-    UnlockGang,
-)
-from gpucr.operations.job_snapshot import JobSnapshot
-from gpucr.operations.operation import TO_MOVE, Operation, operation
-from gpucr.operations.places import Compress, Place, TargetPlace, find_target
-from gpucr.operations.protection import Protection
-from gpucr.operations.roll import Roll
-from gpucr.operations.staged import GangStaging
-from gpucr.operations.steps import OnProgress, Phase, Step
-from gpucr.operations.targets import DumpCounts
-from gpucr.operations.threads import GangThreads
-from gpucr.operations.traps import findings_of_traps
+from gpucr.operations.dump_steps import CommitSnapshot, CriuDump, OwnDump, PrepareTarget
+from gpucr.operations.freeze import AllocateStaging, cuda_work
+from gpucr.snapshot.destination import DumpCounts
 from gpucr.snapshot.device.writer import DeviceWriter
+from gpucr.snapshot.job_snapshot import JobSnapshot
+from gpucr.snapshot.location import Compress, Place, TargetPlace, find_target
 from gpucr.snapshot.manifest import OverruledFinding
+from gpucr.undo.operation import TO_MOVE, Operation, operation
+from gpucr.undo.protection import Protection
+from gpucr.undo.roll import Roll
+from gpucr.undo.steps import OnProgress, Phase, Step
 
 if TYPE_CHECKING:
     from gpucr.store.keys import Secret
@@ -120,12 +107,12 @@ def dump(
     JobDamaged (not undone).
     """  # fmt: skip
     with operation(on_progress) as running:
-        deadline = jobs.deadline_after(timeout_s)
+        deadline = selection.deadline_after(timeout_s)
         place = find_target(to, compress=compress, encrypt=encrypt, trust_store=trust_store, key=key)
         for attempt in range(1, ATTEMPTS + 1):
             running.interrupts.raise_at_once()
             with contextlib.ExitStack() as opened:
-                found = opened.enter_context(jobs.claimed_job(pid))
+                found = opened.enter_context(selection.claimed_job(pid))
                 roll = opened.enter_context(Roll(found.job))
                 running.require_descriptors(len(found.job.processes), len(found.job.gang), TO_MOVE)
                 protection = (
@@ -165,7 +152,7 @@ def plan_dump(
 ) -> DumpPlan:
     """What `dump` would do with the same arguments. Changes nothing; raises as `dump` does before its first step."""
     place = find_target(to, compress=compress, encrypt=encrypt, trust_store=trust_store, key=key)
-    found = jobs.find_job(pid)
+    found = selection.find_job(pid)
     protection = Protection() if found.job.gang else None
     prepared = _prepare(
         found, place, protection, leave_running=leave_running, persist=persist, only=only, deadline=None
@@ -178,14 +165,14 @@ def plan_dump(
 class _Prepared:
     """A dump that is ready to run: its steps, and what was found while nothing had been changed."""
 
-    context: DumpContext
+    context: OwnDump
     steps: tuple[Step, ...]
     findings: tuple[preflight.Finding, ...]
     commit: CommitSnapshot | CriuDump = field(repr=False)
 
 
 def _prepare(
-    found: jobs.FoundJob,
+    found: selection.FoundJob,
     place: TargetPlace,
     protection: Protection | None,
     *,
@@ -207,17 +194,15 @@ def _prepare(
     held = preflight.device_bytes_in_use(job, uses)
     target = place.target(job, _total(held))
     criu = Criu(find_criu(), found.sandbox.pids if found.sandbox is not None else None)
-    gang = Gang(found.driver, job.gang, deadline=deadline) if found.driver is not None and job.gang else None
     writer = DeviceWriter(target.sink)
-    staged = GangStaging(use_files=True, writer=writer, save_gently=leave_running and persist == "background")
-    threads = GangThreads()
-    checkpoint = None
-    if gang is not None and protection is not None:
-        checkpoint = CheckpointGang(
-            gang, job.root.pid, staged, protection, expected_bytes=_total(held), threads=threads
-        )
+    cuda = None
+    if protection is not None:
+        gently = leave_running and persist == "background"
+        cuda = cuda_work(found, protection, held, writer, deadline=deadline, save_gently=gently)
     findings = (
-        *jobs.findings_before_freeze(job, preflight.needs_of_dump(held, target.disk, job.pids, target.buffers_bytes)),
+        *selection.findings_before_freeze(
+            job, preflight.needs_of_dump(held, target.disk, job.pids, target.buffers_bytes)
+        ),
         *findings_of_traps(job, found.driver, uses),
         *preflight.check_tracers(job),
         *preflight.check_session(job),
@@ -229,57 +214,33 @@ def _prepare(
         *target.findings(job, _total(held)),
     )
     record = registered.record_of(job.root.id)
-    context = DumpContext(
+    context = OwnDump(
         job=job,
-        gang=gang,
         target=target,
+        writer=writer,
+        cuda=cuda,
+        leave_running=leave_running,
+        deadline=deadline,
         criu=criu,
         options=choose_dump_options(job.pids, leave_running=leave_running, install=criu.install),
-        gpus=list_gpus() if job.gang else (),
-        device_bytes=held,
-        deadline=deadline,
-        staging=staged,
-        writer=writer,
-        leave_running=leave_running,
-        checkpoint=checkpoint,
-        protection=protection,
         launch=registered.launch_record(record) if record is not None else None,
         sandbox=found.sandbox,
         note=registered.DumpNote(record) if record is not None else None,
         overruled=tuple(OverruledFinding(f.sentence(), f.consequence) for f in findings if f.severity == "blocking"),
     )
-    steps, commit = _steps(context, threads, persist)
+    steps, commit = _steps(context, persist)
     return _Prepared(context, tuple(steps), findings, commit)
 
 
-def _steps(
-    context: DumpContext, threads: GangThreads, persist: Persist
-) -> tuple[list[Step], CommitSnapshot | CriuDump]:
-    gang, checkpoint, protection = context.gang, context.checkpoint, context.protection
-    criu = CriuDump(context)
+def _steps(context: OwnDump, persist: Persist) -> tuple[list[Step], CommitSnapshot | CriuDump]:
+    cuda, prepare, criu = context.cuda, PrepareTarget(context), CriuDump(context)
     save = CommitSnapshot(context, criu)
-    if gang is None or checkpoint is None or protection is None:
-        steps: list[Step] = [PrepareTarget(context), criu]
-        return ([*steps, save], save) if context.leave_running else (steps, criu)
-    detach = DetachStaging(checkpoint, context.staging, protection)
-    begin: list[Step] = [
-        PrepareTarget(context),
-        AllocateStaging(context),
-        LockGang(gang, protection),
-        checkpoint,
-        detach,
-        StopThreads(threads, gang, protection),
-        criu,
-    ]
+    if cuda is None:
+        return ([prepare, criu, save], save) if context.leave_running else ([prepare, criu], criu)
+    freeze, thaw = cuda.steps_to_freeze()
+    begin: list[Step] = [prepare, AllocateStaging(cuda, leave_running=context.leave_running), *freeze, criu]
     if not context.leave_running:
         return begin, criu
-    thaw: list[Step] = [
-        HoldThreads(threads),
-        AttachStaging(detach),
-        RestoreGang(gang, None, down_to=lambda member: member.found),
-        UnlockGang(gang, down_to=lambda member: member.found),
-        ReleaseThreads(threads, protection),
-    ]
     return ([*begin, save, *thaw] if persist == "sync" else [*begin, *thaw, save]), save
 
 
@@ -309,14 +270,15 @@ def _run(prepared: _Prepared, roll: Roll, running: Operation) -> DumpReport:
         downtime_s=_downtime_s(prepared.steps, phases),
         warnings=_warnings(prepared),
         counts=context.target.counts(context.writer),
-        lock=context.gang.first_lock if context.gang is not None else None,
+        lock=context.cuda.gang.first_lock if context.cuda is not None else None,
     )
 
 
-def _close(context: DumpContext) -> None:
+def _close(context: OwnDump) -> None:
     """What fails here hides neither a success nor a job that could not be brought back."""
     context.writer.cancel()
-    context.staging.close()
+    if context.cuda is not None:
+        context.cuda.staging.close()
     with contextlib.suppress(GpucrError, OSError):
         context.target.close()
 
@@ -327,7 +289,7 @@ def _warnings(prepared: _Prepared) -> tuple[str, ...]:
     return (*(finding.sentence() for finding in prepared.findings), *noted, *_repairs(prepared.context))
 
 
-def _repairs(context: DumpContext) -> tuple[str, ...]:
+def _repairs(context: OwnDump) -> tuple[str, ...]:
     repaired_bytes = context.target.counts(context.writer).repaired_bytes
     if not repaired_bytes:
         return ()

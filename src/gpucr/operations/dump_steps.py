@@ -15,29 +15,23 @@ from typing import Any
 from gpucr import gang as gangs
 from gpucr.criu.engine import Criu
 from gpucr.criu.options import DumpOptions
+from gpucr.criu.recovery import EndDump
 from gpucr.driver.gpus import driver_version
 from gpucr.errors import CriuError, CudaStarted, DeadlineExceeded, GpucrError, JobChanged, JobDamaged
-from gpucr.gang import Gang
+from gpucr.gpu_state.placement import all_gpus
+from gpucr.jobs import selection
+from gpucr.jobs.registered import DumpNote
+from gpucr.jobs.sandbox import Sandbox
 from gpucr.linux import oom, processes
 from gpucr.linux.sockets import bound_socket_paths
-from gpucr.model import Gpu, Job, ProcessId, ProcessInfo
-from gpucr.operations import jobs
-from gpucr.operations.freeze import CheckpointGang
-from gpucr.operations.gpu_places import ProcessGpus, all_gpus, gpus_of
-from gpucr.operations.interrupts import Interrupts
-from gpucr.operations.job_snapshot import JobSnapshot
-from gpucr.operations.logs import log_kept_on_failure
-from gpucr.operations.outside import Outside, look_outside, remove_names
-from gpucr.operations.protection import Protection
-from gpucr.operations.registered import DumpNote
-from gpucr.operations.scheduling import scheduling_of
-from gpucr.operations.staged import GangStaging
-from gpucr.operations.steps import LeftBehind, Meter
-from gpucr.operations.targets import DumpTarget
+from gpucr.model import GangMember, Job, ProcessId, ProcessInfo
+from gpucr.operations.freeze import CudaWork
 from gpucr.quantities import format_bytes
-from gpucr.sandbox import Sandbox
 from gpucr.snapshot import shared_files
+from gpucr.snapshot.destination import DumpTarget
 from gpucr.snapshot.device.writer import DeviceWriter
+from gpucr.snapshot.folder import MANIFEST_NAME
+from gpucr.snapshot.job_snapshot import JobSnapshot
 from gpucr.snapshot.manifest import (
     FolderRecord,
     LaunchRecord,
@@ -46,6 +40,12 @@ from gpucr.snapshot.manifest import (
     ProcessRecord,
     SandboxRecord,
 )
+from gpucr.surroundings.observe import Outside, look_outside, remove_names
+from gpucr.surroundings.scheduling import scheduling_of
+from gpucr.undo.interrupts import Interrupts
+from gpucr.undo.logs import log_kept_on_failure
+from gpucr.undo.protection import Protection
+from gpucr.undo.steps import LeftBehind, Meter
 from gpucr.version import __version__
 
 _NO_REASON = frozenset({CriuError.code, "GPUCR-PROCESS-GONE"})
@@ -56,32 +56,30 @@ _SANDBOX_END_LIMIT_S = _KILLED_LIMIT_S = 10.0
 
 
 @dataclass(frozen=True, kw_only=True)
-class GangDump:
-    """What the steps of one dump share that concern the gang and its device memory, whoever writes the CPU's side.
+class JobDump:
+    """What is dumped, and where to, whoever writes the CPU's side. ``cuda`` is None for a job that does not use it.
 
-    ``device_bytes``: per pid and GPU UUID, read before anything was locked. ``staging`` and ``writer``: the device
-    memory that goes around CRIU, and what saves it. ``protection`` is None for a job without CUDA: nothing of it
-    depends on gpucr, since CRIU undoes by itself when gpucr dies.
+    Then nothing of the job depends on gpucr, since CRIU undoes by itself when gpucr dies.
     """
 
     job: Job
-    gang: Gang | None
     target: DumpTarget
-    gpus: tuple[Gpu, ...]
-    device_bytes: Mapping[int, Mapping[str, int]]
-    deadline: float | None
-    staging: GangStaging
     writer: DeviceWriter
+    cuda: CudaWork | None
     leave_running: bool
-    checkpoint: CheckpointGang | None
-    protection: Protection | None
+    deadline: float | None = None
     note: DumpNote | None = None
     overruled: tuple[OverruledFinding, ...] = ()
 
+    @property
+    def protection(self) -> Protection | None:
+        """What the guard knows; None: there is none."""
+        return self.cuda.protection if self.cuda is not None else None
+
 
 @dataclass(frozen=True, kw_only=True)
-class DumpContext(GangDump):
-    """What the steps of a dump of gpucr's own share."""
+class OwnDump(JobDump):
+    """A dump for which gpucr starts CRIU itself."""
 
     criu: Criu
     options: DumpOptions
@@ -94,7 +92,7 @@ class PrepareTarget:
 
     name = "prepare"
 
-    def __init__(self, context: GangDump) -> None:
+    def __init__(self, context: JobDump) -> None:
         self._context = context
 
     def describe(self) -> str:
@@ -103,7 +101,10 @@ class PrepareTarget:
 
     def run(self, interrupts: Interrupts, meter: Meter) -> int:
         """Make it ready."""
-        self._context.target.create(self._context.protection)
+        context = self._context
+        context.target.create(context.protection)
+        if context.cuda is not None:
+            context.writer.start()
         return 0
 
     def undo(self) -> None:
@@ -120,45 +121,12 @@ class PrepareTarget:
                 raise LeftBehind(f"what was written to {context.target.where} could not be removed: {e}") from e
 
 
-class AllocateStaging:
-    """Allocate the memory that will hold device memory, while the job still runs.
-
-    A job that will go on waits for it here and not when it stands still; for one that will be ended the allocation is
-    only begun, and goes on ahead of the driver.
-    """
-
-    name = "allocate"
-
-    def __init__(self, context: GangDump) -> None:
-        self._context = context
-
-    def describe(self) -> str:
-        """How much."""
-        return f"allocate {format_bytes(self._expected_bytes())} of host memory for device memory"
-
-    def run(self, interrupts: Interrupts, meter: Meter) -> int:
-        """Allocate, or begin to, what the processes use now."""
-        context = self._context
-        context.writer.start()
-        sizes = {pid: sum(by_gpu.values()) for pid, by_gpu in context.device_bytes.items()}
-        context.staging.prepare(sizes)
-        if context.leave_running:
-            context.staging.wait_prepared()
-        return self._expected_bytes()
-
-    def undo(self) -> None:
-        """Nothing: closing the staging files gives it back."""
-
-    def _expected_bytes(self) -> int:
-        return sum(sum(by_gpu.values()) for by_gpu in self._context.device_bytes.values())
-
-
 class CriuDump:
     """CRIU writes the process tree; unless it is left running, the snapshot is committed before CRIU kills it."""
 
     name = "dump"
 
-    def __init__(self, context: DumpContext) -> None:
+    def __init__(self, context: OwnDump) -> None:
         self._context = context
         self._interrupts: Interrupts | None = None
         self._meter: Meter | None = None
@@ -192,7 +160,7 @@ class CriuDump:
         if self.snapshot is not None:
             return self._size_bytes_after_the_end()
         if context.protection is not None:
-            context.protection.relax(criu=None)
+            context.protection.withdraw(EndDump)
         return _images_bytes(context)
 
     def _size_bytes_after_the_end(self) -> int:
@@ -209,8 +177,7 @@ class CriuDump:
         """Nothing: CRIU lets the tree go on when its dump fails, and the snapshot is PrepareTarget's to discard."""
 
     def _on_start(self, criu: ProcessId) -> None:
-        if self._context.protection is not None:
-            self._context.protection.change(criu=criu)
+        expect_criu(self._context, criu)
         if not oom.spare(criu.pid) and self._meter is not None:
             self._meter.note(
                 "without CAP_SYS_RESOURCE the kernel cannot be asked to spare CRIU and the guard when memory runs out; "
@@ -269,7 +236,13 @@ class CriuDump:
             sandbox.wait_ended(_SANDBOX_END_LIMIT_S)
 
 
-def _images_bytes(context: DumpContext) -> int:
+def expect_criu(context: JobDump, criu: ProcessId) -> None:
+    """This CRIU dumps the job, and is to undo where gpucr dies before the snapshot is committed."""
+    if context.protection is not None:
+        context.protection.protect(EndDump(criu, MANIFEST_NAME), [context.target.folder.held.fd])
+
+
+def _images_bytes(context: OwnDump) -> int:
     return sum(file.stat().st_size for file in context.target.folder.images.iterdir())
 
 
@@ -278,7 +251,7 @@ class CommitSnapshot:
 
     name = "save"
 
-    def __init__(self, context: DumpContext, dumped: CriuDump) -> None:
+    def __init__(self, context: OwnDump, dumped: CriuDump) -> None:
         self._context = context
         self._dumped = dumped
         self.snapshot: JobSnapshot | None = None
@@ -299,7 +272,7 @@ class CommitSnapshot:
         """Nothing: an unfinished snapshot is PrepareTarget's to discard."""
 
 
-def commit(context: GangDump, draft: Manifest, interrupts: Interrupts, meter: Meter) -> JobSnapshot:
+def commit(context: JobDump, draft: Manifest, interrupts: Interrupts, meter: Meter) -> JobSnapshot:
     """Wait until all device memory is saved, make everything durable, write the manifest. Cannot be cut off at its end.
 
     The images are hashed and synced while device memory is still being written.
@@ -307,7 +280,8 @@ def commit(context: GangDump, draft: Manifest, interrupts: Interrupts, meter: Me
     target, writer = context.target, context.writer
     writer.limit_threads(None)
     target.seal_images()
-    meter.expect(context.staging.file_bytes)
+    staging = context.cuda.staging if context.cuda is not None else None
+    meter.expect(staging.file_bytes if staging is not None else 0)
     while not writer.wait(_WAIT_S):
         meter.set(writer.seen_bytes)
         interrupts.check()
@@ -321,7 +295,7 @@ def commit(context: GangDump, draft: Manifest, interrupts: Interrupts, meter: Me
         meter.note(f"{writer.rewritten_pieces} pieces were written again: they changed after they had been saved early")
     interrupts.postpone()
     writer.sync()
-    extents = context.staging.extents
+    extents = staging.extents if staging is not None else {}
     stored = {pid: writer.device_data(pid, each) for pid, each in extents.items()}
     records = tuple(replace(record, device_data=stored.get(record.pid)) for record in draft.processes)
     snapshot = target.commit(replace(draft, processes=records))
@@ -331,17 +305,18 @@ def commit(context: GangDump, draft: Manifest, interrupts: Interrupts, meter: Me
     return snapshot
 
 
-def started_cuda(context: GangDump) -> list[int]:
+def started_cuda(context: JobDump) -> list[int]:
     """Processes of the tree that use CUDA now and are not in the gang."""
     tree = processes.tree(context.job.root.pid)
-    driver = context.gang.driver if context.gang is not None else jobs.load_driver_for(tree)
+    cuda = context.cuda
+    driver = cuda.gang.driver if cuda is not None else selection.load_driver_for(tree)
     if driver is None:
         return []
-    known = {member.id for member in context.gang.members} if context.gang is not None else set()
+    known = {member.id for member in cuda.gang.members} if cuda is not None else set()
     return [member.pid for member in gangs.discover(driver, [p for p in tree if p.id not in known])]
 
 
-def _draft(context: DumpContext, tree: Sequence[ProcessInfo], outside: Outside) -> Manifest:
+def _draft(context: OwnDump, tree: Sequence[ProcessInfo], outside: Outside) -> Manifest:
     """The manifest of the tree, which is frozen now, without its files."""
     sandbox = context.sandbox
     draft = draft_of_gang(context, tree, context.criu.install.version_text, context.options.as_dict())
@@ -360,16 +335,20 @@ def _draft(context: DumpContext, tree: Sequence[ProcessInfo], outside: Outside) 
 
 
 def draft_of_gang(
-    context: GangDump, tree: Sequence[ProcessInfo], criu_version: str, criu_options: Mapping[str, Any]
+    context: JobDump, tree: Sequence[ProcessInfo], criu_version: str, criu_options: Mapping[str, Any]
 ) -> Manifest:
     """The part of the manifest that tells of the processes and their GPU state."""
-    members = context.gang.members if context.gang is not None else ()
-    gpus = {m.pid: gpus_of(m.id, context.gpus, used=context.device_bytes.get(m.pid, {})) for m in members}
-    capabilities = context.gang.driver.capabilities() if context.gang and context.gang.members else None
+    cuda = context.cuda
+    members = {member.pid: member for member in cuda.gang.members} if cuda is not None else {}
+    gpus = {pid: cuda.gpus_of(member) for pid, member in members.items()} if cuda is not None else {}
+    capabilities = cuda.gang.driver.capabilities() if cuda is not None and members else None
+    records = [_record(context.job, each) for each in tree]
+    if cuda is not None:
+        records = [_with_cuda(each, cuda, members[each.pid]) if each.pid in members else each for each in records]
     return Manifest(
         created=datetime.datetime.now(datetime.timezone.utc).isoformat(timespec="seconds"),
         root_pid=context.job.root.pid,
-        processes=tuple(_record(context, p, gpus.get(p.pid)) for p in tree),
+        processes=tuple(records),
         gpus=tuple(all_gpus(gpus.values())),
         cuda_version=capabilities.cuda_version if capabilities else None,
         driver_version=driver_version() if capabilities else None,
@@ -396,10 +375,7 @@ def _socket_folders(tree: Sequence[ProcessInfo], *, is_sandboxed: bool) -> tuple
     return tuple(records)
 
 
-def _record(context: GangDump, process: ProcessInfo, gpus: ProcessGpus | None) -> ProcessRecord:
-    found = {m.pid: m.found for m in context.gang.members} if context.gang is not None else {}
-    stopped = {p.id for p in context.job.processes if p.status == "T"}
-    thread = context.checkpoint.restore_threads.get(process.pid) if context.checkpoint else None
+def _record(job: Job, process: ProcessInfo) -> ProcessRecord:
     return ProcessRecord(
         pid=process.pid,
         ns_pids=process.ns_pids,
@@ -407,11 +383,25 @@ def _record(context: GangDump, process: ProcessInfo, gpus: ProcessGpus | None) -
         threads=processes.threads(process.pid),
         name=process.name,
         command_line=process.command_line,
-        found_state=found.get(process.pid),
-        stopped=process.id in stopped,
-        restore_thread=processes.innermost_thread_id(process.pid, thread) if thread is not None else None,
-        device_bytes=dict(context.device_bytes.get(process.pid, {})),
-        staging=context.staging.private.get(process.pid, ()),
-        visible_gpus=None if gpus is None else tuple(gpu.uuid for gpu in gpus.visible),
-        known_gpus=None if gpus is None else tuple(gpu.uuid for gpu in gpus.known),
+        found_state=None,
+        stopped=process.id in {each.id for each in job.processes if each.status == "T"},
+        restore_thread=None,
+        device_bytes={},
+        staging=(),
+        visible_gpus=None,
+        known_gpus=None,
+    )
+
+
+def _with_cuda(record: ProcessRecord, cuda: CudaWork, member: GangMember) -> ProcessRecord:
+    gpus = cuda.gpus_of(member)
+    thread = cuda.checkpoint.restore_threads.get(record.pid)
+    return replace(
+        record,
+        found_state=member.found,
+        restore_thread=processes.innermost_thread_id(record.pid, thread) if thread is not None else None,
+        device_bytes=dict(cuda.device_bytes.get(record.pid, {})),
+        staging=cuda.staging.private.get(record.pid, ()),
+        visible_gpus=tuple(gpu.uuid for gpu in gpus.visible),
+        known_gpus=tuple(gpu.uuid for gpu in gpus.known),
     )

@@ -1,408 +1,135 @@
-"""The steps that take a gang off the GPU and back on it."""
+"""Freeze and thaw: the CUDA processes of a job stand still, their device memory in gpucr's hands, and go on again."""
 
 from __future__ import annotations
 
-import contextlib
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Mapping
+from dataclasses import dataclass
 
-from gpucr import gang as gangs
-from gpucr import staging
-from gpucr.driver.libcuda import INVALID_VALUE
-from gpucr.errors import CudaStarted, DriverError, GpucrError, JobChanged
+from gpucr.driver.gpus import list_gpus
 from gpucr.gang import Gang
-from gpucr.linux import processes
-from gpucr.linux.inherited import InheritedDevices, find_inherited, let_go
-from gpucr.model import CudaState, GangMember, ProcessId, ProcessInfo, StagedExtent
-from gpucr.operations.gpu_places import Placement
-from gpucr.operations.interrupts import Interrupts
-from gpucr.operations.protection import Protection
-from gpucr.operations.staged import GangStaging
-from gpucr.operations.steps import Meter
-from gpucr.operations.threads import GangThreads, explained
-
-MAX_ROUNDS = 5
-"""How often processes that begin to use CUDA meanwhile are taken in before the attempt is given up."""
-
-
-class LockGang:
-    """RUNNING → LOCKED for all. Undone by unlocking what was found RUNNING."""
-
-    name = "lock"
-
-    def __init__(self, gang: Gang, protection: Protection) -> None:
-        self._gang = gang
-        self._protection = protection
-
-    def describe(self) -> str:
-        """What will be locked."""
-        return f"lock the CUDA work of {_names(self._gang)}"
-
-    def run(self, interrupts: Interrupts, meter: Meter) -> int:
-        """Lock all members that run."""
-        self._protection.change(members=self._gang.members)
-        lock = self._gang.lock(interrupts.check)
-        if lock.attempts > 1:
-            meter.note(f"the {lock.processes} processes were locked in {lock.attempts} attempts, {lock.seconds:.3f} s")
-        return 0
-
-    def undo(self) -> None:
-        """Every member back to where it was found: this is the first step, so nothing may be left of any."""
-        self._gang.return_to_found()
+from gpucr.gang.threads import GangThreads
+from gpucr.gpu_state.gang_staging import GangStaging
+from gpucr.gpu_state.placement import ProcessGpus, gpus_of
+from gpucr.gpu_state.recovery import GangProtection
+from gpucr.gpu_state.source import Saver
+from gpucr.gpu_state.steps import (
+    AttachStaging,
+    CheckpointGang,
+    DetachStaging,
+    HoldThreads,
+    LockGang,
+    ReleaseThreads,
+    RestoreGang,
+    StopThreads,
+    UnlockGang,
+)
+from gpucr.jobs.selection import FoundJob
+from gpucr.model import GangMember, Gpu
+from gpucr.quantities import format_bytes
+from gpucr.undo.interrupts import Interrupts
+from gpucr.undo.protection import Protection
+from gpucr.undo.steps import Meter, Step
 
 
-class CheckpointGang:
-    """LOCKED → CHECKPOINTED for all, and for those that begin to use CUDA while this goes on.
+@dataclass(frozen=True, kw_only=True)
+class CudaWork:
+    """What a dump has to do with the processes of a job that use CUDA.
 
-    ``restore_threads`` is filled with the thread that does the driver's work, per pid. With ``threads`` all others are
-    held meanwhile, and afterwards. Children of fork lose the open devices that they have from these processes
-    (`gpucr.linux.inherited`), which are dead with the checkpoint.
+    ``device_bytes``: per pid and GPU UUID, read before anything was locked.
     """
 
-    name = "checkpoint"
+    gang: Gang
+    gpus: tuple[Gpu, ...]
+    device_bytes: Mapping[int, Mapping[str, int]]
+    staging: GangStaging
+    threads: GangThreads
+    guarded: GangProtection
+    checkpoint: CheckpointGang
 
-    def __init__(
-        self,
-        gang: Gang,
-        root_pid: int,
-        staged: GangStaging,
-        protection: Protection,
-        *,
-        expected_bytes: int = 0,
-        whole_tree: bool = True,
-        threads: GangThreads | None = None,
-    ) -> None:
-        self._gang = gang
-        self._root_pid = root_pid
-        self._staged = staged
-        self._protection = protection
-        self._expected_bytes = expected_bytes
-        self._whole_tree = whole_tree
-        self._threads = threads
-        self.restore_threads: dict[int, int] = {}
+    @property
+    def protection(self) -> Protection:
+        """What the guard knows."""
+        return self.guarded.protection
 
-    def describe(self) -> str:
-        """What will be checkpointed."""
-        return f"checkpoint {_names(self._gang)}: device memory to host memory, GPUs released"
+    def gpus_of(self, member: GangMember) -> ProcessGpus:
+        """The GPUs of one process."""
+        return gpus_of(member.id, self.gpus, used=self.device_bytes.get(member.pid, {}))
 
-    def run(self, interrupts: Interrupts, meter: Meter) -> int:
-        """Checkpoint until the tree has no CUDA process that still runs (at most MAX_ROUNDS rounds)."""
-        meter.expect(self._expected_bytes if self._staged.use_files else 0)
-        for _ in range(MAX_ROUNDS):
-            self.restore_threads = self._gang.restore_threads()
-            self._protection.change(restore_threads=dict(self.restore_threads))
-            if self._threads is not None:
-                self._threads.hold(self.restore_threads, self._gang.deadline)
-            locked = self._locked()
-            inherited = find_inherited(self._tree(), locked)
-            with self._staged.captured(locked, meter, self._gang.deadline):
-                self._gang.checkpoint()
-            self._let_go(inherited, meter)
-            self._close_left_behind(meter)
-            self._adopt_found(meter)
-            late = self._late_members()
-            if not late:
-                return self._staged.total_bytes
-            interrupts.check()
-            self._gang.add(late)
-            self._protection.change(members=self._gang.members)
-            self._gang.lock(interrupts.check)
-        raise CudaStarted(
-            f"new processes kept starting to use CUDA for {MAX_ROUNDS} rounds",
-            pids=[member.pid for member in self._late_members()],
-            hint="wait until the job has started all of its processes, then try again",
-        )
-
-    def undo(self) -> None:
-        """CHECKPOINTED → LOCKED for what was not found CHECKPOINTED; unlocking is LockGang's undo."""
-        try:
-            self._gang.restore(down_to=lambda member: member.found)
-        finally:
-            if self._threads is not None:
-                self._threads.release()
-
-    def _adopt_found(self, meter: Meter) -> None:
-        """What was suspended before has its staging already, in a file where root suspended it."""
-        if not self._staged.use_files:
-            return
-        for member in self._gang.members:
-            known = member.pid in self._staged.extents or member.pid in self._staged.private
-            if member.found is CudaState.CHECKPOINTED and not known and not self._staged.adopt(member.pid):
-                meter.note(f"process {member.pid} was suspended in private memory: CRIU writes it")
-
-    def _let_go(self, inherited: Sequence[InheritedDevices], meter: Meter) -> None:
-        """Nothing to undo: the children cannot use CUDA, and the driver has freed what the descriptors stood for."""
-        errors = let_go(inherited)
-        for each in inherited:
-            name = f"process {each.process.pid} ({each.process.name})"
-            if each.process.pid in errors:
-                meter.note(f"{name} still has the GPUs open that it was forked with: {errors[each.process.pid]}")
-            else:
-                meter.note(f"{name} let go of the GPUs that it was forked with: {len(each.fds)} descriptors")
-
-    def _close_left_behind(self, meter: Meter) -> None:
-        """Captures are over, and what is open of staging files now was left by a gpucr that was killed.
-
-        Or by a fork during the checkpoint: the child has open what its parent had then.
-        """
-        if not self._staged.use_files:
-            return
-        for process in self._tree():
-            try:
-                staging.close_left_behind(self.restore_threads.get(process.pid, process.pid))
-            except OSError as error:
-                if processes.goes_on(process.id):
-                    meter.note(f"a staging file stays open in process {process.pid} ({process.name}): {error}")
-
-    def _tree(self) -> tuple[ProcessInfo, ...]:
-        return processes.tree(self._root_pid) if self._whole_tree else ()
-
-    def _locked(self) -> dict[int, int]:
-        states = {member.pid: self._gang.state(member.pid) for member in self._gang.members}
-        return {pid: tid for pid, tid in self.restore_threads.items() if states[pid] is CudaState.LOCKED}
-
-    def _late_members(self) -> list[GangMember]:
-        known = {member.id for member in self._gang.members}
-        # Members are not asked: their threads are held by now, which looks like a process that cannot answer.
-        return list(gangs.discover(self._gang.driver, [process for process in self._tree() if process.id not in known]))
+    def steps_to_freeze(self) -> tuple[list[Step], list[Step]]:
+        """The steps after which CRIU may begin, and those after which the job runs as it was found."""
+        detach = DetachStaging(self.checkpoint, self.staging, self.guarded)
+        freeze: list[Step] = [
+            LockGang(self.gang, self.guarded),
+            self.checkpoint,
+            detach,
+            StopThreads(self.threads, self.gang, self.guarded),
+        ]
+        thaw: list[Step] = [
+            HoldThreads(self.threads),
+            AttachStaging(detach),
+            RestoreGang(self.gang, None, down_to=lambda member: member.found),
+            UnlockGang(self.gang, down_to=lambda member: member.found),
+            ReleaseThreads(self.threads, self.protection),
+        ]
+        return freeze, thaw
 
 
-class StopThreads:
-    """Held → stopped by SIGSTOP, as CRIU, which traces the processes itself, has to find them (see threads.py)."""
+def cuda_work(
+    found: FoundJob,
+    protection: Protection,
+    held: Mapping[int, Mapping[str, int]],
+    saver: Saver,
+    *,
+    deadline: float | None = None,
+    save_gently: bool = False,
+) -> CudaWork:
+    """For a job that uses CUDA. ``held``: its device memory, per pid and GPU UUID. Changes nothing."""
+    if found.driver is None or not found.job.gang:
+        raise ValueError("the job does not use CUDA")
+    gang = Gang(found.driver, found.job.gang, deadline=deadline)
+    staging = GangStaging(use_files=True, writer=saver, save_gently=save_gently)
+    threads, guarded = GangThreads(), GangProtection(protection)
+    expected_bytes = sum(sum(by_gpu.values()) for by_gpu in held.values())
+    return CudaWork(
+        gang=gang,
+        gpus=list_gpus(),
+        device_bytes=held,
+        staging=staging,
+        threads=threads,
+        guarded=guarded,
+        checkpoint=CheckpointGang(
+            gang, found.job.root.pid, staging, guarded, expected_bytes=expected_bytes, threads=threads
+        ),
+    )
 
-    name = "stop"
 
-    def __init__(self, threads: GangThreads, gang: Gang, protection: Protection) -> None:
-        self._threads = threads
-        self._gang = gang
-        self._protection = protection
+class AllocateStaging:
+    """Allocate the memory that will hold device memory, while the job still runs.
 
-    def describe(self) -> str:
-        """What is stopped."""
-        return "stop all threads for CRIU"
-
-    def run(self, interrupts: Interrupts, meter: Meter) -> int:
-        """Stop them."""
-        self._protection.change(stopped=tuple(member.id for member in self._gang.members))
-        self._threads.stop()
-        return 0
-
-    def undo(self) -> None:
-        """Only the restore threads run again."""
-        if self._threads.are_stopped:
-            self._threads.hold_again()
-
-
-class DetachStaging:
-    """CHECKPOINTED, staging files mapped → CHECKPOINTED, empty reservations in their place.
-
-    From here on the device memory is in gpucr's files alone.
+    A job that will go on waits for it here and not when it stands still; for one that will be ended the allocation is
+    only begun, and goes on ahead of the driver.
     """
 
-    name = "detach"
+    name = "allocate"
 
-    def __init__(self, checkpoint: CheckpointGang, staged: GangStaging, protection: Protection) -> None:
-        self._checkpoint = checkpoint
-        self._staged = staged
-        self._protection = protection
-        self._detached: dict[int, tuple[StagedExtent, ...]] = {}
+    def __init__(self, cuda: CudaWork, *, leave_running: bool) -> None:
+        self._cuda = cuda
+        self._leave_running = leave_running
 
     def describe(self) -> str:
-        """What is taken out."""
-        return "take device memory out of the processes, so that CRIU does not write it"
+        """How much."""
+        return f"allocate {format_bytes(self._expected_bytes())} of host memory for device memory"
 
     def run(self, interrupts: Interrupts, meter: Meter) -> int:
-        """Detach every process that has a staging file."""
-        fds = {pid: file.fd for pid, file in self._staged.files.items()}
-        self._protection.expect_detached(self._staged.extents, fds)
-        for pid, extents in self._staged.extents.items():
-            self._detached[pid] = extents
-            with explained(pid):
-                staging.detach(self._checkpoint.restore_threads[pid], extents)
-        return 0
+        """Allocate, or begin to, what the processes use now."""
+        sizes = {pid: sum(by_gpu.values()) for pid, by_gpu in self._cuda.device_bytes.items()}
+        self._cuda.staging.prepare(sizes)
+        if self._leave_running:
+            self._cuda.staging.wait_prepared()
+        return self._expected_bytes()
 
     def undo(self) -> None:
-        """Map the files again, where `attach` has not done so already."""
-        with contextlib.suppress(JobChanged):  # who has ended is told by the roll
-            self.attach()
+        """Nothing: closing the staging files gives it back."""
 
-    def attach(self) -> None:
-        """Detached → mapped again, for all. Raises one of the errors when all have been tried.
-
-        One that cannot be traced, or has ended, must not keep the others from getting their device memory back: the
-        driver would restore them from nothing.
-        """
-        errors: list[GpucrError] = []
-        for pid in list(self._detached):
-            try:
-                with explained(pid):
-                    fd = self._staged.files[pid].fd
-                    staging.attach(self._checkpoint.restore_threads[pid], fd, self._detached[pid])
-                del self._detached[pid]
-            except GpucrError as error:
-                errors.append(error)
-                if isinstance(error, JobChanged):  # it has ended
-                    del self._detached[pid]
-        if errors:
-            raise min(errors, key=lambda error: isinstance(error, JobChanged))  # who lives counts for more
-        self._protection.relax(detached=())
-
-
-class AttachStaging:
-    """The staging files are mapped into the processes again, without a copy."""
-
-    name = "attach"
-
-    def __init__(self, detached: DetachStaging) -> None:
-        self._detached = detached
-
-    def describe(self) -> str:
-        """What is put back."""
-        return "put device memory back into the processes"
-
-    def run(self, interrupts: Interrupts, meter: Meter) -> int:
-        """Attach what was detached."""
-        self._detached.attach()
-        return 0
-
-    def undo(self) -> None:
-        """Nothing: mapped is how every undo wants it."""
-
-
-class HoldThreads:
-    """Stopped, as CRIU leaves the tree → only the driver's restore threads run (see threads.py)."""
-
-    name = "hold"
-
-    def __init__(self, threads: GangThreads, free_threads: Callable[[], Mapping[int, int]] | None = None) -> None:
-        self._threads = threads
-        self._free_threads = free_threads
-
-    def describe(self) -> str:
-        """What is held."""
-        return "hold all threads but the driver's until device memory is back"
-
-    def run(self, interrupts: Interrupts, meter: Meter) -> int:
-        """Hold the threads, then end the stop, which lets only the restore threads go on."""
-        if self._free_threads is None:
-            self._threads.hold_again()
-        else:
-            self._threads.hold(self._free_threads())
-            self._threads.continue_stopped()
-        return 0
-
-    def undo(self) -> None:
-        """Let the threads go on."""
-        self._threads.release()
-
-
-class ReleaseThreads:
-    """The whole tree runs: held threads are let go, and what is only stopped goes on.
-
-    ``is_result``: that is what was asked for. From then on the job may do its last work and end, and nothing that comes
-    later may take it back.
-    """
-
-    name = "release"
-
-    def __init__(
-        self,
-        threads: GangThreads,
-        protection: Protection,
-        stopped: Callable[[], Iterable[ProcessId]] = tuple,
-        *,
-        is_result: bool = False,
-    ) -> None:
-        self._threads = threads
-        self._protection = protection
-        self._stopped = stopped
-        self._is_result = is_result
-
-    def describe(self) -> str:
-        """What goes on."""
-        return "let all threads go on"
-
-    def run(self, interrupts: Interrupts, meter: Meter) -> int:
-        """Release the held threads and end the stop of the processes without CUDA."""
-        self._threads.release()
-        processes.continue_stopped(self._stopped())
-        if self._is_result:
-            interrupts.commit()
-        self._protection.job_runs()
-        return 0
-
-    def undo(self) -> None:
-        """Nothing: a running process is where every undo wants it."""
-
-
-class RestoreGang:
-    """CHECKPOINTED → LOCKED for the members whose ``down_to`` state is below CHECKPOINTED."""
-
-    name = "restore"
-
-    def __init__(self, gang: Gang, placement: Placement | None, *, down_to: Callable[[GangMember], CudaState]) -> None:
-        self._gang = gang
-        self._placement = placement
-        self._down_to = down_to
-
-    def describe(self) -> str:
-        """What will be restored, and where to."""
-        gpu_map = self._placement.choice.gpu_map if self._placement is not None else None
-        where = f" with the GPU map {gpu_map}" if gpu_map is not None else ""
-        return f"restore {_names(self._gang)}: host memory to device memory{where}"
-
-    def run(self, interrupts: Interrupts, meter: Meter) -> int:
-        """Restore all members that are checkpointed."""
-        if self._placement is None:
-            self._gang.restore(down_to=self._down_to)
-            return 0
-        try:
-            self._restore_to(self._placement)
-        finally:
-            self._placement.note(self._gang)
-        return 0
-
-    def _restore_to(self, placement: Placement) -> None:
-        try:
-            self._gang.restore(placement.maps(self._gang), down_to=self._down_to)
-        except DriverError as error:
-            if error.result != INVALID_VALUE or not placement.narrow(self._gang):
-                raise
-            # A map that the driver does not like changes nothing (measured): the process is as it was.
-            try:
-                self._gang.restore(placement.maps(self._gang), down_to=self._down_to)
-            except DriverError:
-                raise error from None  # the GPUs were not the reason, and the first answer says what was
-
-    def undo(self) -> None:
-        """Every member back to where it was found (checkpointed again, if that is where it was)."""
-        self._gang.return_to_found()
-
-
-class UnlockGang:
-    """LOCKED → RUNNING for the members whose ``down_to`` state is RUNNING: all at once, at the very end."""
-
-    name = "unlock"
-
-    def __init__(self, gang: Gang, *, down_to: Callable[[GangMember], CudaState]) -> None:
-        self._gang = gang
-        self._down_to = down_to
-
-    def describe(self) -> str:
-        """What will run again."""
-        return f"unlock {_names(self._gang)}"
-
-    def run(self, interrupts: Interrupts, meter: Meter) -> int:
-        """Unlock all members that are locked."""
-        self._gang.unlock(down_to=self._down_to)
-        return 0
-
-    def undo(self) -> None:
-        """Every member back to where it was found."""
-        self._gang.return_to_found()
-
-
-def _names(gang: Gang) -> str:
-    pids = [str(member.pid) for member in gang.members]
-    if not pids:
-        return "no process"
-    return ("process " if len(pids) == 1 else "processes ") + ", ".join(pids)
+    def _expected_bytes(self) -> int:
+        return sum(sum(by_gpu.values()) for by_gpu in self._cuda.device_bytes.values())

@@ -7,15 +7,15 @@ import os
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 
-from gpucr import preflight
+from gpucr.diagnosis import preflight
+from gpucr.diagnosis.traps import findings_of_traps
 from gpucr.driver.gpus import gpu_processes
 from gpucr.errors import GpucrError, InvalidRequest, NotPermitted
-from gpucr.launch.record import JobRecord
+from gpucr.jobs import registered, selection
+from gpucr.jobs.record import JobRecord
 from gpucr.linux import processes
 from gpucr.model import CudaState, ProcessId, ProcessInfo
-from gpucr.operations import jobs, registered
 from gpucr.operations.listing import ProcessState, list_cuda_processes
-from gpucr.operations.traps import findings_of_traps
 
 
 @dataclass(frozen=True)
@@ -113,13 +113,13 @@ def findings_of(pid: int) -> tuple[preflight.Finding, ...]:
     What keeps gpucr from looking is a blocking finding as well. Changes nothing.
     """
     try:
-        found = jobs.find_job(pid)
+        found = selection.find_job(pid)
         uses = gpu_processes() if found.job.gang else ()
         needs = preflight.needs_of_suspend(
             preflight.device_bytes_in_use(found.job, uses), in_files=processes.can_checkpoint_processes()
         )
         return (
-            *jobs.findings_before_freeze(found.job, needs),
+            *selection.findings_before_freeze(found.job, needs),
             *findings_of_traps(found.job, found.driver, uses),
             *preflight.check_tracers(found.job),
             *preflight.check_open_files(found.job, is_sandboxed=found.sandbox is not None),

@@ -11,10 +11,10 @@ from gpucr.criu.contents import ImagedProcess, SharedMemory, read_contents
 from gpucr.criu.imaged_files import OpenDescriptor
 from gpucr.criu.imaged_memory import KINDS, MemoryUse
 from gpucr.errors import StoreDamaged
-from gpucr.operations.job_snapshot import JobSnapshot
-from gpucr.operations.places import Place, open_snapshot, source_of
-from gpucr.operations.sources import RestoreSource
+from gpucr.snapshot.job_snapshot import JobSnapshot
+from gpucr.snapshot.location import Place, open_snapshot, source_of
 from gpucr.snapshot.manifest import ProcessRecord
+from gpucr.snapshot.origin import RestoreSource
 
 if TYPE_CHECKING:
     from gpucr.store.keys import Secret

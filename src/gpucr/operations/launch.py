@@ -11,22 +11,23 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import get_args
 
-from gpucr import gang, sandbox
+from gpucr import gang
+from gpucr.diagnosis.probe import measurements
 from gpucr.driver.api import Driver
 from gpucr.driver.cuda import load_driver
 from gpucr.driver.gpus import driver_version
 from gpucr.errors import DriverUnavailable, GpucrError, Interrupted, InvalidRequest
-from gpucr.launch.environment import EnvironmentChange, changed, choose_environment
-from gpucr.launch.names import check_name
-from gpucr.launch.record import JobRecord, JobState, Network
-from gpucr.launch.registry import ListedJob, Reservation
+from gpucr.jobs import sandbox
+from gpucr.jobs.environment import EnvironmentChange, changed, choose_environment
+from gpucr.jobs.names import check_name
+from gpucr.jobs.record import JobRecord, JobState, Network
+from gpucr.jobs.registered import now, registry, registry_in_use
+from gpucr.jobs.registry import ListedJob, Reservation
 from gpucr.linux import processes, seccomp
 from gpucr.linux.own_python import without_passphrase
 from gpucr.model import CudaState
-from gpucr.operations.interrupts import Interrupts, all_or_nothing
-from gpucr.operations.probe import measurements
-from gpucr.operations.registered import now, registry, registry_in_use
 from gpucr.snapshot.shared_files import ROOT as SHARED_MEMORY
+from gpucr.undo.interrupts import Interrupts, all_or_nothing
 
 _NEEDS = "namespaces of a job's own need CAP_SYS_ADMIN and CAP_SYS_PTRACE"
 

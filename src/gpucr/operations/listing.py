@@ -11,9 +11,9 @@ from gpucr.driver.cuda import load_driver
 from gpucr.driver.gpus import gpu_processes
 from gpucr.errors import GpucrError, NotACudaProcess
 from gpucr.gang import Halt, state_of
+from gpucr.jobs import selection
 from gpucr.linux import memory, processes
 from gpucr.model import CudaState, ProcessInfo
-from gpucr.operations import jobs
 
 
 @dataclass(frozen=True)
@@ -78,7 +78,7 @@ def job_states(pid: int | str, *, only: bool = False) -> tuple[ProcessState, ...
 
     Raises NotACudaProcess where none of them uses CUDA.
     """
-    job = jobs.find_job(pid, only=only).job
+    job = selection.find_job(pid, only=only).job
     if not job.gang:
         raise NotACudaProcess(
             f"process {job.root.pid} ({job.root.name}) does not use CUDA, and none of its descendants does"

@@ -1,107 +1,81 @@
-"""CRIU's logs: written to a private folder, kept when the operation failed."""
+"""Reading the log of a registered job, also while it grows."""
 
 from __future__ import annotations
 
-import contextlib
-import fcntl
 import os
-import shutil
-import syslog
-import tempfile
 import time
 from collections.abc import Iterator
-from pathlib import Path
 
-from gpucr.errors import GpucrError
-from gpucr.linux import trusted_paths
-from gpucr.linux.private_folders import state_folder
+from gpucr.errors import InvalidRequest
+from gpucr.jobs.record import JobRecord
+from gpucr.jobs.registered import find_by_pid_or_name, registry, registry_in_use
+from gpucr.linux.trusted_paths import open_file
 
-_AT_WORK = ".at-work"
-"""A file with the pid of who writes the log. Without it the log is one that somebody was told of."""
-
-_LEFT_BEHIND_S = 600.0
+_PIECE_BYTES = 1 << 16
+_POLL_S = 0.2
 
 
-def append_to_log(name: str, line: str) -> None:
-    """Add a line with the time to ``NAME.log`` in the log folder, or to syslog where that cannot be written."""
-    try:
-        base = state_folder() / "log"
-        trusted_paths.make_private(base)
-        fd = trusted_paths.open_file(base / f"{name}.log", os.O_WRONLY | os.O_APPEND | os.O_CREAT)
-        with os.fdopen(fd, "w", encoding="utf-8", errors="backslashreplace") as file:
-            file.write(f"{time.strftime('%Y-%m-%dT%H:%M:%S%z')} {line}\n")
-    except OSError:
-        syslog.syslog(syslog.LOG_WARNING, f"gpucr {name}: {line}")
+def job_log(job: int | str, *, last_lines: int | None = None, follow: bool = False) -> Iterator[bytes]:
+    """The bytes of a job's log, in pieces: all of it, or its ``last_lines`` lines.
 
+    ``follow``: then what the job writes, as it comes, until it has ended; while it is dumped, its restore is waited
+    for. A log that was cut short in the meantime is read from its new beginning.
 
-@contextlib.contextmanager
-def log_kept_on_failure(phase: str) -> Iterator[Path]:
-    """A path for CRIU's log in a new private folder, which is removed when the block succeeds.
-
-    Where the state folder cannot be written (a full or read-only disk), the system's folder for temporary files is
-    used instead.
+    Raises InvalidRequest where there is no such job or no log.
     """
-    prefix = f"{phase}-{time.strftime('%Y%m%dT%H%M%S')}-"
+    found = find_by_pid_or_name(job)
+    if found.record is None:
+        raise InvalidRequest(
+            f"the record of the job {found.name} is damaged: {found.state.problem}",
+            hint="its logs are in `gpucr/jobs` below the state folder",
+            code="GPUCR-REGISTRY",
+        )
     try:
-        base = state_folder() / "log"
-        trusted_paths.make_private(base)
-        _remove_left_behind(base)
-        folder = Path(tempfile.mkdtemp(prefix=prefix, dir=base))
-    except OSError:
-        folder = Path(tempfile.mkdtemp(prefix=f"gpucr-{prefix}"))
-    with _at_work(folder):
-        try:
-            yield folder / f"{phase}.log"
-        except GpucrError:
-            raise
-        except BaseException:
-            shutil.rmtree(folder, ignore_errors=True)  # nobody would be told where it is
-            raise
-        shutil.rmtree(folder, ignore_errors=True)
-
-
-def remove_logs_of(pid: int) -> None:
-    """Remove what a gpucr that was killed, of this pid, has left in the log folder. For its guard. Raises nothing."""
-    with contextlib.suppress(OSError):
-        for folder in _marked(state_folder() / "log"):
-            if (folder / _AT_WORK).read_text(encoding="ascii") == str(pid) and not _is_in_use(folder):
-                shutil.rmtree(folder, ignore_errors=True)
-
-
-@contextlib.contextmanager
-def _at_work(folder: Path) -> Iterator[None]:
-    """Tells this folder from those that are kept: marked, and locked as long as this process lives."""
-    fd = os.open(folder, os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC)
+        fd = open_file(found.record.log_path, os.O_RDONLY | os.O_NONBLOCK)  # a named pipe would have us wait
+    except OSError as e:
+        raise InvalidRequest(
+            f"the log {found.record.log_path} of the job {found.name} cannot be read: {e.strerror}",
+            hint="it is there from the job's start until somebody removes it",
+        ) from e
     try:
-        fcntl.flock(fd, fcntl.LOCK_EX)
-        with contextlib.suppress(OSError):  # a full disk
-            (folder / _AT_WORK).write_text(str(os.getpid()), encoding="ascii")
-        yield
+        position = 0 if last_lines is None else _start_of_last_lines(fd, last_lines)
+        while True:
+            has_ended = not follow or _has_ended(found.record)  # asked before the last look at the file
+            while piece := os.pread(fd, _PIECE_BYTES, position):
+                position += len(piece)
+                yield piece
+            if has_ended:
+                return
+            position = min(position, os.fstat(fd).st_size)
+            time.sleep(_POLL_S)
     finally:
-        with contextlib.suppress(OSError):
-            (folder / _AT_WORK).unlink(missing_ok=True)
         os.close(fd)
 
 
-def _remove_left_behind(base: Path) -> None:
-    """Remove logs of a gpucr that was killed with its guard, or had none. Its CRIU may be writing for a while yet."""
-    with contextlib.suppress(OSError):
-        for folder in _marked(base):
-            newest = max(path.stat().st_mtime for path in (folder, *folder.iterdir()))
-            if time.time() - newest > _LEFT_BEHIND_S and not _is_in_use(folder):
-                shutil.rmtree(folder, ignore_errors=True)
-
-
-def _marked(base: Path) -> list[Path]:
-    return [path for path in base.iterdir() if path.is_dir() and (path / _AT_WORK).exists()]
-
-
-def _is_in_use(folder: Path) -> bool:
-    fd = os.open(folder, os.O_RDONLY | os.O_DIRECTORY | os.O_NOFOLLOW | os.O_CLOEXEC)
-    try:
-        fcntl.flock(fd, fcntl.LOCK_EX | fcntl.LOCK_NB)
-    except BlockingIOError:
+def _has_ended(record: JobRecord) -> bool:
+    """Whether nothing more will come: it has ended, was forgotten, or its name is another job's."""
+    with registry_in_use():
+        now = registry().look(record.name)
+    if now is None or now.record is None or now.record.log_path != record.log_path:
         return True
-    finally:
-        os.close(fd)
-    return False
+    return now.state.word not in ("running", "dumped")
+
+
+def _start_of_last_lines(fd: int, lines: int) -> int:
+    """Where the last so many lines begin; a last line without its end counts."""
+    position = end = os.fstat(fd).st_size
+    if lines == 0:
+        return end
+    missing = lines
+    while position > 0:
+        size_bytes = min(_PIECE_BYTES, position)
+        position -= size_bytes
+        piece = os.pread(fd, size_bytes, position)
+        at = (
+            len(piece) - 1 if position + size_bytes == end else len(piece)
+        )  # the end of the last line separates nothing
+        while (at := piece.rfind(b"\n", 0, at)) >= 0:
+            missing -= 1
+            if missing == 0:
+                return position + at + 1
+    return 0

@@ -10,14 +10,14 @@ from dataclasses import dataclass, field, replace
 from pathlib import PurePosixPath
 from typing import TYPE_CHECKING, get_args
 
-from gpucr import preflight
 from gpucr.criu.credentials import capabilities_in
-from gpucr.criu.engine import Criu
 from gpucr.criu.image_entries import ImageError
-from gpucr.criu.images import have_clocks
+from gpucr.criu.images import RestoreImages, have_clocks
 from gpucr.criu.install import find_criu
 from gpucr.criu.options import DumpOptions, RestoreOptions
 from gpucr.criu.pids import pids_in
+from gpucr.diagnosis import preflight
+from gpucr.diagnosis.traps import findings_of_targets
 from gpucr.driver.api import Driver
 from gpucr.driver.cuda import load_driver
 from gpucr.driver.gpus import gpu_processes, list_gpus, nvml_kept_open
@@ -31,42 +31,36 @@ from gpucr.errors import (
     SnapshotDamaged,
 )
 from gpucr.gang import Gang
+from gpucr.gang.threads import GangThreads
+from gpucr.gpu_state.gpu_choice import GpuChoice, GpuRequest
+from gpucr.gpu_state.placement import Placement
+from gpucr.gpu_state.steps import HoldThreads, ReleaseThreads, RestoreGang, UnlockGang
+from gpucr.jobs import registered, selection
+from gpucr.jobs.pid_claims import claimed_pids
+from gpucr.jobs.sandbox_steps import KeepJob, SandboxPlan, StartKeeper, StartSandbox, check_clone, plan_sandbox
 from gpucr.linux import capabilities
 from gpucr.linux.pid_uses import wait_for_reaping
 from gpucr.model import Gpu, GpuMap
-from gpucr.operations import jobs, registered
-from gpucr.operations.freeze import HoldThreads, ReleaseThreads, RestoreGang, UnlockGang
-from gpucr.operations.gpu_choice import GpuChoice, GpuRequest
-from gpucr.operations.gpu_places import Placement, place_snapshot
-from gpucr.operations.job_snapshot import JobSnapshot
-from gpucr.operations.operation import TO_MOVE, Operation, operation
-from gpucr.operations.outside_steps import endpoints_to_bind, outside_steps
-from gpucr.operations.places import Place, open_snapshot, source_of
-from gpucr.operations.protection import Protection
-from gpucr.operations.restore_claims import claimed_pids
 from gpucr.operations.restore_steps import (
     CriuRestore,
     LoadDevice,
     MakeFolders,
     ProvideFiles,
-    RestoreContext,
     RestoreDevice,
+    restore_threads,
+    to_continue,
 )
-from gpucr.operations.sandbox_steps import (
-    KeepJob,
-    SandboxPlan,
-    StartKeeper,
-    StartSandbox,
-    check_clone,
-    plan_sandbox,
-)
-from gpucr.operations.sources import RestoreSource, device_bytes_of, private_bytes_of
-from gpucr.operations.steps import OnProgress, Phase, Step, WithoutUndo
-from gpucr.operations.threads import GangThreads
-from gpucr.operations.traps import findings_of_targets
 from gpucr.snapshot.folder import Snapshot
+from gpucr.snapshot.gpus import place_snapshot
+from gpucr.snapshot.job_snapshot import JobSnapshot
+from gpucr.snapshot.location import Place, open_snapshot, source_of
 from gpucr.snapshot.manifest import Manifest
+from gpucr.snapshot.origin import RestoreSource, device_bytes_of, private_bytes_of
 from gpucr.snapshot.shared_files import ROOT, names_in_use
+from gpucr.surroundings.steps import AdaptFiles, FreePorts, PutBackSharedFiles, endpoints_to_bind, steps_before_criu
+from gpucr.undo.operation import TO_MOVE, Operation, operation
+from gpucr.undo.protection import Protection
+from gpucr.undo.steps import OnProgress, Phase, Step, WithoutUndo
 
 if TYPE_CHECKING:
     from gpucr.store.keys import Secret
@@ -136,7 +130,7 @@ def restore(
     DeadlineExceeded, Interrupted (all ended again); JobDamaged (something of it still runs).
     """  # fmt: skip
     with operation(on_progress) as running, contextlib.ExitStack() as on_failure:
-        deadline = jobs.deadline_after(timeout_s)
+        deadline = selection.deadline_after(timeout_s)
         if isinstance(snapshot, str | os.PathLike):
             snapshot = open_snapshot(snapshot, key)
             if isinstance(snapshot, Snapshot):
@@ -169,19 +163,37 @@ def restore(
             known = snapshot.manifest.processes
             running.require_descriptors(len(known), sum(p.found_state is not None for p in known), TO_MOVE)
             protection = opened.enter_context(Protection()) if driver is not None else None
-            context = RestoreContext(
-                source=source,
-                criu=Criu(find_criu()),
-                options=options,
-                deadline=deadline,
-                protection=protection,
+            install = find_criu()
+            start = (
+                StartSandbox(install, source, plan, protection)
+                if plan is not None
+                else StartKeeper(install, registration, own_session=not options.shell_job)
             )
-            start = StartSandbox(context, plan) if plan is not None else StartKeeper(context, registration)
-            in_our_network = plan is None or plan.network == "host"
-            before_criu = [start, *outside_steps(context, files, tcp, in_our_network=in_our_network)]
-            keep = KeepJob(context, start, registration)
+            images = RestoreImages(source.images)
+            around = steps_before_criu(
+                source,
+                start.site,
+                images,
+                files,
+                tcp,
+                in_our_network=plan is None or plan.network == "host",
+                deadline=deadline,
+            )
+            gang = Gang(driver, (), deadline=deadline) if driver is not None else None
+            criu = CriuRestore(
+                snapshot.manifest,
+                images,
+                start.site,
+                options,
+                gang=gang,
+                protection=protection,
+                deadline=deadline,
+            )
+            keep = KeepJob(start.site, criu.tree, snapshot.manifest, registration, protection)
             try:
-                report = _run(context, driver, placement, findings, running, before_criu, [keep])
+                report = _run(
+                    source, start, around, criu, keep, gang, placement, findings, running, protection, deadline
+                )
             except (DriverError, CriuError, JobChanged, JobDamaged) as error:
                 _recall_overruled(error, snapshot.manifest, findings)
                 raise
@@ -191,46 +203,54 @@ def restore(
 
 
 def _run(
-    context: RestoreContext,
-    driver: Driver | None,
+    source: RestoreSource,
+    start: StartSandbox | StartKeeper,
+    around: Sequence[PutBackSharedFiles | FreePorts | AdaptFiles],
+    criu: CriuRestore,
+    keep: KeepJob,
+    gang: Gang | None,
     placement: Placement,
     findings: Sequence[preflight.Finding],
     running: Operation,
-    before_criu: Sequence[Step],
-    at_the_end: Sequence[Step],
+    protection: Protection | None,
+    deadline: float | None,
 ) -> RestoreReport:
-    snapshot, deadline, protection = context.snapshot, context.deadline, context.protection
-    load: list[Step] = [LoadDevice(context)] if snapshot.manifest.device_data else []
-    provide = ProvideFiles(context)
-    steps: list[Step] = [provide, *load] if context.source.provides_first else [*load, provide]
+    snapshot = source.snapshot
+    load = LoadDevice(source) if snapshot.manifest.device_data else None
+    provide = ProvideFiles(source, protection)
+    steps: list[Step] = [provide] if load is None else [provide, load] if source.provides_first else [load, provide]
     if snapshot.manifest.folders:
-        steps.append(MakeFolders(context))
-    steps += before_criu
-    steps.append(CriuRestore(context))
-    if driver is not None and protection is not None:
-        gang = context.gang = Gang(driver, (), deadline=deadline)
-        threads = GangThreads()
-        placement.restored_as(context.pids)
+        steps.append(MakeFolders(snapshot.manifest.folders))
+    steps += [start, *around, criu]
+    if gang is not None and protection is not None:
+        threads, tree = GangThreads(), criu.tree
+        restore_gang = RestoreGang(gang, placement, down_to=lambda member: member.found)
+        loading = load.loading if load is not None else None
         # Restoring and unlocking are undone by CriuRestore, which ends the processes.
         steps += [
-            HoldThreads(threads, context.restore_threads),
-            RestoreDevice(context, RestoreGang(gang, placement, down_to=lambda member: member.found)),
+            HoldThreads(threads, lambda: restore_threads(snapshot, tree.value)),
+            RestoreDevice(snapshot, loading, tree, restore_gang, placement, deadline),
             WithoutUndo(UnlockGang(gang, down_to=lambda member: member.found)),
-            ReleaseThreads(threads, protection, context.to_continue, is_result=True),
+            ReleaseThreads(threads, protection, lambda: to_continue(snapshot.manifest, tree.value), is_result=True),
         ]
-    steps += at_the_end
+    steps.append(keep)
     try:
         phases = running.run(steps, deadline=deadline, protection=protection)
     finally:
-        context.close()
+        for each in (*around, load, source):
+            if each is not None:
+                with contextlib.suppress(GpucrError, OSError):  # hides neither a success nor a failure
+                    each.close()
+    warnings = [warning for each in around if isinstance(each, AdaptFiles) for warning in each.warnings]
+    restored = criu.tree.value
     return RestoreReport(
         snapshot=snapshot,
-        pid=context.root_pid,
-        processes=len(context.restored),
+        pid=restored.root_pid,
+        processes=len(restored.processes),
         phases=phases,
         size_bytes=snapshot.manifest.size_bytes,
         seconds=sum(phase.seconds for phase in phases),
-        warnings=(*(finding.sentence() for finding in findings), *context.warnings),
+        warnings=(*(finding.sentence() for finding in findings), *warnings, *criu.warnings, *keep.warnings),
         gpu_map=placement.choice.gpu_map,
         gpu_reasons=placement.choice.reasons,
     )

@@ -7,13 +7,11 @@ import errno
 import os
 import time
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass, field
-from pathlib import Path
+from dataclasses import dataclass
 
-from gpucr import staging
-from gpucr.criu.engine import Criu
-from gpucr.criu.images import FilesImage
+from gpucr.criu.images import FilesImage, RestoreImages
 from gpucr.criu.options import RestoreOptions
+from gpucr.criu.recovery import EndRestore, EndRestored
 from gpucr.criu.remains import task_pids
 from gpucr.errors import (
     DeadlineExceeded,
@@ -25,108 +23,37 @@ from gpucr.errors import (
     Unsupported,
 )
 from gpucr.gang import Gang
+from gpucr.gang.threads import explained
+from gpucr.gpu_state import staging
+from gpucr.gpu_state.placement import Placement
+from gpucr.gpu_state.staging import Gate
+from gpucr.gpu_state.steps import RestoreGang
+from gpucr.jobs.sandbox_steps import RestoredTree, RestoreSite
 from gpucr.linux import processes, trusted_paths
 from gpucr.linux.tmpfs import StagingFile
 from gpucr.model import CudaState, GangMember, ProcessId
-from gpucr.operations.freeze import RestoreGang
-from gpucr.operations.interrupts import Interrupts
-from gpucr.operations.job_snapshot import JobSnapshot
-from gpucr.operations.logs import log_kept_on_failure
-from gpucr.operations.opened import require_as_recorded
-from gpucr.operations.protection import Protection
-from gpucr.operations.scheduling import restore_scheduling
-from gpucr.operations.sources import RestoreSource, images_read_from
-from gpucr.operations.steps import Meter
-from gpucr.operations.threads import explained
 from gpucr.quantities import counted, format_bytes
-from gpucr.snapshot import shared_files
 from gpucr.snapshot.device.loader import DeviceLoader
 from gpucr.snapshot.device.reader import Destination
-from gpucr.snapshot.manifest import DeviceData, ProcessRecord
-from gpucr.staging import Gate
+from gpucr.snapshot.job_snapshot import JobSnapshot
+from gpucr.snapshot.manifest import FolderRecord, Manifest, ProcessRecord
+from gpucr.snapshot.origin import RestoreSource, images_read_from
+from gpucr.surroundings.opened_files import require_as_recorded
+from gpucr.surroundings.scheduling import restore_scheduling
+from gpucr.undo.interrupts import Interrupts
+from gpucr.undo.logs import log_kept_on_failure
+from gpucr.undo.protection import Protection
+from gpucr.undo.steps import Meter, Result
 
 _WAIT_S = 0.2
 
 
-@dataclass(kw_only=True)
-class DeviceRestore:
-    """What the steps of one restore share that concern the gang and its device memory, whoever makes the processes.
+@dataclass(frozen=True)
+class Loading:
+    """Device memory on its way into staging files, which are by manifest pid."""
 
-    ``gang``, ``root_pid``, ``restored`` and ``pids`` (manifest pid → pid now) are filled as it goes on, and so are
-    ``files``, the staging files by manifest pid, and ``reader``, which fills them.
-    """
-
-    source: RestoreSource
-    deadline: float | None
-    protection: Protection | None
-    gang: Gang | None = None
-    root_pid: int = 0
-    restored: tuple[ProcessId, ...] = ()
-    pids: dict[int, int] = field(default_factory=dict)
-    files: dict[int, StagingFile] = field(default_factory=dict)
-    reader: DeviceLoader | None = None
-    on_close: contextlib.ExitStack = field(default_factory=contextlib.ExitStack)
-
-    @property
-    def snapshot(self) -> JobSnapshot:
-        """What is restored."""
-        return self.source.snapshot
-
-    def close(self) -> None:
-        """Stop reading, and give up the staging files; what a process has mapped stays its own.
-
-        What fails here hides neither a success nor a failure.
-        """
-        with contextlib.suppress(GpucrError, OSError):
-            self.on_close.close()
-        if self.reader is not None:
-            self.reader.cancel()
-        for file in self.files.values():
-            file.close()
-        with contextlib.suppress(GpucrError, OSError):
-            self.source.close()
-
-    def restore_threads(self) -> dict[int, int]:
-        """The thread that does the driver's work, per pid of the gang."""
-        found: dict[int, int] = {}
-        for record in self.snapshot.manifest.processes:
-            if record.found_state is None or record.restore_thread is None:
-                continue
-            pid = self.pids[record.pid]
-            tid = processes.thread_with_innermost_id(pid, record.restore_thread)
-            if tid is None:
-                raise SnapshotDamaged(
-                    f"the manifest names thread {record.restore_thread} of process {record.pid}, which it has not",
-                    path=self.snapshot.where,
-                )
-            found[pid] = tid
-        return found
-
-    def to_continue(self) -> list[ProcessId]:
-        """The processes without CUDA that were not stopped when they were dumped."""
-        records = self.snapshot.manifest.processes
-        chosen = {self.pids.get(r.pid) for r in records if r.found_state is None and not r.stopped}
-        return [process for process in self.restored if process.pid in chosen]
-
-
-@dataclass(kw_only=True)
-class RestoreContext(DeviceRestore):
-    """What the steps of a restore of gpucr's own share.
-
-    ``images_dir`` is where CRIU gets its images from, ``shared_root`` the folder of shared memory that the job will
-    see, ``outputs`` which files take the place of others in a sandbox. ``warnings`` is what steps have to tell the
-    user.
-    """
-
-    criu: Criu
-    options: RestoreOptions
-    shared_root: Path = shared_files.ROOT
-    outputs: Mapping[Path, Path] = field(default_factory=dict)
-    images_dir: Path = field(init=False)
-    warnings: list[str] = field(default_factory=list)
-
-    def __post_init__(self) -> None:
-        self.images_dir = self.source.images
+    files: Mapping[int, StagingFile]
+    loader: DeviceLoader
 
 
 class LoadDevice:
@@ -134,47 +61,56 @@ class LoadDevice:
 
     name = "load"
 
-    def __init__(self, context: DeviceRestore) -> None:
-        self._context = context
+    def __init__(self, source: RestoreSource) -> None:
+        self._source = source
+        self._files: dict[int, StagingFile] = {}
+        self.loading: Result[Loading] = Result()
 
     def describe(self) -> str:
         """How much."""
-        stored = sum(data.stored_bytes for data in self._context.snapshot.manifest.device_data.values())
+        stored = sum(data.stored_bytes for data in self._source.snapshot.manifest.device_data.values())
         return f"begin to read {format_bytes(stored)} of device memory"
 
     def run(self, interrupts: Interrupts, meter: Meter) -> int:
         """Make the files and start the threads that read."""
-        context = self._context
         destinations: list[Destination] = []
-        for pid, data in context.snapshot.manifest.device_data.items():
-            file = context.files[pid] = _staging_file(data.size_bytes)
+        for pid, data in self._source.snapshot.manifest.device_data.items():
+            file = self._files[pid] = _staging_file(data.size_bytes)
             if file.reason is not None:
                 meter.note(f"device memory is read into small pages: {file.reason}")
             destinations.append(Destination(pid, file.fd, data))
-        context.reader = context.source.loader(destinations)
-        context.reader.start()
+        loader = self._source.loader(destinations)
+        self.loading.set(Loading(self._files, loader))
+        loader.start()
         return 0
 
     def undo(self) -> None:
         """Stop reading."""
-        if self._context.reader is not None:
-            self._context.reader.cancel()
+        if (loading := self.loading.if_known) is not None:
+            loading.loader.cancel()
+
+    def close(self) -> None:
+        """Stop reading, and give up the staging files; what a process has mapped stays its own."""
+        self.undo()
+        for file in self._files.values():
+            file.close()
 
 
 class ProvideFiles:
     """Every file of the snapshot is at hand and checked. Device memory is checked as it is read."""
 
-    def __init__(self, context: RestoreContext) -> None:
-        self._context = context
-        self.name = context.source.provision[0]
+    def __init__(self, source: RestoreSource, protection: Protection | None) -> None:
+        self._source = source
+        self._protection = protection
+        self.name = source.provision[0]
 
     def describe(self) -> str:
         """From where."""
-        return self._context.source.provision[1]
+        return self._source.provision[1]
 
     def run(self, interrupts: Interrupts, meter: Meter) -> int:
         """Verify or fetch. Returns the bytes of the files."""
-        return self._context.source.provide(self._context.protection, interrupts, meter)
+        return self._source.provide(self._protection, interrupts, meter)
 
     def undo(self) -> None:
         """Nothing: what was fetched goes when the operation ends."""
@@ -185,8 +121,8 @@ class MakeFolders:
 
     name = "folders"
 
-    def __init__(self, context: RestoreContext) -> None:
-        self._context = context
+    def __init__(self, folders: Sequence[FolderRecord]) -> None:
+        self._folders = folders
         self._made: list[str] = []
 
     def describe(self) -> str:
@@ -199,7 +135,7 @@ class MakeFolders:
         CRIU binds the sockets by their paths, as root: no folder, also none that is there, may be behind a link of
         another user's.
         """
-        for record in self._context.snapshot.manifest.folders:
+        for record in self._folders:
             try:
                 with contextlib.suppress(FileNotFoundError):
                     os.close(trusted_paths.open_file(record.path, os.O_PATH | os.O_DIRECTORY))
@@ -222,96 +158,148 @@ class MakeFolders:
 
 
 class CriuRestore:
-    """CRIU makes the process tree again; the CUDA processes come back CHECKPOINTED."""
+    """CRIU makes the process tree again; the CUDA processes (``gang``, None: none) come back CHECKPOINTED."""
 
     name = "criu"
 
-    def __init__(self, context: RestoreContext) -> None:
-        self._context = context
+    def __init__(
+        self,
+        manifest: Manifest,
+        images: RestoreImages,
+        site: Result[RestoreSite],
+        options: RestoreOptions,
+        *,
+        gang: Gang | None,
+        protection: Protection | None,
+        deadline: float | None,
+    ) -> None:
+        self._manifest = manifest
+        self._images = images
+        self._site = site
+        self._options = options
+        self._gang = gang
+        self._protection = protection
+        self._deadline = deadline
+        self._root_pid = 0
+        self.tree: Result[RestoredTree] = Result()
+        self.warnings: tuple[str, ...] = ()
 
     def describe(self) -> str:
         """How many processes."""
-        manifest = self._context.snapshot.manifest
+        manifest = self._manifest
         return f"restore {counted(len(manifest.processes), 'process')} with CRIU, root pid {manifest.root_pid}"
 
     def run(self, interrupts: Interrupts, meter: Meter) -> int:
         """Restore, then take stock of the restored processes."""
-        context = self._context
+        site = self._site.value
         with interrupts.allowed(), log_kept_on_failure("restore") as log_path:
-            context.root_pid = context.criu.restore(
-                context.images_dir,
-                context.options,
+            self._root_pid = site.criu.restore(
+                self._images.folder,
+                self._options,
                 log_path=log_path,
-                leave_stopped=context.gang is not None,
-                outputs=context.outputs,
+                leave_stopped=self._gang is not None,
+                outputs=site.outputs,
                 on_start=self._on_start,
                 on_notify=lambda hook, pid: self._on_notify(hook, pid, interrupts),
-                deadline=context.deadline,
+                deadline=self._deadline,
             )
             interrupts.postpone()
-        if context.gang is not None:
-            take_stock(context)
-        return sum(file.size_bytes for file in context.snapshot.manifest.files)
+        if self._gang is not None:
+            self._take_stock()
+        return sum(file.size_bytes for file in self._manifest.files)
+
+    def _take_stock(self) -> None:
+        self.tree.set(take_stock(self._root_pid, self._manifest, self._gang, self._protection))
 
     def _on_start(self, criu: ProcessId) -> None:
-        if self._context.protection is not None:
-            with images_read_from(self._context.source.images):
-                pids = task_pids(self._context.source.images)
-            self._context.protection.change(criu=criu, restoring=pids)
+        # One in a sandbox ends with it, and so do the tasks that it makes, whose pids mean others here.
+        if self._protection is not None and not self._site.value.criu.is_in_sandbox:
+            with images_read_from(self._images.original):
+                pids = task_pids(self._images.original)
+            self._protection.protect(EndRestore(criu, pids))
 
     def _on_notify(self, hook: str, pid: int, interrupts: Interrupts) -> None:
         """All threads are there, and stand before their first instruction: what they start inherits from them."""
         if hook == "pre-resume":
-            context = self._context
-            with images_read_from(context.images_dir):
-                names = FilesImage.read(context.images_dir).paths().values()
+            with images_read_from(self._images.folder):
+                names = FilesImage.read(self._images.folder).paths().values()
             pids = [process.pid for process in processes.tree(pid)]
-            require_as_recorded(pids, {*names, *map(str, context.outputs.values())})
-            self._context.root_pid = pid
-            if self._context.gang is None:
-                take_stock(self._context)  # CRIU lets it run now, and it may have ended a moment later
-            self._context.warnings += restore_scheduling(self._context.snapshot.manifest, pid)
-            if self._context.gang is None:
+            require_as_recorded(pids, {*names, *map(str, self._site.value.outputs.values())})
+            self._root_pid = pid
+            if self._gang is None:
+                self._take_stock()  # CRIU lets it run now, and it may have ended a moment later
+            self.warnings = tuple(restore_scheduling(self._manifest, pid))
+            if self._gang is None:
                 interrupts.commit()
 
     def undo(self) -> None:
         """End every process of the restored tree; the snapshot stays as it is."""
-        if self._context.root_pid:
-            end_restored(self._context)
+        if self._root_pid:
+            end_restored(self._root_pid, self.tree.if_known)
 
 
-def take_stock(context: DeviceRestore) -> None:
-    """Find the processes of the manifest in the tree of ``context.root_pid``, which has just been restored."""
+def take_stock(root_pid: int, manifest: Manifest, gang: Gang | None, protection: Protection | None) -> RestoredTree:
+    """Find the processes of the manifest in the tree of ``root_pid``, which has just been restored.
+
+    Those with CUDA become the members of ``gang``.
+    """
     try:
-        tree = processes.tree(context.root_pid)
+        tree = processes.tree(root_pid)
     except ProcessNotFound as e:
         raise JobChanged(
             "the job's first process ended while the job was restored",
-            pids=[context.root_pid],
+            pids=[root_pid],
             hint="somebody may have killed it; the snapshot is intact",
         ) from e
-    context.restored = tuple(process.id for process in tree)
-    if context.protection is not None:
-        context.protection.change(kill=context.restored, criu=None, restoring=None)
+    restored = tuple(process.id for process in tree)
+    if protection is not None:
+        protection.protect(EndRestored(restored))
+        protection.withdraw(EndRestore)
     by_namespace_pid = {process.ns_pids[-1]: process.id for process in tree}
-    for record in context.snapshot.manifest.processes:
-        restored = by_namespace_pid.get(record.ns_pids[-1])
-        if restored is not None:
-            context.pids[record.pid] = restored.pid
-        if context.gang is not None and record.found_state is not None:
-            context.gang.add([_member(record, restored)])
+    pids: dict[int, int] = {}
+    for record in manifest.processes:
+        found = by_namespace_pid.get(record.ns_pids[-1])
+        if found is not None:
+            pids[record.pid] = found.pid
+        if gang is not None and record.found_state is not None:
+            gang.add([_member(record, found)])
+    return RestoredTree(restored, pids)
 
 
-def end_restored(context: DeviceRestore) -> None:
-    """End every process of the restored tree. Raises JobDamaged where one does not end."""
+def end_restored(root_pid: int, tree: RestoredTree | None) -> None:
+    """End every process of the restored tree (None: it was not looked at yet). Raises JobDamaged where one lives."""
+    known = tree.processes if tree is not None else ()
     now: set[ProcessId] = set()
     with contextlib.suppress(ProcessNotFound):  # the root may have ended by itself, and its pid be another's by now
-        tree = processes.tree(context.root_pid)
-        now = {process.id for process in tree if not context.restored or tree[0].id == context.restored[0]}
-    left = processes.kill_and_wait(now | set(context.restored))
+        found = processes.tree(root_pid)
+        now = {process.id for process in found if not known or found[0].id == known[0]}
+    left = processes.kill_and_wait(now | set(known))
     if left:
         failures = [f"process {process.pid} does not end" for process in left]
         raise JobDamaged("not every restored process could be ended: " + ", ".join(failures), failures=failures)
+
+
+def restore_threads(snapshot: JobSnapshot, tree: RestoredTree) -> dict[int, int]:
+    """The thread that does the driver's work, per pid of the gang. Raises SnapshotDamaged."""
+    found: dict[int, int] = {}
+    for record in snapshot.manifest.processes:
+        if record.found_state is None or record.restore_thread is None:
+            continue
+        pid = tree.pids[record.pid]
+        tid = processes.thread_with_innermost_id(pid, record.restore_thread)
+        if tid is None:
+            raise SnapshotDamaged(
+                f"the manifest names thread {record.restore_thread} of process {record.pid}, which it has not",
+                path=snapshot.where,
+            )
+        found[pid] = tid
+    return found
+
+
+def to_continue(manifest: Manifest, tree: RestoredTree) -> list[ProcessId]:
+    """The processes without CUDA that were not stopped when they were dumped."""
+    chosen = {tree.pids.get(r.pid) for r in manifest.processes if r.found_state is None and not r.stopped}
+    return [process for process in tree.processes if process.pid in chosen]
 
 
 class RestoreDevice:
@@ -319,9 +307,21 @@ class RestoreDevice:
 
     name = "restore"
 
-    def __init__(self, context: DeviceRestore, restore: RestoreGang) -> None:
-        self._context = context
+    def __init__(
+        self,
+        snapshot: JobSnapshot,
+        loading: Result[Loading] | None,
+        tree: Result[RestoredTree],
+        restore: RestoreGang,
+        placement: Placement,
+        deadline: float | None,
+    ) -> None:
+        self._snapshot = snapshot
+        self._placement = placement
+        self._loading = loading
+        self._tree = tree
         self._restore = restore
+        self._deadline = deadline
 
     def describe(self) -> str:
         """What the driver restores."""
@@ -329,11 +329,11 @@ class RestoreDevice:
 
     def run(self, interrupts: Interrupts, meter: Meter) -> int:
         """Let the driver take what is read as it comes. Returns the bytes of device memory."""
-        context = self._context
-        data = context.snapshot.manifest.device_data
+        self._placement.restored_as(self._tree.value.pids)
+        data = self._snapshot.manifest.device_data
         total_bytes = sum(each.size_bytes for each in data.values())
         meter.expect(total_bytes)
-        gates = self._gates(data, interrupts, meter)
+        gates = self._gates(self._loading.value, interrupts, meter) if self._loading is not None else []
         try:
             for gate in gates:
                 with explained(gate.pid):
@@ -348,36 +348,35 @@ class RestoreDevice:
     def undo(self) -> None:
         """Nothing: CriuRestore ends the processes."""
 
-    def _gates(self, data: Mapping[int, DeviceData], interrupts: Interrupts, meter: Meter) -> list[Gate]:
-        context = self._context
-        restore_threads = context.restore_threads()
-        stays = {r.pid for r in context.snapshot.manifest.processes if r.found_state is CudaState.CHECKPOINTED}
+    def _gates(self, loading: Loading, interrupts: Interrupts, meter: Meter) -> list[Gate]:
+        manifest, tree = self._snapshot.manifest, self._tree.value
+        threads = restore_threads(self._snapshot, tree)
+        stays = {r.pid for r in manifest.processes if r.found_state is CudaState.CHECKPOINTED}
         gates: list[Gate] = []
-        for pid, each in data.items():
-            tid = restore_threads[context.pids[pid]]
-            wait = self._wait_for(pid, interrupts, meter)
+        for pid, each in manifest.device_data.items():
+            now = tree.pids[pid]
+            tid, fd = threads[now], loading.files[pid].fd
+            wait = self._wait_for(pid, loading.loader, interrupts, meter)
             if pid in stays:
                 wait(each.size_bytes)
-                with explained(context.pids[pid]):
-                    staging.attach(tid, context.files[pid].fd, each.extents)
+                with explained(now):
+                    staging.attach(tid, fd, each.extents)
             else:
-                gates.append(Gate(context.pids[pid], tid, context.files[pid].fd, each.extents, wait))
+                gates.append(Gate(now, tid, fd, each.extents, wait))
         return gates
 
-    def _wait_for(self, pid: int, interrupts: Interrupts, meter: Meter) -> Callable[[int], int]:
-        reader = self._context.reader
-        assert reader is not None  # noqa: S101 - LoadDevice ran before
-        deadline = self._context.deadline
+    def _wait_for(self, pid: int, loader: DeviceLoader, interrupts: Interrupts, meter: Meter) -> Callable[[int], int]:
+        deadline = self._deadline
 
         def wait(up_to_bytes: int) -> int:
-            while not reader.wait_for(pid, up_to_bytes, _WAIT_S):
+            while not loader.wait_for(pid, up_to_bytes, _WAIT_S):
                 interrupts.check()
                 if deadline is not None and time.monotonic() > deadline:
                     raise DeadlineExceeded(
                         "the time was over while device memory was read", hint="give a longer --timeout"
                     )
-            meter.set(reader.loaded_bytes)
-            return reader.loaded(pid)
+            meter.set(loader.loaded_bytes)
+            return loader.loaded(pid)
 
         return wait
 

@@ -10,8 +10,8 @@ from gpucr.criu.image_entries import ImageError
 from gpucr.criu.page_images import PageMap
 from gpucr.errors import InvalidRequest
 from gpucr.model import StagedExtent
-from gpucr.operations.places import Place, open_snapshot
-from gpucr.operations.store_snapshot import SnapshotInStore, device_area
+from gpucr.snapshot.in_store import SnapshotInStore, device_area
+from gpucr.snapshot.location import Place, open_snapshot
 from gpucr.snapshot.manifest import Manifest, ProcessRecord
 from gpucr.store import snapshots
 from gpucr.store.diff import AreaDiff, diff

@@ -9,9 +9,7 @@ from pathlib import Path
 from typing import Generic, TypeVar
 
 from gpucr.errors import InvalidRequest, StoreError
-from gpucr.operations.interrupts import Interrupts, all_or_nothing
-from gpucr.operations.places import Place, open_store, place_of_store
-from gpucr.operations.steps import Meter, OnProgress, run_steps
+from gpucr.snapshot.location import Place, open_store, place_of_store
 from gpucr.store import copy, prune, snapshots, verify
 from gpucr.store.checks import Checks
 from gpucr.store.keys import Secret
@@ -22,6 +20,8 @@ from gpucr.store.prune import PruneReport, PruneRules
 from gpucr.store.snapshots import Listing
 from gpucr.store.stored_snapshot import StoredSnapshot
 from gpucr.store.verify import VerifyReport
+from gpucr.undo.interrupts import Interrupts, all_or_nothing
+from gpucr.undo.steps import Meter, OnProgress, run_steps
 
 T = TypeVar("T")
 

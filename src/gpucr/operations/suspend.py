@@ -8,22 +8,24 @@ import threading
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 
-from gpucr import preflight, staging
+from gpucr.diagnosis import preflight
+from gpucr.diagnosis.traps import findings_of_traps
 from gpucr.driver.gpus import gpu_processes, list_gpus, nvml_kept_open
 from gpucr.errors import GpucrError, NotACudaProcess
 from gpucr.gang import Gang
+from gpucr.gpu_state import staging, suspended
+from gpucr.gpu_state.gang_staging import GangStaging
+from gpucr.gpu_state.gpu_choice import GpuRequest, GpuUser, choose_gpus
+from gpucr.gpu_state.placement import Placement, ProcessGpus, all_gpus, busy_gpus, gpus_of
+from gpucr.gpu_state.recovery import GangProtection
+from gpucr.gpu_state.steps import CheckpointGang, LockGang, RestoreGang, UnlockGang
+from gpucr.jobs import registered, selection
 from gpucr.linux import memory, processes
 from gpucr.model import CudaState, GangLock, GangMember, Gpu, GpuMap
-from gpucr.operations import jobs, registered, suspended
-from gpucr.operations.freeze import CheckpointGang, LockGang, RestoreGang, UnlockGang
-from gpucr.operations.gpu_choice import GpuRequest, GpuUser, choose_gpus
-from gpucr.operations.gpu_places import Placement, ProcessGpus, all_gpus, busy_gpus, gpus_of
-from gpucr.operations.operation import TO_CHANGE, Operation, operation
-from gpucr.operations.protection import Protection
-from gpucr.operations.roll import Roll
-from gpucr.operations.staged import GangStaging
-from gpucr.operations.steps import OnProgress, Phase, Step
-from gpucr.operations.traps import findings_of_traps
+from gpucr.undo.operation import TO_CHANGE, Operation, operation
+from gpucr.undo.protection import Protection
+from gpucr.undo.roll import Roll
+from gpucr.undo.steps import OnProgress, Phase, Step
 
 
 @dataclass(frozen=True)
@@ -76,9 +78,9 @@ def suspend(
     or JobChanged (all undone), JobDamaged (not undone).
     """  # fmt: skip
     with operation(on_progress) as running, contextlib.ExitStack() as opened:
-        deadline = jobs.deadline_after(timeout_s)
+        deadline = selection.deadline_after(timeout_s)
         pid = registered.resolve_pid(pid)
-        found = opened.enter_context(jobs.claimed_job(pid, only=only))
+        found = opened.enter_context(selection.claimed_job(pid, only=only))
         roll = opened.enter_context(Roll(found.job))
         gang = _gang_of(found, deadline)
         opened.enter_context(nvml_kept_open())
@@ -88,15 +90,14 @@ def suspend(
         held = preflight.device_bytes_in_use(found.job, uses)
         device_bytes = sum(sum(by_gpu.values()) for by_gpu in held.values())
         use_files = processes.can_checkpoint_processes()
-        findings = jobs.findings_before_freeze(found.job, preflight.needs_of_suspend(held, in_files=use_files))
+        findings = selection.findings_before_freeze(found.job, preflight.needs_of_suspend(held, in_files=use_files))
         findings += findings_of_traps(found.job, found.driver, uses)
         preflight.require_no_blocking(findings, force=force)
         staged = opened.enter_context(contextlib.closing(GangStaging(use_files=use_files)))
+        guarded = GangProtection(protection)
         steps: list[Step] = [
-            LockGang(gang, protection),
-            CheckpointGang(
-                gang, found.job.root.pid, staged, protection, expected_bytes=device_bytes, whole_tree=not only
-            ),
+            LockGang(gang, guarded),
+            CheckpointGang(gang, found.job.root.pid, staged, guarded, expected_bytes=device_bytes, whole_tree=not only),
         ]
         staged.prepare({pid: sum(by_gpu.values()) for pid, by_gpu in held.items()})
         phases = running.run(steps, roll=roll, deadline=deadline, protection=protection)
@@ -131,10 +132,10 @@ def resume(
     DeadlineExceeded (all undone); JobDamaged.
     """  # fmt: skip
     with operation(on_progress) as running, contextlib.ExitStack() as opened:
-        deadline = jobs.deadline_after(timeout_s)
+        deadline = selection.deadline_after(timeout_s)
         pid = registered.resolve_pid(pid)
         request = GpuRequest.of(gpu_map, gpu)
-        found = opened.enter_context(jobs.claimed_job(pid, only=only))
+        found = opened.enter_context(selection.claimed_job(pid, only=only))
         roll = opened.enter_context(Roll(found.job))
         gang = _gang_of(found, deadline)
         opened.enter_context(nvml_kept_open())
@@ -145,7 +146,7 @@ def resume(
 
 def _resume(
     pid: int,
-    found: jobs.FoundJob,
+    found: selection.FoundJob,
     gang: Gang,
     protection: Protection,
     roll: Roll,
@@ -177,7 +178,7 @@ def _resume(
     with contextlib.ExitStack() as kept:
         for member in gang.members:
             _keep_staging_file(member, kept)
-        protection.change(members=gang.members)
+        GangProtection(protection).members(gang.members)
         phases = running.run(steps, roll=roll, deadline=gang.deadline, protection=protection)
         threading.Thread(target=kept.pop_all().close, name="free-staging").start()
     for member in gang.members:
@@ -216,7 +217,7 @@ def _place(
     return Placement(choose_gpus(request, all_gpus(gpus.values()), users, here, busy), gpus, here)
 
 
-def _gang_of(found: jobs.FoundJob, deadline: float | None) -> Gang:
+def _gang_of(found: selection.FoundJob, deadline: float | None) -> Gang:
     if found.driver is None or not found.job.gang:
         root = found.job.root
         count = len(found.job.processes)

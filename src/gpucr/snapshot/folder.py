@@ -27,7 +27,7 @@ from gpucr.linux.held_folder import HeldFolder
 from gpucr.snapshot import device, files, manifest, shared_files
 from gpucr.snapshot.json_reader import ManifestError
 from gpucr.snapshot.manifest import FileRecord, Manifest
-from gpucr.snapshot.outside import SharedFileRecord
+from gpucr.snapshot.surroundings import SharedFileRecord
 
 MANIFEST_NAME = "manifest.json"
 IMAGES_NAME = "images"
@@ -35,14 +35,14 @@ DEVICE_NAME = "device"
 GPU_PART_NAME = "gpucr"
 """The folder among a container's images that holds its GPU state: a manifest and device memory."""
 UNFINISHED_MARK_NAME = f"{GPU_PART_NAME}.unfinished"
-"""The file beside it that says that these images should have such a folder (operations/gpu_part.py)."""
+"""The file beside it that says that these images should have such a folder (snapshot/gpu_part.py)."""
 OLDER_PART_NAME = f"{GPU_PART_NAME}.older"
 """Where an older one is until it is replaced."""
 SCATTERED_MANIFEST_NAME = f"{GPU_PART_NAME}.{MANIFEST_NAME}"
 SCATTERED_DEVICE_PREFIX = f"{GPU_PART_NAME}.{DEVICE_NAME}."
-"""The names that the files of a GPU part have where they lie among the images themselves (hooks/plain_files.py)."""
+"""The names that the files of a GPU part have where they lie among the images (containers/plain_files.py)."""
 CONTAINER_RECORD_NAME = "container.json"
-"""The file that a dump of a container by its runtime ends with (hooks/container_record.py)."""
+"""The file that a dump of a container by its runtime ends with (containers/record.py)."""
 _UNFINISHED_NAME = f".{MANIFEST_NAME}.unfinished"
 
 _NO_SPACE_HINT = "free space on that disk, or name a folder on another one with --to"

@@ -18,9 +18,9 @@ from typing import Any
 from gpucr.json_text import parse
 from gpucr.linux.scheduling import IO_PRIORITY_LIMIT, cpus_in
 from gpucr.model import Connection, CudaState, Endpoint, Extent, Gpu, JobFile, StagedExtent
-from gpucr.snapshot import outside
+from gpucr.snapshot import surroundings
 from gpucr.snapshot.json_reader import PAGE_BYTES, ManifestError, Reader
-from gpucr.snapshot.outside import SharedFileRecord
+from gpucr.snapshot.surroundings import SharedFileRecord
 
 FORMAT = "gpucr-snapshot"
 FORMAT_VERSION = 6
@@ -301,11 +301,11 @@ def decode(data: bytes) -> Manifest:
 def _of_whole_jobs(body: Reader) -> dict[str, Any]:
     opened = body.optional("open_files", body.objects)
     return {
-        "open_files": None if opened is None else tuple(map(outside.read_open_file, opened)),
-        "open_folders": tuple(outside.read_path(path, "open_folders") for path in body.texts("open_folders")),
-        "shared_files": tuple(map(outside.read_shared_file, body.objects("shared_files"))),
-        "endpoints": tuple(map(outside.read_endpoint, body.objects("endpoints"))),
-        "connections": tuple(map(outside.read_connection, body.objects("connections"))),
+        "open_files": None if opened is None else tuple(map(surroundings.read_open_file, opened)),
+        "open_folders": tuple(surroundings.read_path(path, "open_folders") for path in body.texts("open_folders")),
+        "shared_files": tuple(map(surroundings.read_shared_file, body.objects("shared_files"))),
+        "endpoints": tuple(map(surroundings.read_endpoint, body.objects("endpoints"))),
+        "connections": tuple(map(surroundings.read_connection, body.objects("connections"))),
         "overruled": tuple(
             OverruledFinding(o.text("finding"), o.text("consequence")) for o in body.objects("overruled")
         ),
@@ -334,7 +334,7 @@ def _folder(item: Reader) -> FolderRecord:
     if not pure.is_absolute() or ".." in pure.parts or "\0" in path or str(pure) != path:
         raise ManifestError(f"{item.where}: {path!r} is not an absolute path")
     mode, uid, gid = item.integer("mode"), item.integer("uid"), item.integer("gid")
-    if mode >= outside.MODE_LIMIT or uid >= outside.ID_LIMIT or gid >= outside.ID_LIMIT:
+    if mode >= surroundings.MODE_LIMIT or uid >= surroundings.ID_LIMIT or gid >= surroundings.ID_LIMIT:
         raise ManifestError(f"{item.where}: mode, uid or gid is out of range")
     return FolderRecord(path, mode, uid, gid)
 
@@ -360,7 +360,7 @@ def _sandbox(item: Reader) -> SandboxRecord:
         raise ManifestError(f"{item.where}: the network {network!r} is neither 'own' nor 'host'")
     if not lineage.isalnum() or not lineage.isascii():
         raise ManifestError(f"{item.where}: {lineage!r} is not a lineage")
-    return SandboxRecord(network, lineage, None if log_path is None else outside.read_path(log_path, item.where))
+    return SandboxRecord(network, lineage, None if log_path is None else surroundings.read_path(log_path, item.where))
 
 
 def _gpu(item: Reader) -> Gpu:

@@ -6,11 +6,8 @@ import contextlib
 import ctypes
 import mmap
 
+from gpucr.linux import libc
 from gpucr.store.backend import Buffer
-
-_libc = ctypes.CDLL(None)
-_libc.memcmp.argtypes = (ctypes.c_void_p, ctypes.c_void_p, ctypes.c_size_t)
-_libc.memcmp.restype = ctypes.c_int
 
 
 class AlignedBuffer:
@@ -50,7 +47,7 @@ def is_equal(one: Buffer, other: Buffer) -> bool:
     if len(one) != len(other):
         return False
     places = [each if isinstance(each, bytes) else _readable(memoryview(each)) for each in (one, other)]
-    return int(_libc.memcmp(*places, len(one))) == 0
+    return libc.memcmp(*places, len(one)) == 0
 
 
 def _readable(view: memoryview) -> bytes | int:

@@ -13,6 +13,7 @@ from collections.abc import Callable, Iterable, Iterator
 from itertools import groupby
 from typing import NamedTuple
 
+from gpucr.linux import libc
 from gpucr.store import extra
 from gpucr.store.backend import Buffer
 
@@ -30,10 +31,6 @@ Digest = Callable[[Buffer], bytes]
 _LIST = struct.Struct("<8sQ")
 _RUN = struct.Struct(f"<{ID_BYTES}sII")
 _LIST_MAGIC = b"GPUCRPL1"
-
-_libc = ctypes.CDLL(None)
-_libc.memcmp.argtypes = (ctypes.c_void_p, ctypes.c_void_p, ctypes.c_size_t)
-_libc.memcmp.restype = ctypes.c_int
 
 
 class PieceRef(NamedTuple):
@@ -79,7 +76,7 @@ def is_zero(buffer: Buffer) -> bool:
         return view.tobytes().count(0) == len(view)
     address = ctypes.addressof(ctypes.c_char.from_buffer(view))
     # Each byte equals the one before it; memcmp stops at the first that does not, and runs without the GIL.
-    return int(_libc.memcmp(address, address + 1, len(view) - 1)) == 0
+    return libc.memcmp(address, address + 1, len(view) - 1) == 0
 
 
 def encode_list(refs: Iterable[PieceRef]) -> bytes:

@@ -11,7 +11,7 @@ from gpucr.snapshot.device.crew import buffers_bytes
 from gpucr.snapshot.device.folder_sink import FolderSink
 from gpucr.snapshot.device.reader import Destination, DeviceReader, verify
 from gpucr.snapshot.device.stripes import PIECE_BYTES, check_shape
-from gpucr.snapshot.device.writer import DeviceWriter, Source
+from gpucr.snapshot.device.writer import DeviceWriter
 
 __all__ = [
     "PIECE_BYTES",
@@ -19,7 +19,6 @@ __all__ = [
     "DeviceReader",
     "DeviceWriter",
     "FolderSink",
-    "Source",
     "buffers_bytes",
     "check_shape",
     "verify",

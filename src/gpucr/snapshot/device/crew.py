@@ -10,6 +10,8 @@ import threading
 from collections.abc import Callable
 from typing import Generic, TypeVar
 
+from gpucr.linux import libc
+
 THREADS = max(8, min(32, 2 * len(os.sched_getaffinity(0))))
 """Twice the processors: about half of the threads wait for the disk while the others hash."""
 
@@ -22,10 +24,6 @@ def buffers_bytes(piece_bytes: int) -> int:
 
 
 Job = TypeVar("Job")
-
-_libc = ctypes.CDLL(None)
-_libc.memcmp.argtypes = (ctypes.c_void_p, ctypes.c_void_p, ctypes.c_size_t)
-_libc.memcmp.restype = ctypes.c_int
 
 
 class PieceBuffer:
@@ -47,7 +45,7 @@ class PieceBuffer:
     def is_zero(self, length: int) -> bool:
         """Whether the first ``length`` bytes (at least one) are all zero."""
         # Each byte equals the one before it; memcmp stops at the first that does not, and runs without the GIL.
-        return self._view[0] == 0 and _libc.memcmp(self._address, self._address + 1, length - 1) == 0
+        return self._view[0] == 0 and libc.memcmp(self._address, self._address + 1, length - 1) == 0
 
 
 class Crew(Generic[Job]):

@@ -16,6 +16,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from gpucr.errors import SnapshotDamaged, SnapshotError
+from gpucr.linux import libc
 from gpucr.snapshot.manifest import DeviceData
 
 PIECE_BYTES = 4 << 20
@@ -30,9 +31,7 @@ _Prepare = Callable[[int, Path, int], None]
 _Transfer = Callable[[int, list[memoryview], int], int]
 
 _SYNC_FILE_RANGE_WRITE = 2  # linux/fs.h
-_libc = ctypes.CDLL(None)
-_libc.sync_file_range.argtypes = (ctypes.c_int, ctypes.c_int64, ctypes.c_int64, ctypes.c_uint)
-_libc.sync_file_range.restype = ctypes.c_int
+_sync_file_range = libc.function("sync_file_range", ctypes.c_int, ctypes.c_int64, ctypes.c_int64, ctypes.c_uint)
 
 
 @dataclass(frozen=True)
@@ -150,7 +149,7 @@ class Stripes:
             raise OSError(errno.EIO, "the file system takes no more bytes", str(self.path(stripe)))
         if not self._is_direct:
             # Only a request to begin: what goes wrong is told by the fsync at the end.
-            _libc.sync_file_range(self._fds[stripe], offset, len(data), _SYNC_FILE_RANGE_WRITE)
+            _sync_file_range(self._fds[stripe], offset, len(data), _SYNC_FILE_RANGE_WRITE)
 
     def read(self, piece: int, data: memoryview) -> int:
         """Read a piece; the number of bytes is smaller than asked where the file ends. Raises OSError with its name."""

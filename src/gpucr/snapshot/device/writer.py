@@ -1,4 +1,4 @@
-"""Saves staging files while the driver is still filling them.
+"""Saves device memory while it is still being produced.
 
 Below the frontier that the driver has reached, a piece is most likely finished, but only `DeviceWriter.complete` makes
 it certain. So a piece is saved as soon as it lies below the frontier, and what was saved that early is read and hashed
@@ -9,30 +9,16 @@ file was no faster: 2.0 against 2.7 GiB/s, and the same 1.9 with hashing.)
 
 from __future__ import annotations
 
-import os
 from collections import deque
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass, replace
 from typing import NamedTuple, NoReturn
 
-from gpucr.errors import SnapshotError
+from gpucr.gpu_state.source import Source
 from gpucr.model import StagedExtent
 from gpucr.snapshot.device.crew import THREADS, Crew, PieceBuffer
 from gpucr.snapshot.device.sink import ZERO, DeviceSink
 from gpucr.snapshot.json_reader import PAGE_BYTES
 from gpucr.snapshot.manifest import DeviceData
-
-
-@dataclass(frozen=True)
-class Source:
-    """The staging file of one process. ``size_bytes`` is a multiple of 4 KiB.
-
-    ``fd`` is the caller's, who keeps it open until the writer has ended.
-    """
-
-    pid: int
-    fd: int
-    size_bytes: int
 
 
 class _Job(NamedTuple):
@@ -141,7 +127,7 @@ class DeviceWriter:
     def add(self, source: Source) -> None:
         """Take in one more process, also after `start`. Raises SnapshotError where the sink does not take it.
 
-        Raises ValueError for a size that is not whole pages, a file that is shorter, or a pid that is there already.
+        Raises ValueError for a size that is not whole pages, or a pid that is there already.
         """
         _check_size(source)
         if source.pid in self._savings:
@@ -154,17 +140,16 @@ class DeviceWriter:
                 return
         self._refuse_ended()
 
-    def grow(self, pid: int, size_bytes: int) -> None:
-        """The staging file of a process has become larger. Only before `complete`. Raises as `add` does."""
+    def grow(self, source: Source) -> None:
+        """The device memory of a process that was added has become more. Only before `complete`. Raises as `add`."""
+        _check_size(source)
         with self._crew.lock:
-            saving = self._savings[pid]
-            grown = replace(saving.source, size_bytes=size_bytes)
-            _check_size(grown)
-            if saving.is_final or size_bytes < saving.source.size_bytes:
-                raise ValueError(f"the staging file of process {pid} has its final size, or cannot become smaller")
+            saving = self._savings[source.pid]
+            if saving.is_final or source.size_bytes < saving.source.size_bytes:
+                raise ValueError(f"device memory of process {source.pid} has its final size, or cannot become less")
             if not self._crew.has_ended:
-                self._sink.grow(pid, size_bytes)
-                saving.grow(grown)
+                self._sink.grow(source.pid, source.size_bytes)
+                saving.grow(source)
                 return
         self._refuse_ended()
 
@@ -246,7 +231,7 @@ class DeviceWriter:
 
     def _save(self, job: _Job, buffer: PieceBuffer) -> None:
         saving, length = job.saving, job.saving.length(job.piece)
-        self._read(saving, job.piece, buffer.part(0, length))
+        saving.source.read_into(saving.start(job.piece), buffer.part(0, length))
         before = saving.names[job.piece]
         name = self._sink.put(saving.source.pid, job.piece, buffer, length, before)
         is_changed = name != (before or ZERO)
@@ -262,23 +247,10 @@ class DeviceWriter:
             if saving.is_done:
                 self._crew.announce()
 
-    def _read(self, saving: _Saving, piece: int, data: memoryview) -> None:
-        position, done = saving.start(piece), 0
-        while done < len(data):
-            count = os.preadv(saving.source.fd, [data[done:]], position + done)
-            if count == 0:
-                raise SnapshotError(
-                    f"the staging file of process {saving.source.pid} ends at byte {position + done}, "
-                    f"not at {saving.source.size_bytes}",
-                    path=f"/proc/{os.getpid()}/fd/{saving.source.fd}",
-                    hint="something else changed it: dump again",
-                )
-            done += count
-
     def _close(self) -> None:
         self._sink.close()
 
 
 def _check_size(source: Source) -> None:
-    if source.size_bytes % PAGE_BYTES or not 0 <= source.size_bytes <= os.fstat(source.fd).st_size:
-        raise ValueError(f"the staging file of process {source.pid} has not the {source.size_bytes} bytes it should")
+    if source.size_bytes % PAGE_BYTES or source.size_bytes < 0:
+        raise ValueError(f"device memory of process {source.pid} is {source.size_bytes} bytes, not whole pages")

@@ -1,0 +1,114 @@
+"""The process that does the GPU's part of a container's dump, from CRIU's pre-dump hook until CRIU has ended.
+
+A hook is over when CRIU goes on, but what it has begun is not: device memory lies in files that somebody must hold
+open, claims keep other gpucr's away, and when CRIU fails nobody calls a hook. The attendant is that somebody. It has a
+guard of its own, like every operation that changes a job.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import select
+import socket
+import subprocess
+from collections.abc import Iterator
+from pathlib import Path
+
+from gpucr.containers import meeting
+from gpucr.containers.dump import dump_for_runtime
+from gpucr.errors import BrokenInstall
+from gpucr.linux import own_python
+from gpucr.model import ProcessId
+from gpucr.undo.logs import append_to_log
+
+FIRST_CALL_LIMIT_S = 60.0
+"""How long the hook that has started the attendant may take to call it."""
+
+
+def start(criu: ProcessId, root_pid: int, images: Path, claim: int) -> None:
+    """Start the attendant of this dump; `meeting.call` reaches it at once. Raises BrokenInstall.
+
+    ``claim`` is a descriptor of `gpu_part.claimed`, of which it gets a copy.
+    """
+    try:
+        with meeting.listen(criu) as listening:
+            subprocess.Popen(
+                own_python.command(
+                    __name__, listening.fileno(), criu.pid, criu.start_time_ticks, root_pid, claim, os.fspath(images)
+                ),
+                stdin=subprocess.DEVNULL,
+                stdout=subprocess.DEVNULL,
+                stderr=subprocess.DEVNULL,
+                pass_fds=[listening.fileno(), claim],
+                start_new_session=True,
+                cwd="/",
+                env=own_python.environment(),
+            )
+    except OSError as e:
+        raise BrokenInstall(
+            f"the process that attends to the container's GPU state cannot be started: {e.strerror or e}",
+            hint="see that root can write to /run/gpucr and start processes",
+        ) from e
+
+
+def main(*arguments: str) -> None:
+    """Attend to one dump.
+
+    Arguments: the listening socket, CRIU's pid and start time, the container's pid, the claim, the images.
+    """
+    socket_fd, criu_pid, start_time_ticks, root_pid, claim = map(int, arguments[:5])
+    criu = ProcessId(criu_pid, start_time_ticks)
+    with socket.socket(fileno=socket_fd) as listening, _meeting_ended(criu):
+        hooks = CriuHooks(criu, listening)
+        if not hooks.wait_for_call(FIRST_CALL_LIMIT_S):
+            return  # it was killed: nothing has happened yet
+        try:
+            dump_for_runtime(root_pid, Path(arguments[5]), hooks, claim=claim)
+        except BaseException as error:  # noqa: BLE001 - there is no caller; the log and CRIU's hook get to know it
+            if not hooks.answer(error):
+                append_to_log("hook", f"the dump of the container with pid {root_pid}: {type(error).__name__}: {error}")
+
+
+class CriuHooks:
+    """The hooks of one dump, as they come over the socket."""
+
+    def __init__(self, criu: ProcessId, listening: socket.socket) -> None:
+        self.criu = criu
+        self._listening = listening
+        self._waiting: socket.socket | None = None
+        self._lines: list[str] = []
+
+    def wait_for_call(self, timeout_s: float) -> bool:
+        """Take in the next hook that calls. False: none has, in this time."""
+        if not select.select([self._listening], [], [], timeout_s)[0]:
+            return False
+        connection, _ = self._listening.accept()
+        if not connection.recv(meeting.MESSAGE_LIMIT_BYTES):  # it died between its two calls
+            connection.close()
+            return False
+        self._waiting = connection
+        return True
+
+    def say(self, line: str) -> None:
+        """For CRIU's log."""
+        self._lines.append(line)
+
+    def answer(self, error: BaseException | None) -> bool:
+        """End the hook that waits. False: none does, or it has died."""
+        if self._waiting is None:
+            return False
+        connection, self._waiting = self._waiting, None
+        lines, self._lines = self._lines, []
+        with connection, contextlib.suppress(OSError):
+            connection.send(meeting.encode_answer(lines, error))
+            return True
+        return False
+
+
+@contextlib.contextmanager
+def _meeting_ended(criu: ProcessId) -> Iterator[None]:
+    try:
+        yield
+    finally:
+        meeting.forget(criu)

@@ -1,0 +1,254 @@
+"""A container to a folder and back, by its own runtime, without touching CRIU's configuration.
+
+The runtime is started so that its CRIU calls gpucr (`runtime_call`). So the hooks do here what they do everywhere, and
+only what is around them is here: finding the container, its folder, and waiting until it runs again.
+"""
+
+from __future__ import annotations
+
+import re
+import shutil
+import time
+from dataclasses import dataclass
+from pathlib import Path
+
+from gpucr.containers import oci, podman
+from gpucr.containers.container import FoundContainer
+from gpucr.containers.record import RUNTIMES, ContainerRecord, Runtime, read_record, write_record
+from gpucr.criu.options import choose_dump_options
+from gpucr.errors import GpucrError, InvalidRequest, JobDamaged, SnapshotError, Unsupported
+from gpucr.jobs import selection
+from gpucr.linux import processes, trusted_paths
+from gpucr.model import CudaState, Job, ProcessId
+from gpucr.snapshot import files
+from gpucr.snapshot.folder import GPU_PART_NAME, check_target, completed
+from gpucr.undo.interrupts import Interrupts
+from gpucr.undo.roll import Roll
+
+_THAW_LIMIT_S = 600.0
+_KILLED_LIMIT_S = 10.0
+_ERROR_LIMIT_S = 30.0
+"""How long an error may last that keeps gpucr from seeing the container's state."""
+
+_LOOK_EVERY_S = 0.05
+
+
+@dataclass(frozen=True)
+class ContainerReport:
+    """What a dump or a restore of a container did. ``seconds``: until it runs again, or is gone."""
+
+    folder: Path
+    container: str
+    runtime: Runtime
+    pid: int
+    left_running: bool
+    has_gpu_part: bool
+    seconds: float
+
+
+def dump_container(
+    container: str,
+    to: Path,
+    *,
+    runtime: Runtime | None = None,
+    runtime_root: Path | None = None,
+    leave_running: bool = False,
+) -> ContainerReport:
+    """Have its runtime write a container to the folder ``to`` and end it, or with ``leave_running`` let it go on.
+
+    ``runtime`` is found where it is not given; ``runtime_root`` is what runc and crun know as ``--root``. With
+    ``leave_running`` this returns when its GPU state is back. The folder must not exist, or be empty. Needs root.
+
+    Raises InvalidRequest, SnapshotExists, SnapshotError (another user could put a folder of his own in the place of
+    ``to``), CriuUnavailable (nothing was changed); CriuError (the container is as it was,
+    ``to`` is gone); KeyboardInterrupt (likewise: Ctrl-C or SIGTERM); SnapshotError (``to`` cannot be made or written);
+    JobDamaged (its GPU state is not back, or it has ended and ``to`` is not complete).
+    """
+    begin = time.monotonic()
+    check_target(to)
+    _require_ours(to)
+    found = _find(container, runtime, runtime_root)
+    pid = found.running_pid()
+    job = selection.find_job(pid).job
+    options = choose_dump_options(job.pids, leave_running=leave_running)
+    root = None if runtime_root is None else str(runtime_root.absolute())
+    record = ContainerRecord(found.runtime, root, found.container, found.bundle, options)
+    existed = to.exists()
+    checkpoint = podman.checkpoint if found.runtime == "podman" else oci.checkpoint
+    with Interrupts() as interrupts, Roll(job) as roll:
+        images = _make_folder(to)
+        try:
+            checkpoint(record, images.resolve(), interrupts, leave_running=leave_running)
+            if leave_running:
+                _wait_until_back(job)
+            with completed(str(to), hint="free space on that disk"):
+                _sync(to)
+                write_record(to, record)
+            if leave_running:
+                roll.require_gang(f"{to} is complete, and the container was to keep running")
+        except JobDamaged:
+            raise  # what is in the folder is complete, and perhaps all that is left
+        except BaseException as error:
+            _check_not_ended(job.root.id, container, to, error)
+            _wait_until_back(job)
+            _check_not_ended(job.root.id, container, to, error)
+            _check_no_loss(roll, container, to, error)
+            for made in (images, podman.beside(images)) if existed else (to,):
+                shutil.rmtree(made, ignore_errors=True)
+            raise
+    return _report(to, record, pid, begin, left_running=leave_running)
+
+
+def restore_container(folder: Path) -> ContainerReport:
+    """Have its runtime bring the container of a folder back: same name, same bundle. The folder stays. Needs root.
+
+    Raises SnapshotDamaged, InvalidRequest, CriuUnavailable (nothing was started); CriuError (what had been restored has
+    been ended).
+    """
+    begin = time.monotonic()
+    _require_ours(folder)
+    record = read_record(folder)
+    images = (folder / "images").resolve()
+    if record.runtime == "podman":
+        podman.restore(record, images)
+        found = podman.find(record.container)
+    else:
+        oci.restore(record, images)
+        found = oci.find(record.runtime, record.runtime_root, record.container)
+    return _report(folder, record, 0 if found is None else found.pid, begin, left_running=False)
+
+
+def _require_ours(folder: Path) -> None:
+    """The runtime and its CRIU are given the path: nobody else may be able to put another folder there."""
+    try:
+        trusted_paths.require_ours(folder)
+    except PermissionError as e:
+        raise SnapshotError(
+            f"{folder} is not used: {e.strerror}",
+            path=str(folder),
+            hint="the container's runtime is given this path: name one that only root can change",
+            code="GPUCR-UNTRUSTED-PATH",
+        ) from e
+
+
+def _sync(folder: Path) -> None:
+    """Make everything in it durable: the runtime and its CRIU do not."""
+    made = [path for path in folder.rglob("*") if path.is_file() and not path.is_symlink()]
+    files.sync(folder, [str(path.relative_to(folder)) for path in made])
+
+
+def _report(folder: Path, record: ContainerRecord, pid: int, begin: float, *, left_running: bool) -> ContainerReport:
+    return ContainerReport(
+        folder=folder,
+        container=record.container,
+        runtime=record.runtime,
+        pid=pid,
+        left_running=left_running,
+        has_gpu_part=(folder / "images" / GPU_PART_NAME).exists(),
+        seconds=time.monotonic() - begin,
+    )
+
+
+def _find(container: str, runtime: Runtime | None, runtime_root: Path | None) -> FoundContainer:
+    if not re.fullmatch(r"[\w+.-]+", container) or container.startswith("-"):
+        raise InvalidRequest(f"{container!r} cannot be the name of a container", hint="`runc list` shows their names")
+    if runtime == "podman" and runtime_root is not None:
+        raise InvalidRequest("podman itself knows where its containers are", hint="leave --runtime-root out")
+    tried = [runtime] if runtime is not None else [name for name in RUNTIMES if shutil.which(name)]
+    root = None if runtime_root is None else str(runtime_root.absolute())
+    is_podmans = False
+    for name in tried:
+        found = podman.find(container) if name == "podman" else oci.find(name, root, container)
+        if found is not None and (name == "podman" or not found.is_podmans):
+            return found
+        is_podmans = is_podmans or found is not None
+    if is_podmans:
+        raise InvalidRequest(
+            f"the container {container} belongs to podman, which would not know what has become of it",
+            hint="call it by its name in podman, with --runtime podman",
+            code="GPUCR-RUNTIME",
+        )
+    names = " nor ".join(tried) or "no runtime on PATH"
+    raise InvalidRequest(
+        f"there is no container {container} that {names} knows",
+        hint="name the runtime with --runtime, and the folder of its state with --runtime-root, as docker and "
+        "containerd give it to their runtime",
+        code="GPUCR-RUNTIME",
+    )
+
+
+def _make_folder(to: Path) -> Path:
+    """The folder of a dump, with one for CRIU's images in it, which is returned."""
+    images = to / "images"
+    try:
+        images.mkdir(mode=0o700, parents=True)
+        to.chmod(0o700)
+    except OSError as e:
+        raise SnapshotError(
+            f"the snapshot folder {to} cannot be made: {e.strerror}",
+            path=str(to),
+            hint="check the file system (free space, read-only, permissions)",
+        ) from e
+    return images
+
+
+def _check_not_ended(root: ProcessId, container: str, to: Path, error: BaseException) -> None:
+    """Raise JobDamaged where the container has ended: then what is in the folder is all that is left of it."""
+    processes.wait_for_the_killed([root], _KILLED_LIMIT_S)
+    if processes.goes_on(root):
+        return
+    why = str(error) or "it was interrupted"
+    raise JobDamaged(
+        f"the container {container} has ended, and its dump is not complete: {why}",
+        failures=[why],
+        hint=f"what there is of it is in {to}, and has been left there",
+    ) from error
+
+
+def _check_no_loss(roll: Roll, container: str, to: Path, error: BaseException) -> None:
+    """Raise JobDamaged where processes of the container have ended, though its first one runs."""
+    lost = [each.sentence() for each in roll.call_after_undo() if each.is_loss]
+    if lost:
+        why = str(error) or "it was interrupted"
+        raise JobDamaged(
+            f"{why}; and the container {container} has lost processes: " + "; ".join(lost),
+            failures=lost,
+            hint=f"what there is of its dump is in {to}, and has been left there",
+        ) from error
+
+
+def _running(job: Job) -> set[int]:
+    """The processes that compute on a GPU now."""
+    return {member.pid for member in job.gang if member.found is CudaState.RUNNING}
+
+
+def _wait_until_back(job: Job) -> None:
+    """Until the attendant is done with the container, which it is after the runtime's command has ended.
+
+    Returns where the container has ended. An error of any other kind does not mean that: it may pass, and if it stays,
+    nobody knows that the GPU state is back.
+    """
+    before = _running(job)
+    end, why = time.monotonic() + _THAW_LIMIT_S, ""
+    while before and processes.goes_on(job.root.id):
+        try:
+            with selection.claimed_job(job.root.pid) as found:
+                missing, why = before - _running(found.job), ""
+                break
+        except Unsupported as error:  # somebody works on it, or it is stopped
+            why = error.message
+        except (GpucrError, OSError) as error:
+            end, why = min(end, time.monotonic() + _ERROR_LIMIT_S), str(error)
+        if time.monotonic() > end:
+            missing = before
+            break
+        time.sleep(_LOOK_EVERY_S)
+    else:
+        return
+    missing = {pid for pid in missing if any(pid == m.pid and processes.goes_on(m.id) for m in job.gang)}
+    if missing:
+        raise JobDamaged(
+            f"the GPU state of the container's process {min(missing)} is not back" + (f": {why}" if why else ""),
+            failures=[f"process {each} does not run" for each in sorted(missing)],
+            hint="hook.log and guard.log in gpucr's log folder say why; `gpucr state` shows where it is",
+        )

@@ -1,0 +1,30 @@
+"""A container as its runtime describes it."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from gpucr.containers.record import Runtime
+from gpucr.errors import InvalidRequest
+
+
+@dataclass(frozen=True)
+class FoundContainer:
+    """``container`` is what the runtime is to be asked for. ``is_podmans``: podman has made it, whoever found it."""
+
+    runtime: Runtime
+    container: str
+    pid: int
+    status: str
+    bundle: str
+    is_podmans: bool
+
+    def running_pid(self) -> int:
+        """Its first process. Raises InvalidRequest where there is none."""
+        if self.pid <= 0:
+            raise InvalidRequest(
+                f"the container {self.container} is {self.status}",
+                hint="only a container that runs can be dumped",
+                code="GPUCR-RUNTIME",
+            )
+        return self.pid

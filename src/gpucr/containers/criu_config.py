@@ -1,0 +1,242 @@
+"""Sets gpucr up as CRIU's action script, in CRIU's configuration files, beside what is configured there already.
+
+A runtime that calls CRIU reads a file of its own, in CRIU's syntax: runc ``runc.conf``; crun ``crun.conf``, and where
+that is missing ``runc.conf`` (seen with 1.28); podman and CRI-O run one of the two, containerd runc. Every CRIU reads
+``default.conf``. CRIU passes no arguments to an action script, so the script is a small file that knows how to start
+this gpucr.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import errno
+import os
+import re
+import shlex
+import stat
+import sys
+import tempfile
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Literal, get_args
+
+from gpucr.containers import action
+from gpucr.errors import BrokenInstall, InvalidRequest, NotPermitted
+
+Runtime = Literal["runc", "crun", "podman", "criu"]
+RUNTIMES: tuple[Runtime, ...] = get_args(Runtime)
+
+DEFAULT_FOLDER = Path("/etc/criu")
+SCRIPT_NAME = "gpucr-hook"
+
+_COMMENT = "# GPU state of containers; `gpucr hook uninstall` removes these two lines"
+_SCRIPT_MODE = 0o755
+_SOURCE = Path(__file__).parents[2]
+_FILES = ("runc.conf", "crun.conf", "default.conf")
+_OUR_LINE = re.compile(rb"\s*action-script(?:\s+|=)[\"']?[^\s\"'#]*/" + SCRIPT_NAME.encode() + rb"[\"']?\s*(?:#.*)?")
+"""However it was edited: CRIU takes quotes, an equals sign, and a comment behind (seen with 4.2.1)."""
+_NOT_ALLOWED = (errno.EACCES, errno.EPERM, errno.EROFS)
+
+
+@dataclass(frozen=True)
+class Change:
+    """What became of one file: ``made``, ``changed``, ``removed`` or ``unchanged``."""
+
+    path: Path
+    what: Literal["made", "changed", "removed", "unchanged"]
+
+
+@dataclass(frozen=True)
+class HookStatus:
+    """Which files name the script, and whether the script would start this gpucr."""
+
+    script: Path
+    configured: tuple[Path, ...]
+    is_current: bool
+
+    @property
+    def is_installed(self) -> bool:
+        """Whether some runtime's CRIU calls this gpucr."""
+        return bool(self.configured) and self.is_current
+
+
+def install(
+    runtime: Runtime | None = None, folder: Path = DEFAULT_FOLDER, *, force: bool = False
+) -> tuple[Change, ...]:
+    """Have the CRIU of a runtime (None: of runc, crun and all that use them) call gpucr. Again: brings it up to date.
+
+    Needs write access to ``folder``. What else is in the files stays as it is. With ``force`` also where others than
+    root can change what CRIU is to run. Raises InvalidRequest, NotPermitted, BrokenInstall; then no file names a script
+    that is not there.
+    """
+    _check_name(folder)
+    if not force:
+        _check_owners(folder)
+    script = folder / SCRIPT_NAME
+    try:
+        folder.mkdir(mode=0o755, parents=True, exist_ok=True)
+        changes = [_write(script, script_text().encode(), _SCRIPT_MODE)]
+        default = folder / "default.conf"
+        if runtime == "criu":  # from now on it is in force for all: a second line would run it twice
+            changes += [_without_line(path) for path in _runtime_files(folder)]
+            changes.append(_with_line(default, script))
+        elif _has_line(default):
+            changes += [_with_line(default, script)]
+        else:
+            changes += [_with_line(path, script) for path in _files_of(runtime, folder)]
+    except OSError as e:
+        raise _explained(e, folder) from e
+    return tuple(changes)
+
+
+def uninstall(folder: Path = DEFAULT_FOLDER) -> tuple[Change, ...]:
+    """Take everything out again that `install` has put in; files that hold nothing else are removed.
+
+    Checkpoints that were made with the hook can then no longer be restored by the runtimes. Raises NotPermitted,
+    BrokenInstall.
+    """
+    script = folder / SCRIPT_NAME
+    try:
+        changes = [_without_line(folder / name) for name in _FILES]
+        existed = script.exists()
+        script.unlink(missing_ok=True)
+    except OSError as e:
+        raise _explained(e, folder) from e
+    return (*changes, Change(script, "removed" if existed else "unchanged"))
+
+
+def status(folder: Path = DEFAULT_FOLDER) -> HookStatus:
+    """What is configured. Changes nothing. Raises NotPermitted, BrokenInstall where a file cannot be read."""
+    script = folder / SCRIPT_NAME
+    current = False
+    with contextlib.suppress(OSError):
+        current = script.read_bytes() == script_text().encode() and os.access(script, os.X_OK)
+    try:
+        configured = tuple(folder / name for name in _FILES if _has_line(folder / name))
+    except OSError as e:
+        raise _explained(e, folder, "read") from e
+    return HookStatus(script, configured, current)
+
+
+def script_text() -> str:
+    """The action script: it starts this gpucr with this Python, at those hooks at which there is something to do."""
+    python = shlex.quote(sys.executable)
+    start = f"import sys; sys.path.insert(0, {str(_SOURCE)!r}); from {action.__name__} import main; main()"
+    return (
+        "#!/bin/sh\n"
+        "# CRIU's action script for the GPU state of containers, written by `gpucr hook install`.\n"
+        'case "$CRTOOLS_SCRIPT_ACTION" in\n'
+        f"{' | '.join(action.HOOKS)}) ;;\n"
+        "*) exit 0 ;;\n"
+        "esac\n"
+        f"if [ ! -x {python} ]; then\n"
+        f"    echo gpucr: error: {python} is gone, with which gpucr was set up as the action script of CRIU >&2\n"
+        "    exit 4\n"
+        "fi\n"
+        f"exec {python} -I -c {shlex.quote(start)}\n"
+    )
+
+
+def _runtime_files(folder: Path) -> list[Path]:
+    return [folder / "runc.conf", folder / "crun.conf"]
+
+
+def _files_of(runtime: Runtime | None, folder: Path) -> list[Path]:
+    """crun's own file hides runc's from it: where there is none, none is made."""
+    runc, crun = _runtime_files(folder)
+    own = [crun] if crun.exists() else [runc]
+    if runtime == "runc":
+        return [runc]
+    return own if runtime == "crun" else list(dict.fromkeys([runc, *own]))
+
+
+def _lines(path: Path) -> list[bytes]:
+    try:
+        return path.read_bytes().splitlines(keepends=True)
+    except FileNotFoundError:
+        return []
+
+
+def _is_script(line: bytes) -> bool:
+    return _OUR_LINE.fullmatch(line.rstrip(b"\r\n")) is not None
+
+
+def _is_ours(line: bytes) -> bool:
+    return line.strip() == _COMMENT.encode() or _is_script(line)
+
+
+def _has_line(path: Path) -> bool:
+    return any(map(_is_script, _lines(path)))
+
+
+def _with_line(path: Path, script: Path) -> Change:
+    kept = [line for line in _lines(path) if not _is_ours(line)]
+    if kept and not kept[-1].endswith(b"\n"):
+        kept[-1] += b"\n"
+    return _write(path, b"".join([*kept, f"{_COMMENT}\naction-script {script}\n".encode()]), 0o644)
+
+
+def _without_line(path: Path) -> Change:
+    lines = _lines(path)
+    kept = [line for line in lines if not _is_ours(line)]
+    if kept == lines:
+        return Change(path, "unchanged")
+    if kept or path.is_symlink():  # removing a link would leave the lines in the file that it leads to
+        return _write(path, b"".join(kept), 0o644)
+    path.unlink()
+    return Change(path, "removed")
+
+
+def _write(path: Path, data: bytes, mode: int) -> Change:
+    """Replace the file as a whole, or make it with this mode. A link stays one."""
+    path = path.resolve()
+    existed = path.exists()
+    if existed and path.read_bytes() == data and (mode != _SCRIPT_MODE or os.access(path, os.X_OK)):
+        return Change(path, "unchanged")
+    found = path.stat() if existed else None
+    fd, temporary = tempfile.mkstemp(prefix=f".{path.name}.", dir=path.parent)
+    try:
+        with os.fdopen(fd, "wb") as stream:
+            stream.write(data)
+            os.fchmod(fd, mode if found is None or mode == _SCRIPT_MODE else stat.S_IMODE(found.st_mode))
+            if found is not None:
+                os.fchown(fd, found.st_uid, found.st_gid)
+            stream.flush()
+            os.fsync(fd)
+        os.replace(temporary, path)
+    except BaseException:
+        Path(temporary).unlink(missing_ok=True)
+        raise
+    return Change(path, "changed" if existed else "made")
+
+
+def _check_name(folder: Path) -> None:
+    if not folder.is_absolute() or re.search(r"[\s#\"']", os.fspath(folder)):
+        raise InvalidRequest(
+            f"{os.fspath(folder)!r} cannot be the folder of CRIU's action script",
+            hint="CRIU takes an absolute path without blanks, quotes and #",
+        )
+
+
+def _check_owners(folder: Path) -> None:
+    python = Path(sys.executable)
+    started = (folder, python, python.resolve(), _SOURCE / "gpucr")
+    # Who may write to a folder above can put another one in the place of what is checked.
+    for path in dict.fromkeys(each for part in started for each in (part, *part.parents)):
+        with contextlib.suppress(FileNotFoundError):
+            found = path.stat()
+            writers = found.st_mode & (stat.S_IWOTH if found.st_gid == 0 else stat.S_IWOTH | stat.S_IWGRP)
+            if found.st_uid not in (0, os.geteuid()) or (writers and not found.st_mode & stat.S_ISVTX):
+                raise BrokenInstall(
+                    f"{path} can be changed by others than root, and CRIU would run what they put there as root",
+                    hint="install gpucr as root, where only root can write, and use a folder that belongs to root "
+                    "(--force insists)",
+                )
+
+
+def _explained(error: OSError, folder: Path, done: str = "changed") -> NotPermitted | BrokenInstall:
+    message = f"CRIU's configuration in {error.filename or folder} cannot be {done}: {error.strerror}"
+    if error.errno in _NOT_ALLOWED:
+        hint = "run the command as root, and see that the file system is not read-only"
+        return NotPermitted(message, pid=os.getpid(), hint=hint)
+    return BrokenInstall(message, hint="see what is there, and that its file system has room")

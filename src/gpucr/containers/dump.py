@@ -1,0 +1,325 @@
+"""The GPU's part of a dump that a container runtime has begun: CRIU is the runtime's, and calls gpucr at its hooks.
+
+The steps are those of `gpucr dump`; only the one in the middle waits for a CRIU that others have started. CRIU tells
+its action scripts neither whether the container will be left running nor whether the dump has succeeded in the end. So
+device memory is on disk before CRIU may go on, and what has become of the container is looked at when CRIU has ended.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import time
+from collections.abc import Iterator
+from dataclasses import replace
+from pathlib import Path
+from typing import Protocol
+
+from gpucr.criu import abandoned
+from gpucr.criu.recovery import EndDump
+from gpucr.diagnosis import preflight
+from gpucr.diagnosis.traps import findings_of_traps
+from gpucr.driver.gpus import gpu_processes, nvml_kept_open
+from gpucr.errors import CriuError, CudaStarted, GpucrError, JobChanged, SnapshotExists
+from gpucr.gang import uses_libcuda
+from gpucr.jobs import selection
+from gpucr.linux import cgroups, processes
+from gpucr.model import ProcessId
+from gpucr.operations.dump_steps import (
+    JobDump,
+    PrepareTarget,
+    commit,
+    draft_of_gang,
+    expect_criu,
+    started_cuda,
+)
+from gpucr.operations.freeze import AllocateStaging, CudaWork, cuda_work
+from gpucr.snapshot.destination import FolderTarget
+from gpucr.snapshot.device.writer import DeviceWriter
+from gpucr.snapshot.folder import GPU_PART_NAME, UnfinishedSnapshot
+from gpucr.snapshot.gpu_part import GpuPart
+from gpucr.snapshot.manifest import Manifest
+from gpucr.undo.interrupts import Interrupts
+from gpucr.undo.operation import TO_MOVE, operation
+from gpucr.undo.protection import Protection
+from gpucr.undo.roll import Roll
+from gpucr.undo.steps import AroundStep, Meter, Step
+
+UNKNOWN = "unknown"
+"""The version of a CRIU that the runtime has started."""
+
+_LOOK_EVERY_S = 0.1
+_KILLED_LIMIT_S = 10.0
+
+
+class RuntimeHooks(Protocol):
+    """The hooks of one dump, as CRIU calls them."""
+
+    @property
+    def criu(self) -> ProcessId:
+        """The CRIU that calls them."""
+        ...
+
+    def answer(self, error: BaseException | None) -> bool:
+        """Let the hook that waits succeed, or fail for this reason. False: none waits."""
+        ...
+
+    def say(self, line: str) -> None:
+        """Something for CRIU's log, where the hook that waits writes it when it is answered."""
+        ...
+
+    def wait_for_call(self, timeout_s: float) -> bool:
+        """Wait for the next hook, post-dump. False: it has not come yet."""
+        ...
+
+
+@contextlib.contextmanager
+def thawed(root_pid: int) -> Iterator[None]:
+    """The tree of ``root_pid`` can be asked, and brought to stand still, while the block lasts. FROZEN → FROZEN.
+
+    containerd pauses a container before it has it dumped, and lets it go on afterwards. Does nothing where no process
+    has libcuda loaded. Raises Unsupported where a freezer holds it all the same.
+    """
+    cgroup = cgroups.frozen_by(root_pid)
+    if cgroup is None or not any(uses_libcuda(process.pid) for process in processes.tree(root_pid)):
+        yield
+        return
+    preflight.require_no_blocking(_check_freezer(root_pid), force=False)
+    cgroups.thaw(cgroup)
+    try:
+        yield
+    finally:
+        with contextlib.suppress(FileNotFoundError):  # the container has ended
+            cgroups.freeze(cgroup)
+
+
+def uses_cuda(root_pid: int) -> bool:
+    """Whether any process in the tree of ``root_pid`` uses CUDA. Changes nothing. Raises as `selection.find_job`."""
+    return bool(selection.find_job(root_pid).job.gang)
+
+
+def clear_target(images: Path, *, may_replace: bool) -> None:
+    """Remove what a dump that was cut off has left of a GPU part in this folder of images.
+
+    ``may_replace``: the runtime always writes there, and its new checkpoint replaces the old one.
+    Else SnapshotExists is raised where there is a complete one: beside new images it would pass for theirs.
+    """
+    part = GpuPart(images)
+    part.recover()
+    if part.is_complete and may_replace and not part.is_scattered:
+        return
+    if part.is_complete or part.is_scattered:
+        raise SnapshotExists(
+            f"{images} has the GPU part of another checkpoint",
+            path=str(images),
+            hint="checkpoint into a folder of its own, or remove what is there",
+        )
+    UnfinishedSnapshot.left_behind(part.path, None).discard()
+
+
+def dump_for_runtime(root_pid: int, images: Path, hooks: RuntimeHooks, *, claim: int | None = None) -> bool:
+    """Take the GPU state of the tree of ``root_pid`` through a runtime's dump into the folder ``images``.
+
+    Called in CRIU's pre-dump hook: RUNNING → CHECKPOINTED, stopped, device memory taken out; then ``hooks`` is
+    answered and CRIU dumps. At its post-dump hook the GPU part is committed. When CRIU has ended, the processes are
+    gone, or come back to the state in which they were found; returns whether they do. ``claim`` is a descriptor of
+    `gpu_part.claimed`, which is closed when the part is complete. Needs root.
+
+    Whatever fails leads back to the state in which the processes were found; a hook that waits is answered after that
+    (in post-dump: before, since CRIU holds the processes until then). Raises as `gpucr.dump`.
+    """
+    part = GpuPart(images, claim)
+    with operation() as running, contextlib.ExitStack() as opened:
+        opened.enter_context(part.older_aside())
+        found = opened.enter_context(selection.claimed_job(root_pid))
+        roll = opened.enter_context(Roll(found.job))
+        running.require_descriptors(len(found.job.processes), len(found.job.gang), TO_MOVE)
+        protection = opened.enter_context(Protection(found.claims, found.job.processes))
+        opened.enter_context(nvml_kept_open())
+        context, cuda, findings = _prepare(found, images, protection)
+        preflight.require_no_blocking(findings, force=False)
+        for finding in findings:
+            hooks.say(f"warning: {finding.sentence()}")
+        run = RuntimeDump(context, hooks, part)
+        try:
+            running.run(_steps(context, cuda, run), roll=roll, protection=protection)
+        finally:
+            context.writer.cancel()
+            cuda.staging.close()
+            context.target.close()
+        if run.left_running:
+            roll.require_gang(f"{context.target.where} is complete")
+        return run.left_running
+
+
+def _prepare(
+    found: selection.FoundJob, images: Path, protection: Protection
+) -> tuple[JobDump, CudaWork, list[preflight.Finding]]:
+    job = found.job
+    if found.driver is None or not job.gang:
+        raise JobChanged(f"no process below {job.root.pid} uses CUDA any more", pids=[job.root.pid])
+    preflight.require_privileges(job.root.pid)
+    uses = gpu_processes()
+    held = preflight.device_bytes_in_use(job, uses)
+    expected_bytes = sum(sum(by_gpu.values()) for by_gpu in held.values())
+    target = FolderTarget(images / GPU_PART_NAME, with_images=False)
+    findings = [
+        *selection.findings_before_freeze(job, preflight.needs_of_dump(held, images, job.pids, target.buffers_bytes)),
+        *findings_of_traps(job, found.driver, uses),
+        *preflight.check_tracers(job),
+        *preflight.check_session(job),
+        *_check_freezer(job.root.pid),
+        *target.findings(job, expected_bytes),
+    ]
+    writer = DeviceWriter(target.sink)
+    cuda = cuda_work(found, protection, held, writer)
+    # Left running, for all that is known: then nothing that the container may still need is given up early.
+    return JobDump(job=job, target=target, writer=writer, cuda=cuda, leave_running=True), cuda, findings
+
+
+def _check_freezer(root_pid: int) -> list[preflight.Finding]:
+    """The runtime's CRIU freezes the container by its cgroup, with the processes stopped already.
+
+    Seen with Linux 6.18, runc 1.1 and CRIU 4.2.1: with version 1's freezer, CRIU's ptrace(PTRACE_SEIZE) of a process
+    that was stopped before it was frozen does not return, and nothing but a thaw ends it. Version 2 does not do that.
+    """
+    path = cgroups.legacy_freezer(root_pid)
+    if path is None:
+        return []
+    return [
+        preflight.Finding(
+            "blocking",
+            "the container is in a cgroup of version 1's freezer",
+            f"its process {root_pid} is in {path}",
+            "CRIU would hang when it freezes the container",
+            "boot the machine with cgroup version 2 alone (systemd.unified_cgroup_hierarchy=1)",
+            pid=root_pid,
+            code="GPUCR-CGROUP-V1",
+        )
+    ]
+
+
+def _steps(context: JobDump, cuda: CudaWork, run: RuntimeDump) -> list[Step]:
+    freeze, thaw = cuda.steps_to_freeze()
+    return [
+        PrepareTarget(context),
+        AllocateStaging(cuda, leave_running=True),
+        *freeze,
+        run,
+        *(_IfLeftRunning(step, run) for step in thaw),
+    ]
+
+
+class RuntimeDump:
+    """The runtime's CRIU writes the process tree; the GPU part is committed before CRIU lets go of it."""
+
+    name = "dump"
+
+    def __init__(self, context: JobDump, hooks: RuntimeHooks, part: GpuPart) -> None:
+        self._context = context
+        self._hooks = hooks
+        self._part = part
+        self.left_running = False
+
+    def describe(self) -> str:
+        """Whose CRIU."""
+        return f"wait for the runtime's CRIU (process {self._hooks.criu.pid}), commit {self._context.target.where}"
+
+    def run(self, interrupts: Interrupts, meter: Meter) -> int:
+        """Answer pre-dump, commit at post-dump, and wait until CRIU has ended. Returns the bytes that were saved."""
+        self._part.begin()
+        expect_criu(self._context, self._hooks.criu)
+        self._hooks.answer(None)
+        try:
+            self._wait_for_post_dump(interrupts)
+            size_bytes = self._commit(interrupts, meter)
+        except BaseException as error:
+            # A hook that fails makes CRIU undo and end. Where none waits, it is told by other means.
+            if not (self._hooks.answer(error) and abandoned.wait(self._hooks.criu)):
+                abandoned.end_dump(self._hooks.criu)
+            self._wait_until_thawed()
+            raise
+        self._hooks.answer(None)
+        while not abandoned.wait(self._hooks.criu, _LOOK_EVERY_S):  # it ends the tree, or lets it go
+            if self._hooks.wait_for_call(0):
+                self._hooks.answer(None)  # the script is configured twice
+        self.left_running = self._is_left()
+        if self._context.protection is not None:
+            self._context.protection.withdraw(EndDump)
+        self._wait_until_thawed()
+        return size_bytes
+
+    def undo(self) -> None:
+        """Nothing: CRIU has ended, and lets the tree go on when its dump fails; PrepareTarget removes the folder."""
+
+    def _wait_for_post_dump(self, interrupts: Interrupts) -> None:
+        while not self._hooks.wait_for_call(_LOOK_EVERY_S):
+            interrupts.check()
+            if not processes.is_alive(self._hooks.criu):
+                self._wait_until_thawed()
+                raise self._failure()
+
+    def _commit(self, interrupts: Interrupts, meter: Meter) -> int:
+        context = self._context
+        tree = processes.tree(context.job.root.pid)
+        draft: Manifest = draft_of_gang(context, tree, UNKNOWN, {})
+        left = _asks_to_leave_running(self._hooks.criu)
+        self._part.sync_images()
+        snapshot = commit(context, replace(draft, left_running=left), interrupts, meter)
+        self._part.finish()
+        return snapshot.manifest.size_bytes
+
+    def _wait_until_thawed(self) -> None:
+        """CRIU leaves a container that was paused so. Whoever has paused it lets it go on, however late."""
+        root = self._context.job.root.id
+        while processes.is_alive(root) and cgroups.frozen_by(root.pid) is not None:
+            time.sleep(_LOOK_EVERY_S)
+
+    def _failure(self) -> GpucrError:
+        gone = [p.pid for p in self._context.job.processes if not processes.is_alive(p.id)]
+        if gone:
+            return JobChanged(f"process {gone[0]} ended while the container was dumped", pids=gone)
+        started = started_cuda(self._context)
+        if started:
+            return CudaStarted(f"process {started[0]} began to use CUDA while the container was dumped", pids=started)
+        return CriuError(
+            "the runtime's CRIU ended before it had dumped the container",
+            phase="dump",
+            hint="CRIU's log, dump.log in the runtime's work folder, has the reason",
+        )
+
+    def _is_left(self) -> bool:
+        """Whether CRIU has let the tree go on, rather than killed it."""
+        known = [process.id for process in self._context.job.processes]
+        if processes.goes_on(self._context.job.root.id):
+            return True
+        processes.wait_for_the_killed(known, _KILLED_LIMIT_S)
+        return False
+
+
+class _IfLeftRunning(AroundStep):
+    """A step for processes that CRIU has not ended."""
+
+    def __init__(self, step: Step, dumped: RuntimeDump) -> None:
+        super().__init__(step)
+        self._dumped = dumped
+
+    def run(self, interrupts: Interrupts, meter: Meter) -> int:
+        """The step's own, where there are processes."""
+        return super().run(interrupts, meter) if self._dumped.left_running else 0
+
+    def undo(self) -> None:
+        """The step's own, where there are processes."""
+        if self._dumped.left_running:
+            super().undo()
+
+
+def _asks_to_leave_running(criu: ProcessId) -> bool:
+    """What the command lines of CRIU and of the runtime that has started it say: CRIU itself does not tell."""
+    stat = processes.read_stat(criu.pid)
+    pids = [criu.pid] if stat is None else [criu.pid, stat.parent_pid]
+    for pid in pids:
+        with contextlib.suppress(OSError):
+            words = Path(f"/proc/{pid}/cmdline").read_bytes().split(b"\0")
+            if b"--leave-running" in words or b"-R" in words:
+                return True
+    return False

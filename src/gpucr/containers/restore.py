@@ -1,0 +1,139 @@
+"""The GPU's part of a restore that a container runtime has begun.
+
+CRIU makes the processes and lets them go on; those with CUDA are still stopped then, as they were dumped. So device
+memory comes back in CRIU's last hook, post-resume. What can be refused is refused in its first one, pre-restore, while
+there is nothing to undo.
+"""
+
+from __future__ import annotations
+
+import contextlib
+from pathlib import Path
+
+from gpucr.diagnosis import preflight
+from gpucr.diagnosis.traps import findings_of_targets
+from gpucr.driver.api import Driver
+from gpucr.driver.cuda import load_driver
+from gpucr.driver.gpus import list_gpus
+from gpucr.errors import ProcessNotFound, SnapshotDamaged
+from gpucr.gang import Gang
+from gpucr.gang.threads import GangThreads
+from gpucr.gpu_state.gpu_choice import GpuRequest
+from gpucr.gpu_state.placement import Placement
+from gpucr.gpu_state.steps import HoldThreads, ReleaseThreads, RestoreGang, UnlockGang
+from gpucr.jobs.sandbox_steps import RestoredTree
+from gpucr.linux import processes
+from gpucr.operations.restore_steps import LoadDevice, RestoreDevice, end_restored, restore_threads, take_stock
+from gpucr.snapshot.folder import GPU_PART_NAME, Snapshot
+from gpucr.snapshot.gpus import place_snapshot
+from gpucr.snapshot.manifest import Manifest
+from gpucr.snapshot.origin import FolderSource, device_bytes_of
+from gpucr.undo.interrupts import Interrupts
+from gpucr.undo.operation import TO_MOVE, operation
+from gpucr.undo.protection import Protection
+from gpucr.undo.steps import Meter, Result, Step, WithoutUndo
+
+
+def has_gpu_part(images: Path) -> bool:
+    """Whether these images are of a container that used CUDA."""
+    return (images / GPU_PART_NAME).exists()
+
+
+def check_gpu_part(images: Path) -> list[preflight.Finding]:
+    """Whether the GPU part of these images can come back on this machine. Changes nothing.
+
+    Returns what did not stop it. Raises SnapshotUnfinished, SnapshotDamaged, SnapshotError, Unsupported,
+    DriverUnavailable.
+    """
+    _, _, _, findings = _examine(images)
+    preflight.require_no_blocking(findings, force=False)
+    return findings
+
+
+def restore_for_runtime(root_pid: int, images: Path) -> None:
+    """Bring back the GPU state of the tree of ``root_pid``, which a runtime's CRIU has just restored and lets run.
+
+    The CUDA processes are CHECKPOINTED and stopped; they end in the state in which the dump had found them, and run.
+    Whatever fails ends every process of the tree. Needs root. Raises as `gpucr.restore` does.
+    """
+    try:
+        with operation() as running, Protection() as protection:
+            snapshot, driver, placement, _ = _examine(images)
+            known = snapshot.manifest.processes
+            running.require_descriptors(len(known), sum(p.found_state is not None for p in known), TO_MOVE)
+            load = LoadDevice(FolderSource(snapshot))
+            try:
+                running.run(_steps(root_pid, snapshot, load, driver, placement, protection), protection=protection)
+            finally:
+                load.close()
+    except BaseException:
+        with contextlib.suppress(ProcessNotFound):  # the steps' own undo has ended it
+            processes.kill_tree(root_pid, including_root=True)
+        raise
+
+
+def _examine(images: Path) -> tuple[Snapshot, Driver, Placement, list[preflight.Finding]]:
+    snapshot = Snapshot.open(images / GPU_PART_NAME)
+    manifest = snapshot.manifest
+    if not manifest.has_gpu_state:
+        raise SnapshotDamaged(f"{snapshot.path} is a GPU part without GPU state", path=str(snapshot.path))
+    driver = load_driver()
+    here = list_gpus()
+    placement = place_snapshot(manifest, GpuRequest.of(None, None), here, ())
+    choice = placement.choice
+    # The private memory of the processes is there already: CRIU has made them.
+    needs = preflight.needs_of_restore(
+        device_bytes_of(manifest),
+        processes=len(manifest.processes),
+        buffers_bytes=FolderSource(snapshot).buffers_bytes,
+    )
+    findings = [
+        *preflight.check_host_memory(needs),
+        *preflight.check_gpus(choice.had, choice.needed_bytes, here, choice.gpu_map),
+        *findings_of_targets(choice.needed_bytes or [gpu.uuid for gpu in choice.had], here, choice.gpu_map),
+    ]
+    return snapshot, driver, placement, findings
+
+
+def _steps(
+    root_pid: int, snapshot: Snapshot, load: LoadDevice, driver: Driver, placement: Placement, protection: Protection
+) -> list[Step]:
+    gang = Gang(driver, ())
+    threads = GangThreads()
+    adopt = AdoptTree(root_pid, snapshot.manifest, gang, protection)
+    tree = adopt.tree
+    restore_gang = RestoreGang(gang, placement, down_to=lambda member: member.found)
+    return [
+        adopt,
+        load,
+        HoldThreads(threads, lambda: restore_threads(snapshot, tree.value)),
+        RestoreDevice(snapshot, load.loading, tree, restore_gang, placement, None),
+        WithoutUndo(UnlockGang(gang, down_to=lambda member: member.found)),
+        ReleaseThreads(threads, protection, is_result=True),
+    ]
+
+
+class AdoptTree:
+    """Find the restored processes; from then on a failure ends them."""
+
+    name = "adopt"
+
+    def __init__(self, root_pid: int, manifest: Manifest, gang: Gang, protection: Protection) -> None:
+        self._root_pid = root_pid
+        self._manifest = manifest
+        self._gang = gang
+        self._protection = protection
+        self.tree: Result[RestoredTree] = Result()
+
+    def describe(self) -> str:
+        """Whose tree."""
+        return f"find the container's processes below {self._root_pid}"
+
+    def run(self, interrupts: Interrupts, meter: Meter) -> int:
+        """Find them."""
+        self.tree.set(take_stock(self._root_pid, self._manifest, self._gang, self._protection))
+        return 0
+
+    def undo(self) -> None:
+        """End every process of the tree."""
+        end_restored(self._root_pid, self.tree.if_known)

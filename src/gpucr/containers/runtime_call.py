@@ -1,0 +1,230 @@
+"""A container runtime is started so that the CRIU that it starts is gpucr's, and calls gpucr at its hooks.
+
+Its PATH begins with a folder in which `criu` is a small script: it starts gpucr's CRIU, with a configuration of this
+one call that names gpucr as the action script, and with the variables that gpucr itself was started with. podman passes
+on nothing but PATH, and by its settings another one to the process from which its runtime restores: that one is
+replaced likewise.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import re
+import select
+import shlex
+import subprocess
+import tempfile
+import time
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+
+from gpucr.containers.criu_config import SCRIPT_NAME, script_text
+from gpucr.containers.record import ContainerRecord
+from gpucr.criu import abandoned
+from gpucr.criu.diagnosis import Diagnosis, diagnose
+from gpucr.criu.install import find_criu, provided_folder
+from gpucr.criu.options import DumpOptions
+from gpucr.errors import BrokenInstall, CriuError, InvalidRequest
+from gpucr.linux import own_python, processes, trusted_paths
+from gpucr.model import ProcessId
+from gpucr.undo.interrupts import Interrupts
+
+_LOOK_EVERY_S = 0.05
+_START_TIME = 19
+"""Which field it is of /proc/PID/stat behind the program's name (proc(5): the 22nd of all)."""
+_OUR_LINES = re.compile(r"^gpucr: error: (.*)$", re.MULTILINE)
+_PLAIN_PATH = re.compile(r"[\w/.,@~+=-]+")
+_CRIU_ERROR = re.compile(r"\bError\s+\([^)]*\): ?\S")
+_MESSAGE = re.compile(r'^time=.* level=\w+ msg="(.*)"$')  # runc's log; crun's lines have no such fields
+_OUR_VARIABLES = re.compile(r"HOME|LD_LIBRARY_PATH|GPUCR_\w+|XDG_\w+")
+
+
+@dataclass(frozen=True)
+class Programs:
+    """Small programs of one call, and the environment in which they are found first."""
+
+    folder: Path
+    environment: Mapping[str, str]
+
+    def add_wrapper(self, name: str, program: str) -> Path:
+        """One more: it starts ``program`` in that environment."""
+        return _write_script(self.folder / name, f'PATH="{self.folder}:$PATH" exec {shlex.quote(program)} "$@"')
+
+    @property
+    def config(self) -> Path:
+        """The configuration of the CRIU of this call."""
+        return self.folder / "criu.conf"
+
+    @property
+    def started(self) -> Path:
+        """What the kernel said of each CRIU of this call as it began: CRIU itself changes its title and environment."""
+        return self.folder / "started"
+
+    def crius(self) -> list[ProcessId]:
+        """Those of this call that are at work, whatever has become of the runtime that has started them."""
+        found = []
+        for line in _read_text(self.started).splitlines():
+            pid, _, rest = line.partition(" ")
+            found.append(ProcessId(int(pid), int(rest.rpartition(") ")[2].split()[_START_TIME])))
+        return [criu for criu in found if processes.is_alive(criu)]
+
+
+@contextlib.contextmanager
+def programs(options: DumpOptions) -> Iterator[Programs]:
+    """Programs that are there while the block lasts. Raises CriuUnavailable, BrokenInstall."""
+    criu = find_criu()
+    # podman's monitor keeps the PATH for the container's life: nobody else may ever put something into this folder.
+    parent = provided_folder().parent
+    if not _PLAIN_PATH.fullmatch(str(parent)):  # PATH and CRIU's configuration cannot hold others
+        raise BrokenInstall(
+            f"programs for the container's runtime cannot be put into {parent}: PATH, or CRIU's configuration, cannot "
+            "hold such a name",
+            hint="name another folder that only root can write with XDG_DATA_HOME",
+        )
+    with contextlib.ExitStack() as made_here:
+        try:
+            trusted_paths.make_private(parent)
+            work = made_here.enter_context(tempfile.TemporaryDirectory(prefix="criu-for-runtime-", dir=parent))
+        except OSError as e:
+            raise BrokenInstall(
+                f"programs for the container's runtime cannot be put into {parent}: {e.strerror}",
+                hint="name another folder that only root can write with XDG_DATA_HOME",
+            ) from e
+        folder = Path(work)
+        # A monitor that the runtime leaves with its container keeps it.
+        environment = {
+            **own_python.without_passphrase(os.environ),
+            "PATH": f"{folder}:{os.environ.get('PATH', os.defpath)}",
+        }
+        made = Programs(folder, environment)
+        made.config.write_text(
+            f"action-script {folder / SCRIPT_NAME}\n"
+            f"network-lock {options.network_lock}\n"
+            f"ghost-limit {options.ghost_limit_bytes}\n"
+            + ("link-remap\n" if options.link_remap else "")
+        )  # fmt: skip
+        script = folder / SCRIPT_NAME
+        script.write_text(script_text())
+        script.chmod(0o700)
+        variables = {**_own_variables(), "CRIU_CONFIG_FILE": str(made.config)}
+        exports = "".join(f"export {name}={shlex.quote(value)}\n" for name, value in variables.items())
+        note_start = f'read -r stat </proc/$$/stat && echo "$stat" >>{shlex.quote(str(made.started))} || exit\n'
+        keep = "trap '' XFSZ\n"  # a write that is refused (`abandoned.end_dump`) must not kill CRIU: it has to undo
+        _write_script(folder / "criu", f'{exports}{note_start}{keep}exec {shlex.join(criu.command)} "$@"')
+        yield made
+
+
+def _own_variables() -> dict[str, str]:
+    return {name: value for name, value in own_python.environment().items() if _OUR_VARIABLES.fullmatch(name)}
+
+
+def _write_script(path: Path, text: str) -> Path:
+    path.write_text(f"#!/bin/sh\n{text}\n")
+    path.chmod(0o700)
+    return path
+
+
+def call(command: Sequence[str], found: Programs, interrupts: Interrupts | None, said: Path | None = None) -> int:
+    """Run a runtime's command; what it prints goes to the file ``said``. Returns its exit status.
+
+    A file, not a pipe: a container that is detached keeps what it was given open. Signals reach neither it nor its
+    CRIU, which would leave what they have begun. With ``interrupts``, those of a dump, a signal has CRIU undo and end;
+    without, it is over when the command is. When this returns from a dump, no CRIU is at work on the container.
+
+    Raises InvalidRequest, and KeyboardInterrupt where a dump was ended by a signal.
+    """
+    try:
+        with open(said or os.devnull, "ab") as output:
+            runtime = subprocess.Popen(
+                command,
+                env=found.environment,
+                stdin=subprocess.DEVNULL,
+                stdout=output,
+                stderr=output,
+                start_new_session=True,
+            )
+    except OSError as e:
+        raise InvalidRequest(f"{command[0]} cannot be started: {e.strerror}", code="GPUCR-RUNTIME") from e
+    if interrupts is None:
+        with Interrupts():
+            return runtime.wait()
+    try:
+        with interrupts.allowed():
+            _wait(runtime)
+    except KeyboardInterrupt:
+        if _stop_dump(runtime, found) != 0:
+            raise
+        return 0  # it was complete before CRIU could be stopped
+    status = runtime.wait()
+    if status != 0:
+        _end_dumps(found)  # of a runtime that was killed
+    return status
+
+
+def _wait(runtime: subprocess.Popen[bytes]) -> None:
+    """Until it has ended. (After a signal Popen.wait would first give it a quarter of a second more.)"""
+    fd = os.pidfd_open(runtime.pid)
+    try:
+        select.select([fd], [], [])
+    finally:
+        os.close(fd)
+
+
+def _stop_dump(runtime: subprocess.Popen[bytes], found: Programs) -> int:
+    while runtime.poll() is None:
+        _end_dumps(found)
+        time.sleep(_LOOK_EVERY_S)
+    _end_dumps(found)
+    return runtime.returncode
+
+
+def _end_dumps(found: Programs) -> None:
+    for criu in found.crius():
+        abandoned.end_dump(criu)
+
+
+def failure(record: ContainerRecord, phase: str, log_path: Path, said: Path) -> CriuError:
+    """Why the runtime's command failed: gpucr's own reason from CRIU's log, CRIU's, or else the runtime's last line.
+
+    runc ends CRIU's log with it, and quotes its lines in a log of its own, where the other may be gone.
+    """
+    log = _read_text(log_path)
+    told = [_unquoted(line) for line in _read_text(said).splitlines() if line.strip()]
+    last = told[-1] if told else "it said nothing"
+    ours = _OUR_LINES.findall(log)
+    found = None
+    if not ours and _CRIU_ERROR.search("\n".join([log, *told])):
+        found = diagnose("\n".join([log, *told]), otherwise=last)
+    where = log_path if log else said
+    return CriuError(
+        f"{record.runtime} could not {phase} the container {record.container}: "
+        f"{ours[0] if ours else found.meaning if found is not None else last}",
+        phase=phase,
+        reason=found.reason if found is not None else None,
+        log_path=str(where) if where.exists() else None,
+        hint=_hint(record, found, has_log=bool(log)),
+        code=found.code if found is not None and found.code is not None else "GPUCR-RUNTIME",
+    )
+
+
+def _hint(record: ContainerRecord, found: Diagnosis | None, *, has_log: bool) -> str:
+    if found is not None and found.hint is not None:
+        return found.hint
+    if has_log or found is not None:
+        return "CRIU's log has the rest; gpucr's lines in it begin with `gpucr:`"
+    return f"{record.runtime} gave up before it started CRIU: fix what it says"
+
+
+def _unquoted(line: str) -> str:
+    """The message of a line of a runtime's log."""
+    found = _MESSAGE.match(line)
+    return line if found is None else found[1].replace('\\"', '"').replace("\\n", "; ")
+
+
+def _read_text(path: Path) -> str:
+    try:
+        return path.read_text(errors="replace")
+    except OSError:
+        return ""

@@ -1,0 +1,119 @@
+"""One canary from the outside: a process group of its own that is started, asked, and killed by id."""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import select
+import subprocess
+import sys
+import time
+from pathlib import Path
+from types import TracebackType
+
+from gpucr.diagnosis.canaries.programs.cuda import Impossible
+from gpucr.linux import processes
+
+_LINE_LIMIT_BYTES = 1 << 14
+_BOOTSTRAP = (
+    "import runpy, sys; name = sys.argv[1]; sys.path[:0] = sys.argv[2:]; sys.argv[1:] = [name]; "
+    "runpy.run_module('gpucr.diagnosis.canaries.programs', run_name='__main__')"
+)
+
+
+class DidNotStart(Exception):
+    """The canary could not be made ready; the text says why."""
+
+
+class OutOfTime(Exception):
+    """The canary did not answer before the deadline."""
+
+
+class Canary:
+    """A running canary. Leaving the block kills every process of it, in whatever state it is."""
+
+    def __init__(self, name: str, deadline: float) -> None:
+        self._deadline = deadline
+        self._input, given = _pipe_to_child()
+        self._output, taken = _pipe_from_child()
+        self._said = b""
+        try:
+            self._process = subprocess.Popen(
+                # -I: nothing in the user's environment decides which modules a program of gpucr's is made of.
+                [sys.executable, "-I", "-S", "-c", _BOOTSTRAP, name, str(Path(__file__).parents[2])],
+                stdin=given,
+                stdout=taken,
+                stderr=subprocess.DEVNULL,
+                start_new_session=True,
+                cwd="/",
+            )
+        except OSError as e:
+            for fd in (self._input, self._output):
+                os.close(fd)
+            raise DidNotStart(f"{sys.executable or 'this Python'} cannot be started: {e.strerror}") from e
+        finally:
+            os.close(given)
+            os.close(taken)
+
+    @property
+    def pid(self) -> int:
+        """Of the first process."""
+        return self._process.pid
+
+    def wait_ready(self) -> None:
+        """Until it has made its memory and seen that it is right. Raises Impossible, DidNotStart, OutOfTime."""
+        answer = self._line()
+        word, _, reason = answer.partition(": ")
+        if word == "impossible":
+            raise Impossible(reason)
+        if word != "ready":
+            raise DidNotStart(reason or answer or "it ended before it was ready")
+
+    def ask(self) -> str | None:
+        """What is wrong with it; None where all is right. Raises OutOfTime."""
+        with contextlib.suppress(BrokenPipeError):
+            os.write(self._input, b"check\n")
+        answer = self._line()
+        if answer == "right":
+            return None
+        return answer.removeprefix("wrong: ") or "it has ended"
+
+    def kill(self) -> None:
+        """End every process of it, by id. Safe from another thread, and again."""
+        processes.kill_tree(self.pid, including_root=True)
+
+    def _line(self) -> str:
+        """The next line; empty where the canary has ended."""
+        while b"\n" not in self._said and len(self._said) < _LINE_LIMIT_BYTES:
+            left_s = self._deadline - time.monotonic()
+            readable = left_s > 0 and select.select([self._output], [], [], left_s)[0]
+            if not readable:
+                raise OutOfTime
+            data = os.read(self._output, _LINE_LIMIT_BYTES)
+            if not data:
+                break
+            self._said += data
+        line, _, self._said = self._said.partition(b"\n")
+        return line.decode(errors="replace")
+
+    def __enter__(self) -> Canary:
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        self.kill()
+        self._process.wait()
+        os.close(self._input)
+        os.close(self._output)
+
+
+def _pipe_to_child() -> tuple[int, int]:
+    """Our end, the child's end."""
+    theirs, ours = os.pipe()
+    return ours, theirs
+
+
+def _pipe_from_child() -> tuple[int, int]:
+    """Our end, the child's end."""
+    return os.pipe()

@@ -1,0 +1,85 @@
+"""What was measured, as records. `gpucr.diagnosis.canaries.store` keeps them between commands."""
+
+from __future__ import annotations
+
+import enum
+from dataclasses import dataclass
+
+
+class CanaryOutcome(enum.Enum):
+    """What became of a canary that was locked, checkpointed, restored and unlocked."""
+
+    COMES_BACK = "comes back"
+    REFUSED = "refused"
+    """The driver refused before anything was lost, and the canary goes on."""
+    LOST = "lost"
+    """The checkpoint succeeded, and the process or its data did not come back."""
+    NOT_POSSIBLE = "not possible here"
+    """The machine lacks what the canary is about, or it could not be started."""
+    TIMED_OUT = "timed out"
+
+
+WHAT = {
+    "plain": "device memory and kernels",
+    "streams_and_graphs": "streams and captured graphs",
+    "pinned": "pinned host memory",
+    "managed": "managed memory (cudaMallocManaged)",
+    "peer_access": "peer access between two GPUs of one process",
+    "legacy_ipc": "CUDA IPC between two processes",
+    "vmm_export": "device memory exported to another process",
+    "shared_memory_ranks": "two processes over shared host memory",
+}
+"""Every canary by its name, in the order in which they run, and what it stands for."""
+
+
+@dataclass(frozen=True)
+class MeasuredMachine:
+    """What a result holds for: another driver, kind of GPU or kernel must be measured anew."""
+
+    driver: str
+    gpus: tuple[str, ...]
+    kernel: str
+
+
+@dataclass(frozen=True)
+class CanaryResult:
+    """One canary. ``result`` is the CUresult where the driver gave one, ``action`` and ``state`` where that was.
+
+    ``measured_at`` is a UTC time, ``2026-11-21T14:02:11Z``; ``seconds`` the wall time of the whole canary.
+    """
+
+    name: str
+    outcome: CanaryOutcome
+    detail: str
+    action: str | None
+    result: int | None
+    state: str | None
+    seconds: float
+    measured_at: str
+
+    @property
+    def what(self) -> str:
+        """What the canary stands for."""
+        return WHAT[self.name]
+
+    @property
+    def measured_on(self) -> str:
+        """The day of the measurement: ``2026-11-21``."""
+        return self.measured_at[:10]
+
+
+@dataclass(frozen=True)
+class ProbeReport:
+    """All that is known of a machine, the canaries in their order. ``path`` is where it is kept.
+
+    ``problem`` says why it could not be kept, or why what was kept before could not be used.
+    """
+
+    machine: MeasuredMachine
+    results: tuple[CanaryResult, ...]
+    path: str | None
+    problem: str | None = None
+
+    def result_of(self, name: str) -> CanaryResult | None:
+        """The result of one canary; None where it has not been measured."""
+        return next((result for result in self.results if result.name == name), None)

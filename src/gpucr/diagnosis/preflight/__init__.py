@@ -1,0 +1,90 @@
+"""Can this job be checkpointed, and will it come back? Asked while nothing has happened yet.
+
+Each check looks at one thing and returns findings: what, the evidence, the consequence, what to do. A *blocking*
+finding stops the operation with the job untouched; ``--force`` insists. What cannot be insisted on (no such process,
+no privileges, a target folder that is taken) is an error of its own where it is found, not a finding.
+"""
+
+from __future__ import annotations
+
+from gpucr.diagnosis.preflight.capabilities import check_capabilities
+from gpucr.diagnosis.preflight.clocks import check_clocks
+from gpucr.diagnosis.preflight.databases import check_changed_databases, check_databases, spared_by_rewind
+from gpucr.diagnosis.preflight.findings import Finding, require_no_blocking
+from gpucr.diagnosis.preflight.gpus import check_gpus, check_room, device_bytes_in_use
+from gpucr.diagnosis.preflight.measured import BASICS, Measurement, Measurements, check_basics
+from gpucr.diagnosis.preflight.modes import check_driver, check_mig_targets, mps_programs
+from gpucr.diagnosis.preflight.room import (
+    MemoryNeed,
+    check_disk,
+    check_host_memory,
+    needs_of_dump,
+    needs_of_restore,
+    needs_of_suspend,
+)
+from gpucr.diagnosis.preflight.surroundings import (
+    FilesMode,
+    TcpMode,
+    check_files,
+    check_kept_connections,
+    check_outside_connections,
+    check_ports,
+    check_shared_files,
+)
+from gpucr.diagnosis.preflight.traits import CudaTraits, JobTraits, look
+from gpucr.diagnosis.preflight.traps import check_traps
+from gpucr.diagnosis.preflight.tree import (
+    check_free_pids,
+    check_namespace_init,
+    check_open_files,
+    check_session,
+    check_states,
+    check_terminal,
+    check_tracers,
+    require_privileges,
+)
+
+__all__ = [
+    "BASICS",
+    "CudaTraits",
+    "FilesMode",
+    "Finding",
+    "JobTraits",
+    "Measurement",
+    "Measurements",
+    "MemoryNeed",
+    "TcpMode",
+    "check_basics",
+    "check_capabilities",
+    "check_changed_databases",
+    "check_clocks",
+    "check_databases",
+    "check_disk",
+    "check_driver",
+    "check_files",
+    "check_free_pids",
+    "check_gpus",
+    "check_host_memory",
+    "check_kept_connections",
+    "check_mig_targets",
+    "check_namespace_init",
+    "check_open_files",
+    "check_outside_connections",
+    "check_ports",
+    "check_room",
+    "check_session",
+    "check_shared_files",
+    "check_states",
+    "check_terminal",
+    "check_tracers",
+    "check_traps",
+    "device_bytes_in_use",
+    "look",
+    "mps_programs",
+    "needs_of_dump",
+    "needs_of_restore",
+    "needs_of_suspend",
+    "require_no_blocking",
+    "require_privileges",
+    "spared_by_rewind",
+]

@@ -1,0 +1,130 @@
+"""SQLite databases among a job's files: their pages change in place, so a size says little, and no part stands alone.
+
+In WAL mode the index in ``-shm`` tells how far ``-wal`` is written. A ``-wal`` that was cut back no longer fits it, and
+SQLite answers every question with "disk I/O error" (seen). Left as they are, the files fit each other, and a
+restored job takes what is new in them for the work of another program, which SQLite is made for.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import datetime
+import os
+import stat
+from collections.abc import Collection, Iterable, Mapping, Sequence
+
+from gpucr.diagnosis.preflight.findings import Finding
+from gpucr.linux import processes
+from gpucr.model import Job, JobFile
+
+_BESIDE = ("-wal", "-shm", "-journal")
+_MAGIC = b"SQLite format 3\0"
+
+
+def databases_of(paths: Iterable[str]) -> dict[str, tuple[str, ...]]:
+    """The databases among these files, by the path of each, with all of its files that are among them.
+
+    Known by the files beside it, or by what it begins with now.
+    """
+    known = sorted(set(paths))
+    beside: dict[str, list[str]] = {}
+    for path in known:
+        for suffix in _BESIDE:
+            if path.endswith(suffix):
+                beside.setdefault(path.removesuffix(suffix), []).append(path)
+    return {
+        path: (path, *beside.get(path, ()))
+        for path in known
+        if path in beside or (not path.endswith(_BESIDE) and _begins_as_one(path))
+    }
+
+
+def spared_by_rewind(files: Iterable[JobFile]) -> frozenset[str]:
+    """The files of databases, by path, which a rewind must not cut back."""
+    written = [file.path for file in files if file.is_written]
+    return frozenset(member for members in databases_of(written).values() for member in members)
+
+
+def check_databases(job: Job) -> list[Finding]:
+    """Databases of a job that is to go on after its dump: the snapshot does not have what is in them."""
+    targets = {file.target for process in job.processes for file in _open_files(process.pid)}
+    return [
+        Finding(
+            "warning",
+            f"the job has the SQLite database {path} open",
+            f"{len(files)} of its files" if len(files) > 1 else "it begins as one",
+            "the job goes on to change it: a later restore finds it newer than the job's memory",
+            "to have it as it was in a restore, copy it together with the snapshot (`sqlite3 FILE .backup`)",
+        )
+        for path, files in databases_of(targets).items()
+    ]
+
+
+def check_changed_databases(files: Sequence[JobFile], created: str, *, rewind: bool) -> list[Finding]:
+    """Databases of a snapshot that were changed since the dump, at ``created``."""
+    sizes = {file.path: file.size_bytes for file in files if file.is_written}
+    return [_judge(path, changed, rewind=rewind) for path, changed in _changed(sizes, created).items()]
+
+
+def _judge(path: str, changed: Collection[str], *, rewind: bool) -> Finding:
+    what, evidence = f"the SQLite database {path} was changed after the dump", ", ".join(changed)
+    if not rewind:
+        return Finding(
+            "warning",
+            what,
+            evidence,
+            "it stays as it is, and the job takes what is new for the work of another program",
+            "to have it as it was, put back a copy of all its files from the time of the dump",
+        )
+    return Finding(
+        "blocking",
+        what,
+        evidence,
+        "its pages are changed in place, so that cutting its files back would only damage it",
+        "restore with --files keep, or put back a copy of all its files from the time of the dump (--force rewinds the "
+        "other files, and leaves the database as it is)",
+        code="GPUCR-DATABASE",
+    )
+
+
+def _changed(sizes: Mapping[str, int], created: str) -> dict[str, tuple[str, ...]]:
+    """Per database, its files that have another size, or were written to in a second after that of the dump."""
+    found: dict[str, tuple[str, ...]] = {}
+    dumped = _timestamp(created)
+    for path, members in databases_of(sizes).items():
+        changed = []
+        for member in members:
+            with contextlib.suppress(OSError):  # that it is missing is a finding of its own
+                status = os.stat(member)
+                if status.st_size != sizes[member] or (dumped is not None and status.st_mtime >= dumped + 1):
+                    changed.append(member)
+        if changed:
+            found[path] = tuple(changed)
+    return found
+
+
+def _timestamp(created: str) -> float | None:
+    try:
+        return datetime.datetime.fromisoformat(created).timestamp()
+    except (ValueError, OverflowError):
+        return None
+
+
+def _open_files(pid: int) -> Sequence[processes.OpenFile]:
+    try:
+        return processes.open_files(pid)
+    except PermissionError:
+        return ()
+
+
+def _begins_as_one(path: str) -> bool:
+    """Whether a plain file of this path is a database. Never waits, and follows no link at its end."""
+    with contextlib.suppress(OSError, ValueError):
+        if not stat.S_ISREG(os.lstat(path).st_mode):
+            return False
+        fd = os.open(path, os.O_RDONLY | os.O_NOFOLLOW | os.O_NONBLOCK | os.O_CLOEXEC)
+        try:
+            return os.read(fd, len(_MAGIC)) == _MAGIC
+        finally:
+            os.close(fd)
+    return False

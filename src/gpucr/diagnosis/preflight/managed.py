@@ -1,0 +1,38 @@
+"""Managed memory (cudaMallocManaged), which the driver refuses to checkpoint."""
+
+from __future__ import annotations
+
+from gpucr.diagnosis.preflight.findings import Finding
+from gpucr.diagnosis.preflight.measured import Measurements, all_come_back, say
+from gpucr.diagnosis.preflight.traits import CudaTraits, JobTraits
+
+_WITHOUT = 1
+
+
+def check_managed(job: JobTraits, measured: Measurements) -> list[Finding]:
+    """Processes that have more of ``/dev/nvidia-uvm`` mapped than one without managed memory has.
+
+    Measured on driver 580: one mapping of 2 MiB in every process, and another one for managed memory. Of processes
+    on several GPUs it is not known, and nothing is said. A warning, as nothing is lost: the driver refuses.
+    """
+    if all_come_back(measured, ("managed",)):
+        return []
+    return [
+        _finding(each, measured) for each in job.processes if each.uvm_mappings > _WITHOUT and _on_one_gpu(job, each)
+    ]
+
+
+def _on_one_gpu(job: JobTraits, process: CudaTraits) -> bool:
+    return len(job.machine) == 1 or (process.gpus is not None and len(process.gpus) == 1)
+
+
+def _finding(process: CudaTraits, measured: Measurements) -> Finding:
+    return Finding(
+        "warning",
+        f"process {process.pid} ({process.process.name}) seems to use managed memory",
+        f"it has /dev/nvidia-uvm mapped {process.uvm_mappings} times, without managed memory it would be once; "
+        f"{say(measured, ('managed',))}",
+        "the driver refuses to checkpoint managed memory (CUDA_ERROR_NOT_SUPPORTED), and the job goes on",
+        "use cudaMalloc or cudaHostAlloc in place of cudaMallocManaged",
+        process.pid,
+    )

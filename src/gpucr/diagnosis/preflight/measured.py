@@ -1,0 +1,77 @@
+"""What canaries showed of this machine. Without them a check goes by a rule, and says so."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+
+from gpucr.diagnosis.preflight.findings import Finding
+
+_BASICS = {
+    "streams_and_graphs": "streams and captured graphs",
+    "pinned": "pinned host memory",
+}
+BASICS = ("plain", *_BASICS)
+"""The canaries for what every program may have."""
+_NOT_MEASURED = "not measured on this machine: `gpucr doctor --probe` does"
+
+
+@dataclass(frozen=True)
+class Measurement:
+    """One canary: whether it comes back, in one word what became of it, and the day."""
+
+    comes_back: bool
+    outcome: str
+    measured_on: str
+
+    def __str__(self) -> str:
+        return f"measured on this machine on {self.measured_on}: {self.outcome}"
+
+
+Measurements = Mapping[str, Measurement]
+"""By the name of the canary. Empty where nothing was measured."""
+
+
+def all_come_back(measured: Measurements, names: tuple[str, ...]) -> bool | None:
+    """Whether all of these were measured to come back; None where one that matters was not measured."""
+    known = [measured[name].comes_back for name in names if name in measured]
+    if not all(known):
+        return False
+    return True if len(known) == len(names) else None
+
+
+def say(measured: Measurements, names: tuple[str, ...]) -> str:
+    """What is known of these canaries, for the evidence of a finding."""
+    known = [f"{name} {measured[name]}" for name in names if name in measured]
+    return ", ".join(known) if known else _NOT_MEASURED
+
+
+def check_basics(measured: Measurements) -> list[Finding]:
+    """What every CUDA program has, or may have without showing it, and what does not come back here."""
+    found: list[Finding] = []
+    plain = measured.get("plain")
+    if plain is not None and not plain.comes_back:
+        found.append(
+            Finding(
+                "blocking",
+                "this machine does not bring back even a plain CUDA program",
+                f"canary plain, {plain}",
+                "the job would be lost, or refused by the driver",
+                "`gpucr doctor --probe` measures again; the driver may need an update or the GPU a reset",
+                code="GPUCR-PROBE",
+            )
+        )
+    for name, what in _BASICS.items():
+        one = measured.get(name)
+        if one is not None and not one.comes_back:
+            found.append(
+                Finding(
+                    "warning",
+                    f"this machine does not bring back {what}",
+                    f"canary {name}, {one}",
+                    "a job that uses it would be lost, and whether one does cannot be seen from outside",
+                    "`gpucr doctor --probe` measures again",
+                    code="GPUCR-PROBE",
+                )
+            )
+    return found

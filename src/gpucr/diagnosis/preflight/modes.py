@@ -1,0 +1,144 @@
+"""Ways of using a GPU that no driver can checkpoint yet: MIG and MPS. And tools that have got into the process."""
+
+from __future__ import annotations
+
+import os
+import re
+import stat
+from collections.abc import Iterable
+from pathlib import Path
+
+from gpucr.diagnosis.preflight.findings import Finding
+from gpucr.diagnosis.preflight.traits import CudaTraits, JobTraits
+from gpucr.driver.api import DriverCapabilities
+from gpucr.linux import processes
+from gpucr.model import Gpu, GpuMap
+
+_MPS_PIPES = "CUDA_MPS_PIPE_DIRECTORY"
+_MPS_DEFAULT_PIPES = "/tmp/nvidia-mps"  # noqa: S108 - the driver's default, in the documentation of MPS
+_MPS_PROGRAMS = ("nvidia-cuda-mps-control", "nvidia-cuda-mps-server")
+_NAME_BYTES = 15  # comm of proc_pid_comm(5)
+# libcupti alone says nothing: PyTorch links it in every process.
+_PROFILER = re.compile(
+    r"/(lib(ToolsInjection|cuda-injection|InterceptorInjection|sanitizer-)[^/]*|libcudadebugger\.so[^/]*)$"
+)
+_INJECTION = ("CUDA_INJECTION64_PATH", "NVTX_INJECTION64_PATH")
+
+
+def check_mig(job: JobTraits) -> list[Finding]:
+    """Partitioned GPUs (MIG) that the job uses, or may use where NVML does not tell."""
+    partitioned = {gpu.uuid: gpu for gpu in job.machine if gpu.mig_enabled}
+    if not partitioned or not job.processes:
+        return []
+    known = [each.gpus for each in job.processes if each.gpus is not None]
+    used = sorted(frozenset().union(*known) & set(partitioned)) if known else []
+    if used:
+        return [_mig(partitioned[uuid], "the job holds memory on it", "blocking") for uuid in used]
+    if len(known) == len(job.processes):
+        return []
+    severity = "blocking" if len(partitioned) == len(job.machine) else "warning"
+    return [_mig(gpu, "NVML does not tell which GPUs the job uses", severity) for gpu in partitioned.values()]
+
+
+def check_mig_targets(uuids: Iterable[str], machine: Iterable[Gpu]) -> list[Finding]:
+    """Partitioned GPUs to which a restore would go."""
+    wanted = set(uuids)
+    return [
+        _mig(gpu, "the restore goes to it", "blocking") for gpu in machine if gpu.uuid in wanted and gpu.mig_enabled
+    ]
+
+
+def _mig(gpu: Gpu, why: str, severity: str) -> Finding:
+    return Finding(
+        "blocking" if severity == "blocking" else "warning",
+        f"GPU {gpu.uuid} is partitioned (MIG)",
+        f"NVML; {why}",
+        "no driver is known to checkpoint or restore on a MIG GPU",
+        f"use a GPU without MIG (`nvidia-smi -i {gpu.index} -mig 0` turns it off)",
+        code="GPUCR-MIG",
+    )
+
+
+def check_mps(job: JobTraits) -> list[Finding]:
+    """Processes that use their GPU through MPS: NVML knows, or a server of MPS runs and its pipe is in their reach."""
+    found = []
+    programs = mps_programs() if job.processes else ()
+    for each in job.processes:
+        if each.pid in job.mps_clients:
+            found.append(_mps(each, "NVML lists it as a client of MPS"))
+            continue
+        pipe = _mps_pipe(each)
+        if pipe is not None and programs:
+            found.append(_mps(each, f"{pipe} is there, and {programs[0]} runs"))
+    return found
+
+
+def _mps(process: CudaTraits, evidence: str) -> Finding:
+    return Finding(
+        "blocking",
+        f"process {process.pid} ({process.process.name}) uses its GPU through MPS",
+        evidence,
+        "no driver is known to checkpoint a client of MPS",
+        "start the job without MPS, for example with an empty folder as CUDA_MPS_PIPE_DIRECTORY",
+        process.pid,
+        code="GPUCR-MPS",
+    )
+
+
+def mps_programs() -> tuple[str, ...]:
+    """The MPS programs that run, as ``name (pid N)``."""
+    found = []
+    for pid in processes.all_pids():
+        stat_ = processes.read_stat(pid)
+        if stat_ is not None and any(stat_.name == name[:_NAME_BYTES] for name in _MPS_PROGRAMS):
+            found.append(f"{stat_.name} (pid {pid})")
+    return tuple(found)
+
+
+def _mps_pipe(process: CudaTraits) -> str | None:
+    """The control pipe that this process would find, as it names it; None where there is none."""
+    folder = process.setting(_MPS_PIPES) or _MPS_DEFAULT_PIPES
+    control = os.path.join(folder, "control")
+    try:
+        mode = Path(f"/proc/{process.pid}/root{control}").stat().st_mode
+    except OSError:
+        return None
+    return control if stat.S_ISSOCK(mode) or stat.S_ISFIFO(mode) else None
+
+
+def check_profilers(job: JobTraits) -> list[Finding]:
+    """Profilers, debuggers and checkers of NVIDIA's that have been loaded into a process."""
+    found = []
+    for each in job.processes:
+        library = next((path for path in sorted(each.mapped) if _PROFILER.search(path)), None)
+        variable = next((name for name in _INJECTION if each.setting(name)), None)
+        if library is None and variable is None:
+            continue
+        evidence = f"{library} is mapped" if library is not None else f"{variable}={each.setting(str(variable))}"
+        found.append(
+            Finding(
+                "warning",
+                f"process {each.pid} ({each.process.name}) runs under a profiler or checker",
+                evidence,
+                "nobody has measured whether such a process comes back, and its measurements would be wrong if it does",
+                "start the job without it",
+                each.pid,
+            )
+        )
+    return found
+
+
+def check_driver(capabilities: DriverCapabilities, gpu_map: GpuMap | None) -> list[Finding]:
+    """A driver that is too old for what is asked. One without the checkpoint functions (before 570) is an error."""
+    if gpu_map is None or not gpu_map.pairs or capabilities.gpu_map:
+        return []
+    return [
+        Finding(
+            "blocking",
+            "this driver cannot restore to other GPUs",
+            f"it is of CUDA {capabilities.cuda_version // 1000}.{capabilities.cuda_version % 1000 // 10}",
+            "it would ignore the GPU map in silence, or refuse it after the job was started",
+            "install NVIDIA driver 580 (CUDA 13.0) or newer, or restore without a GPU map",
+            code="GPUCR-OLD-DRIVER",
+        )
+    ]

@@ -1,0 +1,152 @@
+"""Room for what an operation moves: host memory, under the limits of cgroups as well, and disk space."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+
+from gpucr.diagnosis.preflight.findings import Finding
+from gpucr.linux import cgroups, memory
+from gpucr.model import Job
+from gpucr.quantities import format_bytes
+
+_DISK_MARGIN_BYTES = 64 << 20
+
+_WORK_BYTES, _PROCESS_BYTES = 64 << 20, 12 << 20
+_PAGE_TABLES_SHARE = 128
+"""Small pages have 8 bytes of page table for 4096 bytes, in the process and in gpucr; this is twice that."""
+
+_BUFFERS_A_BYTE = 4
+"""No more of the buffers is touched than there is data for: a piece, and what it becomes on its way into a store."""
+
+
+def check_disk(job: Job, folder: Path, device_bytes: int, *, surely_bytes: int | None = None) -> list[Finding]:
+    """Free disk space against the memory that would be written: resident pages and device memory.
+
+    ``surely_bytes`` are written whatever is there already (None: all of device memory).
+    """
+    resident = sum(memory.resident_bytes(pid) for pid in job.pids)
+    free = memory.free_disk_bytes(folder)
+    # Resident pages of files are not written, so the sum is no lower bound: only device memory is surely written.
+    surely = (device_bytes if surely_bytes is None else surely_bytes) + _DISK_MARGIN_BYTES
+    likely = device_bytes + resident + _DISK_MARGIN_BYTES
+    if free >= likely:
+        return []
+    return [
+        Finding(
+            "blocking" if free < surely else "warning",
+            f"{folder} has {format_bytes(free)} free",
+            f"device memory {format_bytes(device_bytes)}, resident memory {format_bytes(resident)}",
+            f"the snapshot needs up to {format_bytes(likely)}, {format_bytes(likely - free)} more"
+            + ("" if surely_bytes is None else "; less what the store has already, and what compression saves"),
+            "free some space, or name a folder on another disk with --to",
+            code="GPUCR-NO-SPACE",
+        )
+    ]
+
+
+@dataclass(frozen=True)
+class MemoryNeed:
+    """Host memory that an operation will take, and the process whose cgroup is charged for it."""
+
+    pid: int
+    size_bytes: int
+
+
+def needs_of_suspend(held: Mapping[int, Mapping[str, int]], *, in_files: bool) -> list[MemoryNeed]:
+    """Each process takes its own device memory in, or with ``in_files`` gpucr's files take in that of all.
+
+    ``held``: see `device_bytes_in_use`.
+    """
+    work = _need_of_work(len(held), _total(held), 0)
+    if in_files:
+        return [MemoryNeed(os.getpid(), _total(held)), work]
+    return [*(MemoryNeed(pid, sum(by_gpu.values())) for pid, by_gpu in held.items()), work]
+
+
+def needs_of_dump(
+    held: Mapping[int, Mapping[str, int]], folder: Path | None, pids: Sequence[int], buffers_bytes: int
+) -> list[MemoryNeed]:
+    """gpucr's staging files take in the device memory of all, and the snapshot as much again where it lies in memory.
+
+    There it also takes what the processes ``pids`` have in private memory. ``folder``: where the snapshot goes, or the
+    folder that it will be made in; None: to another machine. ``buffers_bytes``: what the threads that save hold.
+    """
+    device_bytes, images_bytes = _total(held), sum(memory.anonymous_bytes(pid) for pid in pids)
+    buffers_bytes = min(buffers_bytes, _BUFFERS_A_BYTE * (device_bytes + images_bytes))
+    needs = [MemoryNeed(os.getpid(), device_bytes), _need_of_work(len(pids), device_bytes, buffers_bytes)]
+    if folder is not None and memory.lies_in_memory(folder):
+        needs.append(MemoryNeed(os.getpid(), device_bytes + images_bytes))
+    return needs
+
+
+def needs_of_restore(
+    device_bytes: int, *, processes: int, private_bytes: int = 0, buffers_bytes: int
+) -> list[MemoryNeed]:
+    """gpucr's staging files hold the device memory of all until the driver has taken it.
+
+    ``private_bytes``: the private memory of the processes, which CRIU makes again.
+    """
+    buffers_bytes = min(buffers_bytes, _BUFFERS_A_BYTE * (device_bytes + private_bytes))
+    work = _need_of_work(processes, device_bytes, buffers_bytes)
+    return [MemoryNeed(os.getpid(), device_bytes + private_bytes), work]
+
+
+def _need_of_work(processes: int, device_bytes: int, buffers_bytes: int) -> MemoryNeed:
+    """What gpucr, its guard and CRIU take besides device memory, after preflight: 1.7 times what was measured, or more.
+
+    docs/benchmarks.md, Host memory, has the figures and how they were taken.
+    """
+    page_tables_bytes = device_bytes // _PAGE_TABLES_SHARE
+    return MemoryNeed(os.getpid(), _WORK_BYTES + processes * _PROCESS_BYTES + buffers_bytes + page_tables_bytes)
+
+
+def _total(held: Mapping[int, Mapping[str, int]]) -> int:
+    return sum(sum(by_gpu.values()) for by_gpu in held.values())
+
+
+def check_host_memory(needs: Sequence[MemoryNeed]) -> list[Finding]:
+    """What the machine, and each cgroup that is charged, can still give, against the host memory that is needed.
+
+    Where the memory runs out in the middle the kernel does not refuse, it kills: the job, or gpucr with the job's data.
+    """
+    total = sum(need.size_bytes for need in needs)
+    available = memory.machine_available_bytes()
+    found: list[Finding] = []
+    if total > available:
+        found.append(
+            Finding(
+                "blocking",
+                f"{format_bytes(available)} of host memory are available",
+                f"MemAvailable in /proc/meminfo; the operation needs {format_bytes(total)}",
+                f"{format_bytes(total - available)} are missing, and the kernel would kill processes",
+                "end other programs, or add memory",
+                code="GPUCR-HOST-MEMORY",
+            )
+        )
+    # Processes often share a cgroup, and all of them one further up: a limit is charged for all below it.
+    charged: dict[Path, int] = {}
+    limits: dict[Path, cgroups.MemoryLimit] = {}
+    for need in needs:
+        for limit in cgroups.memory_limits(need.pid):
+            limits[limit.path] = limit
+            charged[limit.path] = charged.get(limit.path, 0) + need.size_bytes
+    return found + [
+        _limit_finding(limit, charged[path]) for path, limit in limits.items() if charged[path] > limit.available_bytes
+    ]
+
+
+def _limit_finding(limit: cgroups.MemoryLimit, needed_bytes: int) -> Finding:
+    missing = format_bytes(needed_bytes - limit.available_bytes)
+    return Finding(
+        "blocking" if limit.is_hard else "warning",
+        f"a cgroup has {format_bytes(limit.available_bytes)} of its host memory left",
+        f"{limit.path} is {format_bytes(limit.limit_bytes)}; the operation needs {format_bytes(needed_bytes)}",
+        f"{missing} are missing, and the kernel would kill processes of the cgroup"
+        if limit.is_hard
+        else f"{missing} are missing, and the kernel slows the processes of the cgroup down, perhaps to a standstill",
+        f"raise {limit.path.name}, in a container its memory limit, or end other programs of that cgroup",
+        code="GPUCR-HOST-MEMORY",
+    )

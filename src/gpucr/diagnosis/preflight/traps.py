@@ -1,0 +1,29 @@
+"""The traps: jobs of which a checkpoint may succeed and a restore not, and what no driver can checkpoint."""
+
+from __future__ import annotations
+
+from gpucr.diagnosis.preflight.findings import Finding
+from gpucr.diagnosis.preflight.ipc import check_cuda_ipc
+from gpucr.diagnosis.preflight.managed import check_managed
+from gpucr.diagnosis.preflight.measured import Measurements, check_basics
+from gpucr.diagnosis.preflight.modes import check_mig, check_mps, check_profilers
+from gpucr.diagnosis.preflight.sharing import check_imex, check_nccl, check_peer_access, check_shared_gpus
+from gpucr.diagnosis.preflight.traits import JobTraits
+
+
+def check_traps(job: JobTraits, measured: Measurements) -> list[Finding]:
+    """Everything about a job with CUDA that decides whether it comes back, as far as it shows from outside."""
+    if not job.processes:
+        return []
+    return [
+        *check_basics(measured),
+        *check_nccl(job, measured),
+        *check_shared_gpus(job),
+        *check_peer_access(job, measured),
+        *check_cuda_ipc(job, measured),
+        *check_managed(job, measured),
+        *check_imex(job),
+        *check_mig(job),
+        *check_mps(job),
+        *check_profilers(job),
+    ]

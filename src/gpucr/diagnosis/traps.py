@@ -1,0 +1,35 @@
+"""What preflight is told of a job's traps: its traits, and what canaries showed of this machine."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Sequence
+
+from gpucr.diagnosis import preflight
+from gpucr.diagnosis.probe import measurements
+from gpucr.driver.api import Driver
+from gpucr.driver.cuda import load_driver
+from gpucr.driver.gpus import nvml_kept_open
+from gpucr.errors import DriverUnavailable
+from gpucr.model import Gpu, GpuMap, GpuUse, Job
+
+
+def findings_of_traps(job: Job, driver: Driver | None, uses: Sequence[GpuUse]) -> list[preflight.Finding]:
+    """Why this job may not come back, as far as it shows. ``uses``: who holds memory on which GPU (NVML)."""
+    if not job.gang:
+        return []
+    with nvml_kept_open():
+        return preflight.check_traps(preflight.look(job, uses), measurements(driver))
+
+
+def findings_of_targets(uuids: Iterable[str], here: Sequence[Gpu], gpu_map: GpuMap | None) -> list[preflight.Finding]:
+    """Why this machine may not bring back a job that had these GPUs, whatever the job is."""
+    try:
+        driver = load_driver()
+    except DriverUnavailable:
+        return []  # an error of its own, where the driver is needed
+    targets = [gpu_map.new_for(uuid) if gpu_map else uuid for uuid in uuids]
+    return [
+        *preflight.check_driver(driver.capabilities(), gpu_map),
+        *preflight.check_basics(measurements(driver)),
+        *preflight.check_mig_targets(targets, here),
+    ]

@@ -1,0 +1,5 @@
+"""The CUDA processes of a job, as one: the driver's four actions on all of them, and who may run meanwhile."""
+
+from gpucr.gang.actions import DEFAULT_LOCK_TIMEOUT_S, HALTS, Gang, Halt, discover, state_of, uses_libcuda
+
+__all__ = ["DEFAULT_LOCK_TIMEOUT_S", "HALTS", "Gang", "Halt", "discover", "state_of", "uses_libcuda"]

@@ -1,0 +1,426 @@
+"""The driver's four actions over a gang: the CUDA processes of a job, handled as one.
+
+Every action runs in all processes at once, each in a thread of its own, because the driver works on different
+processes in parallel (two 8 GiB processes: 3.0 s together, 7.4 s one after the other). A failure in one process does
+not stop the others half-way: all calls are waited for, then the first error is raised and the caller undoes.
+
+The states form a ladder, RUNNING - LOCKED - CHECKPOINTED, and each member remembers the rung on which it was found.
+Undoing is therefore never a replay of what was done but a look at where each process is now, followed by the steps
+that lead back to where it was found. That holds wherever an operation was cut off.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import math
+import queue
+import threading
+import time
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from dataclasses import dataclass
+
+from gpucr.driver.api import Driver
+from gpucr.errors import DeadlineExceeded, GpucrError, IllegalState, JobChanged, LockTimeout, Unsupported
+from gpucr.gang.hold_leader import MAX_LOCK_TIMEOUT_MS, LeaderHold, LocksFailed
+from gpucr.linux import cgroups, memory, processes
+from gpucr.model import CudaState, GangLock, GangMember, GpuMap, ProcessInfo
+
+DEFAULT_LOCK_TIMEOUT_S = 30.0
+"""How long a lock waits for pending GPU work where the user gave no deadline."""
+
+STUCK_AFTER_S = 120.0
+"""How long a call is waited for once the deadline has passed: the driver offers no way to cancel one.
+
+A call that begins after the deadline, as those of an undo do, is given this time from its own beginning.
+"""
+
+HALTS = ("stopped", "frozen")
+"""What a process may be instead of running: stopped by a signal or a tracer, or frozen with its cgroup."""
+
+
+@dataclass(frozen=True)
+class Halt:
+    """Why a process does not run: ``word`` is one of HALTS, ``hint`` what lets it go on."""
+
+    word: str
+    hint: str
+
+
+_LADDER = (CudaState.RUNNING, CudaState.LOCKED, CudaState.CHECKPOINTED)
+
+
+def discover(driver: Driver, tree: Iterable[ProcessInfo]) -> tuple[GangMember, ...]:
+    """The processes of the tree that use CUDA, with the state in which each is found now.
+
+    Only processes that have libcuda loaded are asked. Raises Unsupported for one of them that is stopped (SIGSTOP,
+    Ctrl-Z, a debugger) or frozen (a container that is paused): measured on driver 580 with a stopped one, the driver's
+    question then hangs until the process goes on.
+    """
+    members: list[GangMember] = []
+    for process in tree:
+        state = state_of(driver, process)
+        if isinstance(state, Halt):
+            named = f"process {process.pid} ({process.name})"
+            raise Unsupported(
+                f"{named} is {state.word}, and the driver can reach only a process that runs",
+                hint=state.hint,
+                code="GPUCR-STOPPED",
+            )
+        if state is not None:
+            members.append(GangMember(process.id, state))
+    return tuple(members)
+
+
+def state_of(driver: Driver, process: ProcessInfo) -> CudaState | Halt | None:
+    """The process's CUDA state, or what keeps the driver from telling; None where it has none, or has ended."""
+    if not uses_libcuda(process.pid):
+        return None
+    return _halt_of(process.pid) or _state_if_alive(driver, process)
+
+
+def _halt_of(pid: int) -> Halt | None:
+    stat = processes.read_stat(pid)
+    if stat is not None and stat.status in "Tt":
+        return Halt("stopped", f"let it go on with `kill -CONT {pid}`, or detach the debugger that holds it")
+    cgroup = cgroups.frozen_by(pid)
+    if cgroup is not None:
+        return Halt("frozen", f"let the container go on; it is the cgroup {cgroup} that is frozen")
+    return None
+
+
+def uses_libcuda(pid: int) -> bool:
+    """Whether the process has the driver's library loaded: only such a process can have a CUDA state."""
+    return memory.has_mapped(pid, "/libcuda.so")
+
+
+def _state_if_alive(driver: Driver, process: ProcessInfo) -> CudaState | None:
+    try:
+        return driver.state(process.pid)
+    except GpucrError:
+        if processes.goes_on(process.id):
+            raise
+        return None  # it ended between the listing and the question
+
+
+class Gang:
+    """The CUDA processes of one job. ``deadline`` is a time.monotonic() value, or None for no limit.
+
+    ``first_lock`` tells how they were locked; processes that are added later are locked on their own.
+    """
+
+    def __init__(self, driver: Driver, members: Sequence[GangMember], *, deadline: float | None = None) -> None:
+        self.driver = driver
+        self.deadline = deadline
+        self._members = {member.pid: member for member in members}
+        self._stuck: dict[int, str] = {}
+        self.first_lock: GangLock | None = None
+
+    @property
+    def members(self) -> tuple[GangMember, ...]:
+        """All members, in the order in which they were found."""
+        return tuple(self._members.values())
+
+    def add(self, members: Iterable[GangMember]) -> None:
+        """Take in processes that began to use CUDA after the gang was discovered."""
+        for member in members:
+            self._members.setdefault(member.pid, member)
+
+    def state(self, pid: int) -> CudaState | None:
+        """The state now. None where the process has ended, or runs another program by now.
+
+        Raises JobChanged where a process that used CUDA denies it: the driver answers so, too, where it could not look
+        (seen without free descriptors), and what is not known must never pass for done.
+        """
+        process = self._members[pid].id
+        if not processes.goes_on(process):
+            return None
+        try:
+            state = self.driver.state(pid)
+        except GpucrError:
+            if processes.goes_on(process):
+                raise
+            return None  # it ended between the two questions
+        if state is None and uses_libcuda(pid) and processes.goes_on(process):
+            raise JobChanged(
+                f"the driver does not tell the state of process {pid} any more",
+                pids=[pid],
+                hint=f"see what `gpucr state {pid}` says, and whether the process itself reports an error",
+            )
+        return state
+
+    def is_stuck(self, pid: int) -> bool:
+        """Whether a driver call on this process never came back: asking its state could hang as well."""
+        return pid in self._stuck
+
+    def restore_threads(self) -> dict[int, int]:
+        """The thread that does the driver's work, per pid. Raises JobChanged where a process has ended."""
+        try:
+            return {member.pid: self.driver.restore_thread_id(member.pid) for member in self.members}
+        except GpucrError:
+            self._require_all_alive("checkpoint")
+            raise
+
+    def lock(self, check: Callable[[], None] = lambda: None) -> GangLock:
+        """RUNNING → LOCKED for every member that runs; members found LOCKED or CHECKPOINTED are left alone.
+
+        Several are locked by holding the leader (hold_leader.py), because they may wait for each other. ``check`` is
+        called often meanwhile, and may raise to end it. Where that fails, all that ran run again.
+
+        Raises LockTimeout where GPU work is pending for longer than the deadline (30 s where there is none).
+        """
+        begin = time.monotonic()
+        left_s = DEFAULT_LOCK_TIMEOUT_S if self.deadline is None else self.deadline - begin
+        if left_s <= 0:
+            raise DeadlineExceeded("the time is over before the job was locked", hint="give a longer --timeout")
+        states, errors = self._states(self._members)
+        if errors:
+            raise self._explain("lock", CudaState.RUNNING, errors)
+        running = [pid for pid, state in states.items() if state is CudaState.RUNNING]
+        lock = self._lock(running, (), begin + left_s, check)
+        self.first_lock = self.first_lock or lock
+        return lock
+
+    def _lock(
+        self, running: Sequence[int], locked: Sequence[int], end: float, check: Callable[[], None] = lambda: None
+    ) -> GangLock:
+        """Lock those that run; those of ``locked`` are locked, and may be released for a moment."""
+        begin = time.monotonic()
+        if len(running) + len(locked) > 1:
+            return self._hold_leader(running, locked, end, check)
+        # Rounded up: a lock that gives up before the deadline would be reported as one that nobody had limited.
+        timeout_ms = max(1, math.ceil(min((end - begin) * 1000, MAX_LOCK_TIMEOUT_MS)))
+        self._everywhere("lock", CudaState.RUNNING, lambda pid: self.driver.lock(pid, timeout_ms), running)
+        return GangLock(len(running), 1, time.monotonic() - begin)
+
+    def _states(self, pids: Iterable[int]) -> tuple[dict[int, CudaState | None], dict[int, Exception]]:
+        """The states now, each asked in a thread of its own, and the errors of those that cannot be asked."""
+        states: dict[int, CudaState | None] = {}
+
+        def ask(pid: int) -> None:
+            states[pid] = self.state(pid)
+
+        chosen = [pid for pid in pids if pid not in self._stuck]
+        errors = self._call_in_parallel("lock", ask, chosen)
+        return {pid: states[pid] for pid in chosen if pid not in errors}, errors
+
+    def _hold_leader(
+        self, running: Sequence[int], locked: Sequence[int], end: float, check: Callable[[], None]
+    ) -> GangLock:
+        hold = LeaderHold(
+            self.driver, [*running, *locked], end=end, stuck_after_s=STUCK_AFTER_S, locked=locked, check=check
+        )
+        try:
+            return hold.lock()
+        except LocksFailed as failed:
+            errors = failed.errors | {pid: _unfinished(pid, "lock") for pid in hold.stuck}
+        finally:
+            self._stuck.update(dict.fromkeys(hold.stuck, "lock"))
+        raise self._explain("lock", CudaState.RUNNING, errors)
+
+    def checkpoint(self) -> None:
+        """LOCKED → CHECKPOINTED for every member that is locked."""
+        self._everywhere("checkpoint", CudaState.LOCKED, self.driver.checkpoint)
+        self._require_all_alive("checkpoint")
+
+    def restore(
+        self, gpu_maps: Mapping[int, GpuMap] | None = None, *, down_to: Callable[[GangMember], CudaState]
+    ) -> None:
+        """CHECKPOINTED → LOCKED for every member whose ``down_to`` state is below CHECKPOINTED.
+
+        ``gpu_maps``: by pid, of those that go to other GPUs.
+        """
+        maps = gpu_maps or {}
+        wanted = [m.pid for m in self.members if _below(down_to(m), CudaState.CHECKPOINTED)]
+        self._everywhere("restore", CudaState.CHECKPOINTED, lambda pid: self.driver.restore(pid, maps.get(pid)), wanted)
+
+    def unlock(self, *, down_to: Callable[[GangMember], CudaState]) -> None:
+        """LOCKED → RUNNING for every member whose ``down_to`` state is RUNNING."""
+        wanted = [m.pid for m in self.members if down_to(m) is CudaState.RUNNING]
+        self._everywhere("unlock", CudaState.LOCKED, self._unlock_unless_ended, wanted)
+
+    def _unlock_unless_ended(self, pid: int) -> None:
+        """Those that run already may be about to end, and end the rest of the job: that is no failure."""
+        try:
+            self.driver.unlock(pid)
+        except GpucrError:
+            if processes.goes_on(self._members[pid].id):
+                raise
+
+    def return_to_found(self) -> None:
+        """Bring every member that still lives back to the state in which it was found, from wherever it is now.
+
+        Each member is tried even when another one fails. Raises the first error afterwards; a process that has ended
+        is no error, there is nothing to bring back.
+        """
+        errors: list[GpucrError | OSError] = []
+        ways: tuple[Callable[[], None], ...] = (
+            lambda: self.restore(down_to=lambda member: member.found),
+            lambda: self.unlock(down_to=lambda member: member.found),
+            self._climb_back,
+        )
+        for way in ways:
+            try:
+                way()
+            except (GpucrError, OSError) as error:
+                errors.append(error)
+        wrong = [m for m in self.members if m.pid in self._stuck or self._is_off(m)]
+        if wrong:
+            names = ", ".join(f"{m.pid} ({self._where(m)}, was {m.found.word})" for m in wrong)
+            raise errors[0] if errors else JobChanged(f"not as found: {names}", pids=[m.pid for m in wrong])
+
+    def wait_for_calls(self) -> None:
+        """As found → as found, when the calls are over that a gpucr which has died had begun.
+
+        Each member is asked for the action that leads to its found state. The driver serves the calls of one process
+        in turn, so the answer comes after theirs, and it refuses (CUDA_ERROR_ILLEGAL_STATE, nothing changed) where the
+        process is there already. Raises JobChanged where one of those calls has led a member elsewhere.
+        """
+        ways: dict[CudaState, Callable[[int], None]] = {
+            CudaState.RUNNING: self.driver.unlock,
+            CudaState.LOCKED: self.driver.restore,
+            CudaState.CHECKPOINTED: self.driver.checkpoint,
+        }
+
+        def ask(pid: int) -> None:
+            with contextlib.suppress(IllegalState):
+                ways[self._members[pid].found](pid)
+
+        alive = [m.pid for m in self.members if m.found in ways and processes.goes_on(m.id)]
+        errors = self._call_in_parallel("return", ask, alive)
+        for pid, error in errors.items():
+            if processes.goes_on(self._members[pid].id):
+                raise error
+        wrong = [m for m in self.members if self._is_off(m)]
+        if wrong:
+            names = ", ".join(f"{m.pid} ({self._where(m)}, was {m.found.word})" for m in wrong)
+            raise JobChanged(f"not as found: {names}", pids=[m.pid for m in wrong])
+
+    def _climb_back(self) -> None:
+        """Lock and checkpoint again what was found higher on the ladder than it is (the undo of a resume)."""
+        found_above = [m.pid for m in self.members if m.found in (CudaState.LOCKED, CudaState.CHECKPOINTED)]
+        checkpointed = [m.pid for m in self.members if m.found is CudaState.CHECKPOINTED]
+        states, errors = self._states(found_above)
+        running = [pid for pid, state in states.items() if state is CudaState.RUNNING]
+        # Those that run may wait for one that does not yet, and which was to run as well.
+        locked = [pid for pid in checkpointed if states.get(pid) is CudaState.LOCKED]
+        if running:
+            self._lock(running, locked, time.monotonic() + DEFAULT_LOCK_TIMEOUT_S)
+        if errors:
+            raise self._explain("lock", CudaState.RUNNING, errors)
+        self._everywhere("checkpoint", CudaState.LOCKED, self.driver.checkpoint, checkpointed)
+
+    def _require_all_alive(self, action: str) -> None:
+        """Raise JobChanged where a member ended without a driver call that failed: before the call, or right after."""
+        ended = [member.pid for member in self.members if not processes.goes_on(member.id)]
+        if ended:
+            raise _ended(ended, action)
+
+    def _is_off(self, member: GangMember) -> bool:
+        try:
+            state = self.state(member.pid)
+        except (GpucrError, OSError):
+            return True  # a process that cannot be looked at is not known to be as it was found
+        return state is not None and state != member.found
+
+    def _where(self, member: GangMember) -> str:
+        if member.pid in self._stuck:
+            return f"the driver still works on its {self._stuck[member.pid]}"
+        try:
+            state = self.state(member.pid)
+        except (GpucrError, OSError) as error:
+            return f"state not known: {error}"
+        return state.word if state is not None else "ended"
+
+    def _everywhere(
+        self, action: str, before: CudaState, call: Callable[[int], None], pids: Sequence[int] | None = None
+    ) -> None:
+        """Run one action at once in all members (or those of ``pids``) that are in the state that it starts from.
+
+        The state is asked in the member's own thread: an answer that fails or never comes must not stop the others.
+        """
+
+        def call_where_it_fits(pid: int) -> None:
+            if self.state(pid) is before:
+                call(pid)
+
+        chosen = [pid for pid in (self._members if pids is None else pids) if pid not in self._stuck]
+        errors = self._call_in_parallel(action, call_where_it_fits, chosen)
+        if errors:
+            raise self._explain(action, before, errors)
+
+    def _call_in_parallel(self, action: str, call: Callable[[int], None], pids: Sequence[int]) -> dict[int, Exception]:
+        """One thread per process. Waits for all of them: a driver call cannot be taken back."""
+        results: queue.SimpleQueue[tuple[int, Exception | None]] = queue.SimpleQueue()
+
+        def work(pid: int) -> None:
+            try:
+                call(pid)
+            except Exception as error:  # noqa: BLE001 - carried to the waiting thread, which raises it
+                results.put((pid, error))
+            else:
+                results.put((pid, None))
+
+        for pid in pids:
+            try:
+                threading.Thread(target=work, args=(pid,), name=f"{action}-{pid}", daemon=True).start()
+            except (RuntimeError, MemoryError):  # no more threads: one after the other then, so that no undo fails
+                work(pid)
+        pending, errors = set(pids), {}
+        hopeless_at = math.inf
+        if self.deadline is not None:
+            hopeless_at = max(self.deadline, time.monotonic()) + STUCK_AFTER_S
+        while pending and time.monotonic() <= hopeless_at:
+            try:
+                pid, error = results.get(timeout=0.2)
+            except queue.Empty:
+                continue
+            pending.discard(pid)
+            if error is not None:
+                errors[pid] = error
+        for pid in pending:
+            self._stuck[pid] = action
+            errors[pid] = _unfinished(pid, action)
+        return errors
+
+    def _explain(self, action: str, before: CudaState, errors: dict[int, Exception]) -> Exception:
+        """The one error to raise: what happened to the job rather than what the driver said, where we know."""
+        ended = [pid for pid in errors if not processes.goes_on(self._members[pid].id)]
+        if ended:
+            explained: Exception = _ended(ended, action)
+            explained.__cause__ = errors[ended[0]]
+            return explained
+        pid, first = next(iter(errors.items()))
+        if isinstance(first, IllegalState):
+            explained = JobChanged(
+                f"process {pid} left the state {before.word} while its {action} was prepared",
+                pids=[pid],
+                hint="another tool (cuda-checkpoint, CRIU's plugin, a second gpucr) works on this job",
+            )
+            explained.__cause__ = first
+            return explained
+        if isinstance(first, LockTimeout) and self.deadline is not None and time.monotonic() >= self.deadline:
+            explained = DeadlineExceeded(
+                f"the time was over before all GPU work was done: {first.message}",
+                hint="give a longer --timeout, or try again when the work is done",
+            )
+            explained.__cause__ = first
+            return explained
+        return first
+
+
+def _below(state: CudaState, other: CudaState) -> bool:
+    return state in _LADDER and _LADDER.index(state) < _LADDER.index(other)
+
+
+def _unfinished(pid: int, action: str) -> DeadlineExceeded:
+    return DeadlineExceeded(
+        f"the driver has not finished the {action} of process {pid}",
+        hint=f"it cannot be cancelled; look at `gpucr state {pid}` later and bring it back with `gpucr resume`",
+    )
+
+
+def _ended(pids: Sequence[int], action: str) -> JobChanged:
+    names = ", ".join(map(str, pids))
+    return JobChanged(
+        f"process {names} ended during the {action}", pids=pids, hint="the rest of the job is as it was found"
+    )

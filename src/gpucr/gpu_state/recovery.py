@@ -1,0 +1,181 @@
+"""How a gang comes back to where it was found after gpucr has died, and what an operation says of that meanwhile."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Mapping, Sequence
+
+import msgspec
+
+from gpucr.driver.cuda import load_driver
+from gpucr.errors import GpucrError, JobChanged
+from gpucr.gang import Gang
+from gpucr.gang.threads import GangThreads
+from gpucr.linux import memory, processes
+from gpucr.model import GangMember, ProcessId, StagedExtent
+from gpucr.undo.logs import append_to_log
+from gpucr.undo.protection import Protection
+from gpucr.undo.recovery import Action
+
+_DRIVER_LIMIT_S = 600.0
+"""How long calls of the driver may take in all: those that had begun, and those that bring the job back."""
+
+_LOOK_EVERY_S = 0.05
+
+
+class DetachedStaging(msgspec.Struct, frozen=True):
+    """Staging of a process that may be an empty reservation now."""
+
+    pid: int
+    extents: tuple[StagedExtent, ...]
+
+
+class BringBack(Action):
+    """A gang goes back to where it was found, whatever keeps it from running.
+
+    - ``members`` go back to the state in which they were found.
+    - ``restore_threads``: per pid of a member, the one thread that may run while device memory is away.
+    - ``detached``: staging that is mapped back before the driver restores. The descriptors are its files, in order.
+    - ``stopped``: processes that SIGSTOP may have stopped, and that go on.
+    """
+
+    members: tuple[GangMember, ...] = ()
+    restore_threads: dict[int, int] = msgspec.field(default_factory=dict)
+    detached: tuple[DetachedStaging, ...] = ()
+    stopped: tuple[ProcessId, ...] = ()
+
+    def __post_init__(self) -> None:
+        """Raise ValueError where staging could not be mapped back."""
+        if any(part.pid not in self.restore_threads for part in self.detached):
+            raise ValueError("detached staging of a process without a restore thread")
+
+    def recover(self, descriptors: Sequence[int]) -> bool:
+        """Hold the threads, end the stop, map device memory, let the driver restore and unlock, let the threads go."""
+        members = [member for member in self.members if processes.goes_on(member.id)]
+        threads = GangThreads()
+        try:
+            if members:
+                self._hold(threads, members)
+                # The driver answers only while its thread runs; all others are held, and do not notice.
+                processes.continue_stopped(set(self.stopped) & {member.id for member in members})
+                self._attach_all(members, descriptors)
+                _return_to_found(members)
+                self._close_left_behind(members)
+        finally:
+            threads.release()
+            processes.continue_stopped(self.stopped)
+        return False
+
+    def _hold(self, threads: GangThreads, members: Sequence[GangMember]) -> None:
+        """Hold what must not run before device memory is back (gang/threads.py)."""
+        for member in members:
+            if member.pid in self.restore_threads:
+                try:
+                    threads.hold({member.pid: self.restore_threads[member.pid]})
+                except GpucrError as error:  # it has ended, or a debugger has come: all else can and must be done
+                    append_to_log("guard", f"not holding threads: {error}")
+
+    def _attach_all(self, members: Sequence[GangMember], descriptors: Sequence[int]) -> None:
+        """Map all detached staging back. Tries until it is done or the process has ended: the data is nowhere else.
+
+        Only what is a reservation is mapped: the action may be older than an attach, and mapping over anything else
+        would destroy it.
+        """
+        from gpucr.gpu_state import staging  # late: ptrace and what else it takes, which a suspend does not need
+
+        ids = {member.pid: member.id for member in members}
+        files = dict(zip((part.pid for part in self.detached), descriptors, strict=True))
+        waiting = {part.pid: part for part in self.detached if part.pid in ids}
+        told: set[int] = set()
+        while waiting:
+            for pid, part in list(waiting.items()):
+                try:
+                    missing = [extent for extent in part.extents if _is_reservation(pid, extent)]
+                    if missing:
+                        staging.attach(self.restore_threads[pid], files[pid], missing)
+                    del waiting[pid]
+                except Exception as error:  # noqa: BLE001 - the data is safe as long as it is tried again
+                    if not processes.goes_on(ids[pid]):
+                        del waiting[pid]
+                    elif pid not in told:
+                        told.add(pid)
+                        append_to_log("guard", f"the device memory of process {pid} cannot be put back yet: {error}")
+            if waiting:
+                time.sleep(_LOOK_EVERY_S)
+
+    def _close_left_behind(self, members: Sequence[GangMember]) -> None:
+        """While the driver fills a staging file, the process has it open: its capture can close it no more."""
+        from gpucr.gpu_state import staging  # late, as above
+
+        for member in members:
+            if member.pid in self.restore_threads:
+                try:
+                    staging.close_left_behind(self.restore_threads[member.pid])
+                except OSError as error:  # it has ended, or cannot be traced: the next capture closes it
+                    append_to_log("guard", f"a staging file stays open in process {member.pid}: {error}")
+
+
+def _is_reservation(pid: int, extent: StagedExtent) -> bool:
+    return any(
+        mapping.start <= extent.address and extent.end <= mapping.end and mapping.permissions.startswith("---p")
+        for mapping in memory.read_maps(pid)
+    )
+
+
+def _return_to_found(members: Sequence[GangMember]) -> None:
+    """Every member back to its found state, also where the driver is still at work on the dead gpucr's call."""
+    end = time.monotonic() + _DRIVER_LIMIT_S
+    gang = Gang(load_driver(), members, deadline=end)
+    while True:
+        try:
+            gang.return_to_found()
+            gang.wait_for_calls()
+        except JobChanged:
+            if time.monotonic() > end:
+                raise
+            time.sleep(_LOOK_EVERY_S)
+        else:
+            return
+
+
+class GangProtection:
+    """What the guard of an operation knows of its gang, kept up as the steps go on.
+
+    Each method says what holds from now on, and is called before the change that it is about. They raise as
+    `Protection.protect` does; `attached`, after a change, does not.
+    """
+
+    def __init__(self, protection: Protection) -> None:
+        self.protection = protection
+        self._action = BringBack()
+        self._files: tuple[int, ...] = ()
+
+    def members(self, members: Sequence[GangMember]) -> None:
+        """These may leave the state in which they were found."""
+        self._action.members = tuple(members)
+        self._tell()
+
+    def restore_threads(self, threads: Mapping[int, int]) -> None:
+        """These threads, by pid, do the driver's work; all others may be held from now on."""
+        self._action.restore_threads = dict(threads)
+        self._tell()
+
+    def detached(self, extents: Mapping[int, Sequence[StagedExtent]], files: Mapping[int, int]) -> None:
+        """The staging of these processes, by pid, may be in these files (descriptors) alone."""
+        self._action.detached = tuple(DetachedStaging(pid, tuple(parts)) for pid, parts in extents.items())
+        self._action.__post_init__()
+        self._files = tuple(files[pid] for pid in extents)
+        self._tell()
+
+    def attached(self) -> None:
+        """All staging is where the driver left it again."""
+        self._action.detached, self._files = (), ()
+        self.protection.amend(self._action)
+
+    def stopped(self, stopped: Sequence[ProcessId]) -> None:
+        """These may be stopped by SIGSTOP."""
+        self._action.stopped = tuple(stopped)
+        self._tell()
+
+    def _tell(self) -> None:
+        self.protection.protect(self._action, self._files)

@@ -1,0 +1,211 @@
+"""Watch the restore thread during a checkpoint and give it better staging than it asks for.
+
+The driver asks with one ``mmap`` of private anonymous memory, MAP_POPULATE set: 4 KiB pages, made by one thread, more
+than half of the checkpoint's time. A capture stops the thread where it enters that call (ptrace) and
+
+- with a staging file: turns the call into a shared mapping of the file, by changing its arguments. The file's huge
+  pages can be there before the job is even locked, and its content can be read, taken out of the process and put back
+  without a copy.
+- without one (only root can make a file of huge pages): drops MAP_POPULATE, and at the end of the call advises huge
+  pages and faults them in with many threads.
+
+Whatever the driver does otherwise, it goes on as if nobody were watching, and when gpucr dies as well: arguments are
+changed in one step, and the calls that are added are crash-safe (linux/injection.py).
+"""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import threading
+from mmap import MADV_HUGEPAGE, MAP_ANONYMOUS, MAP_PRIVATE, MAP_SHARED, PAGESIZE
+
+from gpucr.gpu_state.staging.attach import close_left, keep_from_children
+from gpucr.gpu_state.staging.extents import filled_bytes
+from gpucr.linux import memory
+from gpucr.linux.descriptors import close_descriptor, send_descriptor
+from gpucr.linux.injection import MADVISE, MAP_FIXED, MMAP, run_syscall
+from gpucr.linux.memory import HUGE_PAGE_BYTES
+from gpucr.linux.ptrace import StopKind, TracedThread, seconds_left
+from gpucr.linux.tmpfs import StagingFile
+from gpucr.model import StagedExtent
+
+_MAP_POPULATE = 0x8000  # include/uapi/asm-generic/mman.h
+_STAGING_FLAGS = MAP_PRIVATE | MAP_ANONYMOUS | _MAP_POPULATE
+_SMALLEST_BYTES = 1 << 20
+_SYSCALL_INSTRUCTION_BYTES, _NO_CALL = 2, (1 << 64) - 1
+_POLL_S = 0.02
+_EXPECTED_PER_STAGED = 1.05  # measured (H200, driver 580): NVML's figure and staging differ by 1 %
+_U32 = 0xFFFFFFFF
+
+
+class Capture:
+    """One process's checkpoint, watched. `begin`, let the driver checkpoint, `finish`.
+
+    ``file`` is the staging file, or None for private memory. ``reason`` says, after `begin` or `finish`, why nothing
+    was captured; the driver then works in its plain way. Nothing here raises for that: a checkpoint that is slower is
+    better than none. ``expected_bytes`` is the process's device memory (0: not known): once the driver has asked for
+    about as much, its other system calls are no longer looked at. ``deadline`` (time.monotonic): until when a thread
+    that hangs in the kernel is waited for.
+    """
+
+    def __init__(
+        self,
+        pid: int,
+        restore_thread: int,
+        file: StagingFile | None,
+        *,
+        expected_bytes: int = 0,
+        deadline: float | None = None,
+    ) -> None:
+        self.pid = pid
+        self.file = file
+        self._expected_bytes = expected_bytes
+        self._deadline = deadline
+        self.reason: str | None = None
+        self._restore_thread = restore_thread
+        self._extents: list[StagedExtent] = []
+        self._ready = threading.Event()
+        self._end = threading.Event()
+        self._tracer = threading.Thread(target=self._trace, name=f"capture-{pid}", daemon=True)
+
+    @property
+    def extents(self) -> tuple[StagedExtent, ...]:
+        """The parts of the file that the driver uses, in order (private memory: addresses, with offset 0)."""
+        return tuple(self._extents)
+
+    def begin(self) -> None:
+        """Start to watch; `wait_begun` before the driver's call."""
+        if self.file is None and not memory.private_huge_pages():
+            # Small pages that come one by one cost more than those that the driver populates at once (5.3 s, 5.1 s).
+            self.reason = "transparent huge pages are off"
+            self._ready.set()
+            return
+        self._tracer.start()
+
+    def wait_begun(self) -> None:
+        """Returns when the thread is watched, or when it is clear that it cannot be."""
+        self._ready.wait()
+
+    def finish(self) -> None:
+        """Stop watching, after the driver's call has returned. The thread goes on."""
+        self._end.set()
+        if self._tracer.ident is not None:
+            self._tracer.join()
+        if self.reason is None and not self._extents:
+            self.reason = "the driver asked for no staging that is known"
+
+    def filled_bytes(self) -> int:
+        """How much of the file is filled so far (see `extents.filled_bytes`). Private memory cannot tell: 0."""
+        extents = self.extents
+        return filled_bytes(self.pid, extents) if extents and self.file is not None else 0
+
+    def _trace(self) -> None:
+        thread = None
+        try:
+            thread = TracedThread.seize(self._restore_thread, seconds_left(self._deadline))
+            close_left(thread)
+            number = send_descriptor(thread, self.file.fd) if self.file is not None else None
+            self._ready.set()
+            self._watch(thread, number)
+            if number is not None:
+                close_descriptor(thread, number)
+        except ProcessLookupError:
+            self.reason = "the process has ended"
+        except OSError as error:  # InjectionUnavailable as well, which has its reason as its text
+            self.reason = error.strerror or str(error)
+        finally:
+            if thread is not None:
+                with contextlib.suppress(OSError):
+                    thread.detach(thread.last_stop.signal)  # what it was about to take when it was stopped
+            self._ready.set()
+
+    def _watch(self, thread: TracedThread, number: int | None) -> None:
+        """Follow the thread's system calls until the end, stopped → stopped."""
+        signal = 0
+        while not self._end.is_set():
+            if self._has_all():
+                thread.resume(signal)
+            else:
+                thread.resume_to_syscall(signal)
+            while (stop := thread.wait(_POLL_S)) is None:
+                if self._end.is_set():
+                    thread.stop()
+                    return
+            signal = stop.signal
+            if stop.kind is StopKind.SYSCALL_ENTRY and self.reason is None and self._is_staging(thread):
+                self._redirect(thread, number) if number is not None else self._improve(thread)
+            elif stop.kind is StopKind.EXITED:
+                raise ProcessLookupError(f"thread {self._restore_thread} ended")
+        thread.resume(signal)  # out of a call's entry, where no other call can be put
+        thread.stop()
+
+    def _has_all(self) -> bool:
+        """Whether the driver has asked for all of the device memory, as far as its size was told precisely."""
+        asked = sum(extent.size_bytes for extent in self._extents)
+        return 0 < self._expected_bytes <= asked * _EXPECTED_PER_STAGED
+
+    @staticmethod
+    def _is_staging(thread: TracedThread) -> bool:
+        at = thread.registers()
+        return (
+            at.orig_rax == MMAP
+            and at.rsi >= _SMALLEST_BYTES
+            and at.r10 & _STAGING_FLAGS == _STAGING_FLAGS
+            and not at.r10 & MAP_FIXED
+            and at.r8 & _U32 == _U32
+        )
+
+    def _redirect(self, thread: TracedThread, number: int) -> None:
+        """Anonymous → the next part of the file. The file grows first: behind its end there is SIGBUS, not memory."""
+        assert self.file is not None  # noqa: S101 - only called with one
+        asked = thread.registers()
+        offset = _rounded_up(self._extents[-1].offset + self._extents[-1].size_bytes if self._extents else 0)
+        size_bytes = _rounded_up(asked.rsi, PAGESIZE)
+        self.file.resize(max(self.file.size_bytes, offset + size_bytes))
+        changed = asked.copy()
+        changed.r10, changed.r8, changed.r9 = MAP_SHARED, number, offset
+        thread.set_registers(changed)
+        result = self._to_exit(thread)
+        back = thread.registers()
+        back.r10, back.r8, back.r9 = asked.r10, asked.r8, asked.r9
+        if result < 0:  # let it ask again, in its own way, which is left alone from now on
+            back.rip, back.rax, back.orig_rax = back.rip - _SYSCALL_INSTRUCTION_BYTES, MMAP, _NO_CALL
+            self.reason = f"the staging file cannot be mapped (errno {-result})"
+        else:
+            self._extents.append(StagedExtent(result, size_bytes, offset))
+        thread.set_registers(back)
+        if result >= 0:
+            keep_from_children(thread, result, size_bytes)
+
+    def _improve(self, thread: TracedThread) -> None:
+        """4 KiB pages made by one thread → huge pages made by many."""
+        asked = thread.registers()
+        changed = asked.copy()
+        changed.r10 = asked.r10 & ~_MAP_POPULATE
+        thread.set_registers(changed)
+        address = self._to_exit(thread)
+        back = thread.registers()
+        back.r10 = asked.r10
+        thread.set_registers(back)
+        if address < 0:
+            return  # the driver's to handle: it would have got the same
+        size_bytes = _rounded_up(asked.rsi, PAGESIZE)
+        run_syscall(thread, MADVISE, address, size_bytes, MADV_HUGEPAGE)
+        keep_from_children(thread, address, size_bytes)
+        memory.fault_in(self.pid, address, size_bytes, threads=len(os.sched_getaffinity(0)))
+        self._extents.append(StagedExtent(address, size_bytes, 0))
+
+    def _to_exit(self, thread: TracedThread) -> int:
+        """Let the call be made. Returns its result, with the thread stopped where it leaves the kernel."""
+        thread.resume_to_syscall()
+        while (stop := thread.wait()) is None or stop.kind is not StopKind.SYSCALL_EXIT:
+            if stop is not None and stop.kind is StopKind.EXITED:
+                raise ProcessLookupError(f"thread {self._restore_thread} ended")
+            thread.resume_to_syscall(stop.signal if stop is not None else 0)
+        result = thread.registers().rax
+        return result - (1 << 64) if result >> 63 else result
+
+
+def _rounded_up(size_bytes: int, grain_bytes: int = HUGE_PAGE_BYTES) -> int:
+    return -(-size_bytes // grain_bytes) * grain_bytes

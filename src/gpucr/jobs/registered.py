@@ -1,0 +1,331 @@
+"""Jobs that `gpucr run` started: their names in place of pids, and what a dump and a restore leave in the registry."""
+
+from __future__ import annotations
+
+import contextlib
+import datetime
+import os
+from collections.abc import Iterator
+from pathlib import Path
+
+from gpucr.errors import GpucrError, InvalidRequest, Unsupported
+from gpucr.jobs.record import JobRecord, Network
+from gpucr.jobs.registry import ListedJob, Registry, Reservation, is_replaceable
+from gpucr.linux import processes, trusted_paths
+from gpucr.linux.private_folders import state_folder
+from gpucr.model import ProcessId
+from gpucr.snapshot.folder import MANIFEST_NAME
+from gpucr.snapshot.job_snapshot import JobSnapshot
+from gpucr.snapshot.manifest import LaunchRecord
+
+
+def registry() -> Registry:
+    """This user's registry, in the state folder. Raises InvalidRequest where the user has no home folder."""
+    try:
+        return Registry(state_folder() / "jobs")
+    except OSError as e:
+        raise InvalidRequest(
+            f"there is no registry of jobs: {e}", hint="set XDG_STATE_HOME to a private folder", code="GPUCR-REGISTRY"
+        ) from e
+
+
+@contextlib.contextmanager
+def registry_in_use() -> Iterator[None]:
+    """An OSError of the block is Unsupported: the registry cannot be read or written."""
+    try:
+        yield
+    except OSError as e:
+        raise Unsupported(
+            f"the registry of jobs cannot be used: {e}",
+            hint="set XDG_STATE_HOME to a folder that can be written",
+            code="GPUCR-REGISTRY",
+        ) from e
+
+
+def resolve_pid(target: int | str) -> int:
+    """The pid that ``target`` means: itself, or that of the registered job of this name.
+
+    Raises InvalidRequest where no such job runs.
+    """
+    if isinstance(target, int) or target.isdecimal():
+        return int(target)
+    job = find_running(target)
+    assert job.record is not None  # noqa: S101 - what runs has a record
+    return job.record.pid
+
+
+def find_running(name: str) -> ListedJob:
+    """The registered job of this name, which runs. Raises InvalidRequest where it does not, and says what it does."""
+    with registry_in_use():
+        job = registry().find(name)
+    if job.record is None:
+        raise InvalidRequest(
+            f"the record of the job {name} is damaged: {job.state.problem}",
+            hint=f"name its pid instead; `gpucr jobs --forget {name}` removes the record",
+            code="GPUCR-REGISTRY",
+        )
+    if job.state.word == "dumped":
+        gone = job.record.snapshot is None or is_gone(job.record.snapshot)
+        raise InvalidRequest(
+            f"the job {name} was dumped to {job.record.snapshot}" + (", which is not there any more" if gone else ""),
+            hint=f"`gpucr jobs --forget {name}` removes its record"
+            if gone
+            else f"`gpucr restore {job.record.snapshot}` brings it back",
+            code="GPUCR-JOB-NOT-RUNNING",
+        )
+    if job.state.word == "elsewhere":
+        raise InvalidRequest(
+            f"the job {name} was started on {job.record.host}, maybe in a container",
+            hint=f"look there; if that is gone, `gpucr jobs --forget {name} --force` removes its record and its log",
+            code="GPUCR-JOB-NOT-RUNNING",
+        )
+    if job.state.word != "running":
+        snapshot = job.record.snapshot
+        if snapshot is not None and is_gone(snapshot):
+            snapshot = None
+        back = f"; `gpucr restore {snapshot}` brings back what it was then" if snapshot is not None else ""
+        raise InvalidRequest(
+            f"the job {name} does not run any more ({job.state.word})",
+            hint=f"`gpucr logs {name}` shows what it said last{back}",
+            code="GPUCR-JOB-NOT-RUNNING",
+        )
+    return job
+
+
+def is_gone(snapshot: str) -> bool:
+    """Whether a snapshot of which a record tells is not there any more, as far as can be seen without opening a store.
+
+    Of one in a store on this machine, that is said only where the whole store is gone.
+    """
+    folder, _, in_store = snapshot.partition("#")
+    if "://" in folder:
+        return False
+    try:
+        os.stat(folder if in_store else os.path.join(folder, MANIFEST_NAME))
+    except (FileNotFoundError, NotADirectoryError):
+        return True
+    except (OSError, ValueError):
+        return False
+    return False
+
+
+def find_by_pid_or_name(target: int | str) -> ListedJob:
+    """The registered job that is meant, whatever has become of it. Raises InvalidRequest where there is none."""
+    if isinstance(target, str) and not target.isdecimal():
+        with registry_in_use():
+            return registry().find(target)
+    pid = int(target)
+    stat = processes.read_stat(pid)
+    record = record_of(ProcessId(pid, stat.start_time_ticks)) if stat is not None else None
+    if record is None:
+        raise InvalidRequest(
+            f"process {pid} is not a job that gpucr started",
+            hint="`gpucr jobs` lists them; the first process of each counts",
+            code="GPUCR-NO-JOB",
+        )
+    return registry().find(record.name)
+
+
+def record_of(root: ProcessId) -> JobRecord | None:
+    """The record of the running job with this first process; None where it is not in this user's registry."""
+    with contextlib.suppress(OSError, InvalidRequest):
+        return registry().find_process(root)
+    return None
+
+
+def launch_record(record: JobRecord) -> LaunchRecord:
+    """What a snapshot says of how the job was started."""
+    return LaunchRecord(
+        name=record.name,
+        command=record.command,
+        cwd=record.cwd,
+        environment=dict(record.environment),
+        io_uring_is_refused=record.io_uring_is_refused,
+        log_path=record.log_path,
+    )
+
+
+class DumpNote:
+    """What the registry is told of a dump. Where it cannot be told, there is a ``warning``: the snapshot is no worse.
+
+    Written as soon as the snapshot is committed, and before CRIU ends the job: whenever gpucr is killed, a job that was
+    ended for a snapshot is known as dumped. While it still runs, that is what counts (record.py).
+    """
+
+    def __init__(self, record: JobRecord) -> None:
+        self._record = record
+        self._is_written = False
+        self.warning: str | None = None
+
+    def write(self, snapshot: JobSnapshot, *, left_running: bool) -> None:
+        """There is a snapshot of the job, which ends it unless it is left running."""
+        self._is_written = True
+        self._update(snapshot=snapshot.where, dumped=not left_running)
+
+    def withdraw(self) -> None:
+        """The snapshot is removed again, if there was one, and the job goes on."""
+        if self._is_written:
+            self._update(snapshot=self._record.snapshot, dumped=self._record.dumped)
+
+    def _update(self, **changes: object) -> None:
+        try:
+            registry().update(self._record, **changes)
+        except (OSError, GpucrError) as e:
+            self.warning = f"the record of the job {self._record.name} does not know of this snapshot: {e}"
+
+
+def restored_name_or_warning(
+    snapshot: JobSnapshot, opened: contextlib.ExitStack, *, name: str | None = None, clone: bool = False
+) -> tuple[RestoredName | None, tuple[str, ...]]:
+    """`restored_name`, entered; a registry that cannot be written is a warning then, and no reason not to restore.
+
+    For a ``name`` or a ``clone``, which need it, that is raised: InvalidRequest or Unsupported. So is, always, that
+    another gpucr works on this job: it may be about to restore it.
+    """
+    try:
+        if name is not None or clone:
+            with registry_in_use():
+                made = opened.enter_context(restored_name(snapshot, name=name, clone=clone))
+        else:
+            made = opened.enter_context(restored_name(snapshot))
+    except (OSError, GpucrError) as e:
+        if name is not None or clone or (isinstance(e, GpucrError) and e.code == "GPUCR-BUSY"):
+            raise
+        return None, (f"the restored job will not be in the registry of jobs: {e}",)
+    return made, made.warnings if made is not None else ()
+
+
+class RestoredName:
+    """The name that a job which is being restored will have, and its files.
+
+    ``log_path`` is the log that it had, or for a clone one of its own. ``status_path`` is for its new keeper.
+    """
+
+    def __init__(
+        self, snapshot: JobSnapshot, launch: LaunchRecord, reservation: Reservation, *, warnings: tuple[str, ...]
+    ) -> None:
+        self.name = reservation.name
+        self.log_path = reservation.log_path
+        self.status_path = reservation.status_path
+        self.warnings = warnings
+        self._snapshot = snapshot
+        self._launch = launch
+        self._reservation = reservation
+
+    def register_or_warn(
+        self, root: ProcessId, keeper: ProcessId | None, *, isolated: bool, network: Network
+    ) -> tuple[str, ...]:
+        """The job runs: from now on it has the name. Returns a warning where that cannot be written."""
+        record = JobRecord(
+            name=self.name,
+            command=self._launch.command,
+            cwd=self._launch.cwd,
+            environment=self._launch.environment,
+            isolated=isolated,
+            network=network,
+            io_uring_is_refused=self._launch.io_uring_is_refused,
+            created=now(),
+            root=root,
+            keeper=keeper,
+            log_path=str(self.log_path),
+            status_path=str(self.status_path),
+            snapshot=self._snapshot.where,
+        )
+        try:
+            self._reservation.register(record)
+        except OSError as e:
+            return (f"the restored job is not in the registry of jobs: {e}",)
+        return ()
+
+
+@contextlib.contextmanager
+def restored_name(
+    snapshot: JobSnapshot, *, name: str | None = None, clone: bool = False
+) -> Iterator[RestoredName | None]:
+    """Keep the name for the job of a snapshot; None where no `gpucr run` had started it.
+
+    It is the name that the job had, unless another job has it now or this is a ``clone``: then NAME-2, NAME-3, ... A
+    ``name`` that the user gives must be free. Unless this is a clone, its log is there when the block begins: CRIU
+    opens it by its name. Unless the block registers the job, the registry stays as it is. Raises InvalidRequest and
+    OSError.
+    """
+    launch = snapshot.manifest.launch
+    if launch is None:
+        if name is not None:
+            raise InvalidRequest(
+                "the job of this snapshot cannot have a name: it was not started with `gpucr run`",
+                hint="leave out --name",
+            )
+        yield None
+        return
+    log_path = None if clone else Path(launch.log_path)
+    with contextlib.ExitStack() as held:
+        reservation = held.enter_context(_reserved(snapshot, launch.name, name, log_path))
+        warnings: tuple[str, ...] = ()
+        if log_path is not None and _make_log(log_path):
+            held.callback(_unmake_log, log_path, reservation)
+            warnings = _warnings_of_lost_log(snapshot, log_path)
+        yield RestoredName(snapshot, launch, reservation, warnings=warnings)
+
+
+def _reserved(
+    snapshot: JobSnapshot, old_name: str, name: str | None, log_path: Path | None
+) -> contextlib.AbstractContextManager[Reservation]:
+    """The name of the job that goes on with the log ``log_path``; None: of a clone."""
+    jobs = registry()
+
+    def is_free(taken_by: ListedJob) -> bool:
+        return is_replaceable(taken_by) or _is_same_job(taken_by, snapshot, log_path)
+
+    if name is not None:
+        return jobs.reserve(name, log_path=log_path, replaces=is_free)
+    taken_by = jobs.look(old_name)
+    if log_path is not None and (taken_by is None or is_free(taken_by)):
+        return jobs.reserve(old_name, log_path=log_path, replaces=is_free)
+    return jobs.reserve_numbered(old_name, first=2, log_path=log_path)
+
+
+def _is_same_job(job: ListedJob, snapshot: JobSnapshot, log_path: Path | None) -> bool:
+    """Whether this is the job of the snapshot, which was dumped: every start has a log of its own, and keeps it.
+
+    Unless the user has named the log: then another job may have the same one, and the snapshot tells them apart.
+    """
+    if job.state.word != "dumped" or job.record is None or log_path is None or job.record.log != log_path:
+        return False
+    is_own_log = log_path.parent.parent == state_folder() / "jobs"
+    return is_own_log or job.record.snapshot == snapshot.where
+
+
+def now() -> str:
+    """The time, as records have it."""
+    return datetime.datetime.now(datetime.timezone.utc).isoformat(timespec="seconds")
+
+
+def _make_log(path: Path) -> bool:
+    """Make an empty log where the job's own is gone. Where that cannot be done, CRIU says what it misses."""
+    with contextlib.suppress(OSError):
+        if not path.parent.exists():
+            trusted_paths.make_private(path.parent)
+        os.close(trusted_paths.open_file(path, os.O_WRONLY | os.O_CREAT | os.O_EXCL))
+        return True
+    return False
+
+
+def _warnings_of_lost_log(snapshot: JobSnapshot, log_path: Path) -> tuple[str, ...]:
+    """That the job does not write to the log that was made for it: its own had been removed before the dump."""
+    opened = snapshot.manifest.open_files
+    if opened is None or any(Path(file.path).name == log_path.name for file in opened):
+        return ()
+    return (
+        f"the job's log {log_path} had been removed when it was dumped: what it prints is lost, and `gpucr logs` shows "
+        "nothing of it",
+    )
+
+
+def _unmake_log(path: Path, reservation: Reservation) -> None:
+    """Remove the log that was made, where there is no job for it after all and nothing is in it."""
+    with contextlib.suppress(OSError):
+        if not reservation.is_registered:
+            with trusted_paths.opened_folder(path.parent) as folder:
+                if os.stat(path.name, dir_fd=folder, follow_symlinks=False).st_size == 0:
+                    os.unlink(path.name, dir_fd=folder)

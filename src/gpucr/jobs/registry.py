@@ -1,0 +1,366 @@
+"""The jobs that gpucr started or restored: one private folder each, with its record, its logs and how it ended.
+
+A folder holds ``record.json``, which is written to another name, synced and renamed; ``lock``, which whoever changes
+the folder holds (flock(2)); and for every start a log and a status file with the time in their names. So a job that
+takes an old name over writes to no file of the old one, and a late keeper of the old one to none of the new one's.
+A folder without a record is a start under way, or one that was killed: it counts for nothing.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import errno
+import fcntl
+import os
+import shutil
+import time
+from collections.abc import Callable, Collection, Iterator
+from dataclasses import dataclass, replace
+from pathlib import Path
+from typing import Any
+
+from gpucr.errors import InvalidRequest, Unsupported
+from gpucr.jobs.names import check_name, is_name, near_names, numbered_names
+from gpucr.jobs.record import MAX_RECORD_BYTES, JobRecord, JobState, RecordError, StateWord, decode, encode, state_of
+from gpucr.linux import trusted_paths
+from gpucr.model import ProcessId
+
+LOCK_TIMEOUT_S = 10.0
+"""How long to wait for another gpucr that works on the same record: a start takes about a second."""
+
+_REPLACEABLE: frozenset[StateWord] = frozenset({"ended", "lost"})
+
+_RECORD, _LOCK = "record.json", "lock"
+_REMOVALS = 5
+
+
+@dataclass(frozen=True)
+class ListedJob:
+    """One job and what has become of it. ``record`` is None where it is damaged."""
+
+    name: str
+    record: JobRecord | None
+    state: JobState
+
+
+def is_replaceable(job: ListedJob) -> bool:
+    """Whether another job can have its name."""
+    return job.state.word in _REPLACEABLE
+
+
+class Reservation:
+    """A name that nobody else can take meanwhile, and the files of the job that will have it."""
+
+    def __init__(self, name: str, folder: Path, log_path: Path | None) -> None:
+        stem = time.strftime("%Y%m%d-%H%M%S")
+        number = 0
+        while any(folder.glob(f"{stem}.*")):
+            number += 1
+            stem = f"{stem.partition('_')[0]}_{number}"
+        self.name = name
+        self.has_own_log = log_path is None
+        self.log_path = log_path or folder / f"{stem}.log"
+        self.status_path = folder / f"{stem}.status"
+        self._folder = folder
+        self._record_before: bytes | None = None
+        self.is_registered = False
+
+    def register(self, record: JobRecord) -> JobRecord:
+        """From now on the job has the name: write its record. Raises OSError.
+
+        To be called before the job runs, so that no job ever runs without a record; `withdraw` takes it back.
+        """
+        record = replace(record, name=self.name, status_path=str(self.status_path))
+        with contextlib.suppress(FileNotFoundError):
+            self._record_before = (self._folder / _RECORD).read_bytes()
+        _write(self._folder, encode(record))
+        self.is_registered = True
+        return record
+
+    def withdraw(self) -> None:
+        """The job does not run after all: what had the name before has it again. Raises OSError."""
+        if not self.is_registered:
+            return
+        self.is_registered = False
+        if self._record_before is None:
+            (self._folder / _RECORD).unlink(missing_ok=True)
+        else:
+            _write(self._folder, self._record_before)
+
+
+class Registry:
+    """The registry below ``folder``, which is made when the first job is.
+
+    Safe against other gpucr's at the same time. All methods that change something raise Unsupported where another one
+    keeps the same job's record for longer than LOCK_TIMEOUT_S, and OSError where the folder cannot be written.
+    """
+
+    def __init__(self, folder: Path) -> None:
+        self._folder = folder
+
+    def jobs(self) -> tuple[ListedJob, ...]:
+        """All jobs, by name. Raises OSError where the folder is there and cannot be read."""
+        return tuple(job for job in map(self.look, self._names()) if job is not None)
+
+    def look(self, name: str) -> ListedJob | None:
+        """The job of this name; None where there is none."""
+        try:
+            record = self._read(name) if is_name(name) else None
+        except RecordError as e:
+            return ListedJob(name, None, JobState("damaged", problem=str(e)))
+        return None if record is None else ListedJob(name, record, state_of(record))
+
+    def find(self, name: str) -> ListedJob:
+        """As `look`, but raises InvalidRequest where there is none, with the names that may have been meant."""
+        job = self.look(name)
+        if job is not None:
+            return job
+        near = near_names(name, (job.name for job in self.jobs()))
+        raise InvalidRequest(
+            f"there is no job {name!r}",
+            hint=f"did you mean {' or '.join(near)}?"
+            if near
+            else "`gpucr jobs --all` lists the jobs that gpucr started",
+            code="GPUCR-NO-JOB",
+        )
+
+    def find_process(self, process: ProcessId) -> JobRecord | None:
+        """The record of the job that runs with this first process (or keeper)."""
+        for job in self.jobs():
+            if (
+                job.record is not None
+                and job.state.word == "running"
+                and any(each is not None and process.is_same(each) for each in (job.record.root, job.record.keeper))
+            ):
+                return job.record
+        return None
+
+    @contextlib.contextmanager
+    def reserve(
+        self, name: str, *, log_path: Path | None = None, replaces: Callable[[ListedJob], bool] = is_replaceable
+    ) -> Iterator[Reservation]:
+        """Keep a name for the job that the block starts and registers.
+
+        If the block registers none, or ends with an error, everything is as before.
+
+        ``replaces``: whether it can be had from the job that has it now. ``log_path`` is the log file where it is not a
+        new one of gpucr's own. Raises InvalidRequest where the name cannot be had.
+        """
+        check_name(name)
+        with self._locked(name) as folder:
+            taken = self.look(name)
+            if taken is not None and not replaces(taken):
+                raise _in_the_way(taken, "its name is taken")
+            reservation = Reservation(name, folder, log_path)
+            try:
+                yield reservation
+            except BaseException:
+                with contextlib.suppress(OSError):  # a full disk: the record says "lost" then, which is true
+                    reservation.withdraw()
+                raise
+            else:
+                if reservation.is_registered:
+                    _remove_older_statuses(folder, reservation)
+            finally:
+                if not reservation.is_registered:
+                    _clean(folder, reservation, keep_folder=taken is not None)
+
+    @contextlib.contextmanager
+    def reserve_numbered(self, base: str, *, first: int = 1, log_path: Path | None = None) -> Iterator[Reservation]:
+        """As `reserve`, with the first of the names ``BASE-1``, ``BASE-2``, ... that no job has or had."""
+        trusted_paths.make_private(self._folder)
+        for name in numbered_names(base, first):
+            try:
+                (self._folder / name).mkdir(mode=0o700)
+            except FileExistsError:
+                continue
+            with self.reserve(name, log_path=log_path, replaces=lambda _: False) as reservation:
+                yield reservation
+            return
+
+    def update(self, record: JobRecord, **changes: Any) -> None:
+        """Change members of a job's record, unless its name belongs to another job by now."""
+        with self._locked(record.name) as folder:
+            now = self.look(record.name)
+            if now is not None and now.record is not None and now.record.root == record.root:
+                _write(folder, encode(replace(now.record, **changes)))
+
+    def forget(self, name: str, *, force: bool = False) -> ListedJob:
+        """Remove the record and the logs of a job that is no more, also one that was dumped. Returns what it was.
+
+        Logs that are those of other jobs stay: of one that was restored under another name, say. So do all of them
+        where the record is damaged, for its job may run, and unless ``force`` that of a job that was dumped, for a
+        restore goes on with it. Raises as `require_gone`.
+        """
+        self.require_gone(name, force=force)
+        with self._locked(name) as folder:
+            job = self.look(name)
+            if job is None:  # another gpucr was faster
+                _remove(folder, self._logs_in_use())
+                return self.find(name)
+            _require_gone(job, force=force)
+            logs = {log.resolve() for log in folder.glob("*.log")}
+            in_use = self._logs_in_use(but_of=name)
+            is_kept = job.record is not None and job.state.word == "dumped" and not force
+            if job.record is not None and is_kept:
+                in_use.add(job.record.log.resolve())
+            _remove(folder, logs if job.record is None else logs & in_use)
+        if job.record is not None and not is_kept:
+            with contextlib.suppress(Unsupported):  # a job that is being started there: the log goes with that one
+                self._remove_what_was_kept_for(job.record)
+        return job
+
+    def require_gone(self, name: str, *, force: bool = False) -> None:
+        """Raise InvalidRequest where there is no such job, it runs, or unless ``force`` may run on another machine."""
+        _require_gone(self.find(name), force=force)
+
+    def _logs_in_use(self, *, but_of: str | None = None) -> set[Path]:
+        return {job.record.log.resolve() for job in self.jobs() if job.record is not None and job.name != but_of}
+
+    def _remove_what_was_kept_for(self, record: JobRecord) -> None:
+        """Remove its log from the folder of the name that it had before, if the job of that name is forgotten."""
+        name = record.log.parent.name
+        is_kept = record.log.parent.parent == self._folder and name != record.name and record.log.exists()
+        if is_kept and is_name(name) and self.look(name) is None:
+            with self._locked(name) as folder:
+                if self.look(name) is None and record.log.resolve() not in self._logs_in_use():
+                    record.log.unlink(missing_ok=True)
+                    if not any(folder.glob("*.log")):
+                        _remove(folder)
+
+    def _names(self) -> list[str]:
+        try:
+            return sorted(name for name in os.listdir(self._folder) if is_name(name))
+        except FileNotFoundError:
+            return []
+
+    def _read(self, name: str) -> JobRecord | None:
+        """The record of this name; None where there is none. Raises RecordError where there is one that is no use."""
+        try:
+            fd = os.open(self._folder / name / _RECORD, os.O_RDONLY | os.O_NOFOLLOW | os.O_CLOEXEC | os.O_NONBLOCK)
+            with os.fdopen(fd, "rb") as file:
+                data = file.read(MAX_RECORD_BYTES + 1)
+        except (FileNotFoundError, NotADirectoryError):
+            return None
+        except OSError as e:
+            raise RecordError(f"it cannot be read: {e.strerror}") from e
+        if len(data) > MAX_RECORD_BYTES:
+            raise RecordError(f"it is larger than {MAX_RECORD_BYTES} bytes")
+        record = decode(data)
+        if record.name != name:
+            raise RecordError(f"it is the record of {record.name!r}")
+        return record
+
+    @contextlib.contextmanager
+    def _locked(self, name: str) -> Iterator[Path]:
+        """The folder of this name, made where it is missing, with its lock held."""
+        folder = self._folder / name
+        deadline = time.monotonic() + LOCK_TIMEOUT_S
+        with contextlib.ExitStack() as held:
+            while True:
+                fd = held.enter_context(_lock_file(folder))
+                _flock(fd, name, deadline)
+                # Whoever held the lock before may have removed the folder: then this is the lock of nothing.
+                with contextlib.suppress(FileNotFoundError):
+                    if (folder / _LOCK).stat().st_ino == os.fstat(fd).st_ino:
+                        break
+            yield folder
+
+
+@contextlib.contextmanager
+def _lock_file(folder: Path) -> Iterator[int]:
+    trusted_paths.make_private(folder)
+    fd = trusted_paths.open_file(folder / _LOCK, os.O_RDWR | os.O_CREAT)
+    try:
+        yield fd
+    finally:
+        os.close(fd)
+
+
+def _flock(fd: int, name: str, deadline: float) -> None:
+    while True:
+        try:
+            fcntl.flock(fd, fcntl.LOCK_EX | fcntl.LOCK_NB)
+            return
+        except BlockingIOError as e:
+            if time.monotonic() > deadline:
+                raise Unsupported(
+                    f"another gpucr is at work on the job {name}",
+                    hint="wait until it has finished, then try again",
+                    code="GPUCR-BUSY",
+                ) from e
+        time.sleep(0.01)
+
+
+def _write(folder: Path, data: bytes) -> None:
+    new = folder / f"{_RECORD}.new"
+    new.unlink(missing_ok=True)  # of a gpucr that was killed here; the lock is held
+    fd = os.open(new, os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_CLOEXEC, 0o600)
+    with os.fdopen(fd, "wb") as file:
+        file.write(data)
+        file.flush()
+        os.fsync(fd)
+    new.rename(folder / _RECORD)
+
+
+def _clean(folder: Path, reservation: Reservation, *, keep_folder: bool) -> None:
+    """Remove what a start left that failed."""
+    with contextlib.suppress(OSError):
+        reservation.status_path.unlink(missing_ok=True)
+        if reservation.has_own_log:
+            reservation.log_path.unlink(missing_ok=True)
+        if not keep_folder:
+            for name in (f"{_RECORD}.new", _LOCK):
+                (folder / name).unlink(missing_ok=True)
+            folder.rmdir()  # unless there is something else in it, such as the log of a job whose record was lost
+
+
+def _remove_older_statuses(folder: Path, reservation: Reservation) -> None:
+    """Remove how those ended that had the name before: every restore adds one, and nobody asks for them any more."""
+    with contextlib.suppress(OSError):
+        for path in folder.glob("*.status*"):  # also one that a keeper which was killed had begun to write
+            if not path.name.startswith(reservation.status_path.name):
+                path.unlink(missing_ok=True)
+
+
+def _remove(folder: Path, kept: Collection[Path] = ()) -> None:
+    """Remove a job's folder, but not what is to be ``kept`` of it.
+
+    Its keeper may be about to write how the job ended there: two files, one rename.
+    """
+    paths = sorted(folder.iterdir(), key=lambda path: path.name == _LOCK)  # the lock last: it is held
+    others = [path for path in paths if path.resolve() not in kept]
+    if len(others) < len(paths):
+        for path in others:
+            path.unlink(missing_ok=True)
+        return
+    for _ in range(_REMOVALS):
+        try:
+            shutil.rmtree(folder)
+        except FileNotFoundError:  # something in it: it is looked through anew
+            if not folder.exists():
+                return
+        except OSError as e:
+            if e.errno != errno.ENOTEMPTY:
+                raise
+        else:
+            return
+    shutil.rmtree(folder)
+
+
+def _require_gone(job: ListedJob, *, force: bool) -> None:
+    if job.state.word == "running" or (job.state.word == "elsewhere" and not force):
+        raise _in_the_way(job, "it cannot be forgotten")
+
+
+def _in_the_way(job: ListedJob, therefore: str) -> InvalidRequest:
+    """A job stands in the way: what has become of it, and what to do about it."""
+    hint = f"`gpucr jobs --forget {job.name}` removes its record and its log"
+    if job.record is not None:
+        hint = {
+            "running": f"its pid is {job.record.pid}; `gpucr logs {job.name}` shows what it does",
+            "dumped": f"`gpucr restore {job.record.snapshot}` restores it; `gpucr jobs --forget {job.name}` forgets it",
+            "elsewhere": f"it was started on {job.record.host}, maybe in a container: look there; if that is gone, "
+            f"`gpucr jobs --forget {job.name} --force` removes its record and its log",
+        }.get(job.state.word, hint)
+    return InvalidRequest(f"the job {job.name} is {job.state.word}: {therefore}", hint=hint, code="GPUCR-NAME-TAKEN")

@@ -1,0 +1,144 @@
+"""Which processes live in a sandbox of gpucr's, and what is known of it from outside."""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import select
+from collections.abc import Iterator
+from dataclasses import dataclass
+from pathlib import Path
+
+from gpucr.jobs.sandbox import known_keepers, label
+from gpucr.jobs.sandbox.label import Tag
+from gpucr.linux import processes
+from gpucr.linux.namespaces import PidNamespace, namespace_id, pids_of
+from gpucr.model import ProcessId, ProcessInfo
+
+
+@dataclass(frozen=True)
+class Sandbox:
+    """A sandbox with a job in it, or one that waits for it. Pids are the caller's own.
+
+    ``root`` is the job's first process; None while there is none, and when it has ended. ``lineage`` is the same for a
+    job and for everything that was restored from its snapshots. ``log_path`` is where its output goes, if known.
+    """
+
+    keeper: ProcessId
+    root: ProcessId | None
+    lineage: str
+    network: str
+    log_path: str | None
+
+    @property
+    def pids(self) -> PidNamespace:
+        """Translates pids."""
+        return PidNamespace(self.keeper.pid)
+
+    def wait_ended(self, timeout_s: float) -> bool:
+        """Wait until its keeper has ended, and with it everything inside. False where the time was over before."""
+        try:
+            fd = os.pidfd_open(self.keeper.pid)
+        except ProcessLookupError:
+            return True
+        try:
+            if not processes.is_alive(self.keeper):  # asked after the pidfd was opened: the two are the same process
+                return True
+            poller = select.poll()
+            poller.register(fd, select.POLLIN)
+            return bool(poller.poll(timeout_s * 1000))
+        finally:
+            os.close(fd)
+
+    @property
+    def shared_memory(self) -> Path:
+        """Its private /dev/shm, as a path that can be used outside."""
+        return processes.PROC / str(self.keeper.pid) / "root" / "dev" / "shm"
+
+
+def of(pid: int) -> Sandbox | None:
+    """The sandbox that a process lives in; None where it lives in none of this user's. Needs ptrace access to it."""
+    for each in (pid, *_ancestors(pid)):
+        found = _tag_of(each)
+        if found is not None:
+            return _sandbox(each, found) if found.isolated else None
+    return None
+
+
+def is_keeper(process: ProcessInfo) -> bool:
+    """Whether it is the keeper of a job. Asked by its name first, which costs nothing."""
+    return process.name == label.FILE_NAME and _tag_of(process.pid) is not None
+
+
+def keeper_root(pid: int) -> ProcessId | None:
+    """The first process of the job that this process is the keeper of; None where it is no keeper, or has no job."""
+    found = _tag_of(pid)
+    return None if found is None else _root(pid, found)
+
+
+def copies(lineage: str, *, also_awaited: bool = False) -> tuple[Sandbox, ...]:
+    """All sandboxes in which the job of this lineage, or a copy of it, runs now.
+
+    ``also_awaited``: and those that wait for it, which have no ``root`` yet.
+    """
+    found: list[Sandbox] = []
+    for pid in processes.all_pids():
+        its_tag = _tag_of(pid)
+        if its_tag is not None and its_tag.isolated and its_tag.lineage == lineage:
+            sandbox = _sandbox(pid, its_tag)
+            if sandbox is not None and (sandbox.root is not None or (also_awaited and its_tag.root == 0)):
+                found.append(sandbox)
+    return tuple(found)
+
+
+def _sandbox(keeper_pid: int, its_tag: Tag) -> Sandbox | None:
+    stat = processes.read_stat(keeper_pid)
+    if stat is None:
+        return None
+    return Sandbox(
+        keeper=ProcessId(keeper_pid, stat.start_time_ticks),
+        root=_root(keeper_pid, its_tag),
+        lineage=its_tag.lineage,
+        network=its_tag.network,
+        log_path=its_tag.log_path or None,
+    )
+
+
+def _root(keeper_pid: int, its_tag: Tag) -> ProcessId | None:
+    if its_tag.root == 0:
+        return None
+    pid = PidNamespace(keeper_pid).outer_pid(its_tag.root)
+    stat = processes.read_stat(pid) if pid is not None else None
+    if pid is None or stat is None or stat.status in "ZX":
+        return None
+    return ProcessId(pid, stat.start_time_ticks)
+
+
+def _tag_of(pid: int) -> Tag | None:
+    """What the process says of itself, where it is a keeper of this user's."""
+    folder = processes.PROC / str(pid)
+    with contextlib.suppress(FileNotFoundError, ProcessLookupError, PermissionError):
+        stat = processes.read_stat(pid)
+        if stat is None or not known_keepers.is_known(ProcessId(pid, stat.start_time_ticks)) or not _is_trusted(pid):
+            return None
+        for name in os.listdir(folder / "fd"):
+            if os.readlink(folder / "fd" / name) == label.LINK:
+                with (folder / "fd" / name).open("rb") as file:
+                    found = label.decode(file.read(label.SIZE_BYTES))
+                # A child has the same file open until it becomes the job's program.
+                is_its_own = found is not None and found.keeper == pids_of(pid)[-1]
+                return found if is_its_own else None
+    return None
+
+
+def _is_trusted(pid: int) -> bool:
+    """Whether this user made the process, in this user namespace: who else could say anything to a gpucr of root's."""
+    same_user = os.stat(processes.PROC / str(pid)).st_uid == os.geteuid()
+    return same_user and namespace_id(pid, "user") == namespace_id("self", "user")
+
+
+def _ancestors(pid: int) -> Iterator[int]:
+    stat = processes.read_stat(pid)
+    while stat is not None and stat.parent_pid > 0:
+        yield stat.parent_pid
+        stat = processes.read_stat(stat.parent_pid)

@@ -1,0 +1,341 @@
+"""The steps of a restore into a sandbox, and what they need to know before anything is started."""
+
+from __future__ import annotations
+
+import hashlib
+import os
+import re
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from pathlib import Path
+
+from gpucr.criu.engine import Criu
+from gpucr.criu.install import CriuInstall
+from gpucr.diagnosis import preflight
+from gpucr.errors import InvalidRequest, JobDamaged, ProcessNotFound, SnapshotDamaged, Unsupported
+from gpucr.jobs import sandbox
+from gpucr.jobs.recovery import EndSandbox
+from gpucr.jobs.registered import RestoredName
+from gpucr.jobs.sandbox import BareKeeper, EmptySandbox, Network
+from gpucr.linux import processes
+from gpucr.linux.namespaces import last_pid_clear_of
+from gpucr.linux.trusted_paths import open_file
+from gpucr.model import ProcessId
+from gpucr.snapshot.job_snapshot import JobSnapshot
+from gpucr.snapshot.manifest import Manifest
+from gpucr.snapshot.origin import RestoreSource, images_read_from
+from gpucr.snapshot.shared_files import ROOT
+from gpucr.undo.interrupts import Interrupts
+from gpucr.undo.protection import Protection
+from gpucr.undo.steps import Meter, Result
+
+LEFTOVER_LIMIT_S = 5.0
+"""How long a restore waits for what one that was killed has left to end."""
+
+_CORE_IMAGE = re.compile(r"core-(\d+)\.img")
+
+
+@dataclass(frozen=True)
+class SandboxPlan:
+    """The sandbox that a job will be restored into.
+
+    ``old_log`` is the file that its output went to (None: not known), ``log_path`` the one that it goes to from now on.
+    ``alone``: there must be no other sandbox with this job.
+    """
+
+    network: Network
+    lineage: str
+    old_log: str | None
+    log_path: str | None
+    status_path: str | None
+    alone: bool
+
+    @property
+    def outputs(self) -> dict[Path, Path]:
+        """What takes the place of which file in the restored job."""
+        if self.old_log is None or self.log_path is None or self.old_log == self.log_path:
+            return {}
+        return {Path(self.old_log): Path(self.log_path)}
+
+
+def plan_sandbox(
+    snapshot: JobSnapshot, name: RestoredName | None, *, isolate: bool, clone: bool, shell_job: bool
+) -> SandboxPlan | None:
+    """The sandbox that this restore needs; None where the job was in none and is not to be in one.
+
+    Raises InvalidRequest where it cannot be: the job runs already and this is no clone, and the like.
+    """
+    manifest = snapshot.manifest
+    if manifest.sandbox is None and not isolate:
+        if clone:
+            raise InvalidRequest(
+                "the job of this snapshot was in no sandbox, so a clone would need its pids and ports",
+                hint="--isolate puts the clone into one; `gpucr run` starts jobs in one",
+            )
+        return None
+    if shell_job:
+        raise InvalidRequest(
+            "the job of this snapshot has a terminal, which no sandbox can give it",
+            hint="restore it without --isolate; `gpucr run` starts jobs without a terminal",
+        )
+    if clone and name is None:
+        raise InvalidRequest(
+            "the job of this snapshot was not started with `gpucr run`: a clone of it has no log of its own",
+            hint="restore it without --clone when the job and all copies of it have ended",
+        )
+    lineage = manifest.sandbox.lineage if manifest.sandbox is not None else _lineage_of(snapshot)
+    if not clone:
+        _require_alone(manifest, lineage)
+    old_log = _old_log(manifest)
+    return SandboxPlan(
+        network="host" if manifest.sandbox is not None and manifest.sandbox.network == "host" else "own",
+        lineage=lineage,
+        old_log=old_log,
+        log_path=str(name.log_path) if name is not None else old_log,
+        status_path=str(name.status_path) if name is not None else None,
+        alone=not clone,
+    )
+
+
+def _old_log(manifest: Manifest) -> str | None:
+    if manifest.sandbox is not None:
+        return manifest.sandbox.log_path
+    return manifest.launch.log_path if manifest.launch is not None else None
+
+
+def _lineage_of(snapshot: JobSnapshot) -> str:
+    """For a job that was in no sandbox: the same for every restore of this snapshot into one."""
+    name = f"{snapshot.where} {snapshot.manifest.created}"
+    return hashlib.sha256(os.fsencode(name)).hexdigest()[:32]
+
+
+def _require_alone(manifest: Manifest, lineage: str) -> None:
+    running = [copy.root.pid for copy in sandbox.copies(lineage) if copy.root is not None]
+    if manifest.sandbox is None and _is_original(manifest):
+        running.append(manifest.root_pid)
+    if running:
+        raise InvalidRequest(
+            f"the job of this snapshot, or a copy of it, runs: process {', '.join(map(str, running))}",
+            hint="--clone restores one more copy beside it; or end it first",
+            code="GPUCR-JOB-RUNS",
+        )
+
+
+def _require_first(lineage: str, own: ProcessId) -> None:
+    """Raise Unsupported where another restore of the job is under way: its sandbox is there, or was when it looked.
+
+    To be called when one's own is there as well: so of two restores at once at least one sees the other.
+    """
+    for other in sandbox.copies(lineage, also_awaited=True):
+        if other.keeper != own and (other.root is not None or not other.wait_ended(LEFTOVER_LIMIT_S)):
+            raise Unsupported(
+                "another gpucr restores the job of this snapshot, or has just restored it",
+                hint="wait until it has finished; --clone restores one more copy beside it",
+                code="GPUCR-BUSY",
+            )
+
+
+def _is_original(manifest: Manifest) -> bool:
+    """Whether the process with the pid of a job that was in no sandbox looks like that very job."""
+    record = next(process for process in manifest.processes if process.pid == manifest.root_pid)
+    try:
+        now = processes.describe(record.pid)
+    except ProcessNotFound:
+        return False
+    return (now.name, now.command_line, now.ns_pids) == (record.name, record.command_line, record.ns_pids)
+
+
+def check_clone(manifest: Manifest) -> list[preflight.Finding]:
+    """What a copy shares with the job that it is of, though it should not."""
+    if not manifest.folders:
+        return []
+    return [
+        preflight.Finding(
+            "warning",
+            "the clone takes over the names of the job's local sockets",
+            f"in {manifest.folders[-1].path}",
+            "who connects to one from now on reaches the clone",
+            "let programs that are to be cloned use sockets of the network, or names of their own",
+        )
+    ]
+
+
+@dataclass(frozen=True)
+class RestoreSite:
+    """Where a job is restored: what keeps it, and how CRIU, which makes it there, is started.
+
+    ``shared_root`` is the folder of shared memory that the job will see; ``outputs``: which files take the place of
+    others in it.
+    """
+
+    keeper: EmptySandbox | BareKeeper
+    criu: Criu
+    isolated: bool
+    network: Network
+    shared_root: Path = ROOT
+    outputs: Mapping[Path, Path] = field(default_factory=dict)
+
+
+@dataclass(frozen=True)
+class RestoredTree:
+    """The processes that CRIU has made, the root first. ``pids``: which pid each of the manifest has now."""
+
+    processes: tuple[ProcessId, ...]
+    pids: Mapping[int, int]
+
+    @property
+    def root_pid(self) -> int:
+        """Of the first process."""
+        return self.processes[0].pid
+
+
+class StartSandbox:
+    """Make the sandbox that CRIU will fill."""
+
+    name = "sandbox"
+
+    def __init__(
+        self, install: CriuInstall, source: RestoreSource, plan: SandboxPlan, protection: Protection | None
+    ) -> None:
+        self._install = install
+        self._source = source
+        self._plan = plan
+        self._protection = protection
+        self._made: EmptySandbox | None = None
+        self.site: Result[RestoreSite] = Result()
+
+    def describe(self) -> str:
+        """Which namespaces."""
+        network = "" if self._plan.network == "host" else " and network"
+        return f"make pid, mount, IPC{network} namespaces for the job"
+
+    def run(self, interrupts: Interrupts, meter: Meter) -> int:
+        """Make them."""
+        plan = self._plan
+        for path in plan.outputs.values():
+            _make_log(path)
+        made = self._made = sandbox.empty(
+            log_path=plan.log_path,
+            status_path=plan.status_path,
+            lineage=plan.lineage,
+            last_pid=_last_pid(self._source),
+            network=plan.network,
+        )
+        found = made.sandbox
+        if plan.alone:
+            _require_first(plan.lineage, found.keeper)
+        if self._protection is not None:
+            self._protection.protect(EndSandbox(found.keeper))
+        criu = Criu(self._install, found.pids)
+        self.site.set(RestoreSite(made, criu, True, plan.network, found.shared_memory, plan.outputs))
+        return 0
+
+    def undo(self) -> None:
+        """End everything in it."""
+        if self._made is not None and not self._made.end():
+            keeper = self._made.sandbox.keeper.pid
+            raise JobDamaged(
+                f"the sandbox of process {keeper} does not end", failures=[f"process {keeper} does not end"]
+            )
+
+
+class StartKeeper:
+    """Start the keeper of a job that is in no sandbox: CRIU makes the job below it."""
+
+    name = "keeper"
+
+    def __init__(self, install: CriuInstall, name: RestoredName | None, *, own_session: bool) -> None:
+        self._install = install
+        self._name = name
+        self._own_session = own_session
+        self._made: BareKeeper | None = None
+        self.site: Result[RestoreSite] = Result()
+
+    def describe(self) -> str:
+        """What for."""
+        return "start the process that will be the job's parent"
+
+    def run(self, interrupts: Interrupts, meter: Meter) -> int:
+        """Start it, and have CRIU started below it."""
+        name = self._name
+        made = self._made = sandbox.bare_keeper(
+            log_path=str(name.log_path) if name is not None else None,
+            status_path=str(name.status_path) if name is not None else None,
+            own_session=self._own_session,
+        )
+        self.site.set(RestoreSite(made, Criu(self._install, parent=made), False, "host"))
+        return 0
+
+    def undo(self) -> None:
+        """End it, and what is left below it."""
+        if self._made is not None and not self._made.end():
+            pid = self._made.id.pid
+            raise JobDamaged(
+                f"what is below process {pid} does not end",
+                failures=[f"process {pid} or a process below it does not end"],
+            )
+
+
+class KeepJob:
+    """The job gets its name, and its keeper takes it over: it does not depend on gpucr any more.
+
+    In this order, so that no job goes on without a record.
+    """
+
+    name = "keep"
+
+    def __init__(
+        self,
+        site: Result[RestoreSite],
+        tree: Result[RestoredTree],
+        manifest: Manifest,
+        name: RestoredName | None,
+        protection: Protection | None,
+    ) -> None:
+        self._site = site
+        self._tree = tree
+        self._manifest = manifest
+        self._name = name
+        self._protection = protection
+        self.warnings: tuple[str, ...] = ()
+
+    def describe(self) -> str:
+        """Who takes it."""
+        return "hand the job over to its keeper"
+
+    def run(self, interrupts: Interrupts, meter: Meter) -> int:
+        """Hand it over."""
+        site, tree, manifest = self._site.value, self._tree.value, self._manifest
+        if self._name is not None:
+            self.warnings = tuple(
+                self._name.register_or_warn(
+                    tree.processes[0], site.keeper.id, isolated=site.isolated, network=site.network
+                )
+            )
+        if self._protection is not None:
+            self._protection.withdraw(EndSandbox)
+        root = next(process for process in manifest.processes if process.pid == manifest.root_pid)
+        site.keeper.adopt(tree.root_pid, inner_pid=root.ns_pids[-1])  # it may have ended: then it cannot be asked
+        return 0
+
+    def undo(self) -> None:
+        """Nothing: CriuRestore ends the processes, and with the first of them the sandbox ends."""
+
+
+def _last_pid(source: RestoreSource) -> int:
+    """A pid above which CRIU's own processes get in the way of none of the job's."""
+    with images_read_from(source.images):
+        ids = [int(match[1]) for path in source.images.iterdir() if (match := _CORE_IMAGE.fullmatch(path.name))]
+    try:
+        return last_pid_clear_of(ids)
+    except ValueError as e:
+        raise SnapshotDamaged(f"the pids of the job leave no room: {e}", path=source.snapshot.where) from e
+
+
+def _make_log(path: Path) -> None:
+    try:
+        os.close(open_file(path, os.O_WRONLY | os.O_CREAT))
+    except OSError as e:
+        raise Unsupported(
+            f"the job's new log {path} cannot be made: {e.strerror}", hint="see who may write to its folder"
+        ) from e

@@ -1,1 +1,0 @@
-"""What is known of the jobs that gpucr started: their environment, their names, and the registry of them."""

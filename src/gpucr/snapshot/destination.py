@@ -1,0 +1,184 @@
+"""Where a dump puts what it takes: a folder that becomes a snapshot, or a store (store_destination.py)."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Protocol
+
+from gpucr.diagnosis import preflight
+from gpucr.model import Job
+from gpucr.snapshot.device.crew import buffers_bytes
+from gpucr.snapshot.device.folder_sink import FolderSink
+from gpucr.snapshot.device.sink import DeviceSink
+from gpucr.snapshot.device.writer import DeviceWriter
+from gpucr.snapshot.folder import IMAGES_NAME, UnfinishedSnapshot, check_target
+from gpucr.snapshot.job_snapshot import JobSnapshot
+from gpucr.snapshot.manifest import Manifest
+from gpucr.snapshot.recovery import discard_folder
+from gpucr.undo.protection import Protection
+from gpucr.undo.steps import Result
+
+
+@dataclass(frozen=True)
+class DumpCounts:
+    """What became of the data of a dump, in bytes.
+
+    ``seen_bytes``: device memory, and all files (CRIU's images, shared memory). Of these ``zero_bytes`` were zero,
+    ``known_bytes`` were in the store already, and compression saved ``compressed_saved_bytes``. ``written_bytes`` is
+    what was written. Of what the store had already ``checked_bytes`` were read; ``repaired_bytes`` were damaged there
+    and were written again.
+    """
+
+    seen_bytes: int
+    written_bytes: int
+    zero_bytes: int
+    known_bytes: int = 0
+    compressed_saved_bytes: int = 0
+    checked_bytes: int = 0
+    repaired_bytes: int = 0
+
+
+class DumpTarget(Protocol):
+    """A snapshot that is being made. Until `commit` returns there is none; after `discard` there never will be.
+
+    ``folder`` is where CRIU writes its images, and where files of shared memory go.
+    """
+
+    folder: UnfinishedSnapshot
+
+    @property
+    def where(self) -> str:
+        """How messages name it."""
+
+    @property
+    def preparation(self) -> str:
+        """One line that says what `create` will do."""
+
+    @property
+    def images_at(self) -> str:
+        """How messages name the place of CRIU's images."""
+
+    @property
+    def sink(self) -> DeviceSink:
+        """Where pieces of device memory go, from `create` on."""
+
+    @property
+    def disk(self) -> Path | None:
+        """A folder on the file system that device memory will be written to; None: not one of this machine."""
+
+    @property
+    def buffers_bytes(self) -> int:
+        """Host memory that those who write hold at most."""
+
+    def findings(self, job: Job, device_bytes: int) -> list[preflight.Finding]:
+        """What stands in its way, while nothing has been changed."""
+
+    def create(self, protection: Protection | None) -> None:
+        """Make ready. Raises SnapshotExists, SnapshotError."""
+
+    @property
+    def is_committed(self) -> bool:
+        """Whether `commit` has returned."""
+
+    def seal_images(self) -> None:
+        """Take in what is in ``folder``, which is complete, while others still put pieces."""
+
+    def commit(self, draft: Manifest) -> JobSnapshot:
+        """Make everything durable, then the snapshot exist. The draft lacks only what `seal_images` knows."""
+
+    def counts(self, writer: DeviceWriter) -> DumpCounts:
+        """What became of the data, after `commit`."""
+
+    def discard(self) -> None:
+        """Leave nothing that is in anybody's way, also after `commit`."""
+
+    def close(self) -> None:
+        """Remove, and close, what the operation needed only while it lasted. Idempotent."""
+
+
+class FolderTarget:
+    """A folder that becomes a plain snapshot, or the GPU part of a container's checkpoint (see `DumpTarget`)."""
+
+    def __init__(self, path: Path, *, with_images: bool = True) -> None:
+        check_target(path)
+        self.folder = UnfinishedSnapshot(path, with_images=with_images)
+        self._sink = FolderSink()
+        self._manifest: Result[Manifest] = Result()
+
+    @property
+    def where(self) -> str:
+        """Its path as it was given."""
+        return str(self.folder.path)
+
+    @property
+    def preparation(self) -> str:
+        """Making the folder."""
+        return f"make the private folder {self.where}"
+
+    @property
+    def images_at(self) -> str:
+        """In the folder."""
+        return str(self.folder.path / IMAGES_NAME)
+
+    @property
+    def sink(self) -> DeviceSink:
+        """The device folder."""
+        return self._sink
+
+    @property
+    def disk(self) -> Path:
+        """The folder, or the one that it will be made in."""
+        path = self.folder.path
+        return path if path.is_dir() else path.resolve().parent
+
+    @property
+    def buffers_bytes(self) -> int:
+        """One piece a thread."""
+        return buffers_bytes(self._sink.piece_bytes)
+
+    def findings(self, job: Job, device_bytes: int) -> list[preflight.Finding]:
+        """Whether the disk has room."""
+        return preflight.check_disk(job, self.disk, device_bytes)
+
+    def create(self, protection: Protection | None) -> None:
+        """Make the folder."""
+        if protection is None:
+            self.folder.create()
+        else:
+            self.folder.create(lambda: protection.protect(*discard_folder(self.folder)))
+        self._sink.folder = self.folder.device
+
+    @property
+    def is_committed(self) -> bool:
+        """Whether the manifest has been written."""
+        return self.folder.is_committed
+
+    def seal_images(self) -> None:
+        """Hash and sync the files."""
+        self.folder.seal_images()
+
+    def commit(self, draft: Manifest) -> JobSnapshot:
+        """Write the manifest."""
+        snapshot = self.folder.commit(draft)
+        self._manifest.set(snapshot.manifest)
+        return snapshot
+
+    def counts(self, writer: DeviceWriter) -> DumpCounts:
+        """Everything but zeros of device memory is written."""
+        manifest = self._manifest.value
+        files_bytes = sum(file.size_bytes for file in manifest.files)
+        stored_bytes = sum(data.stored_bytes for data in manifest.device_data.values())
+        return DumpCounts(
+            seen_bytes=files_bytes + writer.seen_bytes,
+            written_bytes=files_bytes + writer.written_bytes,
+            zero_bytes=writer.seen_bytes - stored_bytes,
+        )
+
+    def discard(self) -> None:
+        """Remove it."""
+        self.folder.discard()
+
+    def close(self) -> None:
+        """Let the folder go: it is the snapshot now, or discarded."""
+        self.folder.close()

@@ -1,0 +1,171 @@
+"""Whether the GPU part that lies among a container's images belongs to them.
+
+CRIU overwrites the images in its folder, and tells nobody whether they are complete. So whoever is killed, whenever:
+beside new images there is never an older GPU part, which would pass for theirs; and images whose GPU part was never
+completed are marked, so that no restore takes them for those of a container without GPU state.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import errno
+import fcntl
+import os
+import shutil
+from collections.abc import Iterator
+from pathlib import Path
+
+from gpucr.errors import SnapshotError, SnapshotUnfinished, Unsupported
+from gpucr.snapshot import files
+from gpucr.snapshot.folder import (
+    GPU_PART_NAME,
+    MANIFEST_NAME,
+    OLDER_PART_NAME,
+    SCATTERED_MANIFEST_NAME,
+    UNFINISHED_MARK_NAME,
+    UnfinishedSnapshot,
+)
+
+_WITHOUT_GPU_STATE = b"none"
+"""The mark's content where no GPU part is to come: whoever sees CRIU's end takes it away."""
+
+
+@contextlib.contextmanager
+def claimed(images: Path) -> Iterator[int]:
+    """No other gpucr changes the GPU part in this folder while the yielded descriptor, or a copy of it, is open.
+
+    Where the file system has no such lock (flock(2)) there is none. Raises Unsupported where another one has it.
+    """
+    fd = os.open(images, os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC)
+    try:
+        try:
+            fcntl.flock(fd, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        except OSError as e:
+            if e.errno == errno.EWOULDBLOCK:
+                raise Unsupported(
+                    f"another checkpoint is being written to {images}",
+                    hint="wait until it has finished, then try again",
+                    code="GPUCR-BUSY",
+                ) from e
+        yield fd
+    finally:
+        os.close(fd)
+
+
+class GpuPart:
+    """The GPU part in this folder of images. All methods raise SnapshotError where it cannot be changed.
+
+    ``claim``: a descriptor of `claimed` that `finish` closes.
+    """
+
+    def __init__(self, images: Path, claim: int | None = None) -> None:
+        self.path = images / GPU_PART_NAME
+        self._claim = claim
+        self._images = images
+        self._aside = images / OLDER_PART_NAME
+        self._mark = images / UNFINISHED_MARK_NAME
+
+    @property
+    def is_complete(self) -> bool:
+        """Whether it is there. False where the caller may not look."""
+        return os.path.exists(self.path / MANIFEST_NAME)
+
+    @property
+    def is_scattered(self) -> bool:
+        """Whether it is there as plain files (containers/plain_files.py)."""
+        return os.path.exists(self._images / SCATTERED_MANIFEST_NAME)
+
+    @property
+    def is_known(self) -> bool:
+        """Whether there is anything of it: else these are images of a container without GPU state."""
+        return self.is_scattered or any(map(os.path.exists, (self.path, self._aside, self._mark)))
+
+    def require_finished(self) -> None:
+        """Raise SnapshotUnfinished where there should be one, and is none."""
+        if os.path.exists(self._mark) and not self.is_complete:
+            raise SnapshotUnfinished(
+                f"the images in {self._images} lack their GPU part: their dump was never finished",
+                path=str(self._mark),
+                hint="restore another checkpoint; a new dump into that folder replaces what is there",
+            )
+
+    def recover(self) -> None:
+        """Tidy up after a gpucr that was killed: the older part goes back, unless its images are no more."""
+        with self._explained("put back"):
+            is_marked = os.path.exists(self._mark)
+            if self.is_complete:
+                if is_marked:  # else nothing is touched: the file system may be read-only
+                    self._mark.unlink()
+            elif not is_marked and os.path.exists(self._aside / MANIFEST_NAME):
+                UnfinishedSnapshot.left_behind(self.path, None).discard()
+                self._aside.rename(self.path)
+            if os.path.exists(self._aside):
+                shutil.rmtree(self._aside)
+
+    @contextlib.contextmanager
+    def older_aside(self) -> Iterator[None]:
+        """An older part is out of the way during the block. After it that is back, unless `begin` came first."""
+        self.recover()
+        if self.is_complete:
+            with self._explained("moved aside"):
+                self.path.rename(self._aside)
+        try:
+            yield
+        finally:
+            self.recover()
+
+    def begin(self) -> None:
+        """CRIU may write from now on: until `finish` these images lack their GPU part. Durable."""
+        self._begin(b"")
+
+    def begin_without(self) -> None:
+        """CRIU may write from now on, and there is no GPU state: until `finish_without` nobody restores the images.
+
+        Nothing is done where nothing says that there was GPU state before. Durable.
+        """
+        if not (self.is_complete or os.path.exists(self._mark)):
+            return
+        with self.older_aside():
+            self._begin(_WITHOUT_GPU_STATE)
+
+    def finish_without(self) -> None:
+        """CRIU has written images of a container without GPU state."""
+        with contextlib.suppress(FileNotFoundError, NotADirectoryError):
+            if self._mark.read_bytes() == _WITHOUT_GPU_STATE:
+                self.finish()
+
+    def _begin(self, content: bytes) -> None:
+        with self._explained("replaced"):
+            flags = os.O_WRONLY | os.O_CREAT | os.O_TRUNC | os.O_NOFOLLOW | os.O_CLOEXEC
+            fd = os.open(self._mark, flags, 0o600)
+            with os.fdopen(fd, "wb") as file:
+                file.write(content)
+                file.flush()
+                os.fsync(file.fileno())
+            files.sync_path(self._images)
+        shutil.rmtree(self._aside, ignore_errors=True)
+
+    def sync_images(self) -> None:
+        """Make the images among which it lies durable: CRIU does not, and the container may be ended for them."""
+        with self._explained("completed"):
+            entries = os.scandir(self._images)
+            files.sync(self._images, [entry.name for entry in entries if entry.is_file(follow_symlinks=False)])
+
+    def finish(self) -> None:
+        """The part is complete, and durable."""
+        with self._explained("completed"):
+            self._mark.unlink(missing_ok=True)
+        if self._claim is not None:
+            os.close(self._claim)
+            self._claim = None
+
+    @contextlib.contextmanager
+    def _explained(self, what: str) -> Iterator[None]:
+        try:
+            yield
+        except OSError as e:
+            raise SnapshotError(
+                f"the GPU part in {self._images} cannot be {what}: {e.strerror}",
+                path=str(e.filename or self._images),
+                hint="see that root can write there",
+            ) from e

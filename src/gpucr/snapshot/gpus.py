@@ -1,0 +1,34 @@
+"""Which GPUs the job of a snapshot comes back on."""
+
+from __future__ import annotations
+
+from collections.abc import Collection, Sequence
+
+from gpucr.gpu_state.gpu_choice import GpuRequest, GpuUser, choose_gpus
+from gpucr.gpu_state.placement import Placement, ProcessGpus, busy_gpus
+from gpucr.model import CudaState, Gpu, GpuUse
+from gpucr.snapshot.manifest import Manifest
+
+
+def place_snapshot(manifest: Manifest, request: GpuRequest, here: Sequence[Gpu], uses: Sequence[GpuUse]) -> Placement:
+    """Where the job of a snapshot goes. What was suspended before the dump stays so, and needs no GPU.
+
+    ``uses``: who computes on which GPU of this machine. Raises as `choose_gpus` does.
+    """
+    gpus: dict[int, ProcessGpus] = {}
+    users: list[GpuUser] = []
+    for record in manifest.processes:
+        if record.found_state is None:
+            continue
+        known = _chosen(manifest.gpus, record.known_gpus)
+        gpus[record.pid] = ProcessGpus(known, _chosen(known, record.visible_gpus))
+        if record.found_state is not CudaState.CHECKPOINTED:
+            saved_bytes = record.device_data.size_bytes if record.device_data is not None else 0
+            held_bytes = gpus[record.pid].held_bytes(record.device_bytes, saved_bytes)
+            users.append(GpuUser(record.pid, tuple(gpu.uuid for gpu in known), held_bytes))
+    return Placement(choose_gpus(request, manifest.gpus, users, here, busy_gpus(uses)), gpus, here)
+
+
+def _chosen(gpus: Sequence[Gpu], uuids: Collection[str] | None) -> tuple[Gpu, ...]:
+    """Those with these UUIDs; None: all."""
+    return tuple(gpu for gpu in gpus if uuids is None or gpu.uuid in uuids)

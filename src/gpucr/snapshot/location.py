@@ -1,0 +1,200 @@
+"""What a user names: a folder of one snapshot, or a store and a snapshot in it.
+
+What dumps need is loaded only for one, and the libraries of a store only where one is meant.
+"""
+
+from __future__ import annotations
+
+import os
+from dataclasses import dataclass
+from pathlib import Path
+from typing import TYPE_CHECKING, Literal, Protocol, TypeAlias, get_args
+
+from gpucr.errors import InvalidRequest, StoreError
+from gpucr.model import Job
+from gpucr.snapshot.folder import (
+    CONTAINER_RECORD_NAME,
+    GPU_PART_NAME,
+    IMAGES_NAME,
+    MANIFEST_NAME,
+    OLDER_PART_NAME,
+    SCATTERED_MANIFEST_NAME,
+    Snapshot,
+)
+from gpucr.snapshot.gpu_part import GpuPart
+from gpucr.snapshot.job_snapshot import JobSnapshot
+from gpucr.snapshot.origin import FolderSource, RestoreSource
+
+if TYPE_CHECKING:
+    from gpucr.snapshot.destination import DumpTarget
+    from gpucr.snapshot.in_store import SnapshotInStore
+    from gpucr.store.keys import Secret
+    from gpucr.store.location import Location
+    from gpucr.store.opened import Store
+
+Place: TypeAlias = str | os.PathLike[str]
+Compress = Literal["auto", "none", "fast", "strong"]
+"""How a dump into a store compresses: where it saves time, not at all, or wherever it saves bytes."""
+
+_STORE_FILE = "gpucr-store.json"
+_INVENTORY = "inventory.img"
+_IMAGES_IN_ARCHIVE = "checkpoint"
+"""The folder with CRIU's images in what podman exports, and in what a kubelet writes."""
+
+
+class TargetPlace(Protocol):
+    """Where dumps can go."""
+
+    def target(self, job: Job, device_bytes: int) -> DumpTarget:
+        """A new snapshot there, of this job. Raises SnapshotExists, InvalidRequest."""
+
+
+@dataclass(frozen=True)
+class _Folder:
+    path: Path
+
+    def target(self, job: Job, device_bytes: int) -> DumpTarget:
+        from gpucr.snapshot.destination import FolderTarget  # what only looks at snapshots needs no preflight
+
+        return FolderTarget(self.path)
+
+
+@dataclass(frozen=True)
+class _InStore:
+    store: Store
+    name: str | None
+    compress: Compress
+    trust_store: bool
+
+    def target(self, job: Job, device_bytes: int) -> DumpTarget:
+        from gpucr.snapshot.store_destination import StoreTarget
+
+        return StoreTarget(
+            self.store,
+            self.name,
+            compress=self.compress,
+            trust_store=self.trust_store,
+            job=job,
+            device_bytes=device_bytes,
+        )
+
+
+def find_target(to: Place, *, compress: Compress, encrypt: bool, trust_store: bool, key: Secret | None) -> TargetPlace:
+    """What a dump is to go to. A folder that is empty, or is not there, is one for a plain snapshot.
+
+    Raises InvalidRequest, WrongKey, StoreDamaged, StoreError.
+    """
+    if compress not in get_args(Compress):
+        raise InvalidRequest(f"compress is {compress!r}", hint="give one of " + ", ".join(get_args(Compress)))
+    location = _store_location(to)
+    if location is None:
+        if encrypt or key is not None or trust_store or compress != "auto":
+            raise InvalidRequest(
+                f"{os.fspath(to)} is no store: only in a store are snapshots compressed and encrypted",
+                hint=f"make one first: gpucr store init {os.fspath(to)}",
+            )
+        return _Folder(Path(to))
+    store = _open(location, key)
+    if encrypt and store.keys is None:
+        raise StoreError(
+            f"the store {store.backend.url} is not encrypted",
+            path=store.backend.url,
+            hint="make another one with: gpucr store init --encrypt",
+            code="GPUCR-NOT-ENCRYPTED",
+        )
+    return _InStore(store, location.snapshot, compress, trust_store)
+
+
+def open_snapshot(place: Place, key: Secret | None = None) -> Snapshot | SnapshotInStore:
+    """The snapshot that is meant: a folder, ``STORE#NAME``, ``STORE#latest``, or the only one of a store.
+
+    Of a container's images it is the GPU part; also of the folder that `gpucr dump --container` has made, and of an
+    unpacked archive of podman's or a kubelet's.
+
+    Raises InvalidRequest, SnapshotError and what is derived from it.
+    """
+    location = _store_location(place)
+    if location is None:
+        return Snapshot.open(_folder_of(Path(place)))
+    from gpucr.snapshot.in_store import SnapshotInStore
+
+    return SnapshotInStore.open(_open(location, key), location.snapshot)
+
+
+def open_store(place: Place, key: Secret | None = None) -> Store:
+    """The store that is meant; a snapshot in it may be named as well. Raises InvalidRequest, StoreError, WrongKey."""
+    return _open(place_of_store(place), key)
+
+
+def place_of_store(place: Place) -> Location:
+    """Where a store is, or could be made. Raises InvalidRequest."""
+    from gpucr.store import location
+
+    return location.parse(os.fspath(place))
+
+
+def is_store(place: Place) -> bool:
+    """Whether a store, or a snapshot in one, is meant, and not the folder of one snapshot. Raises InvalidRequest."""
+    return _store_location(place) is not None
+
+
+def source_of(snapshot: JobSnapshot) -> RestoreSource:
+    """What a restore gets this snapshot from. Raises StoreDamaged, StoreError where a part of it is missing."""
+    if isinstance(snapshot, Snapshot):
+        return FolderSource(snapshot)
+    from gpucr.snapshot.in_store import SnapshotInStore
+    from gpucr.snapshot.store_origin import StoreSource
+
+    if not isinstance(snapshot, SnapshotInStore):
+        raise TypeError(f"{snapshot!r} is no snapshot")
+    return StoreSource(snapshot)
+
+
+def _folder_of(path: Path) -> Path:
+    """The folder that has the manifest. (Of one that is closed to the caller, opening the snapshot says so.)
+
+    Raises InvalidRequest for a container's that has none: it may be complete.
+    """
+    if not os.path.exists(path / MANIFEST_NAME):
+        for images in (path, path / IMAGES_NAME, path / _IMAGES_IN_ARCHIVE):
+            if os.path.isdir(images / GPU_PART_NAME):
+                return images / GPU_PART_NAME
+            GpuPart(images).require_finished()
+            if os.path.isdir(images / OLDER_PART_NAME):  # of a gpucr that was killed: a restore puts it back
+                return images / OLDER_PART_NAME
+            if os.path.isfile(images / SCATTERED_MANIFEST_NAME):
+                return images
+        _require_no_container(path)
+    return path
+
+
+def _require_no_container(path: Path) -> None:
+    if os.path.isfile(path / CONTAINER_RECORD_NAME):
+        what = "a container without GPU state"
+    elif any(os.path.isfile(images / _INVENTORY) for images in (path, path / _IMAGES_IN_ARCHIVE)):
+        what = "CRIU's images, without GPU state"
+    else:
+        return
+    raise InvalidRequest(
+        f"{path} holds {what}: its runtime restores that, and gpucr has nothing to show or check",
+        hint="if these are the images of a snapshot, name the folder above",
+    )
+
+
+def _store_location(place: Place) -> Location | None:
+    text = os.fspath(place)
+    if not text:  # an unset variable of a shell, as a rule: the current folder is not what was meant
+        raise InvalidRequest("the place of the snapshot is empty", hint="name a folder, or STORE#NAME")
+    if "://" not in text and "#" not in text and not os.path.exists(os.path.join(text, _STORE_FILE)):
+        return None
+    from gpucr.store import location
+
+    found = location.parse(text)
+    return found if found.is_store else None
+
+
+def _open(location: Location, key: Secret | None) -> Store:
+    from gpucr.store.location import backend_at
+    from gpucr.store.opened import Store
+
+    return Store.open(backend_at(location), key)

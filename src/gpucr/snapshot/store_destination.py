@@ -1,0 +1,280 @@
+"""A dump into a store: device memory goes there as the driver delivers it, CRIU's images by way of a working folder."""
+
+from __future__ import annotations
+
+import contextlib
+import os
+from collections.abc import Iterator, Sequence
+from concurrent.futures import ThreadPoolExecutor
+from dataclasses import replace
+from pathlib import Path
+from typing import NamedTuple
+
+from gpucr.criu import page_images
+from gpucr.diagnosis import preflight
+from gpucr.linux import memory
+from gpucr.model import Job, StagedExtent
+from gpucr.snapshot.destination import DumpCounts
+from gpucr.snapshot.device.crew import THREADS, PieceBuffer, buffers_bytes
+from gpucr.snapshot.device.sink import DeviceSink
+from gpucr.snapshot.device.writer import DeviceWriter
+from gpucr.snapshot.folder import IMAGES_NAME, UnfinishedSnapshot, completed
+from gpucr.snapshot.in_store import SnapshotInStore, device_area, snapshot_url
+from gpucr.snapshot.job_snapshot import JobSnapshot
+from gpucr.snapshot.manifest import DeviceData, FileRecord, Manifest, encode
+from gpucr.snapshot.recovery import RemoveWorkingFolder, discard_folder
+from gpucr.snapshot.shared_files import FOLDER_NAME
+from gpucr.snapshot.working_folder import WorkingFolder
+from gpucr.store import snapshots
+from gpucr.store.checks import Checks
+from gpucr.store.codec import Compress
+from gpucr.store.local import LocalBackend
+from gpucr.store.opened import Store
+from gpucr.store.pack import PREFIX as PACKS_PREFIX
+from gpucr.store.pieces import PieceRef
+from gpucr.store.session import WriteSession
+from gpucr.store.stored_snapshot import Area
+from gpucr.undo.protection import Protection
+from gpucr.undo.steps import Result
+
+_NO_SPACE_HINT = "free space in the folder for temporary files, or name another one with TMPDIR"
+
+
+_PIECES_A_THREAD = 4
+
+
+class StoreTarget:
+    """A snapshot in a store (see `DumpTarget`). ``job`` and ``device_bytes``: what will be dumped.
+
+    ``trust_store``: what the store has already is relied on unread.
+
+    Raises InvalidRequest for a name that no snapshot can have.
+    """
+
+    def __init__(
+        self, store: Store, name: str | None, *, compress: Compress, trust_store: bool, job: Job, device_bytes: int
+    ) -> None:
+        if name is not None:
+            snapshots.check_name(name)
+        self._store = store
+        self._name = name
+        self._compress: Compress = compress
+        self._checks = Checks(trust=trust_store)
+        resident_bytes = sum(memory.resident_bytes(pid) for pid in job.pids)
+        self._sink = StoreSink(store)
+        self._working = WorkingFolder(resident_bytes, besides_bytes=device_bytes + self.buffers_bytes)
+        self.folder = UnfinishedSnapshot(self._working.snapshot)
+        self._session: Result[WriteSession] = Result()
+        self._records: Result[tuple[FileRecord, ...]] = Result()
+        self._areas: list[Area] = []
+        self._snapshot: SnapshotInStore | None = None
+
+    @property
+    def where(self) -> str:
+        """The store, and the name of the snapshot if it has one."""
+        return snapshot_url(self._store, self._name)
+
+    @property
+    def preparation(self) -> str:
+        """Looking at the store."""
+        return f"look what the store {self._store.backend.url} has already"
+
+    @property
+    def images_at(self) -> str:
+        """By way of the working folder."""
+        return f"{self._store.backend.url}, by way of {self._working.path.parent}"
+
+    @property
+    def sink(self) -> DeviceSink:
+        """The store."""
+        return self._sink
+
+    @property
+    def disk(self) -> Path | None:
+        """The folder that the store is in, where it is one."""
+        backend = self._store.backend
+        return Path(backend.url) if isinstance(backend, LocalBackend) else None
+
+    @property
+    def buffers_bytes(self) -> int:
+        """A thread has a piece, what it became when it was compressed, and the state of the compression."""
+        return _PIECES_A_THREAD * buffers_bytes(self._sink.piece_bytes)
+
+    def findings(self, job: Job, device_bytes: int) -> list[preflight.Finding]:
+        """Whether the disk has room, as far as that can be known, and whether the data is nowhere else meanwhile."""
+        return [*self._findings_of_room(job, device_bytes), *self._findings_of_secrecy()]
+
+    def _findings_of_room(self, job: Job, device_bytes: int) -> list[preflight.Finding]:
+        if self.disk is None:
+            return []
+        # How much of the data is new to a store that has some, or can be compressed, shows only when it is there.
+        is_new = self._compress == "none" and not any(True for _ in self._store.backend.list(PACKS_PREFIX))
+        return preflight.check_disk(job, self.disk, device_bytes, surely_bytes=device_bytes if is_new else 0)
+
+    def _findings_of_secrecy(self) -> list[preflight.Finding]:
+        if self._store.keys is None or self._working.is_in_memory:
+            return []
+        return [
+            preflight.Finding(
+                "warning",
+                f"CRIU's images lie in {self._working.path.parent} until they are in the store",
+                "there is too little memory for them, or TMPDIR names a folder on a disk",
+                "the store is encrypted, and that disk is not, as far as gpucr knows",
+                "name a folder in memory, or on an encrypted disk, with TMPDIR",
+            )
+        ]
+
+    def create(self, protection: Protection | None) -> None:
+        """Make the working folder, and look what the store has already, while the job still runs."""
+        if protection is not None:
+            protection.protect(RemoveWorkingFolder(str(self._working.path)))
+        self._working.create()
+        self.folder.create()
+        if protection is not None:
+            protection.protect(*discard_folder(self.folder))
+        session = WriteSession.begin(self._store, compress=self._compress, checks=self._checks)
+        self._session.set(session)
+        self._sink.session.set(session)
+
+    @property
+    def is_committed(self) -> bool:
+        """Whether the snapshot's object is in the store."""
+        return self._snapshot is not None
+
+    def seal_images(self) -> None:
+        """Store the files."""
+        if self._records.if_known is None:
+            with completed(self.where, hint=_NO_SPACE_HINT):
+                self._records.set(self._store_files())
+
+    def commit(self, draft: Manifest) -> JobSnapshot:
+        """Publish the packs and their index, then create the snapshot's object."""
+        self.seal_images()
+        session = self._session.value
+        complete = replace(draft, files=self._records.value)
+        with completed(self.where, hint=_NO_SPACE_HINT):
+            stored = session.commit(
+                name=self._name,
+                manifest=encode(complete),
+                areas=(*self._areas, *self._sink.areas),
+            )
+        self._snapshot = SnapshotInStore(self._store, stored, complete)
+        # For the guard: CRIU may end the job now. Without it the guard brings the job back, which does no harm either.
+        with contextlib.suppress(OSError):
+            self.folder.mark_committed()
+        return self._snapshot
+
+    def counts(self, writer: DeviceWriter) -> DumpCounts:
+        """What the store's writer has counted; what it wrote contains index and snapshot, too."""
+        return DumpCounts(**vars(self._session.value.writer.counts))
+
+    def discard(self) -> None:
+        """End the session, or remove the snapshot. A prune removes what was stored for it."""
+        try:
+            if self._snapshot is not None:
+                snapshots.remove(self._store, self._snapshot.stored.id)
+            elif (session := self._session.if_known) is not None:
+                session.discard()
+        finally:
+            self.close()
+
+    def close(self) -> None:
+        """Remove the working folder."""
+        self.folder.close()
+        self._working.remove()
+
+    # --- files -----------------------------------------------------------------------------------------------
+
+    def _store_files(self) -> tuple[FileRecord, ...]:
+        session = self._session.value
+        files = list(self._files())
+        with ThreadPoolExecutor(THREADS, "store-files") as pool:
+            refs = pool.map(lambda part: session.writer.add(_read(part)), [p for file in files for p in file.parts])
+            self._areas = [session.area(file.path, [next(refs) for _ in file.parts]) for file in files]
+        return tuple(FileRecord(file.path, file.size_bytes, ()) for file in files)
+
+    def _files(self) -> Iterator[_File]:
+        piece_bytes = self._store.config.piece_bytes
+        cuts = page_images.cuts(self.folder.images, piece_bytes)
+        for folder in (IMAGES_NAME, FOLDER_NAME):
+            path = self.folder.held.path / folder
+            for name in sorted(os.listdir(path)) if path.is_dir() else ():
+                size_bytes = os.lstat(path / name).st_size
+                starts = tuple(range(0, size_bytes, piece_bytes))
+                if folder == IMAGES_NAME:
+                    starts = cuts.get(name, starts)
+                ends = [*starts[1:], size_bytes] if starts else []
+                parts = [_Part(path / name, start, end - start) for start, end in zip(starts, ends, strict=True)]
+                yield _File(f"{folder}/{name}", size_bytes, parts)
+
+
+class _Part(NamedTuple):
+    path: Path
+    start: int
+    length: int
+
+
+class _File(NamedTuple):
+    path: str
+    size_bytes: int
+    parts: Sequence[_Part]
+
+
+def _read(part: _Part) -> bytearray:
+    data = bytearray(part.length)
+    view, done = memoryview(data), 0
+    # For each part anew: there may be more files than a process may have open.
+    fd = os.open(part.path, os.O_RDONLY | os.O_NOFOLLOW | os.O_CLOEXEC)
+    try:
+        while done < part.length:
+            count = os.preadv(fd, [view[done:]], part.start + done)
+            if count == 0:
+                raise OSError("a file of the snapshot has become shorter")
+            done += count
+    finally:
+        os.close(fd)
+    return data
+
+
+class StoreSink:
+    """A store as a place for device memory (see `DeviceSink`). ``areas`` are what became of it, from `record` on."""
+
+    def __init__(self, store: Store) -> None:
+        self.session: Result[WriteSession] = Result()
+        self.areas: list[Area] = []
+        self._piece_bytes = store.config.piece_bytes
+
+    @property
+    def piece_bytes(self) -> int:
+        """The store's."""
+        return self._piece_bytes
+
+    def add(self, pid: int, size_bytes: int) -> None:
+        """Nothing: pieces have no place of their own."""
+
+    def grow(self, pid: int, size_bytes: int) -> None:
+        """Nothing, either."""
+
+    def put(self, pid: int, piece: int, buffer: PieceBuffer, length: int, before: bytes | None) -> bytes:
+        """Store a piece; one that has changed is one more, and nothing refers to the one before."""
+        writer, data = self.session.value.writer, buffer.part(0, length)
+        if before is not None and writer.name(data) == before:
+            return before
+        return writer.add(data).id
+
+    def sync(self) -> None:
+        """Nothing yet: the commit publishes all packs that are open, those with the images as well."""
+
+    def record(self, pid: int, size_bytes: int, names: Sequence[bytes], extents: Sequence[StagedExtent]) -> DeviceData:
+        """Store the list of the pieces."""
+        starts = range(0, size_bytes, self._piece_bytes)
+        refs = [
+            PieceRef(name, min(self._piece_bytes, size_bytes - start))
+            for name, start in zip(names, starts, strict=True)
+        ]
+        self.areas.append(self.session.value.area(device_area(pid), refs))
+        store_bytes = sum(ref.length for ref in refs if not ref.is_zero)
+        return DeviceData(tuple(extents), size_bytes, self._piece_bytes, 0, (), store_bytes)
+
+    def close(self) -> None:
+        """Nothing: the session is the target's."""

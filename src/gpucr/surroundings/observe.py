@@ -1,0 +1,130 @@
+"""What a snapshot records of the world around the job, taken while the job is frozen and CRIU's images are complete."""
+
+from __future__ import annotations
+
+import contextlib
+import os
+from collections.abc import Collection, Iterator, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+
+from gpucr.criu.image_entries import ImageError
+from gpucr.criu.images import FilesImage
+from gpucr.criu.linked_files import save_linked_files
+from gpucr.errors import CriuError
+from gpucr.linux import processes
+from gpucr.linux.files_in_use import FileInUse, Inode, files_in_use
+from gpucr.linux.processes import PROC
+from gpucr.linux.sock_diag import outside_connections
+from gpucr.linux.sockets import sees_our_files
+from gpucr.linux.trusted_paths import opened_folder
+from gpucr.model import Connection, Endpoint, JobFile, ProcessInfo
+from gpucr.snapshot import shared_files
+from gpucr.snapshot.folder import UnfinishedSnapshot
+from gpucr.snapshot.surroundings import SharedFileRecord
+
+_NO_FILES = ("/proc/", "/sys/", "/dev/")
+"""The kernel makes what has a path there, but for files of shared memory, which are recorded with their content."""
+
+
+@dataclass(frozen=True)
+class Outside:
+    """See the members of `gpucr.snapshot.manifest.Manifest`; ``passing_names`` is what `save_linked_files` returned."""
+
+    open_files: tuple[JobFile, ...]
+    open_folders: tuple[str, ...]
+    shared_files: tuple[SharedFileRecord, ...]
+    endpoints: tuple[Endpoint, ...]
+    connections: tuple[Connection, ...]
+    passing_names: tuple[str, ...]
+
+
+def look_outside(tree: Sequence[ProcessInfo], folder: UnfinishedSnapshot, *, is_sandboxed: bool = False) -> Outside:
+    """Record files and sockets of a frozen tree, and save what only the dump can see of its files into ``folder``.
+
+    That is the content of its files of shared memory, and of those whose opened name is gone.
+
+    In a mount namespace of its own, a container's, files have paths that mean something else here, and CRIU takes care
+    of its /dev/shm: nothing is recorded of them. ``is_sandboxed``: the namespace is one that gpucr made, with the files
+    of this machine and a /dev/shm that is the job's alone. Raises SnapshotError, CriuError.
+    """
+    root_pid = tree[0].pid
+    shared_root = PROC / str(root_pid) / "root" / shared_files.ROOT.relative_to("/")
+    ours = [process.pid for process in tree if is_sandboxed or sees_our_files(process.pid)]
+    in_use = list(files_in_use(ours))
+    device = shared_root.stat().st_dev if ours and shared_root.is_dir() else None
+    inodes = {file.inode[1] for file in in_use if file.inode[0] == device}
+    shared: tuple[SharedFileRecord, ...] = ()
+    if inodes or (is_sandboxed and device is not None):
+        shared = folder.save_shared_files(shared_root, None if is_sandboxed else inodes)
+    endpoints, connections = _network(folder.images, root_pid)
+    passing = _save_linked_files(folder, root_pid, {file.inode for file in in_use})
+    return Outside(_job_files(in_use, device), _folders(ours), shared, endpoints, connections, passing)
+
+
+def _save_linked_files(folder: UnfinishedSnapshot, root_pid: int, inodes: Collection[Inode]) -> tuple[str, ...]:
+    if not inodes:
+        return ()
+    root = PROC / str(root_pid) / "root"
+    with _images_explained(), folder.filled():
+        return save_linked_files(folder.images, root, inodes, leave_out=str(shared_files.ROOT))
+
+
+def remove_names(names: Collection[str]) -> None:
+    """Remove names that CRIU gave to files of a job that is gone now, and whose content the snapshot has."""
+    for name in names:
+        with contextlib.suppress(OSError), opened_folder(os.path.dirname(name)) as folder:
+            os.unlink(os.path.basename(name), dir_fd=folder)
+
+
+def _job_files(in_use: Sequence[FileInUse], shared_device: int | None) -> tuple[JobFile, ...]:
+    found: dict[str, JobFile] = {}
+    for file in in_use:
+        if file.inode[0] == shared_device or file.path.startswith(_NO_FILES) or file.path.endswith(" (deleted)"):
+            continue
+        before = found.get(file.path)
+        found[file.path] = JobFile(
+            file.path,
+            file.size_bytes,
+            is_written=file.is_written or (before is not None and before.is_written),
+            is_mapped=file.is_mapped or (before is not None and before.is_mapped),
+        )
+    return tuple(found[path] for path in sorted(found))
+
+
+def _folders(pids: Sequence[int]) -> tuple[str, ...]:
+    """Working folders, and folders that are open."""
+    found: set[str] = set()
+    for pid in pids:
+        with contextlib.suppress(FileNotFoundError, ProcessLookupError):
+            links = [
+                str(PROC / str(pid) / "cwd"),
+                *(f"{PROC}/{pid}/fd/{file.fd}" for file in processes.open_files(pid)),
+            ]
+            targets = {os.readlink(link) for link in links if os.path.isdir(link)}
+            found.update(target for target in targets if not (target + "/").startswith(_NO_FILES))
+    return tuple(sorted(target for target in found if target.startswith("/") and not target.endswith(" (deleted)")))
+
+
+@contextlib.contextmanager
+def _images_explained() -> Iterator[None]:
+    try:
+        yield
+    except (OSError, ImageError) as e:
+        raise CriuError(
+            f"CRIU's image of open files cannot be read: {e}",
+            phase="dump",
+            hint="this CRIU may be newer than gpucr: `gpucr criu` shows which one is used",
+        ) from e
+
+
+def _network(images: Path, root_pid: int) -> tuple[tuple[Endpoint, ...], tuple[Connection, ...]]:
+    """Where the job's TCP sockets are bound on this machine, and its connections to the outside."""
+    with _images_explained():
+        sockets = FilesImage.read(images).tcp_sockets()
+    leading_out = outside_connections(sockets)
+    connections = tuple(sorted({each.connection for each in leading_out}))
+    if os.readlink(PROC / str(root_pid) / "ns" / "net") != os.readlink(PROC / "self" / "ns" / "net"):
+        return (), connections
+    endpoints = {each.local for each in sockets if each.local.port and each not in leading_out}
+    return tuple(sorted(endpoints)), connections

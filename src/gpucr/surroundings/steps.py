@@ -1,0 +1,251 @@
+"""The steps of a restore that bring the world around the job into the state that CRIU needs."""
+
+from __future__ import annotations
+
+import errno
+import os
+import stat
+import time
+from collections.abc import Sequence
+from pathlib import Path
+
+from gpucr.criu.images import FilesImage, RestoreImages
+from gpucr.diagnosis.preflight.databases import spared_by_rewind
+from gpucr.diagnosis.preflight.surroundings import FilesMode, TcpMode
+from gpucr.errors import DeadlineExceeded, Unsupported
+from gpucr.jobs.sandbox_steps import RestoreSite
+from gpucr.linux import cut_back, sock_diag
+from gpucr.linux.sock_diag import TcpSocket
+from gpucr.model import Endpoint, JobFile
+from gpucr.quantities import counted, format_bytes
+from gpucr.snapshot.manifest import Manifest
+from gpucr.snapshot.origin import RestoreSource, images_read_from
+from gpucr.snapshot.shared_files import SharedFiles
+from gpucr.undo.interrupts import Interrupts
+from gpucr.undo.steps import Meter, Result
+
+_TIME_WAIT_LIMIT_S = 70.0
+"""The kernel keeps a closed connection for 60 s (TCP_TIMEWAIT_LEN)."""
+_POLL_S = 0.1
+
+
+def steps_before_criu(
+    source: RestoreSource,
+    site: Result[RestoreSite],
+    images: RestoreImages,
+    files: FilesMode,
+    tcp: TcpMode,
+    *,
+    in_our_network: bool,
+    deadline: float | None,
+) -> list[PutBackSharedFiles | FreePorts | AdaptFiles]:
+    """Those of the steps below that this snapshot needs, in their order."""
+    manifest = source.snapshot.manifest
+    steps: list[PutBackSharedFiles | FreePorts | AdaptFiles] = []
+    if manifest.shared_files:
+        steps.append(PutBackSharedFiles(source, site))
+    endpoints = endpoints_to_bind(manifest, tcp)
+    if in_our_network and endpoints:
+        steps.append(FreePorts(endpoints, deadline))
+    # An older manifest does not say: only CRIU's image does, which is read when it has been verified.
+    if manifest.open_files is None or _changed_sizes(manifest.open_files) or (manifest.connections and tcp == "close"):
+        steps.append(AdaptFiles(manifest, site, images, files, tcp))
+    return steps
+
+
+def endpoints_to_bind(manifest: Manifest, tcp: TcpMode) -> tuple[Endpoint, ...]:
+    """Where the restored job's TCP sockets are to be bound."""
+    kept = manifest.connections if tcp == "keep" else ()
+    return (*manifest.endpoints, *(each.local for each in kept))
+
+
+class PutBackSharedFiles:
+    """Files of shared memory get the content that they had, before CRIU opens them."""
+
+    name = "shared"
+
+    def __init__(self, source: RestoreSource, site: Result[RestoreSite]) -> None:
+        self._source = source
+        self._site = site
+        self._files: SharedFiles | None = None
+
+    def describe(self) -> str:
+        """How many, and how large."""
+        records = self._source.snapshot.manifest.shared_files
+        size = format_bytes(sum(record.size_bytes for record in records))
+        return f"put back {counted(len(records), 'file')} of shared memory, {size}"
+
+    def run(self, interrupts: Interrupts, meter: Meter) -> int:
+        """Write them. Returns their bytes."""
+        root = self._site.value.shared_root
+        self._files = SharedFiles(root, self._source.folder, self._source.snapshot.manifest.shared_files)
+        try:
+            return self._files.put_back()
+        except OSError as e:
+            raise Unsupported(
+                f"files of shared memory cannot be put back into {root}: {e.strerror} ({e.filename})",
+                hint="see how full it is (df /dev/shm) and who may write to it",
+            ) from e
+
+    def undo(self) -> None:
+        """Bring back what was there."""
+        if self._files is not None:
+            self._files.undo()
+
+    def close(self) -> None:
+        """Give up what the undo would need."""
+        if self._files is not None:
+            self._files.close()
+
+
+class FreePorts:
+    """Connections that are long closed still have the ports of the job's sockets: end them, or wait for their end."""
+
+    name = "ports"
+
+    def __init__(self, endpoints: Sequence[Endpoint], deadline: float | None) -> None:
+        self._endpoints = endpoints
+        self._deadline = deadline
+
+    def describe(self) -> str:
+        """Which ports."""
+        ports = sorted({each.port for each in self._endpoints})
+        shown = ", ".join(map(str, ports[:5])) + (f" and {len(ports) - 5} more" if len(ports) > 5 else "")
+        return f"free the job's ports ({shown}) of closed connections"
+
+    def run(self, interrupts: Interrupts, meter: Meter) -> int:
+        """End what is left over of connections at the job's ports, where nobody has a socket there."""
+        left_over = self._left_over()
+        if not left_over:
+            return 0
+        try:
+            sock_diag.destroy(left_over)
+            meter.note(f"{len(left_over)} closed connections at the job's ports have been ended")
+        except OSError as e:
+            if e.errno not in (errno.EPERM, errno.EOPNOTSUPP):
+                raise Unsupported(
+                    f"closed connections at the job's ports cannot be ended: {e.strerror}",
+                    hint="they end by themselves within a minute: try again then",
+                ) from e
+            meter.note(f"{len(left_over)} closed connections have the job's ports; the kernel frees them in a minute")
+            self._wait(interrupts)
+        return 0
+
+    def undo(self) -> None:
+        """Nothing: nobody had these connections any more."""
+
+    def close(self) -> None:
+        """Nothing."""
+
+    def _left_over(self) -> tuple[TcpSocket, ...]:
+        sockets = sock_diag.tcp_sockets()
+        held = {each.local for each in sockets if not each.is_left_over}
+        return sock_diag.in_the_way([s for s in sockets if s.is_left_over and s.local not in held], self._endpoints)
+
+    def _wait(self, interrupts: Interrupts) -> None:
+        end = time.monotonic() + _TIME_WAIT_LIMIT_S
+        while self._left_over():
+            interrupts.check()
+            now, deadline = time.monotonic(), self._deadline
+            if now > end or (deadline is not None and now > deadline):
+                raise DeadlineExceeded(
+                    "the time was over while closed connections still had the job's ports",
+                    hint="try again in a minute, or give a longer --timeout (`ss -tan` shows them in TIME-WAIT)",
+                )
+            time.sleep(_POLL_S)
+
+
+class AdaptFiles:
+    """Files of other sizes than at the dump, and connections to the outside: what CRIU is told about them.
+
+    A file that is cut back gets its rest again in the undo. The snapshot's images stay as they are: CRIU gets a folder
+    with a changed one.
+    """
+
+    name = "files"
+
+    def __init__(
+        self, manifest: Manifest, site: Result[RestoreSite], images: RestoreImages, files: FilesMode, tcp: TcpMode
+    ) -> None:
+        self._manifest = manifest
+        self._site = site
+        self._images = images
+        self._mode = files
+        self._tcp = tcp
+        self._cut: list[cut_back.CutOff] = []
+        self.warnings: list[str] = []
+
+    def describe(self) -> str:
+        """What becomes of them."""
+        files = "keep files as they are now" if self._mode == "keep" else "cut files back to their size at the dump"
+        return f"{files}; {'close' if self._tcp == 'close' else 'keep'} connections to the outside"
+
+    def run(self, interrupts: Interrupts, meter: Meter) -> int:
+        """Cut back, and make the changed image. Returns the bytes that were cut off."""
+        original, outputs = self._images.original, self._site.value.outputs
+        with images_read_from(original):
+            image = FilesImage.read(original)
+        recorded = self._manifest.open_files
+        files = [
+            file for file in (image.written_files() if recorded is None else recorded) if Path(file.path) not in outputs
+        ]
+        if self._mode == "rewind":
+            self._cut_back(files, meter)
+        with images_read_from(original):
+            image.adapt_to_sizes(_changed_sizes(files))
+            if self._tcp == "close":
+                image.close_outside_connections()
+        if image.is_changed:
+            try:
+                self._images.change(image)
+            except OSError as e:
+                raise Unsupported(
+                    f"no folder can be made for a changed image: {e.strerror} ({e.filename})",
+                    hint="name a folder for temporary files with TMPDIR that has room, and that nobody else can change",
+                ) from e
+        return sum(cut.kept_as.stat().st_size for cut in self._cut)
+
+    def undo(self) -> None:
+        """Give the files their rest again."""
+        while self._cut:
+            cut_back.put_back(self._cut.pop())
+
+    def close(self) -> None:
+        """Remove the folder with the changed image."""
+        self._images.close()
+
+    def _cut_back(self, files: Sequence[JobFile], meter: Meter) -> None:
+        stamp = time.strftime("%Y%m%dT%H%M%S")
+        databases = spared_by_rewind(files)
+        for file in files:
+            size_bytes = _size_bytes(file.path) if file.path not in databases else None
+            if file.is_written and size_bytes is not None and size_bytes > file.size_bytes:
+                try:
+                    cut = cut_back.cut_back(Path(file.path), file.size_bytes, stamp=stamp)
+                except OSError as e:
+                    raise Unsupported(
+                        f"{file.path} cannot be cut back to {file.size_bytes} bytes: {e.strerror}",
+                        hint="restore with --files keep, or put it back as it was at the dump",
+                    ) from e
+                self._cut.append(cut)
+                text = f"{size_bytes - file.size_bytes} bytes of {file.path} were cut off; they are in {cut.kept_as}"
+                meter.note(text)
+                self.warnings.append(text)
+
+
+def _changed_sizes(files: Sequence[JobFile]) -> dict[str, tuple[int, int]]:
+    """Per path the size at the dump and the one now. Code that was replaced is left out: CRIU must refuse it."""
+    found: dict[str, tuple[int, int]] = {}
+    for file in files:
+        size_bytes = _size_bytes(file.path)
+        if size_bytes is not None and size_bytes != file.size_bytes and (file.is_written or not file.is_mapped):
+            found[file.path] = (file.size_bytes, size_bytes)
+    return found
+
+
+def _size_bytes(path: str) -> int | None:
+    try:
+        status = os.stat(path)
+    except OSError:
+        return None
+    return status.st_size if stat.S_ISREG(status.st_mode) else None

@@ -1,0 +1,1 @@
+"""Operations that can be taken back: steps, signals, and the guard that takes over when gpucr dies."""

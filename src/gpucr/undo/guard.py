@@ -1,0 +1,214 @@
+"""A second process that brings the job back when gpucr itself dies in the middle of an operation.
+
+Between some steps a job depends on gpucr: it is locked, checkpointed or stopped, and for a while its device memory lies
+in a file that gpucr alone holds open. SIGKILL and the kernel's out-of-memory killer leave no time for an undo. So an
+operation starts a guard, tells it before each such change what to do (recovery.py), and gives it copies of the
+descriptors that are needed, those that keep other gpucr's off the job (`processes.claimed`) included. While the
+operation lives, the guard does nothing at all.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import signal
+import socket
+import subprocess
+import sys
+import threading
+import time
+from collections.abc import Sequence
+from types import TracebackType
+
+from gpucr.errors import BrokenInstall
+from gpucr.linux import own_python
+from gpucr.undo import guard_process
+from gpucr.undo.guard_process import DESCRIPTORS_A_MESSAGE, MESSAGE_LIMIT_BYTES, RECORD_LIMIT_BYTES
+from gpucr.undo.recovery import Record, encode
+
+ANSWER_LIMIT_S = 60.0
+"""How long the guard may take to start, or to answer: long enough for a machine that swaps."""
+
+RECOVERY_LIMIT_S = 60.0
+"""How long an operation whose own undo has failed waits for the guard's."""
+
+
+class Guard:
+    """The operation's end. Starts the process at once and does not wait for it; `dismiss` ends it, in any state.
+
+    As a context manager it is dismissed when the block is left: by then the job is as it should be, or the error says
+    that it is not. Safe to use from several threads. Raises BrokenInstall where no process can be started.
+    """
+
+    def __init__(self) -> None:
+        self._turn = threading.Lock()
+        self._sequence = 0
+        self._held = 0
+        self._is_needed = False
+        self._output_fd = os.memfd_create("gpucr-guard-output", os.MFD_CLOEXEC)
+        self._socket, theirs = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
+        try:
+            with theirs:
+                self._process = _start(theirs.fileno(), self._output_fd)
+        except OSError as e:
+            self._socket.close()
+            os.close(self._output_fd)
+            raise BrokenInstall(
+                f"the guard process cannot be started with {sys.executable or 'this Python'}: {e.strerror}",
+                hint="gpucr starts its own Python a second time; see that sys.executable names it",
+                code="GPUCR-GUARD",
+            ) from e
+
+    @property
+    def pid(self) -> int:
+        """Of the guard's process."""
+        return self._process.pid
+
+    def wait_ready(self) -> None:
+        """Returns when the guard watches. Nothing of the job may be changed before. Raises BrokenInstall."""
+        with self._turn:
+            self._receive(time.monotonic() + ANSWER_LIMIT_S)
+
+    def hold(self, descriptors: Sequence[int]) -> tuple[int, ...]:
+        """Keep copies of these open in the guard until it ends. Returns their numbers for a recovery action.
+
+        Raises BrokenInstall where the guard has ended or cannot open so many.
+        """
+        with self._turn:
+            first = self._held
+            for begin in range(0, len(descriptors), DESCRIPTORS_A_MESSAGE):
+                part = descriptors[begin : begin + DESCRIPTORS_A_MESSAGE]
+                self._send("hold", part, str(self._held))
+                self._held += len(part)
+            return tuple(range(first, self._held))
+
+    def update(self, record: Record) -> None:
+        """From now on this is what is to be done. Returns when the guard has it. Raises BrokenInstall where it ended.
+
+        Then the guard would not help any more, and the change that was to follow must not be made.
+        """
+        if any(number >= self._held for each in record.entries for number in each.descriptors):
+            raise ValueError("a recovery action with a descriptor that the guard does not hold")
+        data = encode(record)
+        if len(data) > RECORD_LIMIT_BYTES:
+            raise ValueError(f"a recovery record of {len(data)} bytes")
+        fd = os.memfd_create("gpucr-recovery", os.MFD_CLOEXEC)
+        try:
+            with open(fd, "wb", closefd=False) as file:
+                file.write(data)
+            with self._turn:
+                self._send("record", [fd])
+        finally:
+            os.close(fd)
+
+    def recover(self, limit_s: float = RECOVERY_LIMIT_S) -> bool:
+        """Do now what the record says. Returns whether everything of it is as it should be.
+
+        If not, or if that is not known within ``limit_s``, the guard is not dismissed any more: it keeps at it, and
+        begins once more when the operation's process has ended.
+        """
+        with self._turn:
+            try:
+                self._is_needed = True
+                answer = self._ask("recover", (), limit_s=limit_s)
+            except BrokenInstall:
+                return False
+            self._is_needed = answer != guard_process.RECOVERED
+            return not self._is_needed
+
+    def dismiss(self) -> None:
+        """The guard ends without doing anything, and what it held is closed. Safe in any state, and again.
+
+        One whose `recover` has failed goes its own way instead.
+        """
+        with self._turn:
+            if self._socket.fileno() < 0:
+                return
+            if self._is_needed:
+                self._socket.close()
+                os.close(self._output_fd)
+                return
+            # It has nothing to clean up, and it could be stopped or not have started yet: no request is as sure.
+            self._process.send_signal(signal.SIGKILL)
+            self._process.wait()
+            self._socket.close()
+            os.close(self._output_fd)
+
+    def __enter__(self) -> Guard:
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        self.dismiss()
+
+    def _send(self, kind: str, fds: Sequence[int], *rest: str) -> None:
+        count = int(self._ask(kind, fds, *rest))
+        if count != len(fds):
+            raise BrokenInstall(
+                f"the guard process took only {count} of {len(fds)} descriptors",
+                hint="allow more open files (ulimit -Hn)",
+                code="GPUCR-GUARD",
+            )
+
+    def _ask(self, kind: str, fds: Sequence[int], *rest: str, limit_s: float = ANSWER_LIMIT_S) -> str:
+        self._sequence += 1
+        message = " ".join((kind, str(self._sequence), *rest)).encode()
+        try:
+            socket.send_fds(self._socket, [message], fds)
+        except ConnectionError as e:
+            raise self._lost() from e
+        deadline = time.monotonic() + limit_s
+        # An answer to a call that was interrupted (Ctrl-C) may still be on its way.
+        while (answer := self._receive(deadline))[0] != str(self._sequence):
+            continue
+        return answer[1]
+
+    def _receive(self, deadline: float) -> list[str]:
+        """The words of the next message."""
+        self._socket.settimeout(max(deadline - time.monotonic(), 0.001))
+        try:
+            words = self._socket.recv(MESSAGE_LIMIT_BYTES).decode().split()
+        except TimeoutError as e:
+            raise BrokenInstall(
+                f"the guard process {self.pid} has not answered for {ANSWER_LIMIT_S:g} s",
+                hint="see what stops it (`ps`), or try again when the machine is less busy",
+                code="GPUCR-GUARD",
+            ) from e
+        except ConnectionError as e:
+            raise self._lost() from e
+        if not words:
+            raise self._lost()
+        return words
+
+    def _lost(self) -> BrokenInstall:
+        with contextlib.suppress(subprocess.TimeoutExpired):  # its socket is closed a moment before it has ended
+            self._process.wait(ANSWER_LIMIT_S)
+        said = os.pread(self._output_fd, 1 << 16, 0).decode(errors="replace").strip().rpartition("\n")[2]
+        return BrokenInstall(
+            f"the guard process {self.pid} ended with {self._process.returncode}" + (f": {said}" if said else ""),
+            hint="without it a gpucr that is killed would leave the job stopped; a status of -9 may mean that memory "
+            "ran out (dmesg)",
+            code="GPUCR-GUARD",
+        )
+
+
+def _start(socket_fd: int, output_fd: int) -> subprocess.Popen[bytes]:
+    operation_fd = os.pidfd_open(os.getpid())
+    try:
+        return _spawn(socket_fd, operation_fd, output_fd)
+    finally:
+        os.close(operation_fd)
+
+
+def _spawn(socket_fd: int, operation_fd: int, output_fd: int) -> subprocess.Popen[bytes]:
+    return subprocess.Popen(
+        own_python.command(guard_process.__name__, socket_fd, operation_fd, os.getpid()),
+        stdin=subprocess.DEVNULL,
+        stdout=subprocess.DEVNULL,
+        stderr=output_fd,
+        pass_fds=[socket_fd, operation_fd],
+        start_new_session=True,
+        cwd="/",
+        env=own_python.environment(),
+    )

@@ -1,0 +1,132 @@
+"""The guard's own process: it holds what it is given, and waits for its operation to dismiss it or to die.
+
+Nothing is imported here that waiting does not need: the guard is ready 20 ms after its start and takes 10 MiB. What
+recovers the job is imported when it is needed.
+"""
+
+from __future__ import annotations
+
+import os
+import resource
+import select
+import signal
+import socket
+
+from gpucr.linux import oom
+
+MESSAGE_LIMIT_BYTES = 64
+RECORD_LIMIT_BYTES = 64 << 20
+DESCRIPTORS_A_MESSAGE = 250
+"""The kernel passes on at most 253 at once (SCM_MAX_FD)."""
+
+RECOVERED, NOT_RECOVERED = "recovered", "not-recovered"
+"""Answers to ``recover``."""
+
+RESERVE_A_DESCRIPTOR = 4
+"""How many more descriptors are kept for the recovery, for each that is held for it."""
+
+_EXIT_LIMIT_S = 60.0
+"""How long the end of the operation's process is waited for once its socket is closed."""
+
+
+class Post:
+    """What the operation has sent so far: the record, and the descriptors under their numbers.
+
+    Messages: ``hold SEQUENCE FIRST`` with descriptors, the first of which gets number FIRST; ``record SEQUENCE`` with
+    the descriptor of a file that holds it. Each is answered with ``SEQUENCE COUNT``, COUNT descriptors having arrived.
+    ``recover SEQUENCE``: do what the record says now, and answer ``SEQUENCE recovered`` if all is as it should be.
+    """
+
+    def __init__(self, operation_pid: int, *, loads_at_once: bool = False) -> None:
+        self.record = b""
+        self.descriptors: dict[int, int] = {}
+        self._operation_pid = operation_pid
+        self._loads_at_once = loads_at_once
+        self._reserve: list[int] = []
+
+    def take(self, message: str, fds: list[int]) -> str:
+        """Take in one message. Returns the answer."""
+        kind, sequence, *rest = message.split()
+        if kind == "recover":
+            return f"{sequence} {RECOVERED if self.recover(is_dead=False) else NOT_RECOVERED}"
+        if kind == "hold":
+            return f"{sequence} {self._hold(fds, int(rest[0]))}"
+        for fd in fds:
+            record = os.pread(fd, RECORD_LIMIT_BYTES, 0)
+            os.close(fd)
+            if self._loads_at_once:
+                from gpucr.undo import recovery
+
+                recovery.load(recovery.decode(record).entries)
+            self.record = record
+        return f"{sequence} {len(fds)}"
+
+    def _hold(self, fds: list[int], first: int) -> int:
+        """How many are held: fewer than there are where the recovery would not have the descriptors that it takes."""
+        self.descriptors.update(enumerate(fds, first))
+        try:
+            for _ in range(RESERVE_A_DESCRIPTOR * len(fds)):
+                self._reserve.append(os.open(os.devnull, os.O_RDONLY | os.O_CLOEXEC))
+        except OSError:
+            return 0
+        return len(fds)
+
+    def recover(self, *, is_dead: bool) -> bool:
+        """Do what the record says: the operation is dead, or could not do it. True: nothing is left to be done."""
+        while self._reserve:
+            os.close(self._reserve.pop())
+        if self.record:
+            from gpucr.undo.recovery import recover
+
+            if recover(self.record, self.descriptors, self._operation_pid, is_dead=is_dead):
+                self.record = b""
+        return not self.record
+
+
+def main(*numbers: str) -> None:
+    """Guard the operation at the other end of a socket, with this number. The others: its pidfd, and its pid."""
+    socket_fd, operation_fd, operation_pid = map(int, numbers)
+    for number in (signal.SIGINT, signal.SIGTERM, signal.SIGHUP, signal.SIGQUIT):
+        signal.signal(number, signal.SIG_IGN)
+    oom.spare()
+    post = Post(operation_pid, loads_at_once=not _can_lift_memory_limits())
+    with socket.socket(fileno=socket_fd) as connection:
+        connection.send(b"ready")
+        _serve_until_death(connection, operation_fd, post)
+    post.recover(is_dead=True)
+
+
+def _can_lift_memory_limits() -> bool:
+    """The recovery must not run out of memory for a limit that was meant for gpucr, or the shell that it came from.
+
+    Where such a limit cannot be lifted (root may), what an action needs is loaded as soon as it is named: if that is
+    too much, the operation has no guard any more, and ends before it has made that change.
+    """
+    unlimited = (resource.RLIM_INFINITY, resource.RLIM_INFINITY)
+    try:
+        for limit in (resource.RLIMIT_AS, resource.RLIMIT_DATA):
+            resource.setrlimit(limit, unlimited)
+    except (ValueError, OSError):
+        return False
+    return True
+
+
+def _serve_until_death(connection: socket.socket, operation_fd: int, post: Post) -> None:
+    """Returns when the operation's process has ended. A dismissal is a SIGKILL, and does not return from here.
+
+    The socket alone would not tell: a child that the operation has forked may hold its end as well. And it is closed
+    before the kernel has let go of the threads that the operation traced.
+    """
+    poller = select.poll()
+    poller.register(connection, select.POLLIN)
+    poller.register(operation_fd, select.POLLIN)
+    while connection.fileno() in dict(poller.poll()):
+        try:
+            message, fds, _, _ = socket.recv_fds(connection, MESSAGE_LIMIT_BYTES, DESCRIPTORS_A_MESSAGE)
+            if not message:
+                break
+            connection.send(post.take(message.decode(), fds).encode())
+        except ConnectionError:
+            break
+    poller.unregister(connection)
+    poller.poll(_EXIT_LIMIT_S * 1000)

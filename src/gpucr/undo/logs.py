@@ -1,0 +1,107 @@
+"""CRIU's logs: written to a private folder, kept when the operation failed."""
+
+from __future__ import annotations
+
+import contextlib
+import fcntl
+import os
+import shutil
+import syslog
+import tempfile
+import time
+from collections.abc import Iterator
+from pathlib import Path
+
+from gpucr.errors import GpucrError
+from gpucr.linux import trusted_paths
+from gpucr.linux.private_folders import state_folder
+
+_AT_WORK = ".at-work"
+"""A file with the pid of who writes the log. Without it the log is one that somebody was told of."""
+
+_LEFT_BEHIND_S = 600.0
+
+
+def append_to_log(name: str, line: str) -> None:
+    """Add a line with the time to ``NAME.log`` in the log folder, or to syslog where that cannot be written."""
+    try:
+        base = state_folder() / "log"
+        trusted_paths.make_private(base)
+        fd = trusted_paths.open_file(base / f"{name}.log", os.O_WRONLY | os.O_APPEND | os.O_CREAT)
+        with os.fdopen(fd, "w", encoding="utf-8", errors="backslashreplace") as file:
+            file.write(f"{time.strftime('%Y-%m-%dT%H:%M:%S%z')} {line}\n")
+    except OSError:
+        syslog.syslog(syslog.LOG_WARNING, f"gpucr {name}: {line}")
+
+
+@contextlib.contextmanager
+def log_kept_on_failure(phase: str) -> Iterator[Path]:
+    """A path for CRIU's log in a new private folder, which is removed when the block succeeds.
+
+    Where the state folder cannot be written (a full or read-only disk), the system's folder for temporary files is
+    used instead.
+    """
+    prefix = f"{phase}-{time.strftime('%Y%m%dT%H%M%S')}-"
+    try:
+        base = state_folder() / "log"
+        trusted_paths.make_private(base)
+        _remove_left_behind(base)
+        folder = Path(tempfile.mkdtemp(prefix=prefix, dir=base))
+    except OSError:
+        folder = Path(tempfile.mkdtemp(prefix=f"gpucr-{prefix}"))
+    with _at_work(folder):
+        try:
+            yield folder / f"{phase}.log"
+        except GpucrError:
+            raise
+        except BaseException:
+            shutil.rmtree(folder, ignore_errors=True)  # nobody would be told where it is
+            raise
+        shutil.rmtree(folder, ignore_errors=True)
+
+
+def remove_logs_of(pid: int) -> None:
+    """Remove what a gpucr that was killed, of this pid, has left in the log folder. For its guard. Raises nothing."""
+    with contextlib.suppress(OSError):
+        for folder in _marked(state_folder() / "log"):
+            if (folder / _AT_WORK).read_text(encoding="ascii") == str(pid) and not _is_in_use(folder):
+                shutil.rmtree(folder, ignore_errors=True)
+
+
+@contextlib.contextmanager
+def _at_work(folder: Path) -> Iterator[None]:
+    """Tells this folder from those that are kept: marked, and locked as long as this process lives."""
+    fd = os.open(folder, os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC)
+    try:
+        fcntl.flock(fd, fcntl.LOCK_EX)
+        with contextlib.suppress(OSError):  # a full disk
+            (folder / _AT_WORK).write_text(str(os.getpid()), encoding="ascii")
+        yield
+    finally:
+        with contextlib.suppress(OSError):
+            (folder / _AT_WORK).unlink(missing_ok=True)
+        os.close(fd)
+
+
+def _remove_left_behind(base: Path) -> None:
+    """Remove logs of a gpucr that was killed with its guard, or had none. Its CRIU may be writing for a while yet."""
+    with contextlib.suppress(OSError):
+        for folder in _marked(base):
+            newest = max(path.stat().st_mtime for path in (folder, *folder.iterdir()))
+            if time.time() - newest > _LEFT_BEHIND_S and not _is_in_use(folder):
+                shutil.rmtree(folder, ignore_errors=True)
+
+
+def _marked(base: Path) -> list[Path]:
+    return [path for path in base.iterdir() if path.is_dir() and (path / _AT_WORK).exists()]
+
+
+def _is_in_use(folder: Path) -> bool:
+    fd = os.open(folder, os.O_RDONLY | os.O_DIRECTORY | os.O_NOFOLLOW | os.O_CLOEXEC)
+    try:
+        fcntl.flock(fd, fcntl.LOCK_EX | fcntl.LOCK_NB)
+    except BlockingIOError:
+        return True
+    finally:
+        os.close(fd)
+    return False

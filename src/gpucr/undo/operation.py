@@ -1,0 +1,109 @@
+"""What is around the steps of an operation on a job, from its first look at the job to its report.
+
+- A signal ends it: at once while nothing has been changed, with an undo while steps run, and not at all afterwards,
+  when there is only a report to be made (interrupts.py).
+- It may open as many files as the machine allows, and what an undo takes is set aside before the first step
+  (linux/descriptor_limit.py): without descriptors, nobody can even ask where a process is.
+- Where an undo fails, the guard tries once more, in a process of its own (protection.py).
+"""
+
+from __future__ import annotations
+
+import contextlib
+from collections.abc import Iterator, Sequence
+
+from gpucr.errors import Interrupted, Unsupported
+from gpucr.linux import descriptor_limit
+from gpucr.linux.descriptor_limit import OUT_OF_DESCRIPTORS, Reserve
+from gpucr.undo.interrupts import Interrupts
+from gpucr.undo.protection import Protection
+from gpucr.undo.roll import Roll
+from gpucr.undo.steps import Listener, OnProgress, Phase, Step, run_steps
+
+TO_CHANGE, TO_MOVE = 4, 13
+"""How many files an operation has open for each CUDA process: to suspend or resume it, to dump or restore it.
+
+Counted with 2, 8 and 16 processes: 4.1 and 12.1 (a dump to a folder) for each, and 5 more in all.
+"""
+
+_IN_ALL, _TO_UNDO = 24, 3
+
+
+class Operation:
+    """An operation under way. Made by `operation`."""
+
+    def __init__(self, listener: Listener, interrupts: Interrupts) -> None:
+        self.interrupts = interrupts
+        self._listener = listener
+        self._reserve: Reserve | None = None
+
+    def require_descriptors(self, processes: int, cuda_processes: int, each: int) -> None:
+        """Set aside what steps and undo take for a job of that many processes; ``each``: for one that uses CUDA.
+
+        Raises Unsupported where the process may not open so many files.
+        """
+        self.release()
+        for_undo = _TO_UNDO * cuda_processes
+        count = _IN_ALL + 2 * processes + each * cuda_processes
+        try:
+            self._reserve = Reserve(for_undo)  # what an undo takes, when the steps have taken all
+            Reserve(count).release()
+        except OSError as e:
+            if e.errno not in OUT_OF_DESCRIPTORS:
+                raise
+            raise _too_few(f"a job of {processes} processes takes {count + for_undo} more") from e
+
+    def run(
+        self,
+        steps: Sequence[Step],
+        *,
+        roll: Roll | None = None,
+        deadline: float | None = None,
+        protection: Protection | None = None,
+    ) -> tuple[Phase, ...]:
+        """As `run_steps`. When it returns the operation has succeeded, and signals come too late."""
+        try:
+            return run_steps(
+                steps,
+                roll=roll,
+                deadline=deadline,
+                listener=self._listener,
+                interrupts=self.interrupts,
+                before_undo=self.release,
+                second_undo=protection.undo_by_guard if protection is not None else None,
+            )
+        finally:
+            self.release()
+
+    def release(self) -> None:
+        """Give back what was set aside."""
+        if self._reserve is not None:
+            self._reserve.release()
+            self._reserve = None
+
+
+@contextlib.contextmanager
+def operation(on_progress: OnProgress | None = None) -> Iterator[Operation]:
+    """The whole of an operation is in this block. Raises Interrupted and Unsupported (no open files left), too."""
+    listener = Listener(on_progress)
+    with descriptor_limit.raised(), Interrupts(listener.tell_ignored) as interrupts:
+        running = Operation(listener, interrupts)
+        try:
+            interrupts.raise_at_once()
+            yield running
+        except KeyboardInterrupt as e:
+            raise Interrupted("interrupted; the job is as it was found") from e
+        except OSError as e:
+            if e.errno not in OUT_OF_DESCRIPTORS or interrupts.is_done:
+                raise
+            raise _too_few("there was none left for what had to be looked at") from e
+        finally:
+            running.release()
+
+
+def _too_few(why: str) -> Unsupported:
+    return Unsupported(
+        f"this process may not open enough files: {why}",
+        hint="raise the limit (`ulimit -Hn`, LimitNOFILE= of a service), or close what the calling program has open",
+        code="GPUCR-OPEN-FILES",
+    )

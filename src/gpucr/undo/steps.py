@@ -1,0 +1,384 @@
+"""An operation is a list of steps. Each can say what it will do, do it, and take it back.
+
+`run_steps` runs them in order. When one fails, the deadline passes, or the user interrupts, the steps that were begun
+are undone in reverse, and the error says whether the job is as it was found. `--dry-run`, progress and the timing
+table come from the same list.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import threading
+import time
+from collections import deque
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass
+from typing import Generic, Literal, Protocol, TypeVar
+
+from gpucr.errors import DeadlineExceeded, GpucrError, Interrupted, JobDamaged
+from gpucr.undo.interrupts import Interrupts
+from gpucr.undo.roll import Ended, Roll
+
+
+@dataclass(frozen=True)
+class Phase:
+    """What one step took: wall seconds, and the bytes that it moved (0 where it moves none)."""
+
+    name: str
+    seconds: float
+    size_bytes: int = 0
+
+
+@dataclass(frozen=True)
+class Progress:
+    """An event for ``on_progress``.
+
+    A phase begins, advances (bytes moved so far, and ``total_bytes`` that are expected), says something about itself
+    (note), ends, or is undone; or a signal had to be ignored meanwhile. ``seconds`` counts from the phase's begin.
+    """
+
+    event: Literal["begin", "advance", "note", "end", "undo", "signal-ignored"]
+    phase: str
+    description: str = ""
+    seconds: float = 0.0
+    size_bytes: int = 0
+    total_bytes: int = 0
+
+    @property
+    def rate_bytes_per_s(self) -> float | None:
+        """Bytes per second since the phase began; None while none have been moved."""
+        return self.size_bytes / self.seconds if self.size_bytes > 0 and self.seconds > 0 else None
+
+    @property
+    def eta_s(self) -> float | None:
+        """Seconds until the expected bytes are moved at this rate; None where nobody can know."""
+        rate = self.rate_bytes_per_s
+        if rate is None or self.total_bytes <= 0:
+            return None
+        return max(self.total_bytes - self.size_bytes, 0) / rate
+
+
+OnProgress = Callable[[Progress], None]
+
+REPORT_INTERVAL_S = 0.1
+"""How far apart the "advance" events of a phase are; its last one comes when it ends."""
+
+
+class Meter:
+    """What a step that takes long tells about itself while it runs.
+
+    Every method may be called from any thread and as often as is convenient: it only takes down what is said. A
+    thread of `run_steps` passes it on.
+    """
+
+    def __init__(self, phase: str, description: str = "") -> None:
+        self.phase = phase
+        self._description = description
+        self._start = time.monotonic()
+        self._lock = threading.Lock()
+        self._done_bytes = 0
+        self._total_bytes = 0
+        self._notes: list[Progress] = []
+
+    @property
+    def seconds(self) -> float:
+        """Since the phase began."""
+        return time.monotonic() - self._start
+
+    def expect(self, total_bytes: int) -> None:
+        """That many bytes will be moved in all. Said again, it replaces what was said before."""
+        with self._lock:
+            self._total_bytes = total_bytes
+
+    def add(self, size_bytes: int) -> None:
+        """So many bytes more have been moved."""
+        with self._lock:
+            self._done_bytes += size_bytes
+
+    def set(self, done_bytes: int) -> None:
+        """So many bytes have been moved since the phase began."""
+        with self._lock:
+            self._done_bytes = done_bytes
+
+    def note(self, text: str) -> None:
+        """One line that explains how the step does its work, for those who ask (``--verbose``)."""
+        with self._lock:
+            self._notes.append(Progress("note", self.phase, text, self.seconds))
+
+    def take_news(self) -> list[Progress]:
+        """The notes since the last call, and how far the phase is by now where it expects bytes."""
+        with self._lock:
+            news, self._notes = self._notes, []
+            if self._total_bytes > 0:
+                done, total = self._done_bytes, self._total_bytes
+                news.append(Progress("advance", self.phase, self._description, self.seconds, done, total))
+        return news
+
+
+Value = TypeVar("Value")
+
+
+class Result(Generic[Value]):
+    """What a step leaves to those that come after it, which are given this in its place."""
+
+    def __init__(self) -> None:
+        self._values: list[Value] = []
+
+    def set(self, value: Value) -> None:
+        """This is it."""
+        self._values = [value]
+
+    @property
+    def value(self) -> Value:
+        """What the step has left. Raises RuntimeError where it has not run: then the list of steps is wrong."""
+        if not self._values:
+            raise RuntimeError("a step asks for what another one has not done yet")
+        return self._values[0]
+
+    @property
+    def if_known(self) -> Value | None:
+        """None where the step has not run, or not got so far: for an undo."""
+        return self._values[0] if self._values else None
+
+
+class LeftBehind(Exception):
+    """An undo did its part for the job, but left something that should be removed; the message names it."""
+
+
+class Step(Protocol):
+    """One reversible part of an operation."""
+
+    @property
+    def name(self) -> str:
+        """One word for the timing table: lock, checkpoint, ..."""
+        ...
+
+    def describe(self) -> str:
+        """One line that says what will be done, with pids and paths."""
+        ...
+
+    def run(self, interrupts: Interrupts, meter: Meter) -> int:
+        """Do it. Returns the bytes that were moved. May fail half-way: undo is called then as well.
+
+        A step that moves many bytes tells ``meter`` how many, and calls ``interrupts.check()`` where it can be left.
+        """
+        ...
+
+    def undo(self) -> None:
+        """Take back whatever was done of this step, nothing if nothing was.
+
+        Raises LeftBehind where the job is as it was before the step, and anything else where it may not be.
+        """
+        ...
+
+
+class AroundStep:
+    """A step that does what another one does; what differs is overridden."""
+
+    def __init__(self, step: Step) -> None:
+        self._step = step
+
+    @property
+    def name(self) -> str:
+        """The step's own."""
+        return self._step.name
+
+    def describe(self) -> str:
+        """The step's own."""
+        return self._step.describe()
+
+    def run(self, interrupts: Interrupts, meter: Meter) -> int:
+        """The step's own."""
+        return self._step.run(interrupts, meter)
+
+    def undo(self) -> None:
+        """The step's own."""
+        self._step.undo()
+
+
+class WithoutUndo(AroundStep):
+    """A step whose effects another step's undo takes back."""
+
+    def undo(self) -> None:
+        """Nothing."""
+
+
+def run_steps(
+    steps: Sequence[Step],
+    *,
+    roll: Roll | None = None,
+    deadline: float | None = None,
+    on_progress: OnProgress | None = None,
+    listener: Listener | None = None,
+    interrupts: Interrupts | None = None,
+    before_undo: Callable[[], None] = lambda: None,
+    second_undo: Callable[[], bool] | None = None,
+) -> tuple[Phase, ...]:
+    """Run the steps in order; on any failure undo those that were begun, in reverse order.
+
+    ``roll``: the processes of the job that must all be there after an undo.
+
+    Raises the step's own error when the undo succeeded, Interrupted after Ctrl-C or SIGTERM, DeadlineExceeded when
+    ``deadline`` (time.monotonic()) passed between steps before one of them committed, and JobDamaged when the undo
+    failed too or the job has lost processes.
+
+    ``listener`` and ``interrupts`` are those of the operation that this is a part of (operation.py). ``second_undo``
+    is asked when the undo has failed, and says whether everything is as it was found by then.
+    """
+    listener = listener or Listener(on_progress)
+    if interrupts is None:
+        with Interrupts(listener.tell_ignored) as interrupts:
+            return run_steps(steps, deadline=deadline, listener=listener, interrupts=interrupts)
+    interrupts.postpone()
+    begun: list[Step] = []
+    phases: list[Phase] = []
+    try:
+        for step in steps:
+            interrupts.check()
+            if deadline is not None and time.monotonic() > deadline and not interrupts.is_committed:
+                raise DeadlineExceeded(f"the time was over before: {step.describe()}", hint="give a longer --timeout")
+            begun.append(step)
+            phases.append(_run_one(step, interrupts, listener))
+        if deadline is not None and time.monotonic() > deadline and not interrupts.is_committed:
+            raise DeadlineExceeded("the time was over before everything was done", hint="give a longer --timeout")
+        interrupts.conclude()
+        interrupts.is_done = True
+    except BaseException as error:
+        with interrupts.undoing():
+            before_undo()
+            failures, left = _undo(begun, listener)
+            if failures and second_undo is not None and second_undo():
+                failures = []
+            outcome = _outcome(error, failures, left, roll.call_after_undo() if roll is not None else ())
+        if outcome is error:
+            raise
+        raise outcome from error
+    return tuple(phases)
+
+
+def _run_one(step: Step, interrupts: Interrupts, listener: Listener) -> Phase:
+    description = step.describe()
+    listener.tell(Progress("begin", step.name, description))
+    meter = Meter(step.name, description)
+    with listener.following(meter, interrupts):
+        size_bytes = step.run(interrupts, meter)
+        phase = Phase(step.name, meter.seconds, size_bytes)
+    end = Progress("end", step.name, step.describe(), phase.seconds, size_bytes)
+    if interrupts.is_committed:  # a listener that fails must not make a failure of what cannot be taken back
+        listener.try_to_tell(end)
+    else:
+        listener.tell(end)
+    return phase
+
+
+def _undo(begun: Sequence[Step], listener: Listener) -> tuple[list[str], list[str]]:
+    """What could not be undone, and what was left behind."""
+    failures: list[str] = []
+    left: list[str] = []
+    for step in reversed(begun):
+        listener.try_to_tell(Progress("undo", step.name, step.describe()))
+        try:
+            step.undo()
+        except LeftBehind as error:
+            left.append(str(error))
+        except Exception as error:  # noqa: BLE001 - the other steps must be undone whatever happens here
+            failures.append(f"{step.name}: {error}")
+    return failures, left
+
+
+class Listener:
+    """``on_progress``, called by one thread at a time. One that fails ends an operation, but never an undo."""
+
+    def __init__(self, on_progress: OnProgress | None) -> None:
+        self._on_progress = on_progress
+        self._turn = threading.RLock()  # reentrant: a signal handler tells of an ignored signal, at any instruction
+        self._untold: deque[Progress] = deque()
+        self._is_telling = False
+
+    def tell(self, progress: Progress) -> None:
+        """Raises what the listener raises.
+
+        What a signal handler tells of while the listener is at work comes right after that: writing to a stream, say,
+        fails inside another write to it.
+        """
+        if self._on_progress is None:
+            return
+        with self._turn:
+            self._untold.append(progress)
+            while self._untold and not self._is_telling:
+                self._is_telling = True
+                try:
+                    if self._untold:  # a handler may have told of it just before the line above
+                        self._on_progress(self._untold.popleft())
+                finally:
+                    self._is_telling = False
+
+    def tell_ignored(self, reason: str) -> None:
+        """Of a signal that changes nothing."""
+        self.try_to_tell(Progress("signal-ignored", "signal", reason))
+
+    def try_to_tell(self, progress: Progress) -> None:
+        """For an undo. A listener that exits the program is no reason to leave a job half-way, either."""
+        with contextlib.suppress(BaseException):
+            self.tell(progress)
+
+    @contextlib.contextmanager
+    def following(self, meter: Meter, interrupts: Interrupts) -> Iterator[None]:
+        """Pass on what the meter is told while the block runs.
+
+        A thread of its own does that, so that a listener that is slow, or fails, never holds up or ends those that
+        move the bytes. Its failure is kept for the operation's next safe point.
+        """
+        if self._on_progress is None:
+            yield
+            return
+        over = threading.Event()
+
+        def pass_on() -> bool:
+            try:
+                for progress in meter.take_news():
+                    self.tell(progress)
+            except BaseException as error:  # noqa: BLE001 - whatever a listener raises is raised in the right place
+                interrupts.stop_with(error)
+                return False
+            return True
+
+        def follow() -> None:
+            while not over.wait(REPORT_INTERVAL_S) and pass_on():
+                pass
+
+        follower = threading.Thread(target=follow, name=f"gpucr progress of {meter.phase}", daemon=True)
+        follower.start()
+        try:
+            yield
+        finally:
+            over.set()
+            follower.join()
+            pass_on()
+
+
+def _outcome(
+    error: BaseException, failures: Sequence[str], left: Sequence[str], ended: Sequence[Ended]
+) -> BaseException:
+    lost = [each.sentence() for each in ended if each.is_loss]
+    if isinstance(error, JobDamaged) and not failures:
+        return error  # what is lost is its subject already
+    if failures or lost:
+        return _damage(str(error) or type(error).__name__, (*failures, *left), lost)
+    if isinstance(error, KeyboardInterrupt):
+        return Interrupted("interrupted; the job is as it was found", hint="; ".join(left) or None)
+    if isinstance(error, GpucrError):
+        meanwhile = ["; ".join(each.sentence() for each in ended) + " meanwhile"] if ended else []
+        error.hint = "; ".join(([error.hint] if error.hint else []) + [*left, *meanwhile]) or None
+    return error
+
+
+def _damage(said: str, failures: Sequence[str], lost: Sequence[str]) -> JobDamaged:
+    parts, hints = [said], []
+    if failures:
+        parts.append("and it could not be undone: " + "; ".join(failures))
+        hints.append("`gpucr ps` shows where the processes are now; `gpucr resume PID` brings back what is suspended")
+    if lost:
+        parts.append("and the job has lost processes: " + "; ".join(lost))
+        hints.append("if the job cannot do without them, end it and restore its last snapshot")
+    return JobDamaged("; ".join(parts), failures=(*failures, *lost), hint="; ".join(hints))

@@ -1,0 +1,124 @@
+"""Results are believed only when they are exactly as they were written."""
+
+from __future__ import annotations
+
+import json
+import os
+import stat
+from collections.abc import Callable
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from gpucr.diagnosis.canaries import store
+from gpucr.diagnosis.canaries.results import CanaryOutcome, CanaryResult, MeasuredMachine, ProbeReport
+
+MACHINE = MeasuredMachine("580.159.04", ("NVIDIA H200", "NVIDIA H200"), "6.18.1")
+PLAIN = CanaryResult("plain", CanaryOutcome.COMES_BACK, "", None, None, None, 1.5, "2026-11-21T14:02:11Z")
+PEERS = CanaryResult(
+    "peer_access", CanaryOutcome.LOST, "it is gone", "restore", 1, "checkpointed", 2.0, "2026-11-21T14:02:14Z"
+)
+REPORT = ProbeReport(MACHINE, (PLAIN, PEERS), None)
+
+
+def test_what_is_written_is_read_again(tmp_path: Path) -> None:
+    path = store.save(REPORT, tmp_path / "probes")
+    assert store.load(MACHINE, tmp_path / "probes") == replace(REPORT, path=str(path))
+    assert stat.S_IMODE(path.stat().st_mode) == 0o600
+    assert stat.S_IMODE(path.parent.stat().st_mode) == 0o700
+    assert [entry.name for entry in path.parent.iterdir()] == [path.name]
+
+
+@pytest.mark.parametrize(
+    "other",
+    [
+        replace(MACHINE, driver="610.10"),
+        replace(MACHINE, gpus=("NVIDIA H200",)),
+        replace(MACHINE, gpus=("NVIDIA H100", "NVIDIA H200")),
+        replace(MACHINE, kernel="6.18.2"),
+    ],
+)
+def test_another_machine_has_no_results(tmp_path: Path, other: MeasuredMachine) -> None:
+    store.save(REPORT, tmp_path)
+    assert store.load(other, tmp_path) == ProbeReport(other, (), None)
+
+
+def test_nothing_was_written(tmp_path: Path) -> None:
+    assert store.load(MACHINE, tmp_path / "nowhere") == ProbeReport(MACHINE, (), None)
+
+
+def _change(change: Callable[[dict[str, Any]], object]) -> Callable[[Path], object]:
+    def apply(path: Path) -> None:
+        content = json.loads(path.read_text())
+        change(content)
+        path.write_text(json.dumps(content))
+
+    return apply
+
+
+def _result(**members: Any) -> Callable[[Path], object]:
+    return _change(lambda content: content["results"][0].update(members))
+
+
+@pytest.mark.parametrize(
+    ("damage", "reason"),
+    [
+        (lambda path: path.write_bytes(b""), "not JSON"),
+        (lambda path: path.write_bytes(path.read_bytes()[:-20]), "not JSON"),
+        (lambda path: path.write_bytes(b"\xff\xfe"), "not JSON"),
+        (lambda path: path.write_text("[" * 200_000), "not JSON"),
+        (lambda path: path.write_text("[]"), "is not gpucr.probe-results of version 1"),
+        (lambda path: path.write_bytes(b" " * (store._LIMIT_BYTES + 1)), "larger than"),
+        (lambda path: path.chmod(0o666), "others may write"),
+        (lambda path: os.chown(path, 65534, -1), "not a plain file of this user"),
+        (lambda path: (path.unlink(), path.mkdir(mode=0o700)), "not a plain file"),
+        (lambda path: os.mkfifo(path.rename(f"{path}.x").with_suffix(""), 0o600), "not a plain file"),
+        (lambda path: (path.rename(f"{path}.x"), path.symlink_to(f"{path}.x")), "symbolic link"),
+        (_change(lambda content: content.update(schema_version=2)), "of version 1"),
+        (_change(lambda content: content.update(driver="999")), "of another machine"),
+        (_change(lambda content: content.update(results={})), "no list of results"),
+        (_change(lambda content: content.pop("results")), "no list of results"),
+        (_change(lambda content: content["results"].append(content["results"][0])), "stands in it twice"),
+        (_change(lambda content: content["results"].append(7)), "malformed"),
+        (_change(lambda content: content["results"][0].pop("seconds")), "malformed"),
+        (_result(more=1), "malformed"),
+        (_result(name="no such canary"), "malformed"),
+        (_result(name=[]), "malformed"),
+        (_result(outcome="splendid"), "malformed"),
+        (_result(outcome={}), "malformed"),
+        (_result(detail=None), "malformed"),
+        (_result(result=True), "malformed"),
+        (_result(result="801"), "malformed"),
+        (_result(state=3), "malformed"),
+        (_result(seconds=float("nan")), "malformed"),
+        (_result(seconds=10**400), "malformed"),
+        (_result(measured_at="yesterday"), "malformed"),
+    ],
+)
+def test_what_is_not_as_it_was_written_is_left_out(
+    tmp_path: Path, damage: Callable[[Path], object], reason: str
+) -> None:
+    path = store.save(REPORT, tmp_path)
+    if os.geteuid() != 0 and "chown" in repr(damage.__code__.co_names):
+        pytest.skip("needs root, to give a file away")
+    damage(path)
+    found = store.load(MACHINE, tmp_path)
+    assert (found.results, found.path) == ((), None)
+    assert found.problem is not None
+    assert found.problem.startswith(f"{path} is left out: ")
+    assert reason.lower() in found.problem.lower()
+
+
+def test_a_write_that_fails_leaves_the_old_results(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    store.save(REPORT, tmp_path)
+
+    def full(fd: int) -> None:
+        raise OSError(28, "No space left on device")
+
+    monkeypatch.setattr(os, "fsync", full)
+    with pytest.raises(OSError, match="No space left"):
+        store.save(replace(REPORT, results=(PEERS,)), tmp_path)
+    assert store.load(MACHINE, tmp_path).results == (PLAIN, PEERS)
+    assert len(list(tmp_path.iterdir())) == 1
