@@ -84,40 +84,20 @@ def test_the_tree_and_the_json_of_a_job(counter: CounterFactory, tmp_path: Path)
 def test_device_memory_that_went_the_plain_way(
     counter: CounterFactory, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Where staging cannot be captured it is in CRIU's images, as in all snapshots of version 1."""
+    """Where staging cannot be captured it is in CRIU's images."""
     job = counter("--mib", str(DEVICE_MIB))
     with monkeypatch.context() as patch:
         patch.setattr(capture, "_SMALLEST_BYTES", 1 << 50)
         gpucr.dump(job.pid, tmp_path / "s")
     job.reap()
-    for version in (3, 2, 1):
-        _rewrite(tmp_path / "s", version)
-        (process,) = gpucr.inspect(tmp_path / "s").processes
-        assert process.record.device_data is None
-        device = of_kind(process.memory, "device")
-        assert device.mapped_bytes == sum(extent.size_bytes for extent in process.record.staging)
-        assert DEVICE_MIB * MIB <= device.stored_bytes <= device.mapped_bytes
-        assert of_kind(process.memory, "anonymous").stored_bytes < DEVICE_MIB * MIB
-        shown = run("inspect", tmp_path / "s").stdout
-        assert "stored in CRIU's images\n" in shown[shown.index("├─ device memory: ") :]
-
-
-def _rewrite(folder: Path, version: int) -> None:
-    """Let the manifest be what gpucr wrote when this version was the newest."""
-    body = _body(folder)
-    body["format_version"] = version
-    for process in body["processes"]:
-        process.pop("known_gpus", None)  # of version 5
-        process.pop("scheduling", None)  # of version 6
-    if version < 3:
-        whole_jobs = ("launch", "sandbox", "open_files", "open_folders", "shared_files", "endpoints", "connections")
-        for name in (*whole_jobs, "overruled"):
-            body.pop(name, None)
-        for process in body["processes"]:
-            process.pop("visible_gpus", None)
-            if version < 2:
-                process.pop("device_data", None)
-    _write(folder, body)
+    (process,) = gpucr.inspect(tmp_path / "s").processes
+    assert process.record.device_data is None
+    device = of_kind(process.memory, "device")
+    assert device.mapped_bytes == sum(extent.size_bytes for extent in process.record.staging)
+    assert DEVICE_MIB * MIB <= device.stored_bytes <= device.mapped_bytes
+    assert of_kind(process.memory, "anonymous").stored_bytes < DEVICE_MIB * MIB
+    shown = run("inspect", tmp_path / "s").stdout
+    assert "stored in CRIU's images\n" in shown[shown.index("├─ device memory: ") :]
 
 
 def _body(folder: Path) -> dict[str, Any]:

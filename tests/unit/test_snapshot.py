@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import errno
+import json
 import os
 import shutil
 import signal
@@ -378,6 +379,18 @@ def test_a_manifest_damaged_anywhere_is_refused_or_equal(snapshot: Snapshot) -> 
             except SnapshotDamaged:
                 opened = None
             assert opened in (None, snapshot), f"bit {bit} of byte {position}"
+
+
+@pytest.mark.parametrize("version", [0, 2, 6, "x", None])
+def test_a_snapshot_of_another_format_version(version: object, snapshot: Snapshot) -> None:
+    file = snapshot.path / MANIFEST_NAME
+    outer = json.loads(file.read_bytes())
+    outer["manifest"]["format_version"] = version
+    file.write_text(json.dumps(outer))
+    with pytest.raises(SnapshotDamaged, match="this gpucr reads version 1") as caught:
+        Snapshot.open(snapshot.path)
+    assert caught.value.hint is not None
+    assert "another format version needs the gpucr that wrote it" in caught.value.hint
 
 
 @pytest.mark.parametrize("length", [0, 1, 100, -2])

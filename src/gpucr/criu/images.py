@@ -21,7 +21,6 @@ from gpucr.criu import images_pb2
 from gpucr.criu.image_entries import ImageError, ImageReader, encoded, head
 from gpucr.linux import trusted_paths
 from gpucr.linux.sock_diag import TcpSocket, TcpState, endpoint, outside_connections
-from gpucr.model import JobFile
 
 NAME = "files.img"
 MAX_IMAGE_BYTES = 256 << 20
@@ -102,14 +101,6 @@ class FilesImage:
     def paths(self) -> dict[int, str]:
         """The name of each regular file, by the number of its entry."""
         return {entry.reg.id: os.fsdecode(entry.reg.name) for entry in self._entries if entry.HasField("reg")}
-
-    def written_files(self) -> tuple[JobFile, ...]:
-        """The files that are open for writing and whose size CRIU knows."""
-        return tuple(
-            JobFile(os.fsdecode(entry.reg.name), entry.reg.size, is_written=True, is_mapped=False)
-            for entry in self._entries
-            if entry.HasField("reg") and entry.reg.HasField("size") and entry.reg.flags & os.O_ACCMODE != os.O_RDONLY
-        )
 
     def _tcp(self) -> Iterator[images_pb2.InternetSocket]:
         for entry in self._entries:

@@ -313,8 +313,7 @@ def _make_log(path: Path) -> bool:
 
 def _warnings_of_lost_log(snapshot: JobSnapshot, log_path: Path) -> tuple[str, ...]:
     """That the job does not write to the log that was made for it: its own had been removed before the dump."""
-    opened = snapshot.manifest.open_files
-    if opened is None or any(Path(file.path).name == log_path.name for file in opened):
+    if any(Path(file.path).name == log_path.name for file in snapshot.manifest.open_files):
         return ()
     return (
         f"the job's log {log_path} had been removed when it was dumped: what it prints is lost, and `gpucr logs` shows "

@@ -388,8 +388,6 @@ def _record(job: Job, process: ProcessInfo) -> ProcessRecord:
         restore_thread=None,
         device_bytes={},
         staging=(),
-        visible_gpus=None,
-        known_gpus=None,
     )
 
 

@@ -279,7 +279,7 @@ def _findings_outside(
     manifest = snapshot.manifest
     replaced = {str(path) for path in plan.outputs} if plan is not None else set()
     in_our_network = plan is None or plan.network == "host"
-    opened = [file for file in manifest.open_files or () if file.path not in replaced]
+    opened = [file for file in manifest.open_files if file.path not in replaced]
     return [
         *preflight.check_files(opened, manifest.open_folders, files),
         *preflight.check_changed_databases(opened, manifest.created, rewind=files == "rewind"),
@@ -296,7 +296,7 @@ def _options(snapshot: JobSnapshot) -> RestoreOptions:
         raise SnapshotDamaged(
             f"the manifest's CRIU options cannot be used: {e}",
             path=snapshot.where,
-            hint="it was made by another version of gpucr: restore it with that one",
+            hint="restore from another snapshot or copy",
         ) from e
 
 

@@ -345,7 +345,7 @@ class Snapshot:
             raise SnapshotDamaged(
                 f"{file} is not a valid manifest: {e}",
                 path=str(file),
-                hint="restore from another snapshot or copy; a newer format needs a newer gpucr",
+                hint="restore from another snapshot or copy; another format version needs the gpucr that wrote it",
             ) from e
 
     def verify(self) -> None:

@@ -29,6 +29,6 @@ def place_snapshot(manifest: Manifest, request: GpuRequest, here: Sequence[Gpu],
     return Placement(choose_gpus(request, manifest.gpus, users, here, busy_gpus(uses)), gpus, here)
 
 
-def _chosen(gpus: Sequence[Gpu], uuids: Collection[str] | None) -> tuple[Gpu, ...]:
-    """Those with these UUIDs; None: all."""
-    return tuple(gpu for gpu in gpus if uuids is None or gpu.uuid in uuids)
+def _chosen(gpus: Sequence[Gpu], uuids: Collection[str]) -> tuple[Gpu, ...]:
+    """Those with these UUIDs."""
+    return tuple(gpu for gpu in gpus if gpu.uuid in uuids)

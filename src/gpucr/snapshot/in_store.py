@@ -39,7 +39,7 @@ class SnapshotInStore:
             _check_areas(manifest, stored)
         except ManifestError as e:
             path = store.path(writers.snapshot_object(stored.id))
-            hint = f"{HINT_DAMAGED}; a newer format needs a newer gpucr"
+            hint = f"{HINT_DAMAGED}; another format version needs the gpucr that wrote it"
             raise StoreDamaged(f"{path} has no valid manifest of a job: {e}", path=path, hint=hint) from e
         return cls(store, stored, manifest)
 

@@ -23,11 +23,7 @@ from gpucr.snapshot.json_reader import PAGE_BYTES, ManifestError, Reader
 from gpucr.snapshot.surroundings import SharedFileRecord
 
 FORMAT = "gpucr-snapshot"
-FORMAT_VERSION = 6
-READABLE_VERSIONS = (1, 2, 3, 4, 5, 6)
-"""In version 1 no process has device data of its own: it is in CRIU's images. Version 3 adds what a whole job needs,
-version 4 snapshots in a store, version 5 which GPUs the driver knows for a process, version 6 how its threads are
-scheduled."""
+FORMAT_VERSION = 1
 MAX_MANIFEST_BYTES = 64 << 20
 """Digests of 1 TiB of device memory in pieces of 4 MiB take 20 MiB."""
 
@@ -103,7 +99,7 @@ class ProcessRecord:
     ``device_bytes`` is the device memory that it held, per GPU UUID. ``staging`` is where the driver left it.
     ``restore_thread`` is the id of the driver's thread in the process's own pid namespace. ``stopped``: by SIGSTOP.
     ``device_data`` is its device memory (None: it has none, or CRIU's images hold it). ``visible_gpus`` are the UUIDs
-    of the GPUs that it can use, ``known_gpus`` of those that the driver knows for it (None: not known, or no CUDA).
+    of the GPUs that it can use, ``known_gpus`` of those that the driver knows for it (both empty without CUDA).
     ``scheduling`` has every one of its threads (None: not known).
     """
 
@@ -119,8 +115,8 @@ class ProcessRecord:
     device_bytes: Mapping[str, int] = field(default_factory=dict)
     staging: tuple[Extent, ...] = ()
     device_data: DeviceData | None = None
-    visible_gpus: tuple[str, ...] | None = None
-    known_gpus: tuple[str, ...] | None = None
+    visible_gpus: tuple[str, ...] = ()
+    known_gpus: tuple[str, ...] = ()
     scheduling: tuple[ThreadRecord, ...] | None = None
 
 
@@ -165,8 +161,8 @@ class Manifest:
 
     ``gpus`` are all GPUs that the job could see. ``folders``, outermost first, are those in which its local sockets are
     bound: programs that end remove them, and CRIU does not make them. ``launch`` is None where no `gpucr run` had
-    started the job, ``sandbox`` where it was in none of gpucr's. ``open_files`` is None where the format did not record
-    them yet; ``open_folders`` has working folders too. ``endpoints`` is where its TCP sockets are bound, but for those
+    started the job, ``sandbox`` where it was in none of gpucr's. ``open_folders`` has working folders
+    too. ``endpoints`` is where its TCP sockets are bound, but for those
     of ``connections``, whose other end is outside the job.
     """
 
@@ -185,7 +181,7 @@ class Manifest:
     folders: tuple[FolderRecord, ...] = ()
     launch: LaunchRecord | None = None
     sandbox: SandboxRecord | None = None
-    open_files: tuple[JobFile, ...] | None = None
+    open_files: tuple[JobFile, ...] = ()
     open_folders: tuple[str, ...] = ()
     shared_files: tuple[SharedFileRecord, ...] = ()
     endpoints: tuple[Endpoint, ...] = ()
@@ -253,14 +249,13 @@ def decode(data: bytes) -> Manifest:
         raise ManifestError(f"it is not JSON: {e}") from e
     top = Reader(outer, "the file")
     body = top.object("manifest")
-    # The format comes before the digest, so that a newer format is named as what it is.
+    # The format comes before the digest, so that another one is named as what it is.
     if body.text("format") != FORMAT:
         raise ManifestError(f"format is {body.text('format')!r}, not {FORMAT!r}")
-    version = body.integer("format_version")
-    if version not in READABLE_VERSIONS:
-        raise ManifestError(
-            f"format version {version}; this gpucr reads versions {READABLE_VERSIONS[0]} to {READABLE_VERSIONS[-1]}"
-        )
+    version = body.value.get("format_version")
+    if type(version) is not int or version != FORMAT_VERSION:
+        found = f"format version {json.dumps(version):.40}" if "format_version" in body.value else "no 'format_version'"
+        raise ManifestError(f"it has {found}; this gpucr reads version {FORMAT_VERSION}")
     try:
         digest = hashlib.sha256(_canonical(body.value)).hexdigest()
     except RecursionError as e:
@@ -270,7 +265,7 @@ def decode(data: bytes) -> Manifest:
     manifest = Manifest(
         created=body.text("created"),
         root_pid=body.integer("root_pid", 1),
-        processes=tuple(_process(item, version) for item in body.objects("processes")),
+        processes=tuple(_process(item) for item in body.objects("processes")),
         gpus=tuple(_gpu(item) for item in body.objects("gpus")),
         cuda_version=body.optional("cuda_version", body.integer),
         driver_version=body.optional("driver_version", body.text),
@@ -281,10 +276,15 @@ def decode(data: bytes) -> Manifest:
         gpucr_version=body.text("gpucr_version"),
         left_running=body.boolean("left_running"),
         folders=tuple(_folder(item) for item in body.objects("folders")),
-        launch=None if version < 3 else body.optional("launch", lambda key: _launch(body.object(key))),
-        sandbox=None if version < 3 else body.optional("sandbox", lambda key: _sandbox(body.object(key))),
+        launch=body.optional("launch", lambda key: _launch(body.object(key))),
+        sandbox=body.optional("sandbox", lambda key: _sandbox(body.object(key))),
         files=tuple(_file(item) for item in body.objects("files")),
-        **(_of_whole_jobs(body) if version >= 3 else {}),
+        open_files=tuple(map(surroundings.read_open_file, body.objects("open_files"))),
+        open_folders=tuple(surroundings.read_path(path, "open_folders") for path in body.texts("open_folders")),
+        shared_files=tuple(map(surroundings.read_shared_file, body.objects("shared_files"))),
+        endpoints=tuple(map(surroundings.read_endpoint, body.objects("endpoints"))),
+        connections=tuple(map(surroundings.read_connection, body.objects("connections"))),
+        overruled=tuple(OverruledFinding(o.text("finding"), o.text("consequence")) for o in body.objects("overruled")),
     )
     pids = {process.pid for process in manifest.processes}
     if manifest.root_pid not in pids:
@@ -296,20 +296,6 @@ def decode(data: bytes) -> Manifest:
         if sizes.get(shared.stored) != shared.size_bytes:
             raise ManifestError(f"the shared file {shared.names[0]!r} has no file of its size in the snapshot")
     return manifest
-
-
-def _of_whole_jobs(body: Reader) -> dict[str, Any]:
-    opened = body.optional("open_files", body.objects)
-    return {
-        "open_files": None if opened is None else tuple(map(surroundings.read_open_file, opened)),
-        "open_folders": tuple(surroundings.read_path(path, "open_folders") for path in body.texts("open_folders")),
-        "shared_files": tuple(map(surroundings.read_shared_file, body.objects("shared_files"))),
-        "endpoints": tuple(map(surroundings.read_endpoint, body.objects("endpoints"))),
-        "connections": tuple(map(surroundings.read_connection, body.objects("connections"))),
-        "overruled": tuple(
-            OverruledFinding(o.text("finding"), o.text("consequence")) for o in body.objects("overruled")
-        ),
-    }
 
 
 def _canonical(body: object) -> bytes:
@@ -374,7 +360,7 @@ def _gpu(item: Reader) -> Gpu:
     )
 
 
-def _process(item: Reader, version: int) -> ProcessRecord:
+def _process(item: Reader) -> ProcessRecord:
     state = item.optional("found_state", item.text)
     words = {s.word: s for s in (CudaState.RUNNING, CudaState.LOCKED, CudaState.CHECKPOINTED)}
     if state is not None and state not in words:
@@ -396,12 +382,10 @@ def _process(item: Reader, version: int) -> ProcessRecord:
         restore_thread=item.optional("restore_thread", lambda key: item.integer(key, 1)),
         device_bytes={uuid: held.integer(uuid) for uuid in held.value},
         staging=tuple(Extent(e.integer("address"), e.integer("size_bytes")) for e in item.objects("staging")),
-        device_data=(
-            None if version == 1 else item.optional("device_data", lambda key: _device_data(item.object(key), version))
-        ),
-        visible_gpus=None if version < 3 else item.optional("visible_gpus", item.texts),
-        known_gpus=None if version < 5 else item.optional("known_gpus", item.texts),
-        scheduling=None if version < 6 else item.optional("scheduling", lambda key: _scheduling(item, key, threads)),
+        device_data=item.optional("device_data", lambda key: _device_data(item.object(key))),
+        visible_gpus=item.texts("visible_gpus"),
+        known_gpus=item.texts("known_gpus"),
+        scheduling=item.optional("scheduling", lambda key: _scheduling(item, key, threads)),
     )
 
 
@@ -430,11 +414,11 @@ def _criu_options(item: Reader) -> dict[str, Any]:
     return item.value
 
 
-def _device_data(item: Reader, version: int) -> DeviceData:
+def _device_data(item: Reader) -> DeviceData:
     piece_bytes = item.integer("piece_bytes", _MIN_PIECE_BYTES)
     if piece_bytes > _MAX_PIECE_BYTES or piece_bytes & (piece_bytes - 1):
         raise ManifestError(f"{item.where}: 'piece_bytes' is no power of two up to {_MAX_PIECE_BYTES}")
-    store_bytes = None if version < 4 else item.optional("store_bytes", item.integer)
+    store_bytes = item.optional("store_bytes", item.integer)
     stripes = item.integer("stripes", 1 if store_bytes is None else 0)
     if stripes > _MAX_STRIPES:
         raise ManifestError(f"{item.where}: 'stripes' is more than {_MAX_STRIPES}")

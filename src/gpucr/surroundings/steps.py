@@ -47,8 +47,7 @@ def steps_before_criu(
     endpoints = endpoints_to_bind(manifest, tcp)
     if in_our_network and endpoints:
         steps.append(FreePorts(endpoints, deadline))
-    # An older manifest does not say: only CRIU's image does, which is read when it has been verified.
-    if manifest.open_files is None or _changed_sizes(manifest.open_files) or (manifest.connections and tcp == "close"):
+    if _changed_sizes(manifest.open_files) or (manifest.connections and tcp == "close"):
         steps.append(AdaptFiles(manifest, site, images, files, tcp))
     return steps
 
@@ -185,10 +184,7 @@ class AdaptFiles:
         original, outputs = self._images.original, self._site.value.outputs
         with images_read_from(original):
             image = FilesImage.read(original)
-        recorded = self._manifest.open_files
-        files = [
-            file for file in (image.written_files() if recorded is None else recorded) if Path(file.path) not in outputs
-        ]
+        files = [file for file in self._manifest.open_files if Path(file.path) not in outputs]
         if self._mode == "rewind":
             self._cut_back(files, meter)
         with images_read_from(original):
