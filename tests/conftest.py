@@ -65,6 +65,9 @@ def _put_simulator_in_place(state_dir: Path) -> None:
 
 
 def pytest_configure(config: pytest.Config) -> None:
+    # gpucr is started thousands of times: compiling its modules anew each time took half of the whole run.
+    os.environ.pop("PYTHONDONTWRITEBYTECODE", None)
+    sys.dont_write_bytecode = False
     # In the background of a shell script, and under nohup, they are ignored, and would be by all that the tests start.
     for number, usual in ((signal.SIGINT, signal.default_int_handler), (signal.SIGHUP, signal.SIG_DFL)):
         if signal.getsignal(number) is signal.SIG_IGN:
