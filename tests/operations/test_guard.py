@@ -27,6 +27,7 @@ from gpucr.errors import BrokenInstall, Unsupported
 from gpucr.gpu_state.recovery import BringBack, DetachedStaging, GangProtection
 from gpucr.jobs.recovery import EndSandbox
 from gpucr.linux import own_python, processes
+from gpucr.linux.claims import claimed
 from gpucr.model import CudaState, GangMember, ProcessId, StagedExtent
 from gpucr.snapshot.recovery import DiscardFolder, RemoveWorkingFolder
 from gpucr.undo import guard as guards
@@ -56,6 +57,7 @@ from gpucr.gang.threads import GangThreads
 from gpucr.gpu_state.recovery import BringBack, GangProtection
 from gpucr.jobs import selection
 from gpucr.linux import processes
+from gpucr.linux.claims import claimed
 from gpucr.model import *
 from gpucr.snapshot.folder import UnfinishedSnapshot
 from gpucr.snapshot.recovery import discard_folder
@@ -74,7 +76,7 @@ pid, folder = int(sys.argv[1]), Path(sys.argv[2])
 """
 
 _ON_JOB = """
-found, claims = selection.find_job(pid), processes.claimed([pid])
+found, claims = selection.find_job(pid), claimed([pid])
 protect(claims.__enter__(), found.job.processes)
 members, driver = found.job.gang, found.driver
 gang = Gang(driver, members)
@@ -336,7 +338,7 @@ def test_the_claim_is_kept_until_the_job_is_back(
     job = counter(env=sim_environment(faults=f"unlock#1=until:{tmp_path / 'go'}"))
     operation(job.pid, _ON_JOB, "gang.lock()\ndie()", wait=False)
     assert driver.state(job.pid) is LOCKED
-    with pytest.raises(Unsupported, match="another gpucr"), processes.claimed([job.pid]):
+    with pytest.raises(Unsupported, match="another gpucr"), claimed([job.pid]):
         pass
     (tmp_path / "go").touch()
     wait_until(lambda: driver.state(job.pid) is RUNNING, "the job to run")
@@ -350,7 +352,7 @@ def _status(tid: int) -> str:
 
 
 def _is_free(pid: int) -> bool:
-    with contextlib.suppress(Unsupported), processes.claimed([pid]):
+    with contextlib.suppress(Unsupported), claimed([pid]):
         return True
     return False
 

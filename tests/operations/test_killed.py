@@ -14,6 +14,7 @@ import gpucr
 from gpucr.driver.cuda import CudaDriver
 from gpucr.gpu_state.staging.attach import traced
 from gpucr.linux import descriptors, processes
+from gpucr.linux.claims import claimed
 from gpucr.linux.descriptors import send_descriptor
 from gpucr.linux.ptrace import TracedThread
 from gpucr.linux.tmpfs import StagingFile
@@ -58,7 +59,7 @@ def is_unharmed(job: Counter) -> bool:
 def is_claimed(pids: list[int]) -> bool:
     """Whether a gpucr, or the guard of one, is at work on them."""
     try:
-        with processes.claimed(pids):
+        with claimed(pids):
             return False
     except gpucr.Unsupported:
         return True

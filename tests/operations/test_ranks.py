@@ -16,7 +16,7 @@ import pytest
 import gpucr
 from gpucr.driver.cuda import CudaDriver
 from gpucr.gang import Gang
-from gpucr.linux import processes
+from gpucr.linux.claims import claimed
 from gpucr.model import CudaState, GangMember
 from tests.command import run_json, start
 from tests.counter import wait_until
@@ -241,7 +241,7 @@ def test_killed_with_some_locked_and_others_pending(ranks: RanksFactory, driver:
 
 def _is_claimed(job: Ranks) -> bool:
     try:
-        with processes.claimed(job.processes()):
+        with claimed(job.processes()):
             return False
     except gpucr.Unsupported:
         return True

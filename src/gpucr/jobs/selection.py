@@ -16,6 +16,7 @@ from gpucr.jobs import registered, sandbox
 from gpucr.jobs.one_job import require_one_job
 from gpucr.jobs.sandbox import Sandbox
 from gpucr.linux import processes
+from gpucr.linux.claims import claimed
 from gpucr.linux.descriptor_limit import Reserve
 from gpucr.model import Job, ProcessInfo
 
@@ -56,7 +57,7 @@ def claimed_job(pid: int | str, *, only: bool = False) -> Iterator[FoundJob]:
     Raises Unsupported where another one does.
     """
     tree = _tree_of(pid, only=only)
-    with processes.claimed(process.pid for process in tree) as claims:
+    with claimed(process.pid for process in tree) as claims:
         yield replace(_examine(tree), claims=claims)
 
 

@@ -9,7 +9,6 @@ from __future__ import annotations
 
 import contextlib
 import enum
-import fcntl
 import os
 import select
 import signal
@@ -18,7 +17,7 @@ from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
 from pathlib import Path
 
-from gpucr.errors import InvalidRequest, NotPermitted, ProcessNotFound, Unsupported
+from gpucr.errors import InvalidRequest, NotPermitted, ProcessNotFound
 from gpucr.model import ProcessId, ProcessInfo
 
 PROC = Path("/proc")
@@ -290,33 +289,6 @@ def require_access(process: ProcessInfo) -> None:
         )
     if found is not Presence.PRESENT:
         raise ProcessNotFound(f"process {process.pid} ended while it was looked at", pid=process.pid)
-
-
-@contextlib.contextmanager
-def claimed(pids: Iterable[int]) -> Iterator[tuple[int, ...]]:
-    """Keep every other gpucr off these processes: two at once would each take the other's half-way states for found.
-
-    An advisory lock (flock(2)) on ``/proc/PID/environ``: only who may trace the process can open it, the lock ends with
-    its holder however that ends, and nothing is left behind. Processes that have ended are passed over. The block gets
-    the descriptors: who is given a copy of one holds that claim as well. Raises Unsupported where a process is claimed
-    already.
-    """
-    fds: list[int] = []
-    with contextlib.ExitStack() as claims:
-        for pid in sorted(set(pids)):
-            try:
-                file = claims.enter_context((PROC / str(pid) / "environ").open("rb"))
-                fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
-                fds.append(file.fileno())
-            except (FileNotFoundError, ProcessLookupError):
-                continue
-            except BlockingIOError as e:
-                raise Unsupported(
-                    f"another gpucr is at work on process {pid}",
-                    hint="wait until it has finished, then try again",
-                    code="GPUCR-BUSY",
-                ) from e
-        yield tuple(fds)
 
 
 def tracer_pid(pid: int) -> int:

@@ -36,9 +36,9 @@ from gpucr.gpu_state.gpu_choice import GpuChoice, GpuRequest
 from gpucr.gpu_state.placement import Placement
 from gpucr.gpu_state.steps import HoldThreads, ReleaseThreads, RestoreGang, UnlockGang
 from gpucr.jobs import registered, selection
-from gpucr.jobs.pid_claims import claimed_pids
 from gpucr.jobs.sandbox_steps import KeepJob, SandboxPlan, StartKeeper, StartSandbox, check_clone, plan_sandbox
 from gpucr.linux import capabilities
+from gpucr.linux.claims import claimed_pids
 from gpucr.linux.pid_uses import wait_for_reaping
 from gpucr.model import Gpu, GpuMap
 from gpucr.operations.restore_steps import (

@@ -255,6 +255,7 @@ def take_stock(root_pid: int, manifest: Manifest, gang: Gang | None, protection:
     if protection is not None:
         protection.protect(EndRestored(restored))
         protection.withdraw(EndRestore)
+        protection.claim(process.pid for process in restored)
     by_namespace_pid = {process.ns_pids[-1]: process.id for process in tree}
     pids: dict[int, int] = {}
     for record in manifest.processes:

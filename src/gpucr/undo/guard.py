@@ -3,7 +3,7 @@
 Between some steps a job depends on gpucr: it is locked, checkpointed or stopped, and for a while its device memory lies
 in a file that gpucr alone holds open. SIGKILL and the kernel's out-of-memory killer leave no time for an undo. So an
 operation starts a guard, tells it before each such change what to do (recovery.py), and gives it copies of the
-descriptors that are needed, those that keep other gpucr's off the job (`processes.claimed`) included. While the
+descriptors that are needed, those that keep other gpucr's off the job (`claims.claimed`) included. While the
 operation lives, the guard does nothing at all.
 """
 

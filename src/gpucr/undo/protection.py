@@ -7,6 +7,7 @@ from collections.abc import Iterable, Sequence
 from types import TracebackType
 
 from gpucr.errors import BrokenInstall
+from gpucr.linux.claims import claimed
 from gpucr.model import ProcessInfo
 from gpucr.undo import recovery
 from gpucr.undo.guard import Guard
@@ -17,7 +18,7 @@ class Protection:
     """What is to be undone of one operation, and the guard that knows it.
 
     A context manager: the guard is started at its beginning, which takes a moment that the first `protect` waits for,
-    and dismissed at its end. ``claims`` are the descriptors of `processes.claimed`, ``tree`` the processes of the job.
+    and dismissed at its end. ``claims`` are the descriptors of `claims.claimed`, ``tree`` the processes of the job.
     """
 
     def __init__(self, claims: Sequence[int] = (), tree: Iterable[ProcessInfo] = ()) -> None:
@@ -27,6 +28,7 @@ class Protection:
         self._entries: dict[str, Entry] = {}  # in the order in which they were named; one of a kind
         self._outliving: set[str] = set()
         self._held: dict[tuple[str, int], int] = {}
+        self._claimed_later = contextlib.ExitStack()
 
     def __enter__(self) -> Protection:
         self._guard = Guard()
@@ -39,6 +41,16 @@ class Protection:
             self._guard.dismiss()
         except MemoryError:  # once more: a guard that stays takes back what has been done
             self._guard.dismiss()
+        finally:
+            self._claimed_later.close()
+
+    def claim(self, pids: Iterable[int]) -> None:
+        """Keep other gpucr's off processes that the operation has made, until it has ended, or its guard.
+
+        Raises Unsupported where another one is at work on them.
+        """
+        self._wait_ready()
+        self._guard.hold(self._claimed_later.enter_context(claimed(pids)))
 
     def protect(self, action: Action, descriptors: Sequence[int] = ()) -> None:
         """From now on this is to be done, too. To be called before what it would take back.
