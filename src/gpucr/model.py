@@ -6,6 +6,7 @@ import enum
 import re
 from collections.abc import Iterable
 from dataclasses import dataclass
+from typing import NamedTuple
 
 from gpucr.errors import InvalidRequest
 
@@ -169,6 +170,20 @@ class StagedExtent:
     def end(self) -> int:
         """The first address behind it."""
         return self.address + self.size_bytes
+
+
+class DevicePart(NamedTuple):
+    """A part of a process's device memory: what one backend holds (see gpu_state/backend.py).
+
+    Level 0 is what the driver itself delivers; the backends over it follow. Its text names files and areas of a store.
+    """
+
+    pid: int
+    level: int = 0
+
+    def __str__(self) -> str:
+        """``PID`` or ``PID-LEVEL``."""
+        return f"{self.pid}-{self.level}" if self.level else str(self.pid)
 
 
 @dataclass(frozen=True)

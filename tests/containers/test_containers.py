@@ -34,7 +34,7 @@ def test_a_container_comes_back_and_again(container: StartContainer, counters: i
     states = [record.found_state for record in part.manifest.processes]
     assert states == [CudaState.RUNNING] * counters
     assert not part.manifest.left_running
-    assert len(part.manifest.device_data) == counters
+    assert len(part.manifest.device_parts) == counters
 
     for _ in range(2):
         done = made.restore()

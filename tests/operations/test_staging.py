@@ -17,12 +17,13 @@ import pytest
 import gpucr
 from gpucr.driver.cuda import CudaDriver
 from gpucr.gpu_state import gang_staging, staging
+from gpucr.gpu_state.source import FileDestination
 from gpucr.gpu_state.staging import Capture, capture
 from gpucr.linux import memory, processes
 from gpucr.linux.injection import InjectionUnavailable
 from gpucr.linux.ptrace import TracedThread
 from gpucr.linux.tmpfs import StagingFile
-from gpucr.model import CudaState, StagedExtent
+from gpucr.model import CudaState, DevicePart, StagedExtent
 from gpucr.snapshot.device import DeviceReader, DeviceWriter
 from gpucr.snapshot.device.stripes import Stripes
 from gpucr.undo.steps import Progress
@@ -194,7 +195,7 @@ def test_what_was_not_captured_goes_through_criu(
         gpucr.dump(job.pid, tmp_path / "s")
         job.reap()
     manifest = gpucr.Snapshot.open(tmp_path / "s").manifest
-    assert manifest.device_data == {}
+    assert manifest.device_parts == {}
     assert sum(extent.size_bytes for extent in manifest.processes[0].staging) >= 8 * MIB
     gpucr.restore(tmp_path / "s")
     assert_unharmed(job, 102)
@@ -270,20 +271,20 @@ def slow_reader(monkeypatch: pytest.MonkeyPatch) -> Iterator[list[int]]:
     """A storage that delivers a piece only when the driver waits for it; tells the offsets waited for."""
     waited: list[int] = []
     changed = threading.Condition()
-    real_load, real_wait = DeviceReader._load, DeviceReader.wait_for
+    real_write, real_wait = FileDestination.write_from, DeviceReader.wait_for
 
-    def load(self: DeviceReader, job: Any, buffer: Any) -> None:
+    def write_from(self: FileDestination, position: int, data: memoryview) -> None:
         with changed:
-            changed.wait_for(lambda: max(waited, default=0) > job.loading.layout.start(job.piece))
-        real_load(self, job, buffer)
+            changed.wait_for(lambda: max(waited, default=0) > position)
+        real_write(self, position, data)
 
-    def wait_for(self: DeviceReader, pid: int, up_to_bytes: int, timeout_s: float | None = None) -> bool:
+    def wait_for(self: DeviceReader, part: DevicePart, up_to_bytes: int, timeout_s: float | None = None) -> bool:
         with changed:
             waited.append(up_to_bytes)
             changed.notify_all()
-        return real_wait(self, pid, up_to_bytes, timeout_s)
+        return real_wait(self, part, up_to_bytes, timeout_s)
 
-    monkeypatch.setattr(DeviceReader, "_load", load)
+    monkeypatch.setattr(FileDestination, "write_from", write_from)
     monkeypatch.setattr(DeviceReader, "wait_for", wait_for)
     yield waited
     with changed:
@@ -362,13 +363,13 @@ def test_a_restore_that_reads_for_too_long_is_ended(
     gpucr.dump(job.pid, tmp_path / "s")
     job.reap()
     over = threading.Event()
-    real_load = DeviceReader._load
+    real_write = FileDestination.write_from
 
-    def load(self: DeviceReader, job: Any, buffer: Any) -> None:
+    def write_from(self: FileDestination, position: int, data: memoryview) -> None:
         over.wait()
-        real_load(self, job, buffer)
+        real_write(self, position, data)
 
-    monkeypatch.setattr(DeviceReader, "_load", load)
+    monkeypatch.setattr(FileDestination, "write_from", write_from)
 
     def go_on_when_undone(event: Progress) -> None:
         if event.event == "undo":
@@ -417,7 +418,7 @@ def test_a_job_suspended_in_a_file_is_dumped_around_criu_as_well(
     job = counter("--mib", "16")
     gpucr.suspend(job.pid)
     report = gpucr.dump(job.pid, tmp_path / "running", leave_running=True)
-    assert report.snapshot.manifest.device_data[job.pid].stored_bytes >= 16 * MIB
+    assert report.snapshot.manifest.device_parts[DevicePart(job.pid)].stored_bytes >= 16 * MIB
     assert driver.state(job.pid) is CHECKPOINTED
     gpucr.dump(job.pid, tmp_path / "s")
     job.reap()
@@ -436,9 +437,9 @@ def test_saving_begins_before_the_driver_has_finished(
     seen: list[int] = []
     real_complete = DeviceWriter.complete
 
-    def complete(self: DeviceWriter, pid: int) -> None:
+    def complete(self: DeviceWriter, part: DevicePart) -> None:
         seen.append(self.seen_bytes)
-        real_complete(self, pid)
+        real_complete(self, part)
 
     monkeypatch.setattr(DeviceWriter, "complete", complete)
     gpucr.dump(job.pid, tmp_path / "s")
@@ -564,7 +565,7 @@ def test_all_parts_go_around_criu_and_come_back(twice: Counter, tmp_path: Path) 
     twice.reap()
     snapshot = gpucr.Snapshot.open(tmp_path / "s")
     snapshot.verify()
-    data = snapshot.manifest.device_data[twice.pid]
+    data = snapshot.manifest.device_parts[DevicePart(twice.pid)]
     assert_two_parts(data.extents)
     assert data.size_bytes == data.extents[-1].offset + data.extents[-1].size_bytes
     assert snapshot.manifest.processes[0].staging == ()
@@ -580,7 +581,7 @@ def test_all_parts_of_a_job_that_is_left_running(twice: Counter, tmp_path: Path,
     assert_unharmed(twice, 101)
     snapshot = gpucr.Snapshot.open(tmp_path / "s")
     snapshot.verify()
-    assert_two_parts(snapshot.manifest.device_data[twice.pid].extents)
+    assert_two_parts(snapshot.manifest.device_parts[DevicePart(twice.pid)].extents)
     twice.kill()
     gpucr.restore(tmp_path / "s")
     assert_unharmed(twice, 101)
@@ -597,7 +598,7 @@ def test_all_parts_of_a_suspended_job(twice: Counter, driver: CudaDriver, tmp_pa
     for name in ("running", "s"):
         snapshot = gpucr.Snapshot.open(tmp_path / name)
         snapshot.verify()
-        assert snapshot.manifest.device_data[twice.pid].extents == extents
+        assert snapshot.manifest.device_parts[DevicePart(twice.pid)].extents == extents
     gpucr.restore(tmp_path / "s")
     assert driver.state(twice.pid) is CHECKPOINTED
     assert staging.file_extents(twice.pid) == extents
@@ -636,7 +637,7 @@ def test_the_first_part_is_saved_before_the_driver_asks_for_the_second(
     job.reap()
     snapshot = gpucr.Snapshot.open(tmp_path / "s")
     snapshot.verify()
-    data = snapshot.manifest.device_data[job.pid]
+    data = snapshot.manifest.device_parts[DevicePart(job.pid)]
     assert_two_parts(data.extents)
     assert grown == [(28 * MIB, data.size_bytes)]  # the page behind 28 MiB waited for what comes to its piece
     gpucr.restore(tmp_path / "s")
@@ -651,7 +652,7 @@ def test_the_driver_restores_all_parts_while_they_are_still_being_read(
     report = gpucr.dump(twice.pid, tmp_path / "s")
     twice.reap()
     gpucr.restore(tmp_path / "s")
-    first, second = report.snapshot.manifest.device_data[twice.pid].extents
+    first, second = report.snapshot.manifest.device_parts[DevicePart(twice.pid)].extents
     assert len({offset for offset in slow_reader if offset <= first.size_bytes}) >= 4
     assert len({offset for offset in slow_reader if offset > second.offset}) >= 4
     assert slow_reader == sorted(slow_reader)
@@ -682,7 +683,7 @@ def test_a_part_that_was_not_captured_goes_through_criu(
         twice.reap()
     snapshot = gpucr.Snapshot.open(tmp_path / "s")
     snapshot.verify()
-    (captured,) = snapshot.manifest.device_data[twice.pid].extents
+    (captured,) = snapshot.manifest.device_parts[DevicePart(twice.pid)].extents
     assert captured.size_bytes >= 28 * MIB
     assert sum(extent.size_bytes for extent in snapshot.manifest.processes[0].staging) >= 28 * MIB
     gpucr.restore(tmp_path / "s")

@@ -16,7 +16,7 @@ import gpucr
 from gpucr.driver.cuda import CudaDriver
 from gpucr.linux import memory
 from gpucr.linux.tmpfs import StagingFile
-from gpucr.model import CudaState
+from gpucr.model import CudaState, DevicePart
 from gpucr.snapshot import working_folder
 from gpucr.snapshot.in_store import SnapshotInStore
 from gpucr.store import writers
@@ -97,7 +97,7 @@ def test_an_idle_job_is_written_once(counter: CounterFactory, store: Path) -> No
     assert_only_host_memory_is_new(second)
     for report in (first, second):
         counts = report.counts
-        data = report.snapshot.manifest.device_data.values()
+        data = report.snapshot.manifest.device_parts.values()
         assert counts.seen_bytes >= sum(each.size_bytes for each in data) + sum(
             file.size_bytes for file in report.snapshot.manifest.files
         )
@@ -118,7 +118,7 @@ def test_what_changes_is_written(counter: CounterFactory, store: Path) -> None:
     assert_only_host_memory_is_new(again)
     assert changed.counts.written_bytes < first.counts.written_bytes
     (device,) = [each for each in gpucr.diff_snapshots(at(store, "b"), at(store, "c")) if each.kind == "device"]
-    extents = opened(store, "c").manifest.device_data[job.pid].extents
+    extents = opened(store, "c").manifest.device_parts[DevicePart(job.pid)].extents
     assert device.pid == job.pid
     assert 0 < device.changed_bytes <= 2 * (2 << 20)
     for start, end in device.ranges:

@@ -10,11 +10,11 @@ from pathlib import Path
 import pytest
 
 from gpucr.errors import StoreDamaged
-from gpucr.gpu_state.source import FileSource
-from gpucr.model import StagedExtent
-from gpucr.snapshot.device import Destination, DeviceWriter
+from gpucr.gpu_state.source import FileDestination, FileSource
+from gpucr.model import DevicePart, StagedExtent
+from gpucr.snapshot.device import DeviceReader, DeviceWriter
 from gpucr.snapshot.store_destination import StoreSink
-from gpucr.snapshot.store_origin import StoreLoader
+from gpucr.snapshot.store_origin import StorePieces
 from gpucr.store import snapshots
 from gpucr.store.local import LocalBackend
 from gpucr.store.opened import Store
@@ -25,6 +25,7 @@ from tests.store.dumps import new_store
 
 PIECE = 4096
 LIMIT_S = 30.0
+THREE, FOUR, FIVE, SEVEN = map(DevicePart, (3, 4, 5, 7))
 
 
 @pytest.fixture
@@ -53,18 +54,18 @@ def sink_of(store: Store, session: WriteSession) -> StoreSink:
     return sink
 
 
-def saved(store: Store, memories: dict[int, bytes]) -> StoredSnapshot:
+def saved(store: Store, memories: dict[DevicePart, bytes]) -> StoredSnapshot:
     with WriteSession.begin(store, compress="none") as session:
         sink = sink_of(store, session)
-        fds = {pid: staging(memory) for pid, memory in memories.items()}
-        writer = DeviceWriter(sink, [FileSource(pid, fd, len(memories[pid])) for pid, fd in fds.items()], threads=2)
+        fds = {part: staging(memory) for part, memory in memories.items()}
+        writer = DeviceWriter(sink, [FileSource(part, fd, len(memories[part])) for part, fd in fds.items()], threads=2)
         try:
             writer.start()
-            for pid in fds:
-                writer.complete(pid)
+            for part in fds:
+                writer.complete(part)
             assert writer.wait(LIMIT_S)
-            for pid in fds:
-                writer.device_data(pid, ())
+            for part in fds:
+                writer.device_data(part, ())
         finally:
             writer.cancel()
             for fd in fds.values():
@@ -77,23 +78,23 @@ def test_what_changes_after_it_was_saved_early_is_saved_again(store: Store, sess
     memory[2 * PIECE : 3 * PIECE] = bytes(PIECE)
     fd = staging(bytes(memory))
     sink = sink_of(store, session)
-    writer = DeviceWriter(sink, [FileSource(7, fd, len(memory))], threads=2)
+    writer = DeviceWriter(sink, [FileSource(SEVEN, fd, len(memory))], threads=2)
     try:
         writer.start()
-        writer.advance(7, 5 * PIECE)
+        writer.advance(SEVEN, 5 * PIECE)
         wait_until(lambda: writer.seen_bytes == 5 * PIECE, "the first pieces to be saved")
         counts = session.writer.counts
         memory[PIECE : 2 * PIECE] = bytes(PIECE)
         memory[2 * PIECE : 3 * PIECE] = os.urandom(PIECE)
         os.pwrite(fd, memory, 0)
-        writer.complete(7)
+        writer.complete(SEVEN)
         assert writer.wait(LIMIT_S)
         writer.sync()
         assert writer.rewritten_pieces == 2
         seen = session.writer.counts.seen_bytes - counts.seen_bytes
         assert seen == (3 + 2) * PIECE, "what is as it was counts once"
         extent = StagedExtent(0x7F0000000000, len(memory), 0)
-        data = writer.device_data(7, [extent])
+        data = writer.device_data(SEVEN, [extent])
     finally:
         writer.cancel()
         os.close(fd)
@@ -104,85 +105,81 @@ def test_what_changes_after_it_was_saved_early_is_saved_again(store: Store, sess
     assert reader.read_all(stored.area("device/7").pieces(reader)) == memory
 
 
-def loader_of(store: Store, stored: StoredSnapshot, fds: dict[int, int]) -> StoreLoader:
-    from gpucr.snapshot.manifest import DeviceData
-
+def reader_of(store: Store, stored: StoredSnapshot, fds: dict[DevicePart, int]) -> DeviceReader:
     reader = snapshots.open_reader(store, stored)
-    areas = {pid: stored.area(f"device/{pid}") for pid in fds}
-    destinations = [
-        Destination(pid, fd, DeviceData((), areas[pid].size_bytes, PIECE, 0, (), 0)) for pid, fd in fds.items()
-    ]
-    return StoreLoader(reader, {pid: area.pieces(reader) for pid, area in areas.items()}, destinations)
+    areas = {part: stored.area(f"device/{part}") for part in fds}
+    destinations = [FileDestination(part, fd, areas[part].size_bytes) for part, fd in fds.items()]
+    return DeviceReader(StorePieces(reader, {part: area.pieces(reader) for part, area in areas.items()}), destinations)
 
 
 def test_all_processes_are_filled_side_by_side(store: Store) -> None:
-    memories = {pid: os.urandom(count * PIECE) for pid, count in ((3, 40), (4, 1), (5, 100))}
+    memories = {pid: os.urandom(count * PIECE) for pid, count in ((THREE, 40), (FOUR, 1), (FIVE, 100))}
     stored = saved(store, memories)
     fds = {pid: staging(len(memory)) for pid, memory in memories.items()}
-    loader = loader_of(store, stored, fds)
-    assert [(each.destination.pid, piece) for each, piece in loader._order[:5]] == [
-        (3, 0), (4, 0), (5, 0), (3, 1), (5, 1),
-    ]  # fmt: skip
-    loader.start()
+    reader = reader_of(store, stored, fds)
+    assert reader._order[:5] == [(THREE, 0), (FOUR, 0), (FIVE, 0), (THREE, 1), (FIVE, 1)]
+    reader.start()
     try:
-        assert loader.wait_for(4, PIECE, LIMIT_S)
+        assert reader.wait_for(FOUR, PIECE, LIMIT_S)
         for pid, memory in memories.items():
-            assert loader.wait_for(pid, len(memory) + 1, LIMIT_S)
-            assert loader.loaded(pid) == len(memory)
+            assert reader.wait_for(pid, len(memory) + 1, LIMIT_S)
+            assert reader.loaded(pid) == len(memory)
             assert os.pread(fds[pid], len(memory) + 1, 0) == memory
-        assert loader.loaded_bytes == sum(map(len, memories.values()))
+        assert reader.loaded_bytes == sum(map(len, memories.values()))
     finally:
-        loader.cancel()
+        reader.cancel()
         for fd in fds.values():
             os.close(fd)
 
 
 def test_zeros_stay_holes(store: Store) -> None:
     memory = bytes(64 * PIECE) + os.urandom(PIECE)
-    stored = saved(store, {3: memory})
+    stored = saved(store, {THREE: memory})
     fd = staging(len(memory))
-    loader = loader_of(store, stored, {3: fd})
-    loader.start()
-    assert loader.wait_for(3, len(memory), LIMIT_S)
-    loader.cancel()
+    reader = reader_of(store, stored, {THREE: fd})
+    reader.start()
+    assert reader.wait_for(THREE, len(memory), LIMIT_S)
+    reader.cancel()
     assert os.lseek(fd, 0, os.SEEK_DATA) == 64 * PIECE
     os.close(fd)
 
 
 def test_cancelled_nobody_waits_for_ever(store: Store, monkeypatch: pytest.MonkeyPatch) -> None:
-    stored = saved(store, {3: os.urandom(8 * PIECE)})
-    loader = loader_of(store, stored, {3: -1})
+    stored = saved(store, {THREE: os.urandom(8 * PIECE)})
+    fd = staging(8 * PIECE)
+    reader = reader_of(store, stored, {THREE: fd})
     entered, go_on = threading.Event(), threading.Event()
-    deliver = loader._deliver
+    deliver = reader._deliver
 
     def slow(number: int, data: object) -> None:
         entered.set()
         assert go_on.wait(LIMIT_S)
         deliver(number, data)  # type: ignore[arg-type]
 
-    monkeypatch.setattr(loader, "_deliver", slow)
-    loader.start()
+    monkeypatch.setattr(reader, "_deliver", slow)
+    reader.start()
     assert entered.wait(LIMIT_S)
-    assert not loader.wait_for(3, PIECE, 0.01), "out of time"
-    loader._is_cancelled = True
+    assert not reader.wait_for(THREE, PIECE, 0.01), "out of time"
+    reader._is_cancelled = True
     go_on.set()
-    loader.cancel()
-    assert not loader.wait_for(3, 8 * PIECE), "cancelled"
+    reader.cancel()
+    assert not reader.wait_for(THREE, 8 * PIECE), "cancelled"
+    os.close(fd)
 
 
 def test_damage_is_told_to_who_waits(store: Store, tmp_path: Path) -> None:
-    stored = saved(store, {3: os.urandom(8 * PIECE)})
+    stored = saved(store, {THREE: os.urandom(8 * PIECE)})
     for pack in (tmp_path / "store" / "packs").glob("*/*"):
         data = bytearray(pack.read_bytes())
         data[5] ^= 1  # of its first piece: how many follow depends on how the writers shared the work
         pack.chmod(0o600)
         pack.write_bytes(data)
     fd = staging(8 * PIECE)
-    loader = loader_of(store, stored, {3: fd})
-    loader.start()
+    reader = reader_of(store, stored, {THREE: fd})
+    reader.start()
     with pytest.raises(StoreDamaged):
-        loader.wait_for(3, 8 * PIECE, LIMIT_S)
+        reader.wait_for(THREE, 8 * PIECE, LIMIT_S)
     with pytest.raises(StoreDamaged):
-        loader.wait_for(3, PIECE, LIMIT_S)
-    loader.cancel()
+        reader.wait_for(THREE, PIECE, LIMIT_S)
+    reader.cancel()
     os.close(fd)

@@ -7,7 +7,7 @@ from pathlib import Path
 from typing import Any
 
 from gpucr.gpu_state.source import FileSource
-from gpucr.model import Connection, CudaState, Endpoint, Extent, Gpu, JobFile, StagedExtent
+from gpucr.model import Connection, CudaState, DevicePart, Endpoint, Extent, Gpu, JobFile, StagedExtent
 from gpucr.snapshot.device import DeviceWriter, FolderSink
 from gpucr.snapshot.folder import Snapshot, UnfinishedSnapshot
 from gpucr.snapshot.manifest import (
@@ -119,13 +119,15 @@ def write_device_data(folder: Path, device_memory: bytes, piece_bytes: int) -> D
     try:
         os.write(staging, device_memory)
         writer = DeviceWriter(
-            FolderSink(folder, piece_bytes=piece_bytes), [FileSource(100, staging, len(device_memory))], threads=2
+            FolderSink(folder, piece_bytes=piece_bytes),
+            [FileSource(DevicePart(100), staging, len(device_memory))],
+            threads=2,
         )
         writer.start()
-        writer.complete(100)
+        writer.complete(DevicePart(100))
         writer.wait()
         writer.sync()
-        return writer.device_data(100, [StagedExtent(0x7F0000000000, len(device_memory), 0)])
+        return writer.device_data(DevicePart(100), [StagedExtent(0x7F0000000000, len(device_memory), 0)])
     finally:
         os.close(staging)
 

@@ -21,11 +21,12 @@ from typing import Any
 import pytest
 
 from gpucr.errors import SnapshotDamaged, SnapshotError
-from gpucr.gpu_state.source import FileSource
-from gpucr.model import StagedExtent
+from gpucr.gpu_state.source import Destination, FileDestination, FileSource
+from gpucr.model import DevicePart, StagedExtent
 from gpucr.quantities import format_bytes
-from gpucr.snapshot.device import Destination, DeviceReader, DeviceWriter, FolderSink, check_shape, verify
+from gpucr.snapshot.device import DeviceReader, DeviceWriter, FolderPieces, FolderSink, check_shape, verify
 from gpucr.snapshot.device.crew import Crew, PieceBuffer
+from gpucr.snapshot.device.folder_pieces import OnlyChecked
 from gpucr.snapshot.device.stripes import STRIPES, Layout
 from gpucr.snapshot.manifest import DeviceData
 from tests.conftest import skip_or_fail
@@ -33,7 +34,7 @@ from tests.counter import wait_until
 
 PAGE = 4096
 PIECE = 4 * PAGE
-PID = 42
+PART = DevicePart(42)
 LIMIT_S = 30.0
 _ROOT = Path(__file__).parents[2]  # where `tests` can be imported from
 
@@ -87,22 +88,41 @@ def writer_of(folder: Path, sources: Sequence[FileSource] = (), **options: Any) 
     return DeviceWriter(sink, sources, **{"threads": 4, **options})
 
 
-def saved(folder: Path, fds: dict[int, int], **options: Any) -> dict[int, DeviceData]:
-    """Save these staging files, by pid, in one go."""
-    writer = writer_of(folder, [FileSource(pid, fd, os.fstat(fd).st_size) for pid, fd in fds.items()], **options)
+def saved(folder: Path, fds: dict[DevicePart, int], **options: Any) -> dict[DevicePart, DeviceData]:
+    """Save these staging files in one go."""
+    writer = writer_of(folder, [FileSource(part, fd, os.fstat(fd).st_size) for part, fd in fds.items()], **options)
     try:
         writer.start()
-        for pid in fds:
-            writer.complete(pid)
+        for part in fds:
+            writer.complete(part)
         assert writer.wait(LIMIT_S)
         writer.sync()
-        return {pid: writer.device_data(pid, ()) for pid in fds}
+        return {part: writer.device_data(part, ()) for part in fds}
     finally:
         writer.cancel()
 
 
-def load(folder: Path, destinations: Sequence[Destination], **options: Any) -> None:
-    reader = DeviceReader(folder, destinations, **{"threads": 4, **options})
+class Watched:
+    """A destination that tells of every piece: before it is taken, in the thread that brings it."""
+
+    def __init__(self, inner: Destination, on_piece: Callable[[memoryview], object]) -> None:
+        self.part, self.size_bytes, self.is_zeroed = inner.part, inner.size_bytes, inner.is_zeroed
+        self._inner = inner
+        self._on_piece = on_piece
+
+    def write_from(self, position: int, data: memoryview) -> None:
+        self._inner.write_from(position, data)
+        self._on_piece(data)
+
+
+def reader_of(
+    folder: Path, data: dict[DevicePart, DeviceData], destinations: Sequence[Destination], threads: int = 4
+) -> DeviceReader:
+    return DeviceReader(FolderPieces(folder, data, threads=threads), destinations)
+
+
+def load(folder: Path, data: dict[DevicePart, DeviceData], destinations: Sequence[Destination]) -> None:
+    reader = reader_of(folder, data, destinations)
     try:
         reader.start()
         assert reader.wait(LIMIT_S)
@@ -112,7 +132,7 @@ def load(folder: Path, destinations: Sequence[Destination], **options: Any) -> N
 
 def loaded(folder: Path, data: DeviceData, staging: MakeStaging) -> bytes:
     fd = staging(data.size_bytes)
-    load(folder, [Destination(PID, fd, data)])
+    load(folder, {PART: data}, [FileDestination(PART, fd, data.size_bytes)])
     return os.pread(fd, data.size_bytes + 1, 0)
 
 
@@ -123,27 +143,26 @@ def loaded(folder: Path, data: DeviceData, staging: MakeStaging) -> bytes:
 @pytest.mark.parametrize("size_bytes", [0, PAGE, PIECE, PIECE + PAGE, 7 * PIECE, 33 * PIECE + 3 * PAGE])
 def test_what_was_saved_comes_back(size_bytes: int, zero_share: float, staging: MakeStaging, tmp_path: Path) -> None:
     memory = some_memory(size_bytes, zero_share=zero_share)
-    data = saved(tmp_path / "device", {PID: staging(memory)})[PID]
+    data = saved(tmp_path / "device", {PART: staging(memory)})[PART]
     assert (data.size_bytes, data.sha256) == (size_bytes, digests_of(memory))
     assert loaded(tmp_path / "device", data, staging) == memory
-    verify(tmp_path / "device", {PID: data})
-    check_shape(tmp_path / "device", {PID: data})
+    verify(tmp_path / "device", {PART: data})
+    check_shape(tmp_path / "device", {PART: data})
 
 
 def test_several_processes_of_different_sizes(staging: MakeStaging, tmp_path: Path) -> None:
-    memories = {pid: some_memory(pid * 3 * PAGE, seed=pid) for pid in range(1, 41)}
-    data = saved(tmp_path / "device", {pid: staging(memory) for pid, memory in memories.items()})
-    destinations = [Destination(pid, staging(each.size_bytes), each) for pid, each in data.items()]
-    load(tmp_path / "device", destinations)
+    memories = {DevicePart(pid): some_memory(pid * 3 * PAGE, seed=pid) for pid in range(1, 41)}
+    data = saved(tmp_path / "device", {part: staging(memory) for part, memory in memories.items()})
+    destinations = [FileDestination(part, staging(each.size_bytes), each.size_bytes) for part, each in data.items()]
+    load(tmp_path / "device", data, destinations)
     for destination in destinations:
-        assert destination.fd is not None
-        assert os.pread(destination.fd, 1 << 20, 0) == memories[destination.pid]
+        assert os.pread(destination.fd, 1 << 20, 0) == memories[destination.part]
 
 
 def test_each_piece_lies_where_the_format_says(staging: MakeStaging, tmp_path: Path) -> None:
     memory = some_memory(19 * PIECE + PAGE)
-    data = saved(tmp_path / "device", {PID: staging(memory)})[PID]
-    files = [(tmp_path / "device" / f"{PID}.{number}").read_bytes() for number in range(data.stripes)]
+    data = saved(tmp_path / "device", {PART: staging(memory)})[PART]
+    files = [(tmp_path / "device" / f"{PART}.{number}").read_bytes() for number in range(data.stripes)]
     assert len(list((tmp_path / "device").iterdir())) == data.stripes == STRIPES
     together = bytearray()
     for number in range(len(data.sha256)):
@@ -155,34 +174,37 @@ def test_each_piece_lies_where_the_format_says(staging: MakeStaging, tmp_path: P
 
 def test_zeros_are_neither_written_nor_read(staging: MakeStaging, tmp_path: Path) -> None:
     fd = staging(bytes(64 * PIECE))
-    writer = writer_of(tmp_path / "device", [FileSource(PID, fd, 64 * PIECE)])
+    writer = writer_of(tmp_path / "device", [FileSource(PART, fd, 64 * PIECE)])
     writer.start()
-    writer.complete(PID)
+    writer.complete(PART)
     assert writer.wait(LIMIT_S)
     writer.sync()
     assert (writer.seen_bytes, writer.written_bytes) == (64 * PIECE, 0)
     assert sum(path.stat().st_blocks for path in (tmp_path / "device").iterdir()) == 0
-    data = writer.device_data(PID, ())
+    data = writer.device_data(PART, ())
     assert data.stored_bytes == 0
     destination = staging(64 * PIECE)
-    load(tmp_path / "device", [Destination(PID, destination, data)])
+    load(tmp_path / "device", {PART: data}, [FileDestination(PART, destination, 64 * PIECE)])
     assert os.fstat(destination).st_blocks == 0
 
 
 def test_the_bytes_are_counted(staging: MakeStaging, tmp_path: Path) -> None:
     memory = some_memory(30 * PIECE + PAGE)
     seen: list[int] = []
-    data = saved(tmp_path / "device", {PID: staging(memory)}, on_bytes=seen.append)[PID]
+    data = saved(tmp_path / "device", {PART: staging(memory)}, on_bytes=seen.append)[PART]
     assert sum(seen) == len(memory)
     read: list[int] = []
-    load(tmp_path / "device", [Destination(PID, staging(len(memory)), data)], on_bytes=read.append)
+    destination = Watched(
+        FileDestination(PART, staging(len(memory)), len(memory)), lambda piece: read.append(len(piece))
+    )
+    load(tmp_path / "device", {PART: data}, [destination])
     assert sum(read) == data.stored_bytes < len(memory)
 
 
 def test_everything_is_private_whatever_the_umask(staging: MakeStaging, tmp_path: Path) -> None:
     umask = os.umask(0)
     try:
-        saved(tmp_path / "device", {PID: staging(b"x" * PAGE)})
+        saved(tmp_path / "device", {PART: staging(b"x" * PAGE)})
     finally:
         os.umask(umask)
     assert stat.S_IMODE((tmp_path / "device").stat().st_mode) == 0o700
@@ -191,19 +213,19 @@ def test_everything_is_private_whatever_the_umask(staging: MakeStaging, tmp_path
 
 def test_without_processes_there_is_no_folder(tmp_path: Path) -> None:
     assert saved(tmp_path / "device", {}) == {}
-    load(tmp_path / "device", [])
+    load(tmp_path / "device", {}, [])
     verify(tmp_path / "device", {})
     assert list(tmp_path.iterdir()) == []
 
 
 def test_the_record_has_the_extents(staging: MakeStaging, tmp_path: Path) -> None:
-    writer = writer_of(tmp_path / "device", [FileSource(PID, staging(PAGE), PAGE)])
+    writer = writer_of(tmp_path / "device", [FileSource(PART, staging(PAGE), PAGE)])
     writer.start()
-    writer.complete(PID)
+    writer.complete(PART)
     assert writer.wait(LIMIT_S)
     writer.sync()
     extent = StagedExtent(0x7F0000000000, PAGE, 0)
-    assert writer.device_data(PID, [extent]) == DeviceData((extent,), PAGE, PIECE, STRIPES, (None,))
+    assert writer.device_data(PART, [extent]) == DeviceData((extent,), PAGE, PIECE, STRIPES, (None,))
 
 
 @pytest.mark.parametrize("seed", range(20))
@@ -231,7 +253,7 @@ def filling(staging: MakeStaging, tmp_path: Path) -> Iterator[tuple[DeviceWriter
     memory[3 * PIECE : 4 * PIECE] = bytes(PIECE)
     memory[5 * PIECE : 6 * PIECE] = b"x" * PIECE
     fd = staging(bytes(memory))
-    writer = writer_of(tmp_path / "device", [FileSource(PID, fd, len(memory))])
+    writer = writer_of(tmp_path / "device", [FileSource(PART, fd, len(memory))])
     writer.start()
     yield writer, fd, memory
     writer.cancel()
@@ -247,10 +269,10 @@ def put(fd: int, memory: bytearray, position: int, data: bytes) -> None:
 
 
 def finished(writer: DeviceWriter, tmp_path: Path, staging: MakeStaging) -> bytes:
-    writer.complete(PID)
+    writer.complete(PART)
     assert writer.wait(LIMIT_S)
     writer.sync()
-    data = writer.device_data(PID, ())
+    data = writer.device_data(PART, ())
     memory = loaded(tmp_path / "device", data, staging)
     assert data.sha256 == digests_of(memory)
     return memory
@@ -260,8 +282,8 @@ def test_only_whole_pieces_below_the_frontier_are_saved_early(
     filling: tuple[DeviceWriter, int, bytearray], tmp_path: Path, staging: MakeStaging
 ) -> None:
     writer, fd, memory = filling
-    writer.advance(PID, 10 * PIECE + PAGE)
-    writer.advance(PID, 2 * PIECE)  # an older sample that comes late
+    writer.advance(PART, 10 * PIECE + PAGE)
+    writer.advance(PART, 2 * PIECE)  # an older sample that comes late
     wait_seen(writer, 10 * PIECE)
     assert not writer.wait(0)
     put(fd, memory, 10 * PIECE, os.urandom(10 * PIECE))
@@ -273,7 +295,7 @@ def test_the_frontier_at_the_end_is_not_yet_the_end(
     filling: tuple[DeviceWriter, int, bytearray], tmp_path: Path, staging: MakeStaging
 ) -> None:
     writer, fd, memory = filling
-    writer.advance(PID, 20 * PIECE)
+    writer.advance(PART, 20 * PIECE)
     wait_seen(writer, 20 * PIECE)
     assert not writer.wait(0), "everything is saved, but nothing is final"
     put(fd, memory, 19 * PIECE, b"the last word")
@@ -295,12 +317,12 @@ def test_what_changes_after_it_was_saved_is_saved_again(
     staging: MakeStaging,
 ) -> None:  # fmt: skip
     writer, fd, memory = filling
-    writer.advance(PID, 15 * PIECE)
+    writer.advance(PART, 15 * PIECE)
     wait_seen(writer, 15 * PIECE)
     put(fd, memory, position, new)
     assert finished(writer, tmp_path, staging) == memory
     assert writer.rewritten_pieces == rewritten
-    stored = b"".join((tmp_path / "device" / f"{PID}.{number}").read_bytes() for number in range(STRIPES))
+    stored = b"".join((tmp_path / "device" / f"{PART}.{number}").read_bytes() for number in range(STRIPES))
     assert (b"x" * PIECE in stored) == (b"x" * PIECE in memory), "what was there before must not stay on the disk"
 
 
@@ -310,7 +332,7 @@ def test_a_source_that_is_written_while_it_is_read(
     writer, fd, memory = filling
     chance = random.Random(7)  # noqa: S311 - the same for every run
     for piece in range(1, 21):
-        writer.advance(PID, piece * PIECE)
+        writer.advance(PART, piece * PIECE)
         for _ in range(30):
             put(fd, memory, chance.randrange(20 * PIECE - 64), chance.randbytes(64))
     assert finished(writer, tmp_path, staging) == memory
@@ -325,19 +347,19 @@ def test_a_piece_that_is_in_a_threads_hands_when_the_end_comes(staging: MakeStag
         held.set()
         assert go_on.wait(LIMIT_S)
 
-    writer = writer_of(tmp_path / "device", [FileSource(PID, fd, len(memory))], threads=1, on_bytes=hold)
+    writer = writer_of(tmp_path / "device", [FileSource(PART, fd, len(memory))], threads=1, on_bytes=hold)
     try:
         writer.start()
-        writer.advance(PID, PIECE)
+        writer.advance(PART, PIECE)
         assert held.wait(LIMIT_S)  # piece 0 is read and written, but not yet counted as saved
         put(fd, memory, 0, b"changed")
-        writer.complete(PID)
+        writer.complete(PART)
         assert not writer.wait(0)
         go_on.set()
         assert writer.wait(LIMIT_S)
         writer.sync()
         assert writer.rewritten_pieces == 1
-        assert loaded(tmp_path / "device", writer.device_data(PID, ()), staging) == memory
+        assert loaded(tmp_path / "device", writer.device_data(PART, ()), staging) == memory
     finally:
         go_on.set()
         writer.cancel()
@@ -348,33 +370,33 @@ def test_a_process_that_is_added_later(
 ) -> None:
     writer, _, memory = filling
     late = some_memory(3 * PIECE + PAGE, seed=9)
-    writer.advance(PID, 5 * PIECE)
-    writer.add(FileSource(43, staging(late), len(late)))
-    writer.complete(43)
+    writer.advance(PART, 5 * PIECE)
+    writer.add(FileSource(DevicePart(43), staging(late), len(late)))
+    writer.complete(DevicePart(43))
     assert not writer.wait(0)
     assert finished(writer, tmp_path, staging) == memory
-    assert writer.device_data(43, ()).sha256 == digests_of(late)
+    assert writer.device_data(DevicePart(43), ()).sha256 == digests_of(late)
 
 
 def test_a_source_that_grows(staging: MakeStaging, tmp_path: Path) -> None:
     memory = bytearray(os.urandom(21 * PIECE))
     fd = staging(bytes(memory))
-    writer = writer_of(tmp_path / "device", [FileSource(PID, fd, 2 * PIECE + PAGE)])
+    writer = writer_of(tmp_path / "device", [FileSource(PART, fd, 2 * PIECE + PAGE)])
     try:
         writer.start()
-        writer.advance(PID, 2 * PIECE + PAGE)
+        writer.advance(PART, 2 * PIECE + PAGE)
         wait_seen(writer, 2 * PIECE)
         put(fd, memory, 2 * PIECE, b"what would differ if the last piece were read before it is full")
-        writer.grow(FileSource(PID, fd, 20 * PIECE + PAGE))
-        writer.advance(PID, 30 * PIECE)
+        writer.grow(FileSource(PART, fd, 20 * PIECE + PAGE))
+        writer.advance(PART, 30 * PIECE)
         wait_seen(writer, 20 * PIECE)
         for size_bytes in (20 * PIECE, 20 * PIECE + PAGE + 1, 22 * PIECE):
-            with pytest.raises(ValueError, match=f"process {PID}"):
-                writer.grow(FileSource(PID, fd, size_bytes))
+            with pytest.raises(ValueError, match=f"process {PART.pid}"):
+                writer.grow(FileSource(PART, fd, size_bytes))
         assert finished(writer, tmp_path, staging) == memory[: 20 * PIECE + PAGE]
         assert (writer.seen_bytes, writer.rewritten_pieces) == (20 * PIECE + PAGE, 0)
         with pytest.raises(ValueError, match="final size"):
-            writer.grow(FileSource(PID, fd, 21 * PIECE))
+            writer.grow(FileSource(PART, fd, 21 * PIECE))
     finally:
         writer.cancel()
 
@@ -384,15 +406,15 @@ def test_a_source_cannot_grow_when_the_writer_has_ended(filling: tuple[DeviceWri
     os.ftruncate(fd, len(memory) + PIECE)
     writer.cancel()
     with pytest.raises(RuntimeError, match="has ended"):
-        writer.grow(FileSource(PID, fd, len(memory) + PIECE))
+        writer.grow(FileSource(PART, fd, len(memory) + PIECE))
 
 
-@pytest.mark.parametrize("call", [lambda writer: writer.sync(), lambda writer: writer.device_data(PID, ())])
+@pytest.mark.parametrize("call", [lambda writer: writer.sync(), lambda writer: writer.device_data(PART, ())])
 def test_nothing_is_said_to_be_saved_before_it_is(
     call: Callable[[DeviceWriter], object], filling: tuple[DeviceWriter, int, bytearray]
 ) -> None:
     writer = filling[0]
-    writer.advance(PID, 20 * PIECE)
+    writer.advance(PART, 20 * PIECE)
     wait_seen(writer, 20 * PIECE)
     with pytest.raises(RuntimeError, match="not everything is final"):
         call(writer)
@@ -403,39 +425,39 @@ def test_nothing_is_said_to_be_saved_before_it_is(
 
 @pytest.mark.parametrize("size_bytes", [PAGE - 1, PAGE + 512, -PAGE, 3 * PAGE])
 def test_a_source_of_a_size_that_cannot_be(size_bytes: int, staging: MakeStaging, tmp_path: Path) -> None:
-    with pytest.raises(ValueError, match=f"process {PID}"):
-        writer_of(tmp_path / "device", [FileSource(PID, staging(2 * PAGE), size_bytes)])
+    with pytest.raises(ValueError, match=f"process {PART.pid}"):
+        writer_of(tmp_path / "device", [FileSource(PART, staging(2 * PAGE), size_bytes)])
     assert not (tmp_path / "device").exists()
 
 
 def test_a_process_that_is_named_twice(staging: MakeStaging, tmp_path: Path) -> None:
     with pytest.raises(ValueError, match="being saved already"):
-        writer_of(tmp_path / "device", [FileSource(PID, staging(PAGE), PAGE), FileSource(PID, staging(PAGE), PAGE)])
+        writer_of(tmp_path / "device", [FileSource(PART, staging(PAGE), PAGE), FileSource(PART, staging(PAGE), PAGE)])
 
 
 def test_a_device_folder_that_exists(staging: MakeStaging, tmp_path: Path) -> None:
     (tmp_path / "device").mkdir()
     with pytest.raises(SnapshotError, match="File exists"):
-        writer_of(tmp_path / "device", [FileSource(PID, staging(PAGE), PAGE)])
+        writer_of(tmp_path / "device", [FileSource(PART, staging(PAGE), PAGE)])
 
 
 def test_a_file_that_somebody_put_there(staging: MakeStaging, tmp_path: Path) -> None:
     (tmp_path / "victim").write_text("kept")
-    writer = writer_of(tmp_path / "device", [FileSource(1, staging(PAGE), PAGE)])
-    (tmp_path / "device" / f"{PID}.0").symlink_to(tmp_path / "victim")
+    writer = writer_of(tmp_path / "device", [FileSource(DevicePart(1), staging(PAGE), PAGE)])
+    (tmp_path / "device" / f"{PART}.0").symlink_to(tmp_path / "victim")
     with pytest.raises(SnapshotError, match="File exists"):
-        writer.add(FileSource(PID, staging(PAGE), PAGE))
+        writer.add(FileSource(PART, staging(PAGE), PAGE))
     writer.cancel()
     assert (tmp_path / "victim").read_text() == "kept"
 
 
 def test_a_source_that_becomes_shorter(staging: MakeStaging, tmp_path: Path) -> None:
     fd = staging(some_memory(4 * PIECE))
-    writer = writer_of(tmp_path / "device", [FileSource(PID, fd, 4 * PIECE)])
+    writer = writer_of(tmp_path / "device", [FileSource(PART, fd, 4 * PIECE)])
     os.ftruncate(fd, 3 * PIECE + 100)
     writer.start()
-    writer.complete(PID)
-    with pytest.raises(SnapshotError, match=f"process {PID} ends at byte {3 * PIECE + 100}, not at {4 * PIECE}"):
+    writer.complete(PART)
+    with pytest.raises(SnapshotError, match=f"process {PART.pid} ends at byte {3 * PIECE + 100}, not at {4 * PIECE}"):
         writer.wait(LIMIT_S)
     writer.cancel()
 
@@ -488,16 +510,16 @@ def test_a_failing_disk_ends_all_threads(staging: MakeStaging, tmp_path: Path, m
     def fail(*arguments: object) -> int:
         raise OSError(errno.EIO, "Input/output error")
 
-    writer = writer_of(tmp_path / "device", [FileSource(PID, staging(some_memory(9 * PIECE)), 9 * PIECE)])
+    writer = writer_of(tmp_path / "device", [FileSource(PART, staging(some_memory(9 * PIECE)), 9 * PIECE)])
     monkeypatch.setattr(os, "pwritev", fail)
     writer.start()
-    writer.complete(PID)
+    writer.complete(PART)
     with pytest.raises(SnapshotError, match=r"written to .*/device: Input/output error") as caught:
         writer.wait(LIMIT_S)
     assert Path(caught.value.path).parent == tmp_path / "device"
     assert "dmesg" in (caught.value.hint or "")
     with pytest.raises(SnapshotError, match="Input/output error"):
-        writer.add(FileSource(43, staging(PAGE), PAGE))
+        writer.add(FileSource(DevicePart(43), staging(PAGE), PAGE))
     assert not list((tmp_path / "device").glob("43.*")), "the sink was not asked: a thread may be closing it"
     writer.cancel()
 
@@ -509,7 +531,7 @@ def test_a_sync_that_fails_cannot_be_repeated(
         raise OSError(errno.EIO, "Input/output error")
 
     writer = filling[0]
-    writer.complete(PID)
+    writer.complete(PART)
     assert writer.wait(LIMIT_S)
     with monkeypatch.context() as patch:
         patch.setattr(os, "fsync", fail)
@@ -521,7 +543,7 @@ def test_a_sync_that_fails_cannot_be_repeated(
 
 def test_what_was_cancelled_is_not_called_durable(filling: tuple[DeviceWriter, int, bytearray]) -> None:
     writer = filling[0]
-    writer.complete(PID)
+    writer.complete(PART)
     assert writer.wait(LIMIT_S)
     writer.cancel()
     with pytest.raises(RuntimeError, match="has ended"):
@@ -537,7 +559,7 @@ def test_files_and_folders_are_synced(staging: MakeStaging, tmp_path: Path, monk
         real(fd)
 
     monkeypatch.setattr(os, "fsync", note)
-    saved(tmp_path / "device", {pid: staging(some_memory(20 * PIECE)) for pid in (1, 2)})
+    saved(tmp_path / "device", {DevicePart(pid): staging(some_memory(20 * PIECE)) for pid in (1, 2)})
     folders = {str(tmp_path), str(tmp_path / "device")}
     assert synced == folders | {str(tmp_path / "device" / f"{pid}.{n}") for pid in (1, 2) for n in range(STRIPES)}
 
@@ -570,7 +592,7 @@ def test_file_systems_that_do_not_take_direct_io(
     monkeypatch.setattr(os, "pwritev", strict(os.pwritev))
     monkeypatch.setattr(os, "preadv", strict(os.preadv))
     memory = some_memory(40 * PIECE + PAGE)
-    data = saved(tmp_path / "device", {PID: staging(memory)}, threads=16)[PID]
+    data = saved(tmp_path / "device", {PART: staging(memory)}, threads=16)[PART]
     assert loaded(tmp_path / "device", data, staging) == memory
     assert refusals or refused == "after a part"  # there the disk itself may refuse a part of a page
 
@@ -589,12 +611,12 @@ def test_a_fork_does_not_share_the_buffers() -> None:
 
 @pytest.mark.parametrize("until", ["made", "started", "advanced", "completed", "waited", "synced"])
 def test_a_writer_can_be_cancelled_at_any_time(until: str, staging: MakeStaging, tmp_path: Path) -> None:
-    writer = writer_of(tmp_path / "device", [FileSource(PID, staging(some_memory(50 * PIECE)), 50 * PIECE)])
+    writer = writer_of(tmp_path / "device", [FileSource(PART, staging(some_memory(50 * PIECE)), 50 * PIECE)])
     steps: dict[str, Callable[[], object]] = {
         "made": lambda: None,
         "started": writer.start,
-        "advanced": lambda: writer.advance(PID, 25 * PIECE),
-        "completed": lambda: writer.complete(PID),
+        "advanced": lambda: writer.advance(PART, 25 * PIECE),
+        "completed": lambda: writer.complete(PART),
         "waited": lambda: writer.wait(LIMIT_S),
         "synced": writer.sync,
     }
@@ -607,7 +629,7 @@ def test_a_writer_can_be_cancelled_at_any_time(until: str, staging: MakeStaging,
     if until in ("made", "started", "advanced"):
         assert not writer.wait(LIMIT_S), "a cancelled writer has not written everything"
     with pytest.raises(RuntimeError, match="has ended"):
-        writer.add(FileSource(43, staging(PAGE), PAGE))
+        writer.add(FileSource(DevicePart(43), staging(PAGE), PAGE))
     shutil.rmtree(tmp_path / "device")
 
 
@@ -623,10 +645,10 @@ def test_cancelling_releases_who_waits(filling: tuple[DeviceWriter, int, bytearr
 
 def test_a_callback_may_cancel(staging: MakeStaging, tmp_path: Path) -> None:
     made: list[DeviceWriter] = []
-    source = FileSource(PID, staging(some_memory(50 * PIECE)), 50 * PIECE)
+    source = FileSource(PART, staging(some_memory(50 * PIECE)), 50 * PIECE)
     made.append(writer_of(tmp_path / "device", [source], on_bytes=lambda _: made[0].cancel()))
     made[0].start()
-    made[0].complete(PID)
+    made[0].complete(PART)
     assert not made[0].wait(LIMIT_S)
     made[0].cancel()
 
@@ -636,11 +658,11 @@ def test_a_callback_that_fails_is_not_lost(staging: MakeStaging, tmp_path: Path)
         raise ZeroDivisionError
 
     with pytest.raises(ZeroDivisionError):
-        saved(tmp_path / "device", {PID: staging(some_memory(5 * PIECE))}, on_bytes=fail)
+        saved(tmp_path / "device", {PART: staging(some_memory(5 * PIECE))}, on_bytes=fail)
 
 
 def test_large_pieces_have_few_buffers(staging: MakeStaging, tmp_path: Path) -> None:
-    writer = writer_of(tmp_path / "device", [FileSource(PID, staging(PAGE), PAGE)], threads=8, piece_bytes=256 << 20)
+    writer = writer_of(tmp_path / "device", [FileSource(PART, staging(PAGE), PAGE)], threads=8, piece_bytes=256 << 20)
     writer.start()
     names = [thread.name for thread in threading.enumerate() if thread.name.startswith("device-writer")]
     writer.cancel()
@@ -654,43 +676,45 @@ def test_the_prefix_grows_piece_by_piece(staging: MakeStaging, tmp_path: Path) -
     """One thread, which stops in front of every stored piece that it has in place and has not yet reported."""
     memory = bytearray(os.urandom(5 * PIECE + PAGE))
     memory[PIECE : 3 * PIECE] = bytes(2 * PIECE)
-    data = saved(tmp_path / "device", {PID: staging(bytes(memory))})[PID]
+    data = saved(tmp_path / "device", {PART: staging(bytes(memory))})[PART]
     fd = staging(data.size_bytes)
     turn, go_on = threading.Semaphore(0), threading.Semaphore(0)
 
-    def pause(_: int) -> None:
+    def pause(_: memoryview) -> None:
         turn.release()
         assert go_on.acquire(timeout=LIMIT_S)
 
-    reader = DeviceReader(tmp_path / "device", [Destination(PID, fd, data)], threads=1, on_bytes=pause)
+    destination = Watched(FileDestination(PART, fd, data.size_bytes), pause)
+    reader = reader_of(tmp_path / "device", {PART: data}, [destination], threads=1)
     try:
-        assert reader.loaded(PID) == 0
-        assert not reader.wait_for(PID, 1, 0)
+        assert reader.loaded(PART) == 0
+        assert not reader.wait_for(PART, 1, 0)
         reader.start()
         for finished_before, finished_after in ((0, 3), (3, 4), (4, 5), (5, 6)):
             assert turn.acquire(timeout=LIMIT_S)
-            assert reader.loaded(PID) == finished_before * PIECE
+            assert reader.loaded(PART) == finished_before * PIECE
             go_on.release()
-            assert reader.wait_for(PID, min(finished_after * PIECE, data.size_bytes), LIMIT_S)
-            length = reader.loaded(PID)
+            assert reader.wait_for(PART, min(finished_after * PIECE, data.size_bytes), LIMIT_S)
+            length = reader.loaded(PART)
             assert os.pread(fd, length, 0) == memory[:length]
-        assert reader.wait_for(PID, 1 << 40, LIMIT_S), "more than there is means: all of it"
+        assert reader.wait_for(PART, 1 << 40, LIMIT_S), "more than there is means: all of it"
         assert reader.wait(LIMIT_S)
-        assert reader.loaded(PID) == data.size_bytes
+        assert reader.loaded(PART) == data.size_bytes
     finally:
         go_on.release(10)
         reader.cancel()
 
 
 def test_several_processes_take_turns(staging: MakeStaging, tmp_path: Path) -> None:
-    data = saved(tmp_path / "device", {pid: staging(os.urandom(4 * PIECE)) for pid in (1, 2, 3)})
+    parts = [DevicePart(pid) for pid in (1, 2, 3)]
+    data = saved(tmp_path / "device", {part: staging(os.urandom(4 * PIECE)) for part in parts})
     progress: list[tuple[int, ...]] = []
-    reader = DeviceReader(
-        tmp_path / "device",
-        [Destination(pid, None, each) for pid, each in data.items()],
-        threads=1,
-        on_bytes=lambda _: progress.append(tuple(reader.loaded(pid) // PIECE for pid in (1, 2, 3))),
-    )
+
+    def look(_: memoryview) -> None:
+        progress.append(tuple(reader.loaded(part) // PIECE for part in parts))
+
+    destinations = [Watched(OnlyChecked(part, 4 * PIECE), look) for part in parts]
+    reader = reader_of(tmp_path / "device", data, destinations, threads=1)
     reader.start()
     assert reader.wait(LIMIT_S)
     reader.cancel()
@@ -698,23 +722,53 @@ def test_several_processes_take_turns(staging: MakeStaging, tmp_path: Path) -> N
     assert len(progress) == 12
 
 
+def test_what_the_driver_waits_for_comes_before_what_lies_over_it(staging: MakeStaging, tmp_path: Path) -> None:
+    above = DevicePart(42, 1)
+    data = saved(tmp_path / "device", {each: staging(os.urandom(4 * PIECE)) for each in (above, PART)})
+    assert {path.name for path in (tmp_path / "device").iterdir()} >= {"42.0", "42-1.0"}
+    order: list[DevicePart] = []
+
+    def noting(part: DevicePart) -> Watched:
+        return Watched(OnlyChecked(part, 4 * PIECE), lambda _: order.append(part))
+
+    destinations = [noting(above), noting(PART)]
+    reader = reader_of(tmp_path / "device", data, destinations, threads=1)
+    reader.start()
+    assert reader.wait(LIMIT_S)
+    reader.cancel()
+    assert order == [PART] * 4 + [above] * 4
+
+
+def test_a_place_that_is_not_zeroed_is_given_its_zeros(staging: MakeStaging, tmp_path: Path) -> None:
+    memory = some_memory(9 * PIECE)
+    data = saved(tmp_path / "device", {PART: staging(memory)})[PART]
+    dirty = bytearray(b"x" * len(memory))
+
+    class Memory(OnlyChecked):
+        def write_from(self, position: int, data: memoryview) -> None:
+            dirty[position : position + len(data)] = data
+
+    load(tmp_path / "device", {PART: data}, [Memory(PART, len(memory))])
+    assert dirty == memory
+
+
 @pytest.mark.parametrize("until", ["made", "started"])
 def test_a_reader_can_be_cancelled(until: str, staging: MakeStaging, tmp_path: Path) -> None:
-    data = saved(tmp_path / "device", {PID: staging(os.urandom(9 * PIECE))})[PID]
+    data = saved(tmp_path / "device", {PART: staging(os.urandom(9 * PIECE))})[PART]
     begun = threading.Event()
 
-    def cancel_at_the_first_piece(_: int) -> None:
+    def cancel_at_the_first_piece(_: memoryview) -> None:
         reader.cancel()
         begun.set()
 
-    destinations = [Destination(PID, None, data)]
-    reader = DeviceReader(tmp_path / "device", destinations, threads=2, on_bytes=cancel_at_the_first_piece)
+    destination = Watched(OnlyChecked(PART, data.size_bytes), cancel_at_the_first_piece)
+    reader = reader_of(tmp_path / "device", {PART: data}, [destination], threads=2)
     if until == "started":
         reader.start()
         assert begun.wait(LIMIT_S)
     reader.cancel()
     reader.cancel()
-    assert not reader.wait_for(PID, data.size_bytes, LIMIT_S)
+    assert not reader.wait_for(PART, data.size_bytes, LIMIT_S)
 
 
 def test_a_thread_may_stop_its_crew_before_it_is_known_to_have_started(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -750,7 +804,7 @@ def stored(staging: MakeStaging, tmp_path: Path) -> tuple[Path, DeviceData]:
     """The folder with 20 pieces and a page of process 42; piece 1 is zero."""
     memory = bytearray(some_memory(20 * PIECE + PAGE, zero_share=0))
     memory[PIECE : 2 * PIECE] = bytes(PIECE)
-    return tmp_path / "device", saved(tmp_path / "device", {PID: staging(bytes(memory))})[PID]
+    return tmp_path / "device", saved(tmp_path / "device", {PART: staging(bytes(memory))})[PART]
 
 
 def refused(stored: tuple[Path, DeviceData], staging: MakeStaging, says: str, name: str) -> None:
@@ -758,8 +812,8 @@ def refused(stored: tuple[Path, DeviceData], staging: MakeStaging, says: str, na
     folder, data = stored
     fd = staging(data.size_bytes)
     attempts: list[Callable[[], None]] = [
-        lambda: load(folder, [Destination(PID, fd, data)]),
-        lambda: verify(folder, {PID: data}),
+        lambda: load(folder, {PART: data}, [FileDestination(PART, fd, data.size_bytes)]),
+        lambda: verify(folder, {PART: data}),
     ]
     for attempt in attempts:
         with pytest.raises(SnapshotDamaged, match=says) as caught:
@@ -771,30 +825,30 @@ def refused(stored: tuple[Path, DeviceData], staging: MakeStaging, says: str, na
 @pytest.mark.parametrize("position", [0, PIECE - 1, PIECE, 2 * PIECE + 5])
 @pytest.mark.parametrize("number", [0, 4])
 def test_a_flipped_bit(number: int, position: int, stored: tuple[Path, DeviceData], staging: MakeStaging) -> None:
-    file = stored[0] / f"{PID}.{number}"
+    file = stored[0] / f"{PART}.{number}"
     content = bytearray(file.read_bytes())
     content[position] ^= 0x10
     file.write_bytes(content)
     start = position // PIECE * PIECE
     end = min(start + PIECE, len(content))
-    says = f"of process {PID}, differs from what was written, between bytes {start} and {end}$"
-    refused(stored, staging, f"^device/{PID}.{number}, .*{says}", f"device/{PID}.{number}")
+    says = f"of process {PART}, differs from what was written, between bytes {start} and {end}$"
+    refused(stored, staging, f"^device/{PART}.{number}, .*{says}", f"device/{PART}.{number}")
 
 
 def test_a_damaged_piece_never_reaches_the_staging_file(stored: tuple[Path, DeviceData], staging: MakeStaging) -> None:
     folder, data = stored
-    (folder / f"{PID}.0").write_bytes(os.urandom((folder / f"{PID}.0").stat().st_size))
+    (folder / f"{PART}.0").write_bytes(os.urandom((folder / f"{PART}.0").stat().st_size))
     fd = staging(data.size_bytes)
     with pytest.raises(SnapshotDamaged):
-        load(folder, [Destination(PID, fd, data)])
+        load(folder, {PART: data}, [FileDestination(PART, fd, data.size_bytes)])
     assert not any(os.pread(fd, PIECE, 0))
 
 
 def test_two_pieces_that_changed_places(stored: tuple[Path, DeviceData], staging: MakeStaging) -> None:
-    file = stored[0] / f"{PID}.2"
+    file = stored[0] / f"{PART}.2"
     content = file.read_bytes()
     file.write_bytes(content[PIECE : 2 * PIECE] + content[:PIECE] + content[2 * PIECE :])
-    refused(stored, staging, "differs from what was written", f"device/{PID}.2")
+    refused(stored, staging, "differs from what was written", f"device/{PART}.2")
 
 
 @pytest.mark.parametrize("place", [0, PIECE - 1])
@@ -803,31 +857,31 @@ def test_bytes_in_a_hole_are_damage_that_does_no_harm(
 ) -> None:
     """A restore does not read them, since the manifest says that the piece is zero; a check tells of them."""
     folder, data = stored
-    verify(folder, {PID: data})
-    with (folder / f"{PID}.1").open("r+b") as file:
+    verify(folder, {PART: data})
+    with (folder / f"{PART}.1").open("r+b") as file:
         file.seek(place)
         file.write(b"x")
     assert not any(loaded(folder, data, staging)[PIECE : 2 * PIECE])
-    with pytest.raises(SnapshotDamaged, match=f"^device/{PID}.1, .* differs .* between bytes 0 and {PIECE}$"):
-        verify(folder, {PID: data})
+    with pytest.raises(SnapshotDamaged, match=f"^device/{PART}.1, .* differs .* between bytes 0 and {PIECE}$"):
+        verify(folder, {PART: data})
 
 
 @pytest.mark.parametrize("change", [-1, 1, -PIECE, PIECE, -(1 << 40)])
 def test_a_stripe_of_another_size(change: int, stored: tuple[Path, DeviceData], staging: MakeStaging) -> None:
-    file = stored[0] / f"{PID}.3"
+    file = stored[0] / f"{PART}.3"
     size = file.stat().st_size
     os.truncate(file, max(0, size + change))
-    refused(stored, staging, f"has {max(0, size + change)} bytes where {size} were written", f"device/{PID}.3")
+    refused(stored, staging, f"has {max(0, size + change)} bytes where {size} were written", f"device/{PART}.3")
     with pytest.raises(SnapshotDamaged, match="bytes where"):
-        check_shape(stored[0], {PID: stored[1]})
+        check_shape(stored[0], {PART: stored[1]})
 
 
 def test_a_stripe_that_shrinks_while_it_is_read(stored: tuple[Path, DeviceData]) -> None:
     folder, data = stored
-    reader = DeviceReader(folder, [Destination(PID, None, data)])
-    os.truncate(folder / f"{PID}.3", PIECE + 100)
+    reader = reader_of(folder, {PART: data}, [OnlyChecked(PART, data.size_bytes)])
+    os.truncate(folder / f"{PART}.3", PIECE + 100)
     reader.start()
-    with pytest.raises(SnapshotDamaged, match=f"^device/{PID}.3, .*, ends before byte ({2 * PIECE}|{3 * PIECE})$"):
+    with pytest.raises(SnapshotDamaged, match=f"^device/{PART}.3, .*, ends before byte ({2 * PIECE}|{3 * PIECE})$"):
         reader.wait(LIMIT_S)
     reader.cancel()
 
@@ -837,8 +891,8 @@ def test_a_stripe_that_cannot_be_read(stored: tuple[Path, DeviceData], monkeypat
         raise OSError(errno.EIO, "Input/output error")
 
     monkeypatch.setattr(os, "preadv", fail)
-    with pytest.raises(SnapshotDamaged, match=f"device/{PID}.*cannot be read: Input/output error"):
-        verify(stored[0], {PID: stored[1]})
+    with pytest.raises(SnapshotDamaged, match=f"device/{PART}.*cannot be read: Input/output error"):
+        verify(stored[0], {PART: stored[1]})
 
 
 _SUBSTITUTES: dict[str, tuple[Callable[[Path], object], str]] = {
@@ -854,10 +908,10 @@ _SUBSTITUTES: dict[str, tuple[Callable[[Path], object], str]] = {
 @pytest.mark.parametrize("kind", _SUBSTITUTES)
 def test_something_else_in_place_of_a_stripe(kind: str, stored: tuple[Path, DeviceData], staging: MakeStaging) -> None:
     make, says = _SUBSTITUTES[kind]
-    file = stored[0] / f"{PID}.5"
+    file = stored[0] / f"{PART}.5"
     file.unlink()
     make(file)
-    refused(stored, staging, f"device/{PID}.5.*{says}", f"device/{PID}.5")
+    refused(stored, staging, f"device/{PART}.5.*{says}", f"device/{PART}.5")
 
 
 @pytest.mark.parametrize("kind", _SUBSTITUTES)
@@ -867,7 +921,7 @@ def test_something_else_in_place_of_the_folder(
     folder = stored[0]
     folder.rename(folder.parent / "elsewhere")
     _SUBSTITUTES[kind][0](folder)
-    refused(stored, staging, "device", f"device/{PID}.0" if kind == "folder" else "device")
+    refused(stored, staging, "device", f"device/{PART}.0" if kind == "folder" else "device")
 
 
 def test_a_link_to_the_real_folder(stored: tuple[Path, DeviceData], staging: MakeStaging) -> None:
@@ -888,7 +942,7 @@ def test_too_few_open_files_are_no_damage(stored: tuple[Path, DeviceData]) -> No
         for _ in range(3):
             os.close(taken.pop())
         with pytest.raises(SnapshotError, match="Too many open files") as caught:
-            verify(stored[0], {PID: stored[1]})
+            verify(stored[0], {PART: stored[1]})
     finally:
         for fd in taken:
             os.close(fd)
@@ -903,15 +957,20 @@ def test_too_few_open_files_are_no_damage(stored: tuple[Path, DeviceData]) -> No
 def test_a_destination_that_is_too_short(stored: tuple[Path, DeviceData], staging: MakeStaging) -> None:
     folder, data = stored
     with pytest.raises(ValueError, match="shorter than its device memory"):
-        DeviceReader(folder, [Destination(PID, staging(data.size_bytes - 1), data)])
+        FileDestination(PART, staging(data.size_bytes - 1), data.size_bytes)
+    with (
+        contextlib.closing(FolderPieces(folder, {PART: data})) as pieces,
+        pytest.raises(ValueError, match="shorter than"),
+    ):
+        DeviceReader(pieces, [OnlyChecked(PART, data.size_bytes - 1)])
 
 
 def test_a_destination_that_takes_nothing(stored: tuple[Path, DeviceData], staging: MakeStaging) -> None:
     folder, data = stored
     fd = staging(data.size_bytes)
     fcntl.fcntl(fd, fcntl.F_ADD_SEALS, fcntl.F_SEAL_WRITE)
-    with pytest.raises(SnapshotError, match=f"process {PID} cannot be put into host memory") as caught:
-        load(folder, [Destination(PID, fd, data)])
+    with pytest.raises(SnapshotError, match=f"process {PART.pid} cannot be put into host memory") as caught:
+        load(folder, {PART: data}, [FileDestination(PART, fd, data.size_bytes)])
     assert not isinstance(caught.value, SnapshotDamaged)
     assert format_bytes(data.size_bytes) in (caught.value.hint or "")
 
@@ -922,9 +981,9 @@ def test_few_threads_work_while_something_else_needs_the_processors(staging: Mak
     writer = writer_of(tmp_path / "device", on_bytes=lambda size_bytes: workers.add(threading.current_thread().name))
     try:
         writer.limit_threads(0)
-        writer.add(FileSource(PID, staging(memory), len(memory)))
+        writer.add(FileSource(PART, staging(memory), len(memory)))
         writer.start()
-        writer.complete(PID)
+        writer.complete(PART)
         assert not writer.wait(0.1)
         assert workers == set()
         writer.limit_threads(1)
@@ -932,6 +991,6 @@ def test_few_threads_work_while_something_else_needs_the_processors(staging: Mak
         assert workers == {"device-writer-0"}
         writer.limit_threads(None)
         writer.sync()
-        assert writer.device_data(PID, ()).sha256 == digests_of(memory)
+        assert writer.device_data(PART, ()).sha256 == digests_of(memory)
     finally:
         writer.cancel()

@@ -12,7 +12,7 @@ from typing import Any
 
 import pytest
 
-from gpucr.model import CudaState, StagedExtent
+from gpucr.model import CudaState, DevicePart, StagedExtent
 from gpucr.snapshot import manifest as manifests
 from gpucr.snapshot.device import PIECE_BYTES
 from gpucr.snapshot.json_reader import ManifestError
@@ -72,7 +72,7 @@ def test_round_trip_of_every_found_state(state: CudaState | None) -> None:
 def test_sums() -> None:
     assert WHOLE.size_bytes == 70 + 70 + 8192 + 4096, "the zero piece is not stored, and the last piece is short"
     assert samples.DEVICE_DATA.stored_bytes == 8192 + 4096
-    assert WHOLE.device_data == {100: samples.DEVICE_DATA}
+    assert WHOLE.device_parts == {DevicePart(100): samples.DEVICE_DATA}
     assert WHOLE.device_bytes == {samples.GPU_A: 4 << 30, samples.GPU_B: 1 << 20}
 
 
@@ -174,7 +174,7 @@ def _in_store(**members: Any) -> Callable[[Body], None]:
 
 def test_device_memory_in_a_store_has_neither_digests_nor_stripes() -> None:
     read = decode(changed(_in_store()))
-    data = read.device_data[read.processes[0].pid]
+    data = read.device_parts[DevicePart(read.processes[0].pid)]
     assert (data.store_bytes, data.stored_bytes, data.sha256) == (4096, 4096, ())
     assert read.is_in_store
     assert not WHOLE.is_in_store

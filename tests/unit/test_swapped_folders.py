@@ -11,6 +11,7 @@ import pytest
 
 from gpucr.criu import images
 from gpucr.errors import SnapshotDamaged, SnapshotError, SnapshotExists
+from gpucr.model import DevicePart
 from gpucr.snapshot.device import folder_sink
 from gpucr.snapshot.folder import MANIFEST_NAME, Snapshot, UnfinishedSnapshot
 from gpucr.snapshot.origin import FolderSource
@@ -117,7 +118,7 @@ def test_a_dump_whose_folder_was_swapped_is_no_snapshot(
     (unfinished.images / "core-1.img").write_bytes(b"of the job")
     sink = folder_sink.FolderSink()
     sink.folder = unfinished.device
-    sink.add(1, 4096)
+    sink.add(DevicePart(1), 4096)
     sink.close()
     assert (theirs / "a.aside" / "device").is_dir()
     with pytest.raises(SnapshotError, match="another folder is at") as refused:

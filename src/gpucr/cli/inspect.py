@@ -89,9 +89,9 @@ def _summary(where: str, manifest: Manifest, *, verified: bool) -> list[tuple[st
 def _parts(manifest: Manifest) -> str:
     size = format_bytes(sum(file.size_bytes for file in manifest.files))
     images = f"{size} in {counted(len(manifest.files), 'image')} of CRIU"
-    if not manifest.device_data:
+    if not manifest.device_parts:
         return images
-    stored = sum(data.stored_bytes for data in manifest.device_data.values())
+    stored = sum(data.stored_bytes for data in manifest.device_parts.values())
     return f"{images}, {format_bytes(stored)} of device memory beside them"
 
 

@@ -11,7 +11,7 @@ from gpucr.gpu_state.source import FileSource, Saver
 from gpucr.gpu_state.staging import Capture
 from gpucr.linux import memory
 from gpucr.linux.tmpfs import StagingFile
-from gpucr.model import Extent, StagedExtent
+from gpucr.model import DevicePart, Extent, StagedExtent
 from gpucr.undo.steps import Meter
 
 GENTLE_THREADS = 4
@@ -169,7 +169,7 @@ class GangStaging:
             return 0  # the process ended: the driver's call says so
         if filled_bytes and capture.file is not None and self._writer is not None:
             self._save_up_to(self._writer, capture.pid, _end(capture.extents))
-            self._writer.advance(capture.pid, filled_bytes)
+            self._writer.advance(DevicePart(capture.pid), filled_bytes)
         return filled_bytes
 
     def _complete(self, pid: int) -> None:
@@ -177,14 +177,14 @@ class GangStaging:
             self._save_up_to(self._writer, pid, _end(self.extents[pid]))
             if self._save_gently:
                 self._writer.limit_threads(GENTLE_THREADS)
-            self._writer.complete(pid)
+            self._writer.complete(DevicePart(pid))
 
     def _save_up_to(self, writer: Saver, pid: int, size_bytes: int) -> None:
         """Let the writer know of a process, and of a part of staging that the driver asked for later."""
         if pid not in self._saved_bytes:
-            writer.add(FileSource(pid, self.files[pid].fd, size_bytes))
+            writer.add(FileSource(DevicePart(pid), self.files[pid].fd, size_bytes))
         elif size_bytes > self._saved_bytes[pid]:
-            writer.grow(FileSource(pid, self.files[pid].fd, size_bytes))
+            writer.grow(FileSource(DevicePart(pid), self.files[pid].fd, size_bytes))
         self._saved_bytes[pid] = size_bytes
 
 

@@ -24,7 +24,7 @@ from gpucr.jobs.registered import DumpNote
 from gpucr.jobs.sandbox import Sandbox
 from gpucr.linux import oom, processes
 from gpucr.linux.sockets import bound_socket_paths
-from gpucr.model import GangMember, Job, ProcessId, ProcessInfo
+from gpucr.model import DevicePart, GangMember, Job, ProcessId, ProcessInfo
 from gpucr.operations.freeze import CudaWork
 from gpucr.quantities import format_bytes
 from gpucr.snapshot import shared_files
@@ -296,7 +296,7 @@ def commit(context: JobDump, draft: Manifest, interrupts: Interrupts, meter: Met
     interrupts.postpone()
     writer.sync()
     extents = staging.extents if staging is not None else {}
-    stored = {pid: writer.device_data(pid, each) for pid, each in extents.items()}
+    stored = {pid: writer.device_data(DevicePart(pid), each) for pid, each in extents.items()}
     records = tuple(replace(record, device_data=stored.get(record.pid)) for record in draft.processes)
     snapshot = target.commit(replace(draft, processes=records))
     interrupts.commit()

@@ -216,7 +216,7 @@ def _run(
     deadline: float | None,
 ) -> RestoreReport:
     snapshot = source.snapshot
-    load = LoadDevice(source) if snapshot.manifest.device_data else None
+    load = LoadDevice(source) if snapshot.manifest.device_parts else None
     provide = ProvideFiles(source, protection)
     steps: list[Step] = [provide] if load is None else [provide, load] if source.provides_first else [load, provide]
     if snapshot.manifest.folders:

@@ -26,15 +26,15 @@ from gpucr.gang import Gang
 from gpucr.gang.threads import explained
 from gpucr.gpu_state import staging
 from gpucr.gpu_state.placement import Placement
+from gpucr.gpu_state.source import FileDestination
 from gpucr.gpu_state.staging import Gate
 from gpucr.gpu_state.steps import RestoreGang
 from gpucr.jobs.sandbox_steps import RestoredTree, RestoreSite
 from gpucr.linux import processes, trusted_paths
 from gpucr.linux.tmpfs import StagingFile
-from gpucr.model import CudaState, GangMember, ProcessId
+from gpucr.model import CudaState, DevicePart, GangMember, ProcessId
 from gpucr.quantities import counted, format_bytes
-from gpucr.snapshot.device.loader import DeviceLoader
-from gpucr.snapshot.device.reader import Destination
+from gpucr.snapshot.device.reader import DeviceReader
 from gpucr.snapshot.job_snapshot import JobSnapshot
 from gpucr.snapshot.manifest import FolderRecord, Manifest, ProcessRecord
 from gpucr.snapshot.origin import RestoreSource, images_read_from
@@ -53,7 +53,7 @@ class Loading:
     """Device memory on its way into staging files, which are by manifest pid."""
 
     files: Mapping[int, StagingFile]
-    loader: DeviceLoader
+    reader: DeviceReader
 
 
 class LoadDevice:
@@ -68,26 +68,26 @@ class LoadDevice:
 
     def describe(self) -> str:
         """How much."""
-        stored = sum(data.stored_bytes for data in self._source.snapshot.manifest.device_data.values())
+        stored = sum(data.stored_bytes for data in self._source.snapshot.manifest.device_parts.values())
         return f"begin to read {format_bytes(stored)} of device memory"
 
     def run(self, interrupts: Interrupts, meter: Meter) -> int:
         """Make the files and start the threads that read."""
-        destinations: list[Destination] = []
-        for pid, data in self._source.snapshot.manifest.device_data.items():
-            file = self._files[pid] = _staging_file(data.size_bytes)
+        destinations: list[FileDestination] = []
+        for part, data in self._source.snapshot.manifest.device_parts.items():
+            file = self._files[part.pid] = _staging_file(data.size_bytes)
             if file.reason is not None:
                 meter.note(f"device memory is read into small pages: {file.reason}")
-            destinations.append(Destination(pid, file.fd, data))
-        loader = self._source.loader(destinations)
-        self.loading.set(Loading(self._files, loader))
-        loader.start()
+            destinations.append(FileDestination(part, file.fd, data.size_bytes))
+        reader = DeviceReader(self._source.pieces(), destinations)
+        self.loading.set(Loading(self._files, reader))
+        reader.start()
         return 0
 
     def undo(self) -> None:
         """Stop reading."""
         if (loading := self.loading.if_known) is not None:
-            loading.loader.cancel()
+            loading.reader.cancel()
 
     def close(self) -> None:
         """Stop reading, and give up the staging files; what a process has mapped stays its own."""
@@ -331,7 +331,7 @@ class RestoreDevice:
     def run(self, interrupts: Interrupts, meter: Meter) -> int:
         """Let the driver take what is read as it comes. Returns the bytes of device memory."""
         self._placement.restored_as(self._tree.value.pids)
-        data = self._snapshot.manifest.device_data
+        data = self._snapshot.manifest.device_parts
         total_bytes = sum(each.size_bytes for each in data.values())
         meter.expect(total_bytes)
         gates = self._gates(self._loading.value, interrupts, meter) if self._loading is not None else []
@@ -354,11 +354,11 @@ class RestoreDevice:
         threads = restore_threads(self._snapshot, tree)
         stays = {r.pid for r in manifest.processes if r.found_state is CudaState.CHECKPOINTED}
         gates: list[Gate] = []
-        for pid, each in manifest.device_data.items():
-            now = tree.pids[pid]
-            tid, fd = threads[now], loading.files[pid].fd
-            wait = self._wait_for(pid, loading.loader, interrupts, meter)
-            if pid in stays:
+        for part, each in manifest.device_parts.items():
+            now = tree.pids[part.pid]
+            tid, fd = threads[now], loading.files[part.pid].fd
+            wait = self._wait_for(part, loading.reader, interrupts, meter)
+            if part.pid in stays:
                 wait(each.size_bytes)
                 with explained(now):
                     staging.attach(tid, fd, each.extents)
@@ -366,18 +366,20 @@ class RestoreDevice:
                 gates.append(Gate(now, tid, fd, each.extents, wait))
         return gates
 
-    def _wait_for(self, pid: int, loader: DeviceLoader, interrupts: Interrupts, meter: Meter) -> Callable[[int], int]:
+    def _wait_for(
+        self, part: DevicePart, reader: DeviceReader, interrupts: Interrupts, meter: Meter
+    ) -> Callable[[int], int]:
         deadline = self._deadline
 
         def wait(up_to_bytes: int) -> int:
-            while not loader.wait_for(pid, up_to_bytes, _WAIT_S):
+            while not reader.wait_for(part, up_to_bytes, _WAIT_S):
                 interrupts.check()
                 if deadline is not None and time.monotonic() > deadline:
                     raise DeadlineExceeded(
                         "the time was over while device memory was read", hint="give a longer --timeout"
                     )
-            meter.set(loader.loaded_bytes)
-            return loader.loaded(pid)
+            meter.set(reader.loaded_bytes)
+            return reader.loaded(part)
 
         return wait
 

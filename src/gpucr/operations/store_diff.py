@@ -113,9 +113,9 @@ class _Side:
 
 def _explain(area: AreaDiff, old: _Side, new: _Side) -> Iterator[Difference]:
     for manifest in (new.manifest, old.manifest):
-        for pid, data in manifest.device_data.items():
-            if area.name == device_area(pid):
-                found = _difference("device", _process(manifest, pid), area)
+        for part, data in manifest.device_parts.items():
+            if area.name == device_area(part):
+                found = _difference("device", _process(manifest, part.pid), area)
                 yield replace(found, ranges=tuple(_addresses(area.ranges, data.extents)))
                 return
     owner = new.owner(area.name) or old.owner(area.name)

@@ -168,7 +168,7 @@ class FolderTarget:
         """Everything but zeros of device memory is written."""
         manifest = self._manifest.value
         files_bytes = sum(file.size_bytes for file in manifest.files)
-        stored_bytes = sum(data.stored_bytes for data in manifest.device_data.values())
+        stored_bytes = sum(data.stored_bytes for data in manifest.device_parts.values())
         return DumpCounts(
             seen_bytes=files_bytes + writer.seen_bytes,
             written_bytes=files_bytes + writer.written_bytes,

@@ -214,7 +214,7 @@ class UnfinishedSnapshot:
         The device memory that the draft names must be durable already (`DeviceWriter.sync`).
         """
         with self.filled():
-            device.check_shape(self.device, draft.device_data)  # a job may be ended for this snapshot
+            device.check_shape(self.device, draft.device_parts)  # a job may be ended for this snapshot
             complete = replace(draft, files=self._seal_images())
             if not self.held.is_at(self.path):
                 raise SnapshotError(
@@ -351,7 +351,7 @@ class Snapshot:
     def verify(self) -> None:
         """Check every file against size and digest. Raises SnapshotDamaged, naming the first that differs."""
         self.verify_files()
-        device.verify(self.device, self.manifest.device_data, self.device_prefix)
+        device.verify(self.device, self.manifest.device_parts, self.device_prefix)
 
     def verify_files(self) -> None:
         """`verify` without device memory, which a `DeviceReader` checks as it reads it."""

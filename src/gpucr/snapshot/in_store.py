@@ -5,6 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass, field
 
 from gpucr.errors import StoreDamaged
+from gpucr.model import DevicePart
 from gpucr.snapshot.json_reader import ManifestError
 from gpucr.snapshot.manifest import Manifest, decode
 from gpucr.store import snapshots, verify, writers
@@ -60,17 +61,17 @@ def snapshot_url(store: Store, name: str | None) -> str:
     return store.backend.url if name is None else f"{store.backend.url}#{name}"
 
 
-def device_area(pid: int) -> str:
-    """The area with the device memory of the process that the manifest has under this pid."""
-    return f"device/{pid}"
+def device_area(part: DevicePart) -> str:
+    """The area with this part of device memory, whose pid is the manifest's."""
+    return f"device/{part}"
 
 
 def _check_areas(manifest: Manifest, stored: StoredSnapshot) -> None:
     expected = {file.path: file.size_bytes for file in manifest.files}
-    for pid, data in manifest.device_data.items():
+    for part, data in manifest.device_parts.items():
         if data.store_bytes is None:
-            raise ManifestError(f"the device memory of process {pid} is not in the store")
-        expected[device_area(pid)] = data.size_bytes
+            raise ManifestError(f"the device memory of process {part.pid} is not in the store")
+        expected[device_area(part)] = data.size_bytes
     found = {area.name: area.size_bytes for area in stored.areas}
     if found != expected:
         differing = sorted(name for name, _ in found.items() ^ expected.items())

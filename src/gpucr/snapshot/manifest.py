@@ -17,7 +17,7 @@ from typing import Any
 
 from gpucr.json_text import parse
 from gpucr.linux.scheduling import IO_PRIORITY_LIMIT, cpus_in
-from gpucr.model import Connection, CudaState, Endpoint, Extent, Gpu, JobFile, StagedExtent
+from gpucr.model import Connection, CudaState, DevicePart, Endpoint, Extent, Gpu, JobFile, StagedExtent
 from gpucr.snapshot import surroundings
 from gpucr.snapshot.json_reader import PAGE_BYTES, ManifestError, Reader
 from gpucr.snapshot.surroundings import SharedFileRecord
@@ -202,18 +202,18 @@ class Manifest:
     @property
     def size_bytes(self) -> int:
         """The size of all files together, without the holes in device memory."""
-        stored = sum(data.stored_bytes for data in self.device_data.values())
+        stored = sum(data.stored_bytes for data in self.device_parts.values())
         return sum(file.size_bytes for file in self.files) + stored
 
     @property
     def is_in_store(self) -> bool:
         """Whether its device memory is in a store; False also where it has none."""
-        return any(data.store_bytes is not None for data in self.device_data.values())
+        return any(data.store_bytes is not None for data in self.device_parts.values())
 
     @property
-    def device_data(self) -> dict[int, DeviceData]:
-        """The stored device memory by pid, of those processes whose device memory is not in CRIU's images."""
-        return {process.pid: process.device_data for process in self.processes if process.device_data is not None}
+    def device_parts(self) -> dict[DevicePart, DeviceData]:
+        """The stored device memory, of those processes whose device memory is not in CRIU's images."""
+        return {DevicePart(p.pid): p.device_data for p in self.processes if p.device_data is not None}
 
     @property
     def device_bytes(self) -> dict[str, int]:

@@ -3,15 +3,16 @@
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator
 from pathlib import Path, PurePosixPath
 from typing import TYPE_CHECKING, BinaryIO, Protocol
 
 from gpucr.criu.image_entries import ImageError, images_in
 from gpucr.errors import SnapshotDamaged
+from gpucr.model import DevicePart
 from gpucr.snapshot.device.crew import buffers_bytes
-from gpucr.snapshot.device.loader import DeviceLoader
-from gpucr.snapshot.device.reader import Destination, DeviceReader
+from gpucr.snapshot.device.folder_pieces import FolderPieces
+from gpucr.snapshot.device.reader import StoredPieces
 from gpucr.snapshot.device.stripes import PIECE_BYTES
 from gpucr.snapshot.folder import IMAGES_NAME, Snapshot
 from gpucr.snapshot.job_snapshot import JobSnapshot
@@ -25,7 +26,7 @@ if TYPE_CHECKING:  # what only looks at a snapshot needs no driver
 
 def device_bytes_of(manifest: Manifest) -> int:
     """What the staging files of its processes will hold."""
-    return sum(data.size_bytes for data in manifest.device_data.values())
+    return sum(data.size_bytes for data in manifest.device_parts.values())
 
 
 def private_bytes_of(manifest: Manifest) -> int:
@@ -80,14 +81,14 @@ class RestoreSource(Protocol):
     def provide(self, protection: Protection | None, interrupts: Interrupts, meter: Meter) -> int:
         """Have all files in ``folder``, checked. Returns their bytes. Raises SnapshotDamaged, StoreDamaged."""
 
-    def loader(self, destinations: Sequence[Destination]) -> DeviceLoader:
-        """What fills these staging files. Raises SnapshotDamaged, StoreDamaged."""
+    def pieces(self) -> StoredPieces:
+        """All device memory, for a `DeviceReader`, which closes it. Raises SnapshotDamaged, StoreDamaged."""
 
     def open_image(self, name: str) -> BinaryIO:
         """An image of CRIU's where it is stored, also before `provide` (see `OpenImage`)."""
 
-    def packed_bytes(self, pid: int | None = None) -> int | None:
-        """What this process's device memory takes there, or all of it; None: nothing is compressed."""
+    def packed_bytes(self, part: DevicePart | None = None) -> int | None:
+        """What this part of device memory takes there, or the whole snapshot; None: nothing is compressed."""
 
     def close(self) -> None:
         """Remove what was needed only while the operation lasted. Idempotent."""
@@ -131,9 +132,10 @@ class FolderSource:
             self._snapshot.verify_files()
         return sum(file.size_bytes for file in self._snapshot.manifest.files)
 
-    def loader(self, destinations: Sequence[Destination]) -> DeviceLoader:
-        """A reader of the device folder."""
-        return DeviceReader(self._snapshot.device, destinations, prefix=self._snapshot.device_prefix)
+    def pieces(self) -> StoredPieces:
+        """The device folder."""
+        snapshot = self._snapshot
+        return FolderPieces(snapshot.device, snapshot.manifest.device_parts, prefix=snapshot.device_prefix)
 
     def open_image(self, name: str) -> BinaryIO:
         """One of the snapshot's, or of the container whose GPU part it is: the part lies among them."""
@@ -141,7 +143,7 @@ class FolderSource:
         is_part = not self.images.exists() and (around / "pstree.img").is_file()
         return images_in(around if is_part else self.images)(name)
 
-    def packed_bytes(self, pid: int | None = None) -> int | None:
+    def packed_bytes(self, part: DevicePart | None = None) -> int | None:
         """None: a folder is not compressed."""
         return None
 

@@ -13,7 +13,7 @@ from typing import NamedTuple
 from gpucr.criu import page_images
 from gpucr.diagnosis import preflight
 from gpucr.linux import memory
-from gpucr.model import Job, StagedExtent
+from gpucr.model import DevicePart, Job, StagedExtent
 from gpucr.snapshot.destination import DumpCounts
 from gpucr.snapshot.device.crew import THREADS, PieceBuffer, buffers_bytes
 from gpucr.snapshot.device.sink import DeviceSink
@@ -249,13 +249,13 @@ class StoreSink:
         """The store's."""
         return self._piece_bytes
 
-    def add(self, pid: int, size_bytes: int) -> None:
+    def add(self, part: DevicePart, size_bytes: int) -> None:
         """Nothing: pieces have no place of their own."""
 
-    def grow(self, pid: int, size_bytes: int) -> None:
+    def grow(self, part: DevicePart, size_bytes: int) -> None:
         """Nothing, either."""
 
-    def put(self, pid: int, piece: int, buffer: PieceBuffer, length: int, before: bytes | None) -> bytes:
+    def put(self, part: DevicePart, piece: int, buffer: PieceBuffer, length: int, before: bytes | None) -> bytes:
         """Store a piece; one that has changed is one more, and nothing refers to the one before."""
         writer, data = self.session.value.writer, buffer.part(0, length)
         if before is not None and writer.name(data) == before:
@@ -265,14 +265,16 @@ class StoreSink:
     def sync(self) -> None:
         """Nothing yet: the commit publishes all packs that are open, those with the images as well."""
 
-    def record(self, pid: int, size_bytes: int, names: Sequence[bytes], extents: Sequence[StagedExtent]) -> DeviceData:
+    def record(
+        self, part: DevicePart, size_bytes: int, names: Sequence[bytes], extents: Sequence[StagedExtent]
+    ) -> DeviceData:
         """Store the list of the pieces."""
         starts = range(0, size_bytes, self._piece_bytes)
         refs = [
             PieceRef(name, min(self._piece_bytes, size_bytes - start))
             for name, start in zip(names, starts, strict=True)
         ]
-        self.areas.append(self.session.value.area(device_area(pid), refs))
+        self.areas.append(self.session.value.area(device_area(part), refs))
         store_bytes = sum(ref.length for ref in refs if not ref.is_zero)
         return DeviceData(tuple(extents), size_bytes, self._piece_bytes, 0, (), store_bytes)
 

@@ -5,16 +5,15 @@ from __future__ import annotations
 import errno
 import io
 import os
-import threading
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager, suppress
-from itertools import accumulate, zip_longest
+from itertools import accumulate
 from pathlib import Path
 from typing import TYPE_CHECKING, BinaryIO
 
 from gpucr.errors import StoreDamaged
-from gpucr.snapshot.device.loader import DeviceLoader, Prefix, fill
-from gpucr.snapshot.device.reader import Destination
+from gpucr.model import DevicePart
+from gpucr.snapshot.device.reader import Deliver, Piece, StoredPieces
 from gpucr.snapshot.folder import IMAGES_NAME, not_written
 from gpucr.snapshot.in_store import SnapshotInStore, device_area
 from gpucr.snapshot.job_snapshot import JobSnapshot
@@ -110,10 +109,10 @@ class StoreSource:
             self._reader.stream(refs, deliver)
         return sum(file.size_bytes for file in self._snapshot.manifest.files)
 
-    def loader(self, destinations: Sequence[Destination]) -> DeviceLoader:
-        """Something that streams device memory."""
-        pieces = {each.pid: self._pieces(device_area(each.pid)) for each in destinations}
-        return StoreLoader(self._reader, pieces, destinations)
+    def pieces(self) -> StoredPieces:
+        """The areas of device memory."""
+        parts = self._snapshot.manifest.device_parts
+        return StorePieces(self._reader, {part: self._pieces(device_area(part)) for part in parts})
 
     def open_image(self, name: str) -> BinaryIO:
         """The whole of it in memory. Small images are read with one request for many, when the first is opened."""
@@ -132,9 +131,9 @@ class StoreSource:
                 raise OSError(errno.EIO, e.message, path) from e
         return io.BytesIO(data)
 
-    def packed_bytes(self, pid: int | None = None) -> int | None:
+    def packed_bytes(self, part: DevicePart | None = None) -> int | None:
         """What the pieces take in their packs, each counted once."""
-        areas = self._snapshot.stored.areas if pid is None else [self._snapshot.stored.area(device_area(pid))]
+        areas = self._snapshot.stored.areas if part is None else [self._snapshot.stored.area(device_area(part))]
         return self._reader.stored_bytes(ref for area in areas for ref in area.pieces(self._reader))
 
     def _read_small_images(self) -> dict[str, bytes]:
@@ -171,105 +170,27 @@ class StoreSource:
         return self._snapshot.stored.area(area).pieces(self._reader)
 
 
-class StoreLoader:
-    """Streams device memory out of a store into staging files (see `DeviceLoader`).
+class StorePieces:
+    """The device memory of a snapshot in a store (see `StoredPieces`), by its list of pieces for each part."""
 
-    ``pieces`` are those of each process, by pid. The processes take turns, so that the first pieces of all come first.
-    The files are fresh: pieces of zeros are left as the holes that they are.
-    """
-
-    def __init__(
-        self, reader: StoreReader, pieces: Mapping[int, Sequence[PieceRef]], destinations: Sequence[Destination]
-    ) -> None:
+    def __init__(self, reader: StoreReader, refs: Mapping[DevicePart, Sequence[PieceRef]]) -> None:
         self._reader = reader
-        self._loadings = {each.pid: _Loading(each, pieces[each.pid]) for each in destinations}
-        turns = zip_longest(*([(each, piece) for piece in range(each.count)] for each in self._loadings.values()))
-        self._order: list[tuple[_Loading, int]] = [each for turn in turns for each in turn if each is not None]
-        self._changed = threading.Condition()
-        self._error: BaseException | None = None
-        self._has_ended = False
-        self._is_cancelled = False
-        self._thread = threading.Thread(target=self._run, name="store-loader", daemon=True)
+        self._refs = refs
 
-    def start(self) -> None:
-        """Begin."""
-        self._thread.start()
+    def starts(self, part: DevicePart) -> Sequence[int]:
+        """Told by the lengths of the pieces."""
+        return _starts(self._refs[part])
 
-    def loaded(self, pid: int) -> int:
-        """How many bytes from the beginning of this process's staging file are in place and checked."""
-        with self._changed:
-            return self._loadings[pid].loaded_bytes
+    def is_zero(self, piece: Piece) -> bool:
+        """Whether it has the name of zeros."""
+        return self._refs[piece.part][piece.number].is_zero
 
-    @property
-    def loaded_bytes(self) -> int:
-        """`loaded`, over all processes."""
-        with self._changed:
-            return sum(loading.loaded_bytes for loading in self._loadings.values())
+    def stream(self, wanted: Sequence[Piece], deliver: Deliver) -> None:
+        """Read and check with the store's threads."""
+        self._reader.stream((self._refs[part][number] for part, number in wanted), deliver)
 
-    def wait_for(self, pid: int, up_to_bytes: int, timeout_s: float | None = None) -> bool:
-        """Wait until `loaded` is at least this. False: out of time, or cancelled. Raises the first error."""
-        loading = self._loadings[pid]
-        wanted = min(up_to_bytes, loading.size_bytes)
-        with self._changed:
-            self._changed.wait_for(lambda: self._has_ended or loading.loaded_bytes >= wanted, timeout_s)
-            if self._error is not None:
-                raise self._error
-            return loading.loaded_bytes >= wanted
-
-    def cancel(self) -> None:
-        """End the threads after what they have in hand. Idempotent."""
-        self._is_cancelled = True
-        if self._thread.ident is not None and threading.current_thread() is not self._thread:
-            self._thread.join()
-
-    def _run(self) -> None:
-        try:
-            self._reader.stream((loading.refs[piece] for loading, piece in self._order), self._deliver)
-        except _Cancelled:
-            pass
-        except BaseException as e:  # noqa: BLE001 - whatever it is, the one who waits must know
-            self._error = e
-        with self._changed:
-            self._has_ended = True
-            self._changed.notify_all()
-
-    def _deliver(self, number: int, data: Buffer | None) -> None:
-        if self._is_cancelled:
-            raise _Cancelled
-        loading, piece = self._order[number]
-        destination = loading.destination
-        if data is not None and destination.fd is not None:
-            start, needed_bytes = loading.starts[piece], loading.size_bytes
-            fill(destination.fd, start, memoryview(data), pid=destination.pid, needed_bytes=needed_bytes)
-        with self._changed:
-            if loading.prefix.finish(piece):
-                self._changed.notify_all()
-
-
-class _Cancelled(Exception):
-    """Nobody wants the rest."""
-
-
-class _Loading:
-    """How far one process is."""
-
-    def __init__(self, destination: Destination, refs: Sequence[PieceRef]) -> None:
-        self.destination = destination
-        self.refs = refs
-        self.starts = _starts(refs)
-        self.prefix = Prefix(len(refs))
-
-    @property
-    def count(self) -> int:
-        return len(self.refs)
-
-    @property
-    def size_bytes(self) -> int:
-        return self.starts[-1]
-
-    @property
-    def loaded_bytes(self) -> int:
-        return self.starts[self.prefix.length]
+    def close(self) -> None:
+        """Nothing: the reader has nothing open."""
 
 
 def _starts(refs: Sequence[PieceRef]) -> list[int]:

@@ -11,7 +11,7 @@ from dataclasses import replace
 from pathlib import Path
 
 from gpucr.errors import SnapshotError
-from gpucr.model import StagedExtent
+from gpucr.model import DevicePart, StagedExtent
 from gpucr.snapshot.device.crew import PieceBuffer
 from gpucr.snapshot.device.sink import ZERO
 from gpucr.snapshot.device.stripes import PIECE_BYTES, STRIPES, Layout, Stripes
@@ -28,35 +28,35 @@ class FolderSink:
         self.folder = folder
         self._piece_bytes = piece_bytes
         self._made_folder = False
-        self._stripes: dict[int, Stripes] = {}
+        self._stripes: dict[DevicePart, Stripes] = {}
 
     @property
     def piece_bytes(self) -> int:
-        """The size of all pieces but the last one of a process."""
+        """The size of all pieces but the last one of a part."""
         return self._piece_bytes
 
-    def add(self, pid: int, size_bytes: int) -> None:
-        """Make the files of a process."""
+    def add(self, part: DevicePart, size_bytes: int) -> None:
+        """Make the files of a part."""
         with self._explained():
             if not self._made_folder:
                 self.folder.mkdir(mode=0o700)
                 self._made_folder = True
-            self._stripes[pid] = Stripes.create(self.folder, pid, Layout(size_bytes, self._piece_bytes, STRIPES))
+            self._stripes[part] = Stripes.create(self.folder, part, Layout(size_bytes, self._piece_bytes, STRIPES))
 
-    def grow(self, pid: int, size_bytes: int) -> None:
-        """Make the files of a process larger."""
+    def grow(self, part: DevicePart, size_bytes: int) -> None:
+        """Make the files of a part larger."""
         with self._explained():
-            stripes = self._stripes[pid]
+            stripes = self._stripes[part]
             stripes.grow(replace(stripes.layout, size_bytes=size_bytes))
 
-    def put(self, pid: int, piece: int, buffer: PieceBuffer, length: int, before: bytes | None) -> bytes:
+    def put(self, part: DevicePart, piece: int, buffer: PieceBuffer, length: int, before: bytes | None) -> bytes:
         """Write a piece, unless it is there: what was never written is a hole, which reads as zeros."""
         data = buffer.part(0, length)
         name = ZERO if buffer.is_zero(length) else hashlib.sha256(data).digest()
         # A piece that has become zero since is written too: nothing of what it was may stay.
         if name != (before or ZERO):
             with self._explained():
-                self._stripes[pid].write(piece, data)
+                self._stripes[part].write(piece, data)
         return name
 
     def sync(self) -> None:
@@ -71,7 +71,9 @@ class FolderSink:
             for path in paths:
                 _sync_folder(path)
 
-    def record(self, pid: int, size_bytes: int, names: Sequence[bytes], extents: Sequence[StagedExtent]) -> DeviceData:
+    def record(
+        self, part: DevicePart, size_bytes: int, names: Sequence[bytes], extents: Sequence[StagedExtent]
+    ) -> DeviceData:
         """What the manifest says: the digest of every piece."""
         digests = tuple(None if name == ZERO else name.hex() for name in names)
         return DeviceData(tuple(extents), size_bytes, self._piece_bytes, STRIPES, digests)

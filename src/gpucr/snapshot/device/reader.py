@@ -1,201 +1,187 @@
-"""Fills staging files from a snapshot, in ascending order, and checks every piece before it is put there."""
+"""Brings device memory back from where a snapshot has it, in ascending order, and checks every piece before that."""
 
 from __future__ import annotations
 
-import hashlib
-import os
-from collections import deque
-from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass
-from pathlib import Path
-from typing import NamedTuple
+import threading
+from collections.abc import Callable, Sequence
+from itertools import groupby, zip_longest
+from typing import NamedTuple, Protocol
 
-from gpucr.errors import SnapshotDamaged
-from gpucr.snapshot.device.crew import THREADS, Crew, PieceBuffer
-from gpucr.snapshot.device.loader import Prefix, fill
-from gpucr.snapshot.device.stripes import HINT_CHANGED, HINT_DAMAGED, Layout, Stripes
-from gpucr.snapshot.manifest import DeviceData
+from gpucr.gpu_state.source import Destination
+from gpucr.model import DevicePart
 
 
-@dataclass(frozen=True)
-class Destination:
-    """The staging file into which a process's device memory is read; None: it is only checked.
+class Piece(NamedTuple):
+    """A piece of device memory: of which part, and its number there."""
 
-    The file has its full size and is fresh: pieces of zeros are left as the holes that they are. ``fd`` is the
-    caller's, who keeps it open until the reader has ended.
+    part: DevicePart
+    number: int
+
+
+Deliver = Callable[[int, bytes | bytearray | memoryview | None], None]
+
+
+class StoredPieces(Protocol):
+    """Where the pieces of device memory are stored: a folder (`FolderPieces`) or a store (`StorePieces`).
+
+    The counterpart of a `DeviceSink`.
     """
 
-    pid: int
-    fd: int | None
-    data: DeviceData
+    def starts(self, part: DevicePart) -> Sequence[int]:
+        """Where each piece of this part begins, and where the last one ends."""
 
+    def is_zero(self, piece: Piece) -> bool:
+        """Whether it is recorded as zeros."""
 
-class _Job(NamedTuple):
-    loading: _Loading
-    piece: int
-    digest: str | None
+    def stream(self, wanted: Sequence[Piece], deliver: Deliver) -> None:
+        """Hand over every piece, checked, with its place in ``wanted``; None: it is all zero. Earlier ones first.
 
+        ``deliver`` is called by several threads at once, and the bytes are its own only until it returns. The first
+        exception, also one of ``deliver``, ends it and is raised when all threads have ended.
+        """
 
-class _Loading:
-    """How far one process is. Everything here is guarded by the crew's lock."""
-
-    def __init__(self, destination: Destination, stripes: Stripes) -> None:
-        self.destination = destination
-        self.stripes = stripes
-        self.layout = stripes.layout
-        self._next = 0
-        self.prefix = Prefix(self.layout.pieces)
-        for piece, digest in enumerate(destination.data.sha256):
-            if digest is None and not self.reads_holes:
-                self.prefix.finish(piece)
-
-    @property
-    def reads_holes(self) -> bool:
-        """Whether holes are read, to see that they are zeros still. A restore has no need to."""
-        return self.destination.fd is None
-
-    @property
-    def loaded_bytes(self) -> int:
-        return min(self.layout.start(self.prefix.length), self.layout.size_bytes)
-
-    def take(self) -> _Job | None:
-        digests = self.destination.data.sha256
-        while self._next < len(digests):
-            piece, digest = self._next, digests[self._next]
-            self._next += 1
-            if digest is not None or self.reads_holes:
-                return _Job(self, piece, digest)
-        return None
+    def close(self) -> None:
+        """Nothing is read any more. Idempotent."""
 
 
 class DeviceReader:
-    """Reads the device memory of several processes from a snapshot's device folder, with many threads.
+    """Fills the destinations of several processes from what a snapshot has of them, with many threads.
 
-    Raises SnapshotDamaged at once where a file is missing, not a plain file, or of another size. A thread that finds a
-    digest that differs ends all of them, and every later wait raises SnapshotDamaged, with process, file and range.
-    ``prefix`` is what the names of all files there begin with.
-    ``on_bytes`` is told the size of every stored piece that is in place (`DeviceData.stored_bytes` in all);
-    several threads call it at once. When all is read, the threads end and the files are closed.
+    The processes take turns, so that the first pieces of all come first; what the driver waits for (level 0) comes
+    before what backends over it hold. ``pieces`` are closed when all is read, or the reading has ended. The first error
+    ends it, and every later wait raises it. Raises ValueError for a destination that is too small.
     """
 
-    def __init__(
-        self,
-        folder: Path,
-        destinations: Sequence[Destination],
-        *,
-        prefix: str = "",
-        threads: int = THREADS,
-        on_bytes: Callable[[int], None] | None = None,
-    ) -> None:
-        self._on_bytes = on_bytes
-        self._loadings: dict[int, _Loading] = {}
-        self._crew: Crew[_Job] = Crew("device-reader", threads, take=self._take, work=self._load, close=self._close)
-        try:
-            for destination in destinations:
-                self._add(folder, prefix, destination)
-        except BaseException:
-            self.cancel()
-            raise
-        self._turns = deque(self._loadings.values())
-
-    def _add(self, folder: Path, prefix: str, destination: Destination) -> None:
-        if destination.fd is not None and os.fstat(destination.fd).st_size < destination.data.size_bytes:
-            raise ValueError(f"the staging file of process {destination.pid} is shorter than its device memory")
-        stripes = Stripes.open(folder, destination.pid, Layout.of(destination.data), prefix)
-        self._loadings[destination.pid] = _Loading(destination, stripes)
+    def __init__(self, pieces: StoredPieces, destinations: Sequence[Destination]) -> None:
+        self._pieces = pieces
+        self._loadings = {each.part: _Loading(each, pieces) for each in destinations}
+        self._order = _in_turns([loading.wanted(pieces) for loading in self._loadings.values()])
+        self._changed = threading.Condition()
+        self._error: BaseException | None = None
+        self._has_ended = False
+        self._is_cancelled = False
+        self._local = threading.local()  # `delivers` in the threads that read
+        self._thread = threading.Thread(target=self._run, name="device-reader", daemon=True)
 
     def start(self) -> None:
-        """Start the threads."""
-        if self._is_done():
-            self.cancel()
+        """Begin."""
+        if self._order:
+            self._thread.start()
         else:
-            self._crew.start(max(loading.layout.piece_bytes for loading in self._loadings.values()))
+            self._run()
 
-    def loaded(self, pid: int) -> int:
-        """How many bytes from the beginning of this process's staging file are in place and checked."""
-        with self._crew.lock:
-            return self._loadings[pid].loaded_bytes
+    def loaded(self, part: DevicePart) -> int:
+        """How many bytes from the beginning of this part are in place and checked."""
+        with self._changed:
+            return self._loadings[part].loaded_bytes
 
     @property
     def loaded_bytes(self) -> int:
-        """`loaded`, over all processes."""
-        with self._crew.lock:
+        """`loaded`, over all parts."""
+        with self._changed:
             return sum(loading.loaded_bytes for loading in self._loadings.values())
 
-    def wait_for(self, pid: int, up_to_bytes: int, timeout_s: float | None = None) -> bool:
+    def wait_for(self, part: DevicePart, up_to_bytes: int, timeout_s: float | None = None) -> bool:
         """Wait until `loaded` is at least this. False: out of time, or cancelled. Raises the first error."""
-        loading = self._loadings[pid]
-        wanted = min(up_to_bytes, loading.layout.size_bytes)
-        return self._crew.wait_until(lambda: loading.loaded_bytes >= wanted, timeout_s)
+        loading = self._loadings[part]
+        wanted = min(up_to_bytes, loading.starts[-1])
+        return self._wait(lambda: loading.loaded_bytes >= wanted, timeout_s)
 
     def wait(self, timeout_s: float | None = None) -> bool:
         """Wait until everything is in place. False: out of time, or cancelled. Raises the first error."""
-        return self._crew.wait_until(self._is_done, timeout_s)
+        return self._wait(
+            lambda: all(each.loaded_bytes == each.starts[-1] for each in self._loadings.values()), timeout_s
+        )
 
     def cancel(self) -> None:
-        """End the threads after the piece that they have, and close the files. Idempotent."""
-        self._crew.stop()
+        """End the threads after the piece that they have. Idempotent.
 
-    def _is_done(self) -> bool:
-        return all(loading.prefix.is_complete for loading in self._loadings.values())
+        One of the threads itself does not wait: another one may be doing the same.
+        """
+        self._is_cancelled = True
+        if getattr(self._local, "delivers", False):
+            return
+        if self._thread.ident is not None:
+            self._thread.join()
+        else:
+            self._end()
 
-    def _take(self, thread: int) -> _Job | None:
-        for _ in range(len(self._turns)):
-            loading = self._turns[0]
-            self._turns.rotate(-1)
-            job = loading.take()
-            if job is not None:
-                return job
-        return None
+    def _wait(self, reached: Callable[[], bool], timeout_s: float | None) -> bool:
+        with self._changed:
+            self._changed.wait_for(lambda: self._has_ended or reached(), timeout_s)
+            if self._error is not None:
+                raise self._error
+            return reached()
 
-    def _load(self, job: _Job, buffer: PieceBuffer) -> None:
-        loading, length = job.loading, job.loading.layout.length(job.piece)
-        data = buffer.part(0, length)
-        _read_checked(job, data, buffer)
-        if loading.destination.fd is not None:
-            pid, needed_bytes = loading.destination.pid, loading.layout.size_bytes
-            fill(loading.destination.fd, loading.layout.start(job.piece), data, pid=pid, needed_bytes=needed_bytes)
-        if self._on_bytes is not None and job.digest is not None:
-            self._on_bytes(length)
-        with self._crew.lock:
-            if loading.prefix.finish(job.piece):
-                self._crew.announce()
-                if self._is_done():
-                    self._crew.end()
+    def _run(self) -> None:
+        try:
+            self._pieces.stream(self._order, self._deliver)
+        except _Cancelled:
+            pass
+        except BaseException as e:  # noqa: BLE001 - whatever it is, the one who waits must know
+            self._error = e
+        self._end()
 
-    def _close(self) -> None:
-        for loading in self._loadings.values():
-            loading.stripes.close()
+    def _end(self) -> None:
+        self._pieces.close()
+        with self._changed:
+            self._has_ended = True
+            self._changed.notify_all()
 
-
-def verify(folder: Path, data: Mapping[int, DeviceData], prefix: str = "") -> None:
-    """Read and check the device memory of these processes. Raises SnapshotDamaged, naming the first that differs."""
-    reader = DeviceReader(folder, [Destination(pid, None, each) for pid, each in data.items()], prefix=prefix)
-    try:
-        reader.start()
-        reader.wait()
-    finally:
-        reader.cancel()
+    def _deliver(self, place: int, data: bytes | bytearray | memoryview | None) -> None:
+        self._local.delivers = True
+        if self._is_cancelled:
+            raise _Cancelled
+        piece = self._order[place]
+        loading = self._loadings[piece.part]
+        start, end = loading.starts[piece.number], loading.starts[piece.number + 1]
+        loading.destination.write_from(start, memoryview(bytes(end - start) if data is None else data))
+        with self._changed:
+            if loading.finish(piece.number):
+                self._changed.notify_all()
 
 
-def _read_checked(job: _Job, data: memoryview, buffer: PieceBuffer) -> None:
-    pid, stripes = job.loading.destination.pid, job.loading.stripes
-    stripe, offset = stripes.layout.place(job.piece)
-    path = stripes.path(stripe)
-    name = f"{path.parent.name}/{path.name}"
-    try:
-        count = stripes.read(job.piece, data)
-    except OSError as e:
-        message = f"{name}, which holds device memory of process {pid}, cannot be read: {e.strerror}"
-        raise SnapshotDamaged(message, path=str(path), hint="its disk may be failing (dmesg): use another copy") from e
-    if count < len(data):
-        message = f"{name}, which holds device memory of process {pid}, ends before byte {offset + len(data)}"
-        raise SnapshotDamaged(message, path=str(path), hint=HINT_CHANGED)
-    is_right = buffer.is_zero(len(data)) if job.digest is None else hashlib.sha256(data).hexdigest() == job.digest
-    if not is_right:
-        raise SnapshotDamaged(
-            f"{name}, which holds device memory of process {pid}, differs from what was written, "
-            f"between bytes {offset} and {offset + len(data)}",
-            path=str(path),
-            hint=HINT_DAMAGED,
-        )
+class _Cancelled(Exception):
+    """Nobody wants the rest."""
+
+
+class _Loading:
+    """How far one part is: which of its pieces are in place, and how many from the first one on."""
+
+    def __init__(self, destination: Destination, pieces: StoredPieces) -> None:
+        self.destination = destination
+        self.starts = pieces.starts(destination.part)
+        if destination.size_bytes < self.starts[-1]:
+            pid = destination.part.pid
+            raise ValueError(f"the place for the device memory of process {pid} is shorter than its device memory")
+        self._finished = bytearray(len(self.starts) - 1)
+        self._prefix = 0
+
+    @property
+    def loaded_bytes(self) -> int:
+        return self.starts[self._prefix]
+
+    def wanted(self, pieces: StoredPieces) -> list[Piece]:
+        """What has to be read; zeros are there already where the destination says so."""
+        all_pieces = [Piece(self.destination.part, number) for number in range(len(self._finished))]
+        if not self.destination.is_zeroed:
+            return all_pieces
+        zeros = [piece for piece in all_pieces if pieces.is_zero(piece)]
+        for piece in zeros:
+            self.finish(piece.number)
+        return [piece for piece in all_pieces if not self._finished[piece.number]]
+
+    def finish(self, number: int) -> bool:
+        """This piece is in place. Whether the prefix has grown."""
+        self._finished[number] = True
+        if number != self._prefix:
+            return False
+        gap = self._finished.find(0, number)
+        self._prefix = len(self._finished) if gap < 0 else gap
+        return True
+
+
+def _in_turns(wanted: Sequence[Sequence[Piece]]) -> list[Piece]:
+    by_level = sorted((pieces for pieces in wanted if pieces), key=lambda pieces: pieces[0].part.level)
+    levels = groupby(by_level, key=lambda pieces: pieces[0].part.level)
+    return [piece for _, level in levels for turn in zip_longest(*level) for piece in turn if piece is not None]

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import Protocol
 
-from gpucr.model import StagedExtent
+from gpucr.model import DevicePart, StagedExtent
 from gpucr.snapshot.device.crew import PieceBuffer
 from gpucr.snapshot.manifest import DeviceData
 
@@ -22,15 +22,15 @@ class DeviceSink(Protocol):
 
     @property
     def piece_bytes(self) -> int:
-        """The size of all pieces but the last one of a process."""
+        """The size of all pieces but the last one of a part."""
 
-    def add(self, pid: int, size_bytes: int) -> None:
-        """There will be pieces of this process, so many bytes of them."""
+    def add(self, part: DevicePart, size_bytes: int) -> None:
+        """There will be pieces of this part, so many bytes of them."""
 
-    def grow(self, pid: int, size_bytes: int) -> None:
+    def grow(self, part: DevicePart, size_bytes: int) -> None:
         """It has become more. No piece of less than full size was put before."""
 
-    def put(self, pid: int, piece: int, buffer: PieceBuffer, length: int, before: bytes | None) -> bytes:
+    def put(self, part: DevicePart, piece: int, buffer: PieceBuffer, length: int, before: bytes | None) -> bytes:
         """Take the first ``length`` bytes of the buffer as this piece, and return its name.
 
         ``before``: the name of what was put there before, None: nothing was. Nothing need be done where that is equal.
@@ -39,8 +39,10 @@ class DeviceSink(Protocol):
     def sync(self) -> None:
         """Make all that was put durable. Once, after the last `put`."""
 
-    def record(self, pid: int, size_bytes: int, names: Sequence[bytes], extents: Sequence[StagedExtent]) -> DeviceData:
-        """What the manifest says of this process, whose pieces have these names."""
+    def record(
+        self, part: DevicePart, size_bytes: int, names: Sequence[bytes], extents: Sequence[StagedExtent]
+    ) -> DeviceData:
+        """What the manifest says of this part, whose pieces have these names."""
 
     def close(self) -> None:
         """No piece comes any more. Idempotent; may be called by any thread."""

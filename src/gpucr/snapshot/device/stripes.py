@@ -1,6 +1,6 @@
-"""The files that hold one process's device memory, and where each piece lies in them.
+"""The files that hold a part of a process's device memory, and where each piece lies in them.
 
-Several files per process, because the kernel lets writers of one file take turns: ext4 at the inode's lock, tmpfs at
+Several files, because the kernel lets writers of one file take turns: ext4 at the inode's lock, tmpfs at
 the page cache's. On a virtual disk with ext4 one file took 1.6 to 2.2 GiB/s of O_DIRECT, four to sixteen 2.2 to 2.9.
 """
 
@@ -17,6 +17,7 @@ from pathlib import Path
 
 from gpucr.errors import SnapshotDamaged, SnapshotError
 from gpucr.linux import libc
+from gpucr.model import DevicePart
 from gpucr.snapshot.manifest import DeviceData
 
 PIECE_BYTES = 4 << 20
@@ -71,41 +72,41 @@ class Layout:
 
 
 class Stripes:
-    """The open files of one process. Reads and writes may come from many threads at once.
+    """The open files of one part. Reads and writes may come from many threads at once.
 
     ``prefix`` is what their names begin with.
     """
 
-    def __init__(self, folder: Path, pid: int, layout: Layout, prefix: str = "") -> None:
+    def __init__(self, folder: Path, part: DevicePart, layout: Layout, prefix: str = "") -> None:
         self.layout = layout
         self._folder = folder
-        self._name = f"{prefix}{pid}"
+        self._name = f"{prefix}{part}"
         # With a prefix they lie in the snapshot's own folder, which may be named by a descriptor: that is a link, too.
         self._nofollow = 0 if prefix else os.O_NOFOLLOW
         self._fds: list[int] = []
         self._is_direct = True
 
     @classmethod
-    def create(cls, folder: Path, pid: int, layout: Layout) -> Stripes:
+    def create(cls, folder: Path, part: DevicePart, layout: Layout) -> Stripes:
         """Make the files in their full size, as holes, mode 0600. Raises OSError."""
-        made = cls(folder, pid, layout)
+        made = cls(folder, part, layout)
         # The full size first: a write that makes a file longer holds the inode's lock alone.
         made._open(os.O_RDWR | os.O_CREAT | os.O_EXCL, lambda fd, path, size: os.ftruncate(fd, size))
         return made
 
     @classmethod
-    def open(cls, folder: Path, pid: int, layout: Layout, prefix: str = "") -> Stripes:
+    def open(cls, folder: Path, part: DevicePart, layout: Layout, prefix: str = "") -> Stripes:
         """Open the files for reading.
 
         Raises SnapshotDamaged where one is missing, no plain file, or of another size, and SnapshotError where it
         cannot be opened for another reason.
         """
-        found = cls(folder, pid, layout, prefix)
+        found = cls(folder, part, layout, prefix)
         try:
             # Without O_NONBLOCK the open of a named pipe waits for a writer that never comes.
             found._open(os.O_RDONLY | os.O_NONBLOCK, _check_file)
         except OSError as e:
-            raise _not_opened(e, pid) from e
+            raise _not_opened(e, part.pid) from e
         return found
 
     def _open(self, flags: int, prepare: _Prepare) -> None:
@@ -180,10 +181,10 @@ class Stripes:
             os.close(self._fds.pop())
 
 
-def check_shape(folder: Path, data: Mapping[int, DeviceData]) -> None:
-    """Raise SnapshotDamaged where a stripe of one of these processes is missing, no plain file, or of another size."""
-    for pid, each in data.items():
-        Stripes.open(folder, pid, Layout.of(each)).close()
+def check_shape(folder: Path, data: Mapping[DevicePart, DeviceData]) -> None:
+    """Raise SnapshotDamaged where a stripe of one of these parts is missing, no plain file, or of another size."""
+    for part, each in data.items():
+        Stripes.open(folder, part, Layout.of(each)).close()
 
 
 def _not_opened(error: OSError, pid: int) -> SnapshotError:

@@ -14,7 +14,7 @@ from collections.abc import Callable, Sequence
 from typing import NamedTuple, NoReturn
 
 from gpucr.gpu_state.source import Source
-from gpucr.model import StagedExtent
+from gpucr.model import DevicePart, StagedExtent
 from gpucr.snapshot.device.crew import THREADS, Crew, PieceBuffer
 from gpucr.snapshot.device.sink import ZERO, DeviceSink
 from gpucr.snapshot.json_reader import PAGE_BYTES
@@ -89,9 +89,9 @@ class _Saving:
 
 
 class DeviceWriter:
-    """Saves the staging files of several processes, with many threads.
+    """Saves the device memory of several processes, with many threads.
 
-    `start`, then for each process `advance` as often as wanted and `complete` once; `wait`, `sync`, and `device_data`
+    `start`, then for each part `advance` as often as wanted and `complete` once; `wait`, `sync`, and `device_data`
     for the manifest. `cancel` ends it at any time; what was saved stays for the caller to remove.
 
     ``seen_bytes`` counts every piece once, ``written_bytes`` those that the sink did not have in their place, again
@@ -114,7 +114,7 @@ class DeviceWriter:
         self._sink = sink
         self._on_bytes = on_bytes
         self._working: int | None = None
-        self._savings: dict[int, _Saving] = {}
+        self._savings: dict[DevicePart, _Saving] = {}
         self._turns: deque[_Saving] = deque()
         self._crew: Crew[_Job] = Crew("device-writer", threads, take=self._take, work=self._save, close=self._close)
         try:
@@ -125,30 +125,32 @@ class DeviceWriter:
             raise
 
     def add(self, source: Source) -> None:
-        """Take in one more process, also after `start`. Raises SnapshotError where the sink does not take it.
+        """Take in one more part, also after `start`. Raises SnapshotError where the sink does not take it.
 
-        Raises ValueError for a size that is not whole pages, or a pid that is there already.
+        Raises ValueError for a size that is not whole pages, or a part that is there already.
         """
         _check_size(source)
-        if source.pid in self._savings:
-            raise ValueError(f"process {source.pid} is being saved already")
+        if source.part in self._savings:
+            raise ValueError(f"device memory of process {source.part.pid} is being saved already")
         with self._crew.lock:
             if not self._crew.has_ended:  # else the last thread closes the sink, perhaps at this moment
-                self._sink.add(source.pid, source.size_bytes)
-                self._savings[source.pid] = _Saving(source, self._sink.piece_bytes)
-                self._turns.append(self._savings[source.pid])
+                self._sink.add(source.part, source.size_bytes)
+                self._savings[source.part] = _Saving(source, self._sink.piece_bytes)
+                self._turns.append(self._savings[source.part])
                 return
         self._refuse_ended()
 
     def grow(self, source: Source) -> None:
-        """The device memory of a process that was added has become more. Only before `complete`. Raises as `add`."""
+        """A part that was added has become more. Only before `complete`. Raises as `add`."""
         _check_size(source)
         with self._crew.lock:
-            saving = self._savings[source.pid]
+            saving = self._savings[source.part]
             if saving.is_final or source.size_bytes < saving.source.size_bytes:
-                raise ValueError(f"device memory of process {source.pid} has its final size, or cannot become less")
+                raise ValueError(
+                    f"device memory of process {source.part.pid} has its final size, or cannot become less"
+                )
             if not self._crew.has_ended:
-                self._sink.grow(source.pid, source.size_bytes)
+                self._sink.grow(source.part, source.size_bytes)
                 saving.grow(source)
                 return
         self._refuse_ended()
@@ -157,19 +159,19 @@ class DeviceWriter:
         """Start the threads. They wait for `advance` and `complete`."""
         self._crew.start(self._sink.piece_bytes)
 
-    def advance(self, pid: int, up_to_bytes: int) -> None:
-        """The driver has filled the staging file up to here, as far as is known: full pieces below are saved."""
+    def advance(self, part: DevicePart, up_to_bytes: int) -> None:
+        """The source is there up to here, as far as is known: full pieces below are saved."""
         with self._crew.lock:
-            saving = self._savings[pid]
+            saving = self._savings[part]
             reached = max(0, min(up_to_bytes, saving.source.size_bytes)) // saving.piece_bytes
             if reached > saving.available:
                 saving.available = reached
                 self._crew.offer()
 
-    def complete(self, pid: int) -> None:
-        """The driver has finished: all of the staging file is final. What was saved before is checked again."""
+    def complete(self, part: DevicePart) -> None:
+        """All of the source is there and final. What was saved before is checked again."""
         with self._crew.lock:
-            self._savings[pid].complete()
+            self._savings[part].complete()
             self._crew.offer()
             self._crew.announce()
 
@@ -193,12 +195,12 @@ class DeviceWriter:
         finally:
             self.cancel()
 
-    def device_data(self, pid: int, extents: Sequence[StagedExtent]) -> DeviceData:
-        """The record of one process for the manifest. Only after `wait` has been true."""
+    def device_data(self, part: DevicePart, extents: Sequence[StagedExtent]) -> DeviceData:
+        """The record of one part for the manifest. Only after `wait` has been true."""
         self._require_done()
-        saving = self._savings[pid]
+        saving = self._savings[part]
         names = [name for name in saving.names if name is not None]
-        return self._sink.record(pid, saving.source.size_bytes, names, extents)
+        return self._sink.record(part, saving.source.size_bytes, names, extents)
 
     def cancel(self) -> None:
         """End the threads after the piece that they have, and close the sink. Idempotent."""
@@ -233,7 +235,7 @@ class DeviceWriter:
         saving, length = job.saving, job.saving.length(job.piece)
         saving.source.read_into(saving.start(job.piece), buffer.part(0, length))
         before = saving.names[job.piece]
-        name = self._sink.put(saving.source.pid, job.piece, buffer, length, before)
+        name = self._sink.put(saving.source.part, job.piece, buffer, length, before)
         is_changed = name != (before or ZERO)
         if self._on_bytes is not None and not job.is_recheck:
             self._on_bytes(length)
@@ -253,4 +255,4 @@ class DeviceWriter:
 
 def _check_size(source: Source) -> None:
     if source.size_bytes % PAGE_BYTES or source.size_bytes < 0:
-        raise ValueError(f"device memory of process {source.pid} is {source.size_bytes} bytes, not whole pages")
+        raise ValueError(f"device memory of process {source.part.pid} is {source.size_bytes} bytes, not whole pages")
