@@ -40,7 +40,7 @@ class Canary:
         try:
             self._process = subprocess.Popen(
                 # -I: nothing in the user's environment decides which modules a program of gpucr's is made of.
-                [sys.executable, "-I", "-S", "-c", _BOOTSTRAP, name, str(Path(__file__).parents[2])],
+                [sys.executable, "-I", "-S", "-c", _BOOTSTRAP, name, str(Path(__file__).parents[3])],
                 stdin=given,
                 stdout=taken,
                 stderr=subprocess.DEVNULL,
