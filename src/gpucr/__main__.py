@@ -28,7 +28,7 @@ def main() -> None:
 
 
 def _end_at_once(end: SystemExit) -> None:
-    """End without taking every object apart, which takes Python a fifth of a short command; not while a thread works."""
+    """End without taking every object apart, a fifth of a short command's time; not while a thread works."""
     import contextlib
     import sys
     import threading
