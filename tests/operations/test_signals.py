@@ -235,9 +235,7 @@ def test_restore(
     released = (("call", "GangThreads.release"), ("end", "release"), ("begin", "keep"), ("end", "keep"))
     last = (*released, *last_moments(len(options), ("call", "say_warnings")))
     assert_restores(snapshot, job, [(moment, 130) for moment in (*before, *around(*phases))], *options)
-    assert_restores(
-        snapshot, job, [(moment, 0) for moment in (*own, *after(len(options), ("call", "say_warnings")))], *options
-    )
+    assert_restores(snapshot, job, [(moment, 0) for moment in last], *options)
     gpucr.restore(snapshot)
     assert job.send("verify") == "ok"
     assert states(driver, job) == {RUNNING}
