@@ -8,14 +8,19 @@ MAX_DEPTH = 32
 """How deeply lists and objects may be nested. gpucr's own formats need eight levels; Python gives up at about 1000."""
 
 
-def parse(data: bytes | str) -> object:
-    """The value. Raises ValueError, with the reason, for what is no JSON or is nested more than MAX_DEPTH deep."""
+def parse(data: bytes | str, *, least: int = -(1 << 63)) -> object:
+    """The value. Raises ValueError, with the reason, for what is no JSON or is nested more than MAX_DEPTH deep.
+
+    Integers are ``least`` to 2^64 - 1.
+    """
     try:
         value: object = json.loads(data)
     except RecursionError as e:
         raise ValueError(f"it is nested more than {MAX_DEPTH} deep") from e
     level = [value]
     for _ in range(MAX_DEPTH):
+        if any(type(each) is int and not least <= each < 1 << 64 for each in level):
+            raise ValueError("a number is out of range")
         level = [inner for each in level if isinstance(each, list | dict) for inner in _inside(each)]
         if not level:
             return value

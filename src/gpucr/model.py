@@ -5,7 +5,7 @@ from __future__ import annotations
 import enum
 import re
 from collections.abc import Iterable
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import NamedTuple
 
 from gpucr.errors import InvalidRequest
@@ -67,7 +67,7 @@ class Gpu:
     name: str
     memory_total_bytes: int
     memory_free_bytes: int
-    mig_enabled: bool = False
+    mig_enabled: bool = field(default_factory=bool)  # records.py sees a missing member only where each object has it
 
 
 @dataclass(frozen=True)

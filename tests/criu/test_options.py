@@ -2,19 +2,18 @@
 
 from __future__ import annotations
 
-import json
 import os
 import socket
 import subprocess
-from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
+import msgspec
 import pytest
 
+from gpucr import records
 from gpucr.criu.options import (
     DumpOptions,
-    RestoreOptions,
     choose_dump_options,
     deleted_file_sizes,
     has_connections,
@@ -115,7 +114,7 @@ def test_network_lock_method_is_not_skipped_with_connections(monkeypatch: pytest
 
 
 def test_record_survives_json() -> None:
-    assert DumpOptions.from_dict(json.loads(json.dumps(SAMPLE.as_dict()))) == SAMPLE
+    assert records.decode(records.encode(SAMPLE), DumpOptions) == SAMPLE
 
 
 @pytest.mark.parametrize(
@@ -132,18 +131,13 @@ def test_record_survives_json() -> None:
     ],
 )
 def test_damaged_record(change: dict[str, Any]) -> None:
-    with pytest.raises(ValueError, match="CRIU option"):
-        DumpOptions.from_dict({**SAMPLE.as_dict(), **change})
+    (name,) = change
+    with pytest.raises(records.RecordError, match=name):
+        records.convert({**msgspec.to_builtins(SAMPLE), **change}, DumpOptions)
 
 
 def test_incomplete_record() -> None:
-    record = SAMPLE.as_dict()
+    record = msgspec.to_builtins(SAMPLE)
     del record["link_remap"]
-    with pytest.raises(ValueError, match="members"):
-        DumpOptions.from_dict(record)
-
-
-def test_restore_options_follow_the_dump() -> None:
-    dumped = replace(SAMPLE, network_lock="iptables", file_locks=False)
-    restored = RestoreOptions.from_dump(dumped)
-    assert (restored.shell_job, restored.network_lock, restored.file_locks) == (True, "iptables", False)
+    with pytest.raises(records.RecordError, match="there is no `link_remap`"):
+        records.convert(record, DumpOptions)

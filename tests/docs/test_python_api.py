@@ -101,7 +101,7 @@ RECORDS = [
 def test_every_member_of_a_record_is_described(name: str) -> None:
     (row,) = re.findall(rf"^\| `{name}` \|(.*)\|$", section(page("reference/python-api.md"), "Records"), re.MULTILINE)
     record = getattr(gpucr, name)
-    members = [field.name for field in dataclasses.fields(record)]
+    members = list(getattr(record, "__struct_fields__", None) or [field.name for field in dataclasses.fields(record)])
     members += [name for name, value in vars(record).items() if isinstance(value, property)]
     assert set(members) <= set(CODE.findall(row))
 

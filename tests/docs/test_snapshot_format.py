@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import dataclasses
 import json
 import os
 import re
@@ -11,11 +10,12 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from msgspec.structs import replace
 
 from gpucr.criu.options import DumpOptions
 from gpucr.model import Extent, Gpu, JobFile, StagedExtent
 from gpucr.snapshot import device, files, manifest
-from gpucr.snapshot.surroundings import SharedFileRecord
+from gpucr.snapshot.manifest import SharedFileRecord
 from tests.docs.pages import CODE, ROW, first_cells, page, section
 from tests.unit import samples
 
@@ -39,7 +39,7 @@ from tests.unit import samples
 )
 def test_every_member_of_the_manifest_is_described(heading: str, record: Any, extra: set[str]) -> None:
     described = section(page("reference/snapshot-format.md"), heading).partition("\n### ")[0]
-    assert set(first_cells(described)) == {field.name for field in dataclasses.fields(record)} | extra
+    assert set(first_cells(described)) == set(record.__annotations__) | extra
 
 
 def test_the_manifest_has_the_described_members() -> None:
@@ -47,9 +47,9 @@ def test_the_manifest_has_the_described_members() -> None:
     described = section(page("reference/snapshot-format.md"), "The manifest").partition("\n### ")[0]
     assert set(first_cells(described)) == set(body)
     extents = next(row for row in ROW.findall(page("reference/snapshot-format.md")) if "`staging`" in row)
-    assert {field.name for field in dataclasses.fields(Extent)} <= set(CODE.findall(extents))
+    assert set(Extent.__annotations__) <= set(CODE.findall(extents))
     stored = next(row for row in ROW.findall(page("reference/snapshot-format.md")) if "`extents`" in row)
-    assert {field.name for field in dataclasses.fields(StagedExtent)} <= set(CODE.findall(stored))
+    assert set(StagedExtent.__annotations__) <= set(CODE.findall(stored))
     for size_bytes in (files.PIECE_BYTES, device.PIECE_BYTES):
         assert f"{size_bytes:,}".replace(",", " ") in page("reference/snapshot-format.md")
     assert f"Format version {manifest.FORMAT_VERSION}." in page("reference/snapshot-format.md")
@@ -76,10 +76,8 @@ def _write_snapshot(folder: Path) -> Path:
     records = files.record(folder, ["images/pages-1.img", "images/empty.img"])
     # Every kind of text that the canonical form has a rule for.
     name = 'tab\t newline\n quote" backslash\\ delete\x7f null\0 é 😀 \udcff'
-    process = dataclasses.replace(samples.manifest().processes[0], command_line=(name,))
-    whole = dataclasses.replace(
-        samples.manifest(), processes=(process, *samples.manifest().processes[1:]), files=records
-    )
+    process = replace(samples.manifest().processes[0], command_line=(name,))
+    whole = replace(samples.manifest(), processes=(process, *samples.manifest().processes[1:]), files=records)
     (folder / "manifest.json").write_bytes(manifest.encode(whole))
     return image
 

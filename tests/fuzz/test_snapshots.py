@@ -16,8 +16,8 @@ from gpucr.criu.contents import read_contents
 from gpucr.criu.image_entries import ImageError
 from gpucr.criu.page_images import PageMap
 from gpucr.criu.pids import pids_in
+from gpucr.records import RecordError
 from gpucr.snapshot import manifest as manifests
-from gpucr.snapshot.json_reader import ManifestError
 from tests.fuzz.damage import Json, damaged_bytes, damaged_json, written
 from tests.unit.samples import DEVICE_DATA, manifest
 from tests.unit.test_image_contents import READ_WRITE, image, job, mapping, run
@@ -31,7 +31,7 @@ IMAGES = job([mapping(16, 4, 1 << 9, prot=READ_WRITE)], [run(16, 2)])
 
 
 def decode(data: bytes) -> None:
-    with contextlib.suppress(ManifestError):
+    with contextlib.suppress(RecordError):
         found = manifests.decode(data)
         assert manifests.decode(manifests.encode(found)).root_pid == found.root_pid
         assert found.size_bytes >= 0

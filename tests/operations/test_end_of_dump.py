@@ -6,11 +6,11 @@ import os
 import signal
 import sys
 from collections.abc import Callable, Iterator
-from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
 import pytest
+from msgspec.structs import replace
 
 import gpucr
 from gpucr.criu.engine import Criu

@@ -3,11 +3,12 @@
 from __future__ import annotations
 
 import contextlib
+import dataclasses
 import os
-from dataclasses import replace
 from pathlib import Path
 
 import pytest
+from msgspec.structs import replace
 
 from gpucr.errors import InvalidRequest, Unsupported
 from gpucr.jobs import registered
@@ -34,7 +35,7 @@ def snapshot(tmp_path: Path, state: Path) -> Snapshot:
     made = samples.manifest()
     assert made.launch is not None
     launch = replace(made.launch, log_path=str(state / "trainer-1" / "20260102-030405.log"))
-    return replace(samples.committed(tmp_path / "snapshot"), manifest=replace(made, launch=launch))
+    return dataclasses.replace(samples.committed(tmp_path / "snapshot"), manifest=replace(made, launch=launch))
 
 
 def _look(name: str) -> JobRecord:
@@ -121,7 +122,7 @@ def test_jobs_with_one_log_of_the_users_are_told_apart_by_the_snapshot(snapshot:
     launch = snapshot.manifest.launch
     assert launch is not None
     log = str(tmp_path / "log")
-    snapshot = replace(snapshot, manifest=replace(snapshot.manifest, launch=replace(launch, log_path=log)))
+    snapshot = dataclasses.replace(snapshot, manifest=replace(snapshot.manifest, launch=replace(launch, log_path=log)))
     _register("trainer-1", ProcessId(unused_pid(), 1))
     for where, expected in (("/another", "trainer-1-2"), (snapshot.where, "trainer-1")):
         registered.registry().update(_look("trainer-1"), dumped=True, log_path=log, snapshot=where)
@@ -144,7 +145,7 @@ def test_a_log_that_was_gone_at_the_dump_is_a_warning(is_open: bool, snapshot: S
     launch = snapshot.manifest.launch
     assert launch is not None
     opened_files = (JobFile(launch.log_path, 5, is_written=True, is_mapped=False),) if is_open else ()
-    snapshot = replace(snapshot, manifest=replace(snapshot.manifest, open_files=opened_files))
+    snapshot = dataclasses.replace(snapshot, manifest=replace(snapshot.manifest, open_files=opened_files))
     for clone in (False, True):
         with contextlib.ExitStack() as opened:
             name, warnings = restored_name_or_warning(snapshot, opened, clone=clone)
@@ -164,7 +165,7 @@ def test_a_restore_that_fails_changes_nothing(snapshot: Snapshot, state: Path) -
 
 
 def test_a_job_that_gpucr_did_not_start_has_no_name(snapshot: Snapshot) -> None:
-    other = replace(snapshot, manifest=replace(snapshot.manifest, launch=None))
+    other = dataclasses.replace(snapshot, manifest=replace(snapshot.manifest, launch=None))
     with restored_name(other) as name:
         assert name is None
     with pytest.raises(InvalidRequest, match="cannot have a name"), restored_name(other, name="x"):
@@ -175,7 +176,7 @@ def test_a_name_that_no_job_can_have_is_a_warning(snapshot: Snapshot) -> None:
     """A manifest that somebody else wrote."""
     launch = snapshot.manifest.launch
     assert launch is not None
-    odd = replace(snapshot, manifest=replace(snapshot.manifest, launch=replace(launch, name="../x")))
+    odd = dataclasses.replace(snapshot, manifest=replace(snapshot.manifest, launch=replace(launch, name="../x")))
     with contextlib.ExitStack() as opened:
         name, warnings = restored_name_or_warning(odd, opened)
     assert name is None
@@ -211,7 +212,7 @@ def test_resolving() -> None:
 def test_a_damaged_record_says_so(state: Path) -> None:
     _register("mine", ME)
     (state / "mine" / "record.json").write_text("{}")
-    with pytest.raises(InvalidRequest, match="the record of the job mine is damaged: its format version is None"):
+    with pytest.raises(InvalidRequest, match="the record of the job mine is damaged: there is no `format_version`"):
         registered.resolve_pid("mine")
 
 

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import dataclasses
 import errno
 import json
 import os
@@ -13,6 +12,7 @@ from pathlib import Path
 from typing import NoReturn
 
 import pytest
+from msgspec.structs import replace
 
 import gpucr
 from gpucr.linux import processes, scheduling
@@ -98,12 +98,12 @@ def rewrite(snapshot: Path, change: Callable[[tuple[ThreadRecord, ...]], tuple[T
     read = manifests.decode(file.read_bytes())
     first, *others = read.processes
     assert first.scheduling is not None
-    changed = dataclasses.replace(first, scheduling=change(first.scheduling))
-    file.write_bytes(manifests.encode(dataclasses.replace(read, processes=(changed, *others))))
+    changed = replace(first, scheduling=change(first.scheduling))
+    file.write_bytes(manifests.encode(replace(read, processes=(changed, *others))))
 
 
 def bound_to(cpus: str) -> Callable[[tuple[ThreadRecord, ...]], tuple[ThreadRecord, ...]]:
-    return lambda threads: tuple(dataclasses.replace(thread, cpus=cpus) for thread in threads)
+    return lambda threads: tuple(replace(thread, cpus=cpus) for thread in threads)
 
 
 @pytest.mark.parametrize("isolated", [False, True])
@@ -173,7 +173,7 @@ def test_a_snapshot_that_does_not_tell_leaves_all_as_it_is(start: StartJob, tmp_
 
 def test_a_thread_that_the_job_has_not_changes_nothing(start: StartJob, tmp_path: Path) -> None:
     job = _dumped(start, tmp_path / "s")
-    rewrite(tmp_path / "s", lambda threads: tuple(dataclasses.replace(each, thread=1 << 40) for each in threads))
+    rewrite(tmp_path / "s", lambda threads: tuple(replace(each, thread=1 << 40) for each in threads))
     gpucr.restore(tmp_path / "s")
     assert json.loads(job.go_on()) == [[USABLE, 0]]
 
@@ -185,7 +185,7 @@ def test_what_cannot_be_set_does_not_end_the_restore(
         raise PermissionError(errno.EPERM, os.strerror(errno.EPERM))
 
     job = _dumped(start, tmp_path / "s")
-    rewrite(tmp_path / "s", lambda threads: tuple(dataclasses.replace(each, io_priority=IDLE) for each in threads))
+    rewrite(tmp_path / "s", lambda threads: tuple(replace(each, io_priority=IDLE) for each in threads))
     monkeypatch.setattr(scheduling, "allow_all_cpus", refuse)
     monkeypatch.setattr(scheduling, "set_io_priority", refuse)
     report = gpucr.restore(tmp_path / "s")

@@ -14,7 +14,7 @@ from pathlib import Path
 from typing import Any
 
 from gpucr.errors import GpucrError
-from gpucr.snapshot.json_reader import ManifestError
+from gpucr.records import RecordError
 from gpucr.snapshot.manifest import decode as decode_manifest
 from gpucr.snapshot.manifest import encode as encode_manifest
 from gpucr.store import config, index, keys, pieces, retired, stored_snapshot, writers
@@ -149,7 +149,7 @@ FORMATS = {
     "manifest": Format(
         lambda: encode_manifest(samples.manifest(device_data=samples.STORED_DATA)),
         decode_manifest,
-        (ManifestError,),
+        (RecordError,),
         lambda data: json.loads(data)["manifest"],
         _manifest,
     ),

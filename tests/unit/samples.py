@@ -6,6 +6,7 @@ import os
 from pathlib import Path
 from typing import Any
 
+from gpucr.criu.options import DumpOptions
 from gpucr.gpu_state.source import FileSource
 from gpucr.model import Connection, CudaState, DevicePart, Endpoint, Extent, Gpu, JobFile, StagedExtent
 from gpucr.snapshot.device import DeviceWriter, FolderSink
@@ -18,9 +19,9 @@ from gpucr.snapshot.manifest import (
     OverruledFinding,
     ProcessRecord,
     SandboxRecord,
+    SharedFileRecord,
     ThreadRecord,
 )
-from gpucr.snapshot.surroundings import SharedFileRecord
 
 GPU_A = "GPU-6b1e4d2c-0f3a-4c52-9c53-0a6f5a1d7e88"
 GPU_B = "GPU-91c0aa11-2233-4455-6677-8899aabbccdd"
@@ -75,7 +76,7 @@ def manifest(*, files: tuple[FileRecord, ...] = (), device_data: DeviceData | No
         cuda_version=13000,
         driver_version="580.159.04",
         criu_version="4.1.1",
-        criu_options={"leave_running": False, "ghost_limit_bytes": 1 << 20, "network_lock": "skip"},
+        criu_options=DumpOptions(leave_running=False, shell_job=True, ghost_limit_bytes=1 << 20, network_lock="skip"),
         kernel="6.18.0",
         architecture="x86_64",
         gpucr_version="0.1.0",

@@ -2,13 +2,13 @@
 
 from __future__ import annotations
 
-import dataclasses
 import json
 import os
 from pathlib import Path
 
 import pytest
 from click.testing import CliRunner, Result
+from msgspec.structs import replace
 
 from gpucr.cli.inspect import command
 from gpucr.cli.snapshot_tree import Branch, tree_of
@@ -35,7 +35,7 @@ def committed(folder: Path, first: ProcessRecord) -> Snapshot:
     unfinished.create()
     (unfinished.images / "core-1.img").write_bytes(b"registers")
     manifest = samples.manifest()
-    return unfinished.commit(dataclasses.replace(manifest, processes=(first, *manifest.processes[1:])))
+    return unfinished.commit(replace(manifest, processes=(first, *manifest.processes[1:])))
 
 
 @pytest.fixture
@@ -74,7 +74,7 @@ def test_stored_and_zero_bytes_of_device_memory(with_device_data: Snapshot) -> N
 
 
 def test_device_memory_in_the_images(tmp_path: Path) -> None:
-    first = dataclasses.replace(
+    first = replace(
         samples.manifest().processes[0], staging=(Extent(0x7F0000000000, 3 << 20), Extent(0x7F1000000000, 1 << 20))
     )
     snapshot = committed(tmp_path / "snap", first)
@@ -94,7 +94,7 @@ def test_device_memory_in_the_images(tmp_path: Path) -> None:
 
 def test_device_memory_in_the_images_of_which_no_extent_is_known(tmp_path: Path) -> None:
     """A process that was suspended before the dump, in memory that is not gpucr's."""
-    snapshot = committed(tmp_path / "snap", dataclasses.replace(samples.manifest().processes[0], staging=()))
+    snapshot = committed(tmp_path / "snap", replace(samples.manifest().processes[0], staging=()))
     assert "   ├─ device memory: in CRIU's images\n" in inspect(snapshot.path).stdout
     (found,) = json.loads(inspect(snapshot.path, "--json").stdout)["device_memory"]
     assert (found["size_bytes"], found["extents"]) == (None, 0)
@@ -128,7 +128,7 @@ def test_names_of_another_user_do_not_steer_the_terminal() -> None:
     descriptors = (OpenDescriptor(3, "file", "/x\x1b[2J"), OpenDescriptor(4, "unix", None))
     contents = SnapshotContents(
         Snapshot(Path("/s"), samples.manifest(), HeldFolder.open("/")),
-        (ProcessContents(dataclasses.replace(record, command_line=("a\x07",)), (), descriptors),),
+        (ProcessContents(replace(record, command_line=("a\x07",)), (), descriptors),),
         (SharedMemory(5, "\x1b]0;", 4096, 4096, (100,)),),
         (),
     )

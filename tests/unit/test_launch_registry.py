@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import dataclasses
 import errno
 import json
 import os
@@ -12,19 +13,20 @@ import stat
 import subprocess
 import sys
 from collections.abc import Callable
-from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
 import pytest
+from msgspec.structs import replace
 
 from gpucr.errors import InvalidRequest, Unsupported
 from gpucr.jobs import record as records
 from gpucr.jobs import registry as registries
 from gpucr.jobs.names import check_name, is_name, near_names, numbered_names
-from gpucr.jobs.record import JobRecord, JobState, RecordError, decode, encode, state_of
+from gpucr.jobs.record import JobRecord, JobState, decode, state_of
 from gpucr.jobs.registry import Registry
 from gpucr.model import ProcessId
+from gpucr.records import RecordError, encode
 from tests.unit.children import identity, sleeper, unused_pid
 
 
@@ -113,24 +115,24 @@ def _damage(tmp_path: Path, **members: Any) -> bytes:
 @pytest.mark.parametrize(
     ("members", "why"),
     [
-        ({"format_version": 2}, "format version"),
+        ({"format_version": 2}, "its format_version is 2; this gpucr reads 1"),
         ({"name": "../up"}, "cannot be the name"),
-        ({"name": 7}, "'name' is not a text"),
-        ({"command": []}, "command is empty"),
-        ({"command": "ls"}, "'command' is not a list"),
-        ({"command": [1]}, "'command' is not a text"),
-        ({"cwd": "a\0b"}, "'cwd' is not a text"),
-        ({"environment": {"A": 1}}, "'environment' is not a text"),
-        ({"environment": []}, "'environment' is not an object"),
-        ({"isolated": 1}, "'isolated' is neither true nor false"),
-        ({"network": "shared"}, "network is 'shared'"),
-        ({"root": None}, "'root' is not an object"),
-        ({"root": {"pid": 0, "start_time_ticks": 1}}, "is not a process"),
-        ({"root": {"pid": 1}}, "has no 'start_time_ticks'"),
-        ({"root": {"pid": True, "start_time_ticks": 1}}, "is not a number"),
-        ({"keeper": {"pid": -1, "start_time_ticks": 1}}, "is not a number"),
-        ({"pid_namespace": 1 << 70}, "is not a number"),
-        ({"snapshot": 3}, "'snapshot' is not a text"),
+        ({"name": 7}, "name: expected `str`, got `int`"),
+        ({"command": []}, "command: expected `array` of length >= 1"),
+        ({"command": "ls"}, "command: expected `array`, got `str`"),
+        ({"command": [1]}, r"command\[0\]: expected `str`, got `int`"),
+        ({"cwd": "a\0b"}, "cwd: expected `str` matching regex"),
+        ({"environment": {"A": 1}}, "environment.*: expected `str`, got `int`"),
+        ({"environment": []}, "environment: expected `object`, got `array`"),
+        ({"isolated": 1}, "isolated: expected `bool`, got `int`"),
+        ({"network": "shared"}, "network: invalid enum value 'shared'"),
+        ({"root": None}, "root: expected `object`, got `null`"),
+        ({"root": {"pid": 0, "start_time_ticks": 1}}, "the pid of a process is 0"),
+        ({"root": {"pid": 1}}, "root: there is no `start_time_ticks`"),
+        ({"root": {"pid": True, "start_time_ticks": 1}}, "root.pid: expected `int`, got `bool`"),
+        ({"keeper": {"pid": -1, "start_time_ticks": 1}}, "a number is out of range"),
+        ({"pid_namespace": 1 << 70}, "a number is out of range"),
+        ({"snapshot": 3}, "snapshot: expected `str \\| null`, got `int`"),
     ],
 )
 def test_a_damaged_record_is_recognised(members: dict[str, Any], why: str, tmp_path: Path) -> None:
@@ -240,7 +242,7 @@ def test_a_registered_job_is_found(registry: Registry, tmp_path: Path) -> None:
         assert job == registry.find("train")
         assert (job.record, job.state.word) == (record, "running")
         assert registry.find_process(child.id) == record
-        assert registry.find_process(replace(child.id, start_time_ticks=1)) is None
+        assert registry.find_process(dataclasses.replace(child.id, start_time_ticks=1)) is None
         with pytest.raises(InvalidRequest) as caught:
             registry.find("trian")
         assert caught.value.hint == "did you mean train?"

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import copy
-import dataclasses
 import hashlib
 import json
 import re
@@ -11,11 +10,12 @@ from collections.abc import Callable
 from typing import Any
 
 import pytest
+from msgspec.structs import replace
 
 from gpucr.model import CudaState, DevicePart, StagedExtent
+from gpucr.records import RecordError
 from gpucr.snapshot import manifest as manifests
 from gpucr.snapshot.device import PIECE_BYTES
-from gpucr.snapshot.json_reader import ManifestError
 from gpucr.snapshot.manifest import DeviceData, FileRecord, Manifest, decode, encode
 from tests.unit import samples
 
@@ -23,6 +23,7 @@ FILE = FileRecord("images/pages-1.img", 70, ("ab" * 32,))
 STORED = FileRecord("shared/0", 70, ("ab" * 32,))
 WHOLE = samples.manifest(files=(FILE, STORED), device_data=samples.DEVICE_DATA, shared_files=(samples.SHARED_FILE,))
 _NULLABLE = (
+    "criu_options",
     "cuda_version", "driver_version", "launch", "sandbox", "found_state", "restore_thread", "device_data", "scheduling",
     "log_path", "cpus",
 )  # fmt: skip
@@ -54,17 +55,15 @@ def test_round_trip() -> None:
 
 
 def test_round_trip_without_cuda() -> None:
-    plain = dataclasses.replace(
-        WHOLE, processes=WHOLE.processes[1:], root_pid=102, gpus=(), cuda_version=None, driver_version=None
-    )
+    plain = replace(WHOLE, processes=WHOLE.processes[1:], root_pid=102, gpus=(), cuda_version=None, driver_version=None)
     assert decode(encode(plain)) == plain
     assert not plain.has_gpu_state
 
 
 @pytest.mark.parametrize("state", [None, CudaState.RUNNING, CudaState.LOCKED, CudaState.CHECKPOINTED])
 def test_round_trip_of_every_found_state(state: CudaState | None) -> None:
-    process = dataclasses.replace(WHOLE.processes[0], found_state=state)
-    one = dataclasses.replace(WHOLE, processes=(process,))
+    process = replace(WHOLE.processes[0], found_state=state)
+    one = replace(WHOLE, processes=(process,))
     assert decode(encode(one)).processes[0].found_state is state
     assert one.has_gpu_state is (state is not None)
 
@@ -90,14 +89,14 @@ def test_a_forged_seal_is_what_decode_accepts() -> None:
 
 
 def test_empty() -> None:
-    with pytest.raises(ManifestError, match="it is empty"):
+    with pytest.raises(RecordError, match="it is empty"):
         decode(b"")
 
 
 def test_truncated_anywhere() -> None:
     data = encode(WHOLE).rstrip()
     for length in range(1, len(data), 7):
-        with pytest.raises(ManifestError):
+        with pytest.raises(RecordError):
             decode(data[:length])
 
 
@@ -113,7 +112,7 @@ def test_every_single_bit_flip_is_refused_or_changes_nothing() -> None:
 def _refused_or_equal(damaged: bytes, where: str) -> None:
     try:
         read: Manifest | None = decode(damaged)
-    except ManifestError:
+    except RecordError:
         read = None
     assert read in (None, WHOLE), where
 
@@ -138,29 +137,29 @@ def _refused_or_equal(damaged: bytes, where: str) -> None:
     ],
 )
 def test_what_is_no_manifest(data: bytes) -> None:
-    with pytest.raises(ManifestError):
+    with pytest.raises(RecordError):
         decode(data)
 
 
 def test_a_changed_value_does_not_match_the_digest() -> None:
     outer = json.loads(encode(WHOLE))
     outer["manifest"]["root_pid"] = 102
-    with pytest.raises(ManifestError, match="does not match its own digest"):
+    with pytest.raises(RecordError, match="does not match its own digest"):
         decode(json.dumps(outer).encode())
 
 
-@pytest.mark.parametrize("version", [0, 2, 6, -1, 1 << 80, 1.0, True, "x", "1", None, [], {}])
+@pytest.mark.parametrize("version", [0, 2, 6, 1.0, True, "x", "1", None, [], {}])
 def test_another_format_version_is_named_although_its_digest_may_be_made_otherwise(version: object) -> None:
     outer = json.loads(encode(WHOLE))
     outer["manifest"]["format_version"] = version
     with pytest.raises(
-        ManifestError, match=re.escape(f"format version {json.dumps(version)}; this gpucr reads version 1")
+        RecordError, match=re.escape(f"its format_version is {json.dumps(version)}; this gpucr reads 1")
     ):
         decode(json.dumps(outer).encode())
 
 
 def test_a_manifest_without_a_format_version() -> None:
-    with pytest.raises(ManifestError, match="it has no 'format_version'; this gpucr reads version 1"):
+    with pytest.raises(RecordError, match="there is no `format_version`; this gpucr reads 1"):
         decode(changed(lambda inner: inner.pop("format_version")))
 
 
@@ -179,12 +178,12 @@ def test_device_memory_in_a_store_has_neither_digests_nor_stripes() -> None:
     assert read.is_in_store
     assert not WHOLE.is_in_store
     for wrong in ({"stripes": 8}, {"sha256": ["ab" * 32]}, {"store_bytes": 1 << 47}):
-        with pytest.raises(ManifestError, match="in a store"):
+        with pytest.raises(RecordError, match="in a store"):
             decode(changed(_in_store(**wrong)))
 
 
 def test_another_format() -> None:
-    with pytest.raises(ManifestError, match="'tarball', not 'gpucr-snapshot'"):
+    with pytest.raises(RecordError, match='its format is "tarball"; this gpucr reads "gpucr-snapshot"'):
         decode(changed(lambda inner: inner.update(format="tarball")))
 
 
@@ -212,7 +211,7 @@ _KEYS = [(place, key) for place, find in _PLACES.items() for key in find(body())
 
 @pytest.mark.parametrize(("place", "key"), [each for each in _KEYS if each[0] != "held"])
 def test_a_missing_key(place: str, key: str) -> None:
-    with pytest.raises(ManifestError, match=key):
+    with pytest.raises(RecordError, match=key):
         decode(changed(lambda inner: _PLACES[place](inner).pop(key)))
 
 
@@ -224,10 +223,8 @@ def test_a_value_of_another_type(place: str, key: str) -> None:
     wrong += [other for other in others if type(other) is not type(value)]
     if value is not None and key not in _NULLABLE:
         wrong.append(None)
-    if key == "criu_options":
-        wrong.remove({"x": []})  # checked by whom it concerns, CRIU's options
     for each in wrong:
-        with pytest.raises(ManifestError):
+        with pytest.raises(RecordError):
             decode(changed(lambda inner, each=each: _PLACES[place](inner).update({key: each})))  # type: ignore[misc]
 
 
@@ -259,7 +256,7 @@ def test_a_value_of_another_type(place: str, key: str) -> None:
     ],
 )
 def test_a_value_out_of_range(change: Callable[[Body], object]) -> None:
-    with pytest.raises(ManifestError):
+    with pytest.raises(RecordError):
         decode(changed(change))
 
 
@@ -275,20 +272,20 @@ def test_a_value_out_of_range(change: Callable[[Body], object]) -> None:
         ({"cpus": "3-1"}, "'3-1' is not a range of CPUs below 8192"),
         ({"cpus": "0,8192"}, "'8192' is not a range of CPUs below 8192"),
         ({"cpus": "0-9999"}, "'0-9999' is not a range of CPUs below 8192"),
-        ({"io_priority": 1 << 16}, "'io_priority' is out of range"),
-        ({"thread": 0}, "'thread' is out of range"),
+        ({"io_priority": 1 << 16}, "io_priority: expected `int` <= 65535"),
+        ({"thread": 0}, "thread: expected `int` >= 1"),
         ({"thread": 3}, "does not have each of 2 threads once"),
     ],
 )
 def test_scheduling_that_cannot_be(change: Body, says: str) -> None:
-    with pytest.raises(ManifestError, match=says):
+    with pytest.raises(RecordError, match=says):
         decode(changed(lambda inner: inner["processes"][0]["scheduling"][0].update(change)))
 
 
 @pytest.mark.parametrize("count", [0, 1, 3])
 def test_scheduling_of_more_or_fewer_threads_than_there_are(count: int) -> None:
     threads = [{"thread": number + 1, "cpus": None, "io_priority": 0} for number in range(count)]
-    with pytest.raises(ManifestError, match="does not have each of 2 threads once"):
+    with pytest.raises(RecordError, match="does not have each of 2 threads once"):
         decode(changed(lambda inner: inner["processes"][0].update(scheduling=threads)))
 
 
@@ -313,45 +310,45 @@ def test_scheduling_of_more_or_fewer_threads_than_there_are(count: int) -> None:
     ],
 )
 def test_a_path_that_leads_outside(path: str) -> None:
-    with pytest.raises(ManifestError, match=r"files\[0\]: the path"):
+    with pytest.raises(RecordError, match=r"files\[0\]: the path"):
         decode(changed(lambda inner: inner["files"][0].update(path=path)))
 
 
 @pytest.mark.parametrize(
     ("change", "says"),
     [
-        ({"piece_bytes": 2048, "sha256": [None] * 10}, "'piece_bytes' is out of range"),
-        ({"piece_bytes": 12288, "sha256": [None] * 2}, "'piece_bytes' is no power of two"),
-        ({"piece_bytes": 2 << 30, "sha256": [None]}, "'piece_bytes' is no power of two up to"),
-        ({"stripes": 0}, "'stripes' is out of range"),
-        ({"stripes": 257}, "'stripes' is more than 256"),
-        ({"size_bytes": 20481}, "'size_bytes' is not a multiple of 4096"),
-        ({"size_bytes": 2**48}, "'size_bytes' is out of range"),
+        ({"piece_bytes": 2048, "sha256": [None] * 10}, "piece_bytes: expected `int` >= 4096"),
+        ({"piece_bytes": 12288, "sha256": [None] * 2}, "`piece_bytes` is no power of two"),
+        ({"piece_bytes": 2 << 30, "sha256": [None]}, "piece_bytes: expected `int` <= 1073741824"),
+        ({"stripes": 0}, "`stripes` is 0"),
+        ({"stripes": 257}, "stripes: expected `int` <= 256"),
+        ({"size_bytes": 20481}, "size_bytes: expected `int` that's a multiple of 4096"),
+        ({"size_bytes": 2**48}, "size_bytes: expected `int` <= 281474976710655"),
         ({"size_bytes": 16384}, "3 digests do not fit 16384 bytes"),
         ({"size_bytes": 24576 + 4096}, "3 digests do not fit"),
         ({"size_bytes": 0}, "3 digests do not fit"),
         ({"sha256": []}, "0 digests do not fit"),
         ({"sha256": [None] * 4}, "4 digests do not fit"),
-        ({"sha256": [None, None, "ab"]}, "neither a SHA-256 nor null"),
-        ({"sha256": [None, None, "AB" * 32]}, "neither a SHA-256 nor null"),
-        ({"sha256": [None, None, "zz" * 32]}, "neither a SHA-256 nor null"),
-        ({"sha256": [None, None, "ab" * 32 + "\n"]}, "neither a SHA-256 nor null"),
-        ({"sha256": [None, None, 0]}, "neither a SHA-256 nor null"),
+        ({"sha256": [None, None, "ab"]}, r"sha256\[2\]: expected `str` matching regex"),
+        ({"sha256": [None, None, "AB" * 32]}, r"sha256\[2\]: expected `str` matching regex"),
+        ({"sha256": [None, None, "zz" * 32]}, r"sha256\[2\]: expected `str` matching regex"),
+        ({"sha256": [None, None, "ab" * 32 + "\n"]}, r"sha256\[2\]: expected `str` matching regex"),
+        ({"sha256": [None, None, 0]}, r"sha256\[2\]: expected `str \| null`, got `int`"),
     ],
 )
 def test_device_data_that_cannot_be(change: Body, says: str) -> None:
-    with pytest.raises(ManifestError, match=says):
+    with pytest.raises(RecordError, match=says):
         decode(changed(lambda inner: inner["processes"][0]["device_data"].update(change)))
 
 
 @pytest.mark.parametrize(
     ("extents", "says"),
     [
-        ([(4096, 4096, 1)], "'offset' is not a multiple of 4096"),
-        ([(1, 4096, 0)], "'address' is not a multiple of 4096"),
-        ([(4096, 4095, 0)], "'size_bytes' is out of range"),
-        ([(4096, 4097, 0)], "'size_bytes' is not a multiple of 4096"),
-        ([(4096, 0, 0)], "'size_bytes' is out of range"),
+        ([(4096, 4096, 1)], "is empty, or not made of whole pages"),
+        ([(1, 4096, 0)], "is empty, or not made of whole pages"),
+        ([(4096, 4095, 0)], "is empty, or not made of whole pages"),
+        ([(4096, 4097, 0)], "is empty, or not made of whole pages"),
+        ([(4096, 0, 0)], "is empty, or not made of whole pages"),
         ([(4096, 24576, 0)], "overlap or lead outside"),
         ([(4096, 4096, 20480)], "overlap or lead outside"),
         ([(2**64 - 4096, 8192, 0)], "overlap or lead outside"),
@@ -361,7 +358,7 @@ def test_device_data_that_cannot_be(change: Body, says: str) -> None:
 )
 def test_extents_that_cannot_be(extents: list[tuple[int, int, int]], says: str) -> None:
     stored = [dict(zip(("address", "size_bytes", "offset"), each, strict=True)) for each in extents]
-    with pytest.raises(ManifestError, match=says):
+    with pytest.raises(RecordError, match=says):
         decode(changed(lambda inner: inner["processes"][0]["device_data"].update(extents=stored)))
 
 
@@ -370,7 +367,7 @@ def test_extents_that_cannot_be(extents: list[tuple[int, int, int]], says: str) 
     [
         ("open_files", {"path": "srv/log"}, "not an absolute path"),
         ("open_files", {"path": "/srv\0log"}, "not an absolute path"),
-        ("shared_files", {"names": []}, "'names' is empty"),
+        ("shared_files", {"names": []}, "`names` is empty"),
         ("shared_files", {"names": ["a", "a"]}, "has one twice"),
         ("shared_files", {"names": ["a", "../b"]}, "leads outside"),
         ("shared_files", {"names": ["/a"]}, "leads outside"),
@@ -380,12 +377,12 @@ def test_extents_that_cannot_be(extents: list[tuple[int, int, int]], says: str) 
         ("shared_files", {"stored": "../../etc/shadow"}, "leads outside"),
         ("shared_files", {"stored": "shared/1"}, "no file of its size"),
         ("shared_files", {"size_bytes": 71}, "no file of its size"),
-        ("shared_files", {"size_bytes": 1 << 63}, "out of range"),
-        ("shared_files", {"modified_ns": 1 << 63}, "out of range"),
-        ("shared_files", {"mode": 0o10000}, "out of range"),
-        ("shared_files", {"uid": 2**32 - 1}, "out of range"),
-        ("shared_files", {"gid": 2**32 - 1}, "out of range"),
-        ("endpoints", {"port": 0}, "'port' is out of range"),
+        ("shared_files", {"size_bytes": 1 << 63}, "size_bytes: expected `int` <="),
+        ("shared_files", {"modified_ns": 1 << 63}, "modified_ns: expected `int` <="),
+        ("shared_files", {"mode": 0o10000}, "mode: expected `int` <= 4095"),
+        ("shared_files", {"uid": 2**32 - 1}, "uid: expected `int` <= 4294967294"),
+        ("shared_files", {"gid": 2**32 - 1}, "gid: expected `int` <= 4294967294"),
+        ("endpoints", {"port": 0}, "no address and port"),
         ("endpoints", {"port": 65536}, "no address and port"),
         ("endpoints", {"address": "localhost"}, "no address and port"),
         ("endpoints", {"address": "0:0::1"}, "no address and port"),
@@ -393,7 +390,7 @@ def test_extents_that_cannot_be(extents: list[tuple[int, int, int]], says: str) 
     ],
 )
 def test_what_is_outside_and_cannot_be(place: str, change: Body, says: str) -> None:
-    with pytest.raises(ManifestError, match=says):
+    with pytest.raises(RecordError, match=says):
         decode(changed(lambda inner: inner[place][0].update(change)))
 
 
@@ -401,8 +398,8 @@ def test_what_is_outside_and_cannot_be(place: str, change: Body, says: str) -> N
 def test_extents_are_there_and_ascend(offsets: list[int]) -> None:
     """A restore maps them one after the other, up to the end of the last one."""
     extents = tuple(StagedExtent(0x7F0000000000 + 4096 * n, 4096, offset) for n, offset in enumerate(offsets))
-    data = dataclasses.replace(samples.DEVICE_DATA, extents=extents)
-    with pytest.raises(ManifestError, match="no extents, or their offsets do not ascend"):
+    data = replace(samples.DEVICE_DATA, extents=extents)
+    with pytest.raises(RecordError, match="no extents, or their offsets do not ascend"):
         decode(encode(samples.manifest(device_data=data)))
 
 
@@ -421,7 +418,7 @@ def test_the_digests_of_one_tebibyte_take_less_than_half_of_a_manifest() -> None
 
 def test_a_manifest_that_no_reader_would_take_is_not_written(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(manifests, "MAX_MANIFEST_BYTES", 10_000)
-    with pytest.raises(ManifestError, match="larger than 10000 bytes"):
+    with pytest.raises(RecordError, match="larger than 10000 bytes"):
         encode(_with_device_data(1000))
 
 

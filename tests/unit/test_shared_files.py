@@ -5,14 +5,14 @@ from __future__ import annotations
 import errno
 import os
 import stat
-from dataclasses import replace
 from pathlib import Path
 
 import pytest
+from msgspec.structs import replace
 
 from gpucr.snapshot import shared_files
+from gpucr.snapshot.manifest import SharedFileRecord
 from gpucr.snapshot.shared_files import SharedFiles, names_in_use, remove_remaps, save
-from gpucr.snapshot.surroundings import SharedFileRecord
 from tests.conftest import skip_or_fail
 
 MIB = 1 << 20

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import dataclasses
 import errno
 import json
 import os
@@ -16,6 +15,7 @@ from collections.abc import Callable
 from pathlib import Path
 
 import pytest
+from msgspec.structs import replace
 
 from gpucr.errors import InvalidRequest, SnapshotDamaged, SnapshotError, SnapshotExists, SnapshotUnfinished
 from gpucr.snapshot import files
@@ -79,7 +79,7 @@ def test_a_committed_snapshot_opens_equal_and_verifies(snapshot: Snapshot) -> No
     by_path = {file.path: file for file in opened.manifest.files}
     assert len(by_path[PAGES].sha256) == 6
     assert by_path["images/empty.img"].sha256 == ()
-    assert dataclasses.replace(opened.manifest, files=()) == samples.manifest()
+    assert replace(opened.manifest, files=()) == samples.manifest()
 
 
 def test_everything_is_private_whatever_the_umask(tmp_path: Path) -> None:
@@ -387,7 +387,7 @@ def test_a_snapshot_of_another_format_version(version: object, snapshot: Snapsho
     outer = json.loads(file.read_bytes())
     outer["manifest"]["format_version"] = version
     file.write_text(json.dumps(outer))
-    with pytest.raises(SnapshotDamaged, match="this gpucr reads version 1") as caught:
+    with pytest.raises(SnapshotDamaged, match="; this gpucr reads 1") as caught:
         Snapshot.open(snapshot.path)
     assert caught.value.hint is not None
     assert "another format version needs the gpucr that wrote it" in caught.value.hint
@@ -547,17 +547,17 @@ def test_images_that_are_a_symbolic_link(snapshot: Snapshot) -> None:
 @pytest.mark.parametrize("change", [lambda digests: digests[:-1], lambda digests: [*digests, "00"], lambda _: []])
 def test_too_few_or_too_many_digests(change: Callable[[list[str]], list[str]], snapshot: Snapshot) -> None:
     records = [
-        dataclasses.replace(file, sha256=tuple(change(list(file.sha256)))) if file.path == PAGES else file
+        replace(file, sha256=tuple(change(list(file.sha256)))) if file.path == PAGES else file
         for file in snapshot.manifest.files
     ]
-    forged = dataclasses.replace(snapshot.manifest, files=tuple(records))
+    forged = replace(snapshot.manifest, files=tuple(records))
     (snapshot.path / MANIFEST_NAME).write_bytes(manifests.encode(forged))
     _refused(snapshot, f"too few or too many digests for {PAGES}")
 
 
 def test_a_recorded_size_beyond_all_disks(snapshot: Snapshot) -> None:
-    huge = dataclasses.replace(snapshot.manifest.files[0], size_bytes=2**64 - 1)
-    forged = dataclasses.replace(snapshot.manifest, files=(huge,))
+    huge = replace(snapshot.manifest.files[0], size_bytes=2**64 - 1)
+    forged = replace(snapshot.manifest, files=(huge,))
     (snapshot.path / MANIFEST_NAME).write_bytes(manifests.encode(forged))
     _refused(snapshot, "where 18446744073709551615 were written")
 

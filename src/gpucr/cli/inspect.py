@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from dataclasses import asdict
 from pathlib import Path
 from typing import Any
 
@@ -17,7 +16,7 @@ from gpucr.cli.snapshot_tree import as_json_record, tree_of
 from gpucr.operations.inspect import inspect
 from gpucr.quantities import counted, format_bytes
 from gpucr.snapshot.location import open_snapshot
-from gpucr.snapshot.manifest import Manifest, ProcessRecord
+from gpucr.snapshot.manifest import Manifest, ProcessRecord, members
 
 
 @click.command("inspect")
@@ -45,16 +44,13 @@ def command(*, snapshot: str, verify: bool, every_file: bool, key_file: Path | N
     for problem in contents.problems:
         say(f"warning: CRIU's image {printable(problem)}")
     if as_json:
-        data = asdict(manifest)
-        for process, record in zip(data["processes"], manifest.processes, strict=True):
-            process["found_state"] = record.found_state.word if record.found_state is not None else None
         summary: dict[str, Any] = {
             "size_bytes": manifest.size_bytes,
             "has_gpu_state": manifest.has_gpu_state,
             "verified": verify,
         }
         device_memory = [_device_memory(record) for record in manifest.processes if record.found_state is not None]
-        summary |= {"device_memory": device_memory, "contents": as_json_record(contents), "manifest": data}
+        summary |= {"device_memory": device_memory, "contents": as_json_record(contents), "manifest": members(manifest)}
         print_json("inspect", {"snapshot": snapshot_text(opened), **summary})
         return
     width = terminal_width()

@@ -10,9 +10,10 @@ from __future__ import annotations
 import contextlib
 import time
 from collections.abc import Iterator
-from dataclasses import replace
 from pathlib import Path
 from typing import Protocol
+
+from msgspec.structs import replace
 
 from gpucr.criu import abandoned
 from gpucr.criu.recovery import EndDump
@@ -261,7 +262,7 @@ class RuntimeDump:
     def _commit(self, interrupts: Interrupts, meter: Meter) -> int:
         context = self._context
         tree = processes.tree(context.job.root.pid)
-        draft: Manifest = draft_of_gang(context, tree, UNKNOWN, {})
+        draft: Manifest = draft_of_gang(context, tree, UNKNOWN, None)
         left = _asks_to_leave_running(self._hooks.criu)
         self._part.sync_images()
         snapshot = commit(context, replace(draft, left_running=left), interrupts, meter)

@@ -10,15 +10,14 @@
 
 from __future__ import annotations
 
-import json
 import os
-from dataclasses import asdict, dataclass
 from pathlib import Path
-from typing import Any, Literal, get_args
+from typing import Literal, get_args
 
+from gpucr import records
 from gpucr.criu.options import DumpOptions
 from gpucr.errors import SnapshotDamaged
-from gpucr.json_text import parse
+from gpucr.records import Record
 from gpucr.snapshot import files
 from gpucr.snapshot.folder import CONTAINER_RECORD_NAME
 
@@ -30,8 +29,7 @@ _FORMAT_VERSION = 1
 _MAX_RECORD_BYTES = 1 << 20
 
 
-@dataclass(frozen=True)
-class ContainerRecord:
+class ContainerRecord(Record, frozen=True):
     """What a restore has to ask of which runtime. ``runtime_root``: None where the runtime has its state as ever.
 
     ``container``: its name for runc and crun, its id for podman. ``bundle``: for podman the folder that it keeps of it.
@@ -42,6 +40,8 @@ class ContainerRecord:
     container: str
     bundle: str
     criu_options: DumpOptions
+    format: str = _FORMAT
+    format_version: int = _FORMAT_VERSION
 
 
 def is_container(folder: Path) -> bool:
@@ -51,12 +51,11 @@ def is_container(folder: Path) -> bool:
 
 def write_record(folder: Path, record: ContainerRecord) -> None:
     """Write it, durably. Raises OSError."""
-    data = {"format": _FORMAT, "format_version": _FORMAT_VERSION, **asdict(record)}
     temporary = folder / f".{CONTAINER_RECORD_NAME}.unfinished"
     try:
         fd = os.open(temporary, os.O_WRONLY | os.O_CREAT | os.O_TRUNC | os.O_NOFOLLOW | os.O_CLOEXEC, 0o600)
-        with os.fdopen(fd, "w", encoding="ascii") as stream:
-            json.dump(data, stream, indent=1)
+        with os.fdopen(fd, "wb") as stream:
+            stream.write(records.encode(record))
             stream.flush()
             os.fsync(stream.fileno())
         temporary.replace(folder / CONTAINER_RECORD_NAME)
@@ -73,14 +72,9 @@ def read_record(folder: Path) -> ContainerRecord:
     try:
         if folder.stat().st_uid not in (0, os.geteuid()) or path.stat().st_size > _MAX_RECORD_BYTES:
             raise ValueError("it is too large, or belongs to another user")
-        raw: Any = parse(path.read_bytes())
-        texts = [raw[name] for name in ("container", "bundle")]
-        root = raw["runtime_root"]
-        if (raw["format"], raw["format_version"]) != (_FORMAT, _FORMAT_VERSION) or raw["runtime"] not in RUNTIMES:
-            raise ValueError("another version of gpucr has written it")
-        if not all(isinstance(text, str) for text in texts) or not isinstance(root, str | None):
-            raise ValueError("a member has another type")
-        options = DumpOptions.from_dict(raw["criu_options"])
-    except (OSError, ValueError, KeyError, TypeError, AttributeError) as e:
+        value = records.read_json(path.read_bytes())
+        records.require(value, "format", _FORMAT)
+        records.require(value, "format_version", _FORMAT_VERSION)
+        return records.convert(value, ContainerRecord)
+    except (OSError, ValueError) as e:
         raise SnapshotDamaged(f"{path} cannot be used: {e}", path=str(path)) from e
-    return ContainerRecord(raw["runtime"], root, texts[0], texts[1], options)

@@ -10,17 +10,19 @@ from __future__ import annotations
 import os
 import shutil
 import stat
-from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import asdict, dataclass, fields
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, Literal
+from typing import Annotated, Literal
+
+from msgspec import Meta
 
 from gpucr.criu.install import CriuInstall, find_criu, has_feature
 from gpucr.errors import Unsupported
 from gpucr.quantities import format_bytes
+from gpucr.records import Record
 
 NetworkLock = Literal["nftables", "iptables", "skip"]
-_NETWORK_LOCKS = ("nftables", "iptables", "skip")
 
 GHOST_LIMIT_DEFAULT_BYTES = 1 << 20  # CRIU's own
 GHOST_LIMIT_MAX_BYTES = (1 << 32) - 1  # the request's field has 32 bits
@@ -32,8 +34,7 @@ _TCP_WITHOUT_CONNECTION = {"06", "07", "0A"}  # TIME_WAIT, CLOSE, LISTEN
 _UNNAMED_MEMORY = ("/memfd:", "/dev/zero", "/SYSV", "anon_inode:", "/[aio]")
 
 
-@dataclass(frozen=True)
-class DumpOptions:
+class DumpOptions(Record, frozen=True):
     """CRIU's settings of one dump, which a snapshot records: the restore needs the same.
 
     ``ghost_limit_bytes``: the largest deleted file that is still open or mapped and goes into the images.
@@ -41,34 +42,12 @@ class DumpOptions:
 
     leave_running: bool
     shell_job: bool
-    ghost_limit_bytes: int
+    ghost_limit_bytes: Annotated[int, Meta(ge=0, le=GHOST_LIMIT_MAX_BYTES)]
     network_lock: NetworkLock
     tcp_established: bool = True
     file_locks: bool = True
     link_remap: bool = True
     ext_unix_sk: bool = True
-
-    def as_dict(self) -> dict[str, Any]:
-        """The record as JSON takes it."""
-        return asdict(self)
-
-    @classmethod
-    def from_dict(cls, record: Mapping[str, Any]) -> DumpOptions:
-        """The inverse of `as_dict`. Raises ValueError where a member is missing, unknown or of another kind."""
-        kinds = {field.name: _KINDS.get(str(field.type), str) for field in fields(cls)}
-        if set(record) != set(kinds):
-            raise ValueError(f"CRIU options have the members {sorted(record)}, not {sorted(kinds)}")
-        for name, kind in kinds.items():
-            if type(record[name]) is not kind:
-                raise ValueError(f"CRIU option {name} is {record[name]!r}")
-        if record["network_lock"] not in _NETWORK_LOCKS:
-            raise ValueError(f"CRIU option network_lock is {record['network_lock']!r}")
-        if not 0 <= record["ghost_limit_bytes"] <= GHOST_LIMIT_MAX_BYTES:
-            raise ValueError(f"CRIU option ghost_limit_bytes is {record['ghost_limit_bytes']}")
-        return cls(**record)
-
-
-_KINDS: dict[str, type] = {"bool": bool, "int": int}
 
 
 @dataclass(frozen=True)

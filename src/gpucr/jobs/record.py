@@ -3,18 +3,21 @@
 from __future__ import annotations
 
 import contextlib
-import json
 import os
 import signal
-from collections.abc import Callable, Mapping
-from dataclasses import asdict, dataclass, field
+from collections.abc import Mapping
+from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, Literal, TypeVar, get_args
+from typing import Annotated, Literal
 
+import msgspec
+from msgspec import Meta
+
+from gpucr import records
 from gpucr.jobs.names import is_name
-from gpucr.json_text import parse
 from gpucr.linux import processes
 from gpucr.model import ProcessId
+from gpucr.records import Count, Record, RecordError, Text
 
 FORMAT_VERSION = 1
 MAX_RECORD_BYTES = 16 << 20
@@ -25,12 +28,6 @@ Network = Literal["own", "host"]
 """The network that an isolated job has: a loopback of its own, or the machine's."""
 
 StateWord = Literal["running", "suspended", "ended", "dumped", "lost", "elsewhere", "damaged"]
-
-T = TypeVar("T")
-
-
-class RecordError(ValueError):
-    """The text is not a valid record. The message says why; the caller knows the path."""
 
 
 def boot_id() -> str:
@@ -43,8 +40,7 @@ def pid_namespace() -> int:
     return Path("/proc/self/ns/pid").stat().st_ino
 
 
-@dataclass(frozen=True)
-class JobRecord:
+class JobRecord(Record, frozen=True):
     """One job that gpucr started or restored.
 
     ``pid`` names the job; ``root`` and ``keeper`` are the identities of its first process and of the process that waits
@@ -53,23 +49,24 @@ class JobRecord:
     ``dumped`` says that this ended it.
     """
 
-    name: str
-    command: tuple[str, ...]
-    cwd: str
-    environment: Mapping[str, str]
+    name: Text
+    command: Annotated[tuple[Text, ...], Meta(min_length=1)]
+    cwd: Text
+    environment: Mapping[Text, Text]
     isolated: bool
     network: Network
     io_uring_is_refused: bool
-    created: str
+    created: Text
     root: ProcessId
     keeper: ProcessId | None
-    log_path: str
-    status_path: str
-    host: str = field(default_factory=lambda: os.uname().nodename)
-    boot_id: str = field(default_factory=boot_id)
-    pid_namespace: int = field(default_factory=pid_namespace)
-    snapshot: str | None = None
+    log_path: Text
+    status_path: Text
+    host: Text = msgspec.field(default_factory=lambda: os.uname().nodename)
+    boot_id: Text = msgspec.field(default_factory=boot_id)
+    pid_namespace: Count = msgspec.field(default_factory=pid_namespace)
+    snapshot: Text | None = None
     dumped: bool = False
+    format_version: int = FORMAT_VERSION
 
     @property
     def pid(self) -> int:
@@ -98,45 +95,16 @@ class JobState:
     problem: str | None = None
 
 
-def encode(record: JobRecord) -> bytes:
-    """The bytes of record.json."""
-    return json.dumps({"format_version": FORMAT_VERSION, **asdict(record)}, indent=1).encode() + b"\n"
-
-
 def decode(data: bytes) -> JobRecord:
     """Read and check record.json. Raises RecordError for anything that is not exactly a record."""
-    body = _object(data)
-    if body.get("format_version") != FORMAT_VERSION:
-        raise RecordError(f"its format version is {body.get('format_version')!r}, not {FORMAT_VERSION}")
-    members: dict[str, Any] = {
-        name: _member(body, name, read)
-        for name, read in {
-            "name": _text,
-            "command": _texts,
-            "cwd": _text,
-            "environment": _text_map,
-            "isolated": _boolean,
-            "network": _text,
-            "io_uring_is_refused": _boolean,
-            "created": _text,
-            "root": _process,
-            "keeper": _or_none(_process),
-            "log_path": _text,
-            "status_path": _text,
-            "host": _text,
-            "boot_id": _text,
-            "pid_namespace": _number,
-            "snapshot": _or_none(_text),
-            "dumped": _boolean,
-        }.items()
-    }
-    if not is_name(members["name"]):
-        raise RecordError(f"{members['name']!r} cannot be the name of a job")
-    if members["network"] not in get_args(Network):
-        raise RecordError(f"network is {members['network']!r}")
-    if not members["command"]:
-        raise RecordError("command is empty")
-    return JobRecord(**members)
+    value = records.read_json(data, least=0)
+    records.require(value, "format_version", FORMAT_VERSION)
+    record = records.convert(value, JobRecord)
+    if not is_name(record.name):
+        raise RecordError(f"{record.name!r} cannot be the name of a job")
+    if not record.root.pid or (record.keeper is not None and not record.keeper.pid):
+        raise RecordError("the pid of a process is 0")
+    return record
 
 
 def state_of(record: JobRecord) -> JobState:
@@ -162,72 +130,14 @@ def _read_status(record: JobRecord) -> JobState | None:
     """How it ended, as its keeper wrote it; None where there is no such file, or one that cannot be used."""
     with contextlib.suppress(OSError, RecordError):
         with Path(record.status_path).open("rb") as file:
-            body = _object(file.read(_MAX_STATUS_BYTES))
-        code, number = (
-            _member(body, name, _or_none(_number)) if name in body else None for name in ("exit_code", "signal")
-        )
-        if (code is None) != (number is None):
-            return JobState("ended", exit_code=code, signal=number)
+            ended = records.decode(file.read(_MAX_STATUS_BYTES), _Status)
+        if (ended.exit_code is None) != (ended.signal is None):
+            return JobState("ended", exit_code=ended.exit_code, signal=ended.signal)
     return None
 
 
-def _object(data: bytes) -> dict[str, Any]:
-    try:
-        body = parse(data)
-    except ValueError as e:
-        raise RecordError(f"it is not JSON: {e}") from e
-    if not isinstance(body, dict):
-        raise RecordError("it is not an object")
-    return body
+class _Status(msgspec.Struct, omit_defaults=True):
+    """How the first process ended: a keeper writes one of them."""
 
-
-def _member(body: Mapping[str, Any], name: str, read: Callable[[Any], T]) -> T:
-    if name not in body:
-        raise RecordError(f"it has no {name!r}")
-    try:
-        return read(body[name])
-    except RecordError as e:
-        raise RecordError(f"{name!r} {e}") from e
-
-
-def _text(value: Any) -> str:
-    if not isinstance(value, str) or "\0" in value:
-        raise RecordError("is not a text")
-    return value
-
-
-def _texts(value: Any) -> tuple[str, ...]:
-    if not isinstance(value, list):
-        raise RecordError("is not a list")
-    return tuple(map(_text, value))
-
-
-def _text_map(value: Any) -> dict[str, str]:
-    if not isinstance(value, dict):
-        raise RecordError("is not an object")
-    return {_text(key): _text(each) for key, each in value.items()}
-
-
-def _boolean(value: Any) -> bool:
-    if not isinstance(value, bool):
-        raise RecordError("is neither true nor false")
-    return value
-
-
-def _number(value: Any) -> int:
-    if not isinstance(value, int) or isinstance(value, bool) or not 0 <= value < 1 << 63:
-        raise RecordError("is not a number from 0 to 2^63")
-    return value
-
-
-def _process(value: Any) -> ProcessId:
-    if not isinstance(value, dict):
-        raise RecordError("is not an object")
-    pid, start = (_member(value, name, _number) for name in ("pid", "start_time_ticks"))
-    if pid == 0:
-        raise RecordError("is not a process")
-    return ProcessId(pid, start)
-
-
-def _or_none(read: Callable[[Any], T]) -> Callable[[Any], T | None]:
-    return lambda value: None if value is None else read(value)
+    exit_code: Count | None = None
+    signal: Count | None = None

@@ -15,15 +15,19 @@ import os
 import shutil
 import time
 from collections.abc import Callable, Collection, Iterator
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+from msgspec.structs import replace
+
+from gpucr import records
 from gpucr.errors import InvalidRequest, Unsupported
 from gpucr.jobs.names import check_name, is_name, near_names, numbered_names
-from gpucr.jobs.record import MAX_RECORD_BYTES, JobRecord, JobState, RecordError, StateWord, decode, encode, state_of
+from gpucr.jobs.record import MAX_RECORD_BYTES, JobRecord, JobState, StateWord, decode, state_of
 from gpucr.linux import trusted_paths
 from gpucr.model import ProcessId
+from gpucr.records import RecordError
 
 LOCK_TIMEOUT_S = 10.0
 """How long to wait for another gpucr that works on the same record: a start takes about a second."""
@@ -73,7 +77,7 @@ class Reservation:
         record = replace(record, name=self.name, status_path=str(self.status_path))
         with contextlib.suppress(FileNotFoundError):
             self._record_before = (self._folder / _RECORD).read_bytes()
-        _write(self._folder, encode(record))
+        _write(self._folder, records.encode(record))
         self.is_registered = True
         return record
 
@@ -183,7 +187,7 @@ class Registry:
         with self._locked(record.name) as folder:
             now = self.look(record.name)
             if now is not None and now.record is not None and now.record.root == record.root:
-                _write(folder, encode(replace(now.record, **changes)))
+                _write(folder, records.encode(replace(now.record, **changes)))
 
     def forget(self, name: str, *, force: bool = False) -> ListedJob:
         """Remove the record and the logs of a job that is no more, also one that was dumped. Returns what it was.

@@ -7,10 +7,11 @@ import datetime
 import platform
 import stat
 import time
-from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, replace
+from collections.abc import Sequence
+from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+
+from msgspec.structs import replace
 
 from gpucr import gang as gangs
 from gpucr.criu.engine import Criu
@@ -319,13 +320,13 @@ def started_cuda(context: JobDump) -> list[int]:
 def _draft(context: OwnDump, tree: Sequence[ProcessInfo], outside: Outside) -> Manifest:
     """The manifest of the tree, which is frozen now, without its files."""
     sandbox = context.sandbox
-    draft = draft_of_gang(context, tree, context.criu.install.version_text, context.options.as_dict())
+    draft = draft_of_gang(context, tree, context.criu.install.version_text, context.options)
     return replace(
         draft,
         processes=tuple(replace(r, scheduling=scheduling_of(r.pid, r.threads)) for r in draft.processes),
         folders=_socket_folders(tree, is_sandboxed=sandbox is not None),
         launch=context.launch,
-        sandbox=SandboxRecord(sandbox.network, sandbox.lineage, sandbox.log_path) if sandbox is not None else None,
+        sandbox=_sandbox_record(sandbox),
         open_files=outside.open_files,
         open_folders=outside.open_folders,
         shared_files=outside.shared_files,
@@ -335,7 +336,7 @@ def _draft(context: OwnDump, tree: Sequence[ProcessInfo], outside: Outside) -> M
 
 
 def draft_of_gang(
-    context: JobDump, tree: Sequence[ProcessInfo], criu_version: str, criu_options: Mapping[str, Any]
+    context: JobDump, tree: Sequence[ProcessInfo], criu_version: str, criu_options: DumpOptions | None
 ) -> Manifest:
     """The part of the manifest that tells of the processes and their GPU state."""
     cuda = context.cuda
@@ -353,7 +354,7 @@ def draft_of_gang(
         cuda_version=capabilities.cuda_version if capabilities else None,
         driver_version=driver_version() if capabilities else None,
         criu_version=criu_version,
-        criu_options=dict(criu_options),
+        criu_options=criu_options,
         kernel=platform.release(),
         architecture=platform.machine(),
         gpucr_version=__version__,
@@ -389,6 +390,12 @@ def _record(job: Job, process: ProcessInfo) -> ProcessRecord:
         device_bytes={},
         staging=(),
     )
+
+
+def _sandbox_record(sandbox: Sandbox | None) -> SandboxRecord | None:
+    if sandbox is None:
+        return None
+    return SandboxRecord("host" if sandbox.network == "host" else "own", sandbox.lineage, sandbox.log_path)
 
 
 def _with_cuda(record: ProcessRecord, cuda: CudaWork, member: GangMember) -> ProcessRecord:

@@ -14,7 +14,7 @@ from gpucr.criu.credentials import capabilities_in
 from gpucr.criu.image_entries import ImageError
 from gpucr.criu.images import RestoreImages, have_clocks
 from gpucr.criu.install import find_criu
-from gpucr.criu.options import DumpOptions, RestoreOptions
+from gpucr.criu.options import RestoreOptions
 from gpucr.criu.pids import pids_in
 from gpucr.diagnosis import preflight
 from gpucr.diagnosis.traps import findings_of_targets
@@ -290,14 +290,11 @@ def _findings_outside(
 
 
 def _options(snapshot: JobSnapshot) -> RestoreOptions:
-    try:
-        return RestoreOptions.from_dump(DumpOptions.from_dict(snapshot.manifest.criu_options))
-    except ValueError as e:
-        raise SnapshotDamaged(
-            f"the manifest's CRIU options cannot be used: {e}",
-            path=snapshot.where,
-            hint="restore from another snapshot or copy",
-        ) from e
+    dumped = snapshot.manifest.criu_options
+    if dumped is None:
+        hint = "restore from another snapshot or copy"
+        raise SnapshotDamaged("the manifest has no CRIU options", path=snapshot.where, hint=hint)
+    return RestoreOptions.from_dump(dumped)
 
 
 def _pids_needed_here(source: RestoreSource) -> set[int]:

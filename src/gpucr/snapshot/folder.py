@@ -18,16 +18,17 @@ import os
 import shutil
 import stat
 from collections.abc import Callable, Collection, Iterator, Sequence
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field
 from pathlib import Path
+
+from msgspec.structs import replace
 
 from gpucr.errors import InvalidRequest, SnapshotDamaged, SnapshotError, SnapshotExists, SnapshotUnfinished
 from gpucr.linux import trusted_paths
 from gpucr.linux.held_folder import HeldFolder
+from gpucr.records import RecordError
 from gpucr.snapshot import device, files, manifest, shared_files
-from gpucr.snapshot.json_reader import ManifestError
-from gpucr.snapshot.manifest import FileRecord, Manifest
-from gpucr.snapshot.surroundings import SharedFileRecord
+from gpucr.snapshot.manifest import FileRecord, Manifest, SharedFileRecord
 
 MANIFEST_NAME = "manifest.json"
 IMAGES_NAME = "images"
@@ -56,7 +57,7 @@ def completed(where: str, *, hint: str) -> Iterator[None]:
     """
     try:
         yield
-    except ManifestError as e:
+    except RecordError as e:
         raise SnapshotError(
             f"the snapshot {where} could not be completed: its manifest cannot be written, {e}",
             path=where,
@@ -336,12 +337,12 @@ class Snapshot:
             raise SnapshotDamaged(f"{file} cannot be read: {e.strerror}", path=str(file), hint=hint) from e
         try:
             if len(data) > manifest.MAX_MANIFEST_BYTES:
-                raise ManifestError(f"it is larger than {manifest.MAX_MANIFEST_BYTES} bytes")
+                raise RecordError(f"it is larger than {manifest.MAX_MANIFEST_BYTES} bytes")
             opened = cls(folder, manifest.decode(data), held, is_scattered)
             if opened.manifest.is_in_store:
-                raise ManifestError("its device memory is in a store, and not in this folder")
+                raise RecordError("its device memory is in a store, and not in this folder")
             return opened
-        except ManifestError as e:
+        except RecordError as e:
             raise SnapshotDamaged(
                 f"{file} is not a valid manifest: {e}",
                 path=str(file),

@@ -6,7 +6,7 @@ from dataclasses import dataclass, field
 
 from gpucr.errors import StoreDamaged
 from gpucr.model import DevicePart
-from gpucr.snapshot.json_reader import ManifestError
+from gpucr.records import RecordError
 from gpucr.snapshot.manifest import Manifest, decode
 from gpucr.store import snapshots, verify, writers
 from gpucr.store.opened import HINT_DAMAGED, Store
@@ -38,7 +38,7 @@ class SnapshotInStore:
         try:
             manifest = decode(stored.manifest)
             _check_areas(manifest, stored)
-        except ManifestError as e:
+        except RecordError as e:
             path = store.path(writers.snapshot_object(stored.id))
             hint = f"{HINT_DAMAGED}; another format version needs the gpucr that wrote it"
             raise StoreDamaged(f"{path} has no valid manifest of a job: {e}", path=path, hint=hint) from e
@@ -70,9 +70,9 @@ def _check_areas(manifest: Manifest, stored: StoredSnapshot) -> None:
     expected = {file.path: file.size_bytes for file in manifest.files}
     for part, data in manifest.device_parts.items():
         if data.store_bytes is None:
-            raise ManifestError(f"the device memory of process {part.pid} is not in the store")
+            raise RecordError(f"the device memory of process {part.pid} is not in the store")
         expected[device_area(part)] = data.size_bytes
     found = {area.name: area.size_bytes for area in stored.areas}
     if found != expected:
         differing = sorted(name for name, _ in found.items() ^ expected.items())
-        raise ManifestError(f"it does not fit what was stored: {', '.join(differing[:3])}")
+        raise RecordError(f"it does not fit what was stored: {', '.join(differing[:3])}")

@@ -10,52 +10,106 @@ from __future__ import annotations
 import hashlib
 import json
 import os
-from collections.abc import Mapping, Sequence
-from dataclasses import asdict, dataclass, field
+from collections.abc import Mapping
+from ipaddress import ip_address
 from pathlib import PurePosixPath
-from typing import Any
+from typing import Annotated, Any, Literal
 
-from gpucr.json_text import parse
+import msgspec
+from msgspec import Meta
+
+from gpucr import records
+from gpucr.criu.options import DumpOptions
 from gpucr.linux.scheduling import IO_PRIORITY_LIMIT, cpus_in
 from gpucr.model import Connection, CudaState, DevicePart, Endpoint, Extent, Gpu, JobFile, StagedExtent
-from gpucr.snapshot import surroundings
-from gpucr.snapshot.json_reader import PAGE_BYTES, ManifestError, Reader
-from gpucr.snapshot.surroundings import SharedFileRecord
+from gpucr.records import Count, Pid, Record, RecordError
 
 FORMAT = "gpucr-snapshot"
 FORMAT_VERSION = 1
 MAX_MANIFEST_BYTES = 64 << 20
 """Digests of 1 TiB of device memory in pieces of 4 MiB take 20 MiB."""
 
-_MIN_PIECE_BYTES, _MAX_PIECE_BYTES = 4096, 1 << 30
-_MAX_STRIPES = 256
+PAGE_BYTES = 4096
+_MAX_PIECE_BYTES = 1 << 30
 _MAX_DEVICE_BYTES = 1 << 48
+_ABOUT = {"format", "format_version", "has_gpu_state"}
+"""Members of the JSON that are none of `Manifest`."""
+_STATES = {state.word: state for state in (CudaState.RUNNING, CudaState.LOCKED, CudaState.CHECKPOINTED)}
+
+Sha256 = Annotated[str, Meta(pattern=r"\A[0-9a-f]{64}\Z")]
+Mode = Annotated[int, Meta(ge=0, lt=1 << 12)]
+Owner = Annotated[int, Meta(ge=0, lt=(1 << 32) - 1)]
+"""A uid or gid; chown(2) takes the number above for "do not change"."""
+Size = Annotated[int, Meta(ge=0, le=(1 << 63) - 1)]
 
 
-@dataclass(frozen=True)
-class FileRecord:
+def check_absolute(path: str) -> None:
+    """Raise RecordError where this is not an absolute path."""
+    if not PurePosixPath(path).is_absolute() or "\0" in path:
+        raise RecordError(f"{path!r} is not an absolute path")
+
+
+def check_inside(path: str) -> None:
+    """Raise RecordError where this is not a relative path in its shortest form that stays below its folder."""
+    pure = PurePosixPath(path)
+    if pure.is_absolute() or ".." in pure.parts or not pure.parts or "\0" in path or str(pure) != path:
+        raise RecordError(f"the path {path!r} leads outside")
+    try:
+        os.fsencode(path)
+    except UnicodeEncodeError as e:
+        raise RecordError(f"the path {path!r} is not one that a file can have") from e
+
+
+class FileRecord(Record, frozen=True):
     """One file: path relative to the snapshot folder, size, and a SHA-256 for every piece of it (see files.py).
 
     A snapshot in a store has no SHA-256 here: the store checks by itself what it gives back.
     """
 
     path: str
-    size_bytes: int
+    size_bytes: Count
     sha256: tuple[str, ...]
 
+    def __post_init__(self) -> None:
+        check_inside(self.path)
 
-@dataclass(frozen=True)
-class FolderRecord:
+
+class FolderRecord(Record, frozen=True):
     """A folder outside the snapshot that a restore needs, and makes again where it is missing. ``mode``: 12 bits."""
 
     path: str
-    mode: int
-    uid: int
-    gid: int
+    mode: Mode
+    uid: Owner
+    gid: Owner
+
+    def __post_init__(self) -> None:
+        check_absolute(self.path)
+        if ".." in PurePosixPath(self.path).parts or str(PurePosixPath(self.path)) != self.path:
+            raise RecordError(f"{self.path!r} is not an absolute path in its shortest form")
 
 
-@dataclass(frozen=True)
-class DeviceData:
+class SharedFileRecord(Record, frozen=True):
+    """A file of shared memory, whose content is in the snapshot as ``stored``.
+
+    ``names`` are its names, relative to the folder of such files (/dev/shm). ``mode``: 12 bits.
+    """
+
+    names: tuple[str, ...]
+    size_bytes: Size
+    mode: Mode
+    uid: Owner
+    gid: Owner
+    modified_ns: Size
+    stored: str
+
+    def __post_init__(self) -> None:
+        if not self.names or len(set(self.names)) != len(self.names):
+            raise RecordError("`names` is empty, or has one twice")
+        for path in (*self.names, self.stored):
+            check_inside(path)
+
+
+class DeviceData(Record, frozen=True):
     """One process's device memory as it is stored in the folder ``device`` (see device/), or in a store.
 
     ``size_bytes`` is the size of its staging file, a multiple of 4 KiB. ``sha256`` has one digest for every piece of
@@ -64,11 +118,22 @@ class DeviceData:
     """
 
     extents: tuple[StagedExtent, ...]
-    size_bytes: int
-    piece_bytes: int
-    stripes: int
-    sha256: tuple[str | None, ...]
-    store_bytes: int | None = None
+    size_bytes: Annotated[int, Meta(ge=0, lt=_MAX_DEVICE_BYTES, multiple_of=PAGE_BYTES)]
+    piece_bytes: Annotated[int, Meta(ge=4096, le=_MAX_PIECE_BYTES)]
+    stripes: Annotated[int, Meta(ge=0, le=256)]
+    sha256: tuple[Sha256 | None, ...]
+    store_bytes: Count | None = None
+
+    def __post_init__(self) -> None:
+        if self.piece_bytes & (self.piece_bytes - 1):
+            raise RecordError("`piece_bytes` is no power of two")
+        if self.store_bytes is None:
+            if not self.stripes:
+                raise RecordError("`stripes` is 0")
+            if len(self.sha256) != -(-self.size_bytes // self.piece_bytes):
+                raise RecordError(f"{len(self.sha256)} digests do not fit {self.size_bytes} bytes")
+        elif self.sha256 or self.stripes or self.store_bytes > self.size_bytes:
+            raise RecordError("what is in a store has neither digests nor stripes, nor more than its size")
 
     @property
     def stored_bytes(self) -> int:
@@ -79,20 +144,22 @@ class DeviceData:
         return sum(min(self.piece_bytes, self.size_bytes - start) for start in starts)
 
 
-@dataclass(frozen=True)
-class ThreadRecord:
+class ThreadRecord(Record, frozen=True):
     """What CRIU does not keep of a thread. ``thread`` is its id in the process's own pid namespace.
 
     ``cpus`` is where it may run, as in ``0-3,8``; None: wherever its cgroup let it. ``io_priority``: see ioprio_get(2).
     """
 
-    thread: int
+    thread: Pid
     cpus: str | None
-    io_priority: int
+    io_priority: Annotated[int, Meta(ge=0, lt=IO_PRIORITY_LIMIT)]
+
+    def __post_init__(self) -> None:
+        if self.cpus is not None:
+            cpus_in(self.cpus)
 
 
-@dataclass(frozen=True)
-class ProcessRecord:
+class ProcessRecord(Record, frozen=True):
     """One process as it was dumped.
 
     ``found_state`` is the CUDA state in which gpucr found it, to which a restore brings it back (None: no CUDA).
@@ -103,25 +170,30 @@ class ProcessRecord:
     ``scheduling`` has every one of its threads (None: not known).
     """
 
-    pid: int
-    ns_pids: tuple[int, ...]
-    parent_pid: int
-    threads: tuple[int, ...]
+    pid: Pid
+    ns_pids: Annotated[tuple[Pid, ...], Meta(min_length=1)]
+    parent_pid: Count
+    threads: tuple[Pid, ...]
     name: str
     command_line: tuple[str, ...]
     found_state: CudaState | None
     stopped: bool = False
-    restore_thread: int | None = None
-    device_bytes: Mapping[str, int] = field(default_factory=dict)
+    restore_thread: Pid | None = None
+    device_bytes: Mapping[str, Count] = {}
     staging: tuple[Extent, ...] = ()
     device_data: DeviceData | None = None
     visible_gpus: tuple[str, ...] = ()
     known_gpus: tuple[str, ...] = ()
     scheduling: tuple[ThreadRecord, ...] | None = None
 
+    def __post_init__(self) -> None:
+        if self.scheduling is not None:
+            threads = {record.thread for record in self.scheduling}
+            if len(threads) != len(self.scheduling) or len(threads) != len(self.threads):
+                raise RecordError(f"`scheduling` does not have each of {len(self.threads)} threads once")
 
-@dataclass(frozen=True)
-class LaunchRecord:
+
+class LaunchRecord(Record, frozen=True):
     """How `gpucr run` had started the job: what a restore needs to register it under its name again.
 
     ``environment`` is what gpucr set in it, ``log_path`` the file that its output goes to.
@@ -134,46 +206,51 @@ class LaunchRecord:
     io_uring_is_refused: bool
     log_path: str
 
+    def __post_init__(self) -> None:
+        check_absolute(self.cwd)
+        check_absolute(self.log_path)
 
-@dataclass(frozen=True)
-class SandboxRecord:
+
+class SandboxRecord(Record, frozen=True):
     """The sandbox that the job was in. ``network``: ``own`` or ``host``; ``log_path``: where its output went, if known.
 
     ``lineage`` is the same for a job and for everything that was restored from its snapshots.
     """
 
-    network: str
-    lineage: str
+    network: Literal["own", "host"]
+    lineage: Annotated[str, Meta(pattern=r"\A[0-9A-Za-z]+\Z")]
     log_path: str | None
 
+    def __post_init__(self) -> None:
+        if self.log_path is not None:
+            check_absolute(self.log_path)
 
-@dataclass(frozen=True)
-class OverruledFinding:
+
+class OverruledFinding(Record, frozen=True):
     """Something that stood in the way of the dump, which the user insisted on: ``finding`` and its ``consequence``."""
 
     finding: str
     consequence: str
 
 
-@dataclass(frozen=True)
-class Manifest:
+class Manifest(Record, frozen=True):
     """Everything that a restore must know before it starts.
 
-    ``gpus`` are all GPUs that the job could see. ``folders``, outermost first, are those in which its local sockets are
-    bound: programs that end remove them, and CRIU does not make them. ``launch`` is None where no `gpucr run` had
-    started the job, ``sandbox`` where it was in none of gpucr's. ``open_folders`` has working folders
-    too. ``endpoints`` is where its TCP sockets are bound, but for those
-    of ``connections``, whose other end is outside the job.
+    ``gpus`` are all GPUs that the job could see. ``criu_options`` is None where a container's runtime has them.
+    ``folders``, outermost first, are those in which its local sockets are bound: programs that end remove them, and
+    CRIU does not make them. ``launch`` is None where no `gpucr run` had started the job, ``sandbox`` where it was in
+    none of gpucr's. ``open_folders`` has working folders too. ``endpoints`` is where its TCP sockets are bound, but for
+    those of ``connections``, whose other end is outside the job.
     """
 
     created: str
-    root_pid: int
+    root_pid: Pid
     processes: tuple[ProcessRecord, ...]
     gpus: tuple[Gpu, ...]
-    cuda_version: int | None
+    cuda_version: Count | None
     driver_version: str | None
     criu_version: str
-    criu_options: Mapping[str, Any]
+    criu_options: DumpOptions | None
     kernel: str
     architecture: str
     gpucr_version: str
@@ -225,227 +302,111 @@ class Manifest:
         return total
 
 
-def encode(manifest: Manifest) -> bytes:
-    """The bytes of manifest.json. Raises ManifestError where they are more than a reader takes."""
-    body = asdict(manifest)
+def members(manifest: Manifest) -> dict[str, Any]:
+    """Its members as JSON has them."""
+    body: dict[str, Any] = msgspec.to_builtins(manifest)
     for process in body["processes"]:
         state = process["found_state"]
         process["found_state"] = None if state is None else CudaState(state).word
+    return body
+
+
+def encode(manifest: Manifest) -> bytes:
+    """The bytes of manifest.json. Raises RecordError where they are more than a reader takes."""
+    body = members(manifest)
     body |= {"format": FORMAT, "format_version": FORMAT_VERSION, "has_gpu_state": manifest.has_gpu_state}
-    digest = hashlib.sha256(_canonical(body)).hexdigest()
-    data = json.dumps({"sha256": digest, "manifest": body}, indent=1).encode() + b"\n"
+    data = json.dumps({"sha256": _digest(body), "manifest": body}, indent=1).encode() + b"\n"
     if len(data) > MAX_MANIFEST_BYTES:
-        raise ManifestError(f"it would be larger than {MAX_MANIFEST_BYTES} bytes")
+        raise RecordError(f"it would be larger than {MAX_MANIFEST_BYTES} bytes")
     return data
 
 
 def decode(data: bytes) -> Manifest:
-    """Read and check manifest.json. Raises ManifestError for anything that is not exactly a manifest we know."""
+    """Read and check manifest.json. Raises RecordError for anything that is not exactly a manifest of this format."""
     if not data:
-        raise ManifestError("it is empty")
-    try:
-        outer = parse(data)
-    except ValueError as e:
-        raise ManifestError(f"it is not JSON: {e}") from e
-    top = Reader(outer, "the file")
-    body = top.object("manifest")
+        raise RecordError("it is empty")
+    outer = records.convert(records.read_json(data, least=0), _Sealed)
+    body = outer.manifest
     # The format comes before the digest, so that another one is named as what it is.
-    if body.text("format") != FORMAT:
-        raise ManifestError(f"format is {body.text('format')!r}, not {FORMAT!r}")
-    version = body.value.get("format_version")
-    if type(version) is not int or version != FORMAT_VERSION:
-        found = f"format version {json.dumps(version):.40}" if "format_version" in body.value else "no 'format_version'"
-        raise ManifestError(f"it has {found}; this gpucr reads version {FORMAT_VERSION}")
-    try:
-        digest = hashlib.sha256(_canonical(body.value)).hexdigest()
-    except RecursionError as e:
-        raise ManifestError("it is nested too deeply") from e
-    if digest != top.text("sha256"):
-        raise ManifestError("its content does not match its own digest")
-    manifest = Manifest(
-        created=body.text("created"),
-        root_pid=body.integer("root_pid", 1),
-        processes=tuple(_process(item) for item in body.objects("processes")),
-        gpus=tuple(_gpu(item) for item in body.objects("gpus")),
-        cuda_version=body.optional("cuda_version", body.integer),
-        driver_version=body.optional("driver_version", body.text),
-        criu_version=body.text("criu_version"),
-        criu_options=_criu_options(body.object("criu_options")),
-        kernel=body.text("kernel"),
-        architecture=body.text("architecture"),
-        gpucr_version=body.text("gpucr_version"),
-        left_running=body.boolean("left_running"),
-        folders=tuple(_folder(item) for item in body.objects("folders")),
-        launch=body.optional("launch", lambda key: _launch(body.object(key))),
-        sandbox=body.optional("sandbox", lambda key: _sandbox(body.object(key))),
-        files=tuple(_file(item) for item in body.objects("files")),
-        open_files=tuple(map(surroundings.read_open_file, body.objects("open_files"))),
-        open_folders=tuple(surroundings.read_path(path, "open_folders") for path in body.texts("open_folders")),
-        shared_files=tuple(map(surroundings.read_shared_file, body.objects("shared_files"))),
-        endpoints=tuple(map(surroundings.read_endpoint, body.objects("endpoints"))),
-        connections=tuple(map(surroundings.read_connection, body.objects("connections"))),
-        overruled=tuple(OverruledFinding(o.text("finding"), o.text("consequence")) for o in body.objects("overruled")),
-    )
-    pids = {process.pid for process in manifest.processes}
-    if manifest.root_pid not in pids:
-        raise ManifestError(f"root_pid {manifest.root_pid} is not among its processes")
-    if len(pids) != len(manifest.processes):
-        raise ManifestError("two processes have the same pid")
-    sizes = {file.path: file.size_bytes for file in manifest.files}
-    for shared in manifest.shared_files:
-        if sizes.get(shared.stored) != shared.size_bytes:
-            raise ManifestError(f"the shared file {shared.names[0]!r} has no file of its size in the snapshot")
+    records.require(body, "format", FORMAT)
+    records.require(body, "format_version", FORMAT_VERSION)
+    if _digest(body) != outer.sha256:
+        raise RecordError("its content does not match its own digest")
+    manifest = records.convert(_members(body), Manifest)
+    _check_whole(manifest)
     return manifest
+
+
+class _Sealed(Record, frozen=True):
+    sha256: str
+    manifest: dict[str, Any]
+
+
+def _digest(body: Mapping[str, Any]) -> str:
+    return hashlib.sha256(_canonical(body)).hexdigest()
 
 
 def _canonical(body: object) -> bytes:
     return json.dumps(body, sort_keys=True, separators=(",", ":")).encode()
 
 
-def _file(item: Reader) -> FileRecord:
-    path = item.text("path")
-    pure = PurePosixPath(path)
-    if pure.is_absolute() or ".." in pure.parts or not pure.parts or "\0" in path or str(pure) != path:
-        raise ManifestError(f"{item.where}: the path {path!r} leads outside the snapshot")
-    try:
-        os.fsencode(path)
-    except UnicodeEncodeError as e:
-        raise ManifestError(f"{item.where}: the path {path!r} is not one that a file can have") from e
-    return FileRecord(path, item.integer("size_bytes"), item.texts("sha256"))
+def _members(body: Mapping[str, Any]) -> dict[str, Any]:
+    """Those of `Manifest`, and found states as numbers instead of words."""
+    found = {name: value for name, value in body.items() if name not in _ABOUT}
+    processes = found.get("processes")
+    if isinstance(processes, list):
+        found["processes"] = [_with_state(each, f"processes[{n}]") for n, each in enumerate(processes)]
+    return found
 
 
-def _folder(item: Reader) -> FolderRecord:
-    path = item.text("path")
-    pure = PurePosixPath(path)
-    if not pure.is_absolute() or ".." in pure.parts or "\0" in path or str(pure) != path:
-        raise ManifestError(f"{item.where}: {path!r} is not an absolute path")
-    mode, uid, gid = item.integer("mode"), item.integer("uid"), item.integer("gid")
-    if mode >= surroundings.MODE_LIMIT or uid >= surroundings.ID_LIMIT or gid >= surroundings.ID_LIMIT:
-        raise ManifestError(f"{item.where}: mode, uid or gid is out of range")
-    return FolderRecord(path, mode, uid, gid)
+def _with_state(process: Any, where: str) -> Any:
+    if not isinstance(process, dict) or process.get("found_state") is None:
+        return process
+    state = process["found_state"]
+    if not isinstance(state, str) or state not in _STATES:
+        raise RecordError(f"{where}: `found_state` is {json.dumps(state):.40}")
+    return {**process, "found_state": int(_STATES[state])}
 
 
-def _launch(item: Reader) -> LaunchRecord:
-    environment = item.object("environment")
-    paths = item.text("cwd"), item.text("log_path")
-    if not all(PurePosixPath(path).is_absolute() and "\0" not in path for path in paths):
-        raise ManifestError(f"{item.where}: 'cwd' or 'log_path' is not an absolute path")
-    return LaunchRecord(
-        name=item.text("name"),
-        command=item.texts("command"),
-        cwd=paths[0],
-        environment={name: environment.text(name) for name in environment.value},
-        io_uring_is_refused=item.boolean("io_uring_is_refused"),
-        log_path=paths[1],
-    )
+def _check_whole(manifest: Manifest) -> None:
+    """What concerns several members, or records that are not the manifest's alone."""
+    pids = {process.pid for process in manifest.processes}
+    if manifest.root_pid not in pids:
+        raise RecordError(f"root_pid {manifest.root_pid} is not among its processes")
+    if len(pids) != len(manifest.processes):
+        raise RecordError("two processes have the same pid")
+    sizes = {file.path: file.size_bytes for file in manifest.files}
+    for shared in manifest.shared_files:
+        if sizes.get(shared.stored) != shared.size_bytes:
+            raise RecordError(f"the shared file {shared.names[0]!r} has no file of its size in the snapshot")
+    for path in (*(file.path for file in manifest.open_files), *manifest.open_folders):
+        check_absolute(path)
+    for part, data in manifest.device_parts.items():
+        _check_extents(data, f"device_data of process {part.pid}")
+    for endpoint in (*manifest.endpoints, *(end for each in manifest.connections for end in (each.local, each.remote))):
+        _check_endpoint(endpoint)
 
 
-def _sandbox(item: Reader) -> SandboxRecord:
-    network, lineage, log_path = item.text("network"), item.text("lineage"), item.optional("log_path", item.text)
-    if network not in ("own", "host"):
-        raise ManifestError(f"{item.where}: the network {network!r} is neither 'own' nor 'host'")
-    if not lineage.isalnum() or not lineage.isascii():
-        raise ManifestError(f"{item.where}: {lineage!r} is not a lineage")
-    return SandboxRecord(network, lineage, None if log_path is None else surroundings.read_path(log_path, item.where))
-
-
-def _gpu(item: Reader) -> Gpu:
-    return Gpu(
-        index=item.integer("index"),
-        uuid=item.text("uuid"),
-        name=item.text("name"),
-        memory_total_bytes=item.integer("memory_total_bytes"),
-        memory_free_bytes=item.integer("memory_free_bytes"),
-        mig_enabled=item.boolean("mig_enabled"),
-    )
-
-
-def _process(item: Reader) -> ProcessRecord:
-    state = item.optional("found_state", item.text)
-    words = {s.word: s for s in (CudaState.RUNNING, CudaState.LOCKED, CudaState.CHECKPOINTED)}
-    if state is not None and state not in words:
-        raise ManifestError(f"{item.where}: found_state is {state!r}")
-    held = item.object("device_bytes")
-    ns_pids = item.integers("ns_pids", 1)
-    if not ns_pids:
-        raise ManifestError(f"{item.where}: 'ns_pids' is empty")
-    threads = item.integers("threads", 1)
-    return ProcessRecord(
-        pid=item.integer("pid", 1),
-        ns_pids=ns_pids,
-        parent_pid=item.integer("parent_pid"),
-        threads=threads,
-        name=item.text("name"),
-        command_line=item.texts("command_line"),
-        found_state=words[state] if state is not None else None,
-        stopped=item.boolean("stopped"),
-        restore_thread=item.optional("restore_thread", lambda key: item.integer(key, 1)),
-        device_bytes={uuid: held.integer(uuid) for uuid in held.value},
-        staging=tuple(Extent(e.integer("address"), e.integer("size_bytes")) for e in item.objects("staging")),
-        device_data=item.optional("device_data", lambda key: _device_data(item.object(key))),
-        visible_gpus=item.texts("visible_gpus"),
-        known_gpus=item.texts("known_gpus"),
-        scheduling=item.optional("scheduling", lambda key: _scheduling(item, key, threads)),
-    )
-
-
-def _scheduling(item: Reader, key: str, threads: Sequence[int]) -> tuple[ThreadRecord, ...]:
-    records = tuple(map(_thread, item.objects(key)))
-    if len({record.thread for record in records}) != len(records) or len(records) != len(threads):
-        raise ManifestError(f"{item.where}: {key!r} does not have each of {len(threads)} threads once")
-    return records
-
-
-def _thread(item: Reader) -> ThreadRecord:
-    cpus, io_priority = item.optional("cpus", item.text), item.integer("io_priority")
-    if io_priority >= IO_PRIORITY_LIMIT:
-        raise ManifestError(f"{item.where}: 'io_priority' is out of range")
-    try:
-        if cpus is not None:
-            cpus_in(cpus)
-    except ValueError as e:
-        raise ManifestError(f"{item.where}: 'cpus': {e}") from e
-    return ThreadRecord(item.integer("thread", 1), cpus, io_priority)
-
-
-def _criu_options(item: Reader) -> dict[str, Any]:
-    if not all(isinstance(value, bool | int | str) for value in item.value.values()):
-        raise ManifestError(f"{item.where} has a member that is no option")
-    return item.value
-
-
-def _device_data(item: Reader) -> DeviceData:
-    piece_bytes = item.integer("piece_bytes", _MIN_PIECE_BYTES)
-    if piece_bytes > _MAX_PIECE_BYTES or piece_bytes & (piece_bytes - 1):
-        raise ManifestError(f"{item.where}: 'piece_bytes' is no power of two up to {_MAX_PIECE_BYTES}")
-    store_bytes = item.optional("store_bytes", item.integer)
-    stripes = item.integer("stripes", 1 if store_bytes is None else 0)
-    if stripes > _MAX_STRIPES:
-        raise ManifestError(f"{item.where}: 'stripes' is more than {_MAX_STRIPES}")
-    size_bytes = item.whole_pages("size_bytes")
-    if size_bytes >= _MAX_DEVICE_BYTES:
-        raise ManifestError(f"{item.where}: 'size_bytes' is out of range")
-    digests = item.digests("sha256")
-    if store_bytes is None and len(digests) != -(-size_bytes // piece_bytes):
-        raise ManifestError(f"{item.where}: {len(digests)} digests do not fit {size_bytes} bytes")
-    if store_bytes is not None and (digests or stripes or store_bytes > size_bytes):
-        raise ManifestError(f"{item.where}: what is in a store has neither digests nor stripes, nor more than its size")
-    return DeviceData(_extents(item, size_bytes), size_bytes, piece_bytes, stripes, digests, store_bytes)
-
-
-def _extents(item: Reader, size_bytes: int) -> tuple[StagedExtent, ...]:
-    extents = tuple(
-        StagedExtent(e.whole_pages("address"), e.whole_pages("size_bytes", PAGE_BYTES), e.whole_pages("offset"))
-        for e in item.objects("extents")
-    )
-    stored = [(extent.offset, extent.offset + extent.size_bytes) for extent in extents]
-    mapped = [(extent.address, extent.address + extent.size_bytes) for extent in extents]
-    for ranges, limit in ((stored, size_bytes), (mapped, 1 << 64)):
+def _check_extents(data: DeviceData, where: str) -> None:
+    for extent in data.extents:
+        if not extent.size_bytes or (extent.address | extent.size_bytes | extent.offset) % PAGE_BYTES:
+            raise RecordError(f"{where}: the extent at {extent.address:#x} is empty, or not made of whole pages")
+    stored = [(extent.offset, extent.offset + extent.size_bytes) for extent in data.extents]
+    mapped = [(extent.address, extent.address + extent.size_bytes) for extent in data.extents]
+    for ranges, limit in ((stored, data.size_bytes), (mapped, 1 << 64)):
         position = 0
         for start, end in sorted(ranges):
             if start < position or end > limit:
-                raise ManifestError(f"{item.where}: the extents overlap or lead outside")
+                raise RecordError(f"{where}: the extents overlap or lead outside")
             position = end
-    if not extents or stored != sorted(stored):
-        raise ManifestError(f"{item.where}: there are no extents, or their offsets do not ascend")
-    return extents
+    if not stored or stored != sorted(stored):
+        raise RecordError(f"{where}: there are no extents, or their offsets do not ascend")
+
+
+def _check_endpoint(endpoint: Endpoint) -> None:
+    try:
+        is_shortest = str(ip_address(endpoint.address)) == endpoint.address
+    except ValueError:
+        is_shortest = False
+    if not is_shortest or not 1 <= endpoint.port < 1 << 16:
+        raise RecordError(f"{endpoint.address!r} and {endpoint.port} are no address and port")

@@ -21,7 +21,7 @@ from pathlib import Path
 
 from gpucr.linux.sparse import data_ranges
 from gpucr.linux.trusted_paths import make_folder_in
-from gpucr.snapshot.surroundings import SharedFileRecord
+from gpucr.snapshot.manifest import SharedFileRecord
 
 ROOT = Path("/dev/shm")  # noqa: S108 - this is where the C library puts them
 FOLDER_NAME = "shared"

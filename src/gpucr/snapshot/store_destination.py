@@ -6,9 +6,10 @@ import contextlib
 import os
 from collections.abc import Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
-from dataclasses import replace
 from pathlib import Path
 from typing import NamedTuple
+
+from msgspec.structs import replace
 
 from gpucr.criu import page_images
 from gpucr.diagnosis import preflight

@@ -21,7 +21,7 @@ from gpucr.linux.trusted_paths import opened_folder
 from gpucr.model import Connection, Endpoint, JobFile, ProcessInfo
 from gpucr.snapshot import shared_files
 from gpucr.snapshot.folder import UnfinishedSnapshot
-from gpucr.snapshot.surroundings import SharedFileRecord
+from gpucr.snapshot.manifest import SharedFileRecord
 
 _NO_FILES = ("/proc/", "/sys/", "/dev/")
 """The kernel makes what has a path there, but for files of shared memory, which are recorded with their content."""

@@ -17,8 +17,7 @@ from gpucr.gpu_state.source import Source
 from gpucr.model import DevicePart, StagedExtent
 from gpucr.snapshot.device.crew import THREADS, Crew, PieceBuffer
 from gpucr.snapshot.device.sink import ZERO, DeviceSink
-from gpucr.snapshot.json_reader import PAGE_BYTES
-from gpucr.snapshot.manifest import DeviceData
+from gpucr.snapshot.manifest import PAGE_BYTES, DeviceData
 
 
 class _Job(NamedTuple):

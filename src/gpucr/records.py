@@ -1,0 +1,93 @@
+"""Typed records: structs of msgspec to JSON and back, within limits.
+
+What is read may be damaged, or forged. It is taken only if it is exactly what gpucr would write: each member is there,
+of its type and in its range, and there is no other. The error says where it is not.
+"""
+
+from __future__ import annotations
+
+import json
+import re
+from typing import Annotated, Any, TypeVar
+
+import msgspec
+from msgspec import Meta
+
+from gpucr.json_text import parse
+
+Count = Annotated[int, Meta(ge=0)]
+"""`decode` sees to it that no number has more than 64 bits."""
+Pid = Annotated[int, Meta(ge=1)]
+Text = Annotated[str, Meta(pattern=r"\A[^\0]*\Z")]
+"""What can be a path, an argument or a variable of the environment."""
+
+T = TypeVar("T")
+
+_PLACE = re.compile(r"(?s)(.*) - at `(?:key` in `)?\$\.?(.*)`")
+
+
+class RecordError(ValueError):
+    """The data is not such a record. The message says where and why; the caller knows the path."""
+
+
+class Record(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
+    """Base of the records that gpucr keeps in files of its own."""
+
+
+def encode(record: object) -> bytes:
+    """The record as JSON text, for people too. Bytes that are not UTF-8 may be in it as `os.fsdecode` gives them."""
+    return json.dumps(msgspec.to_builtins(record), indent=1).encode() + b"\n"
+
+
+def decode(data: bytes | str, kind: type[T]) -> T:
+    """The inverse of `encode`. Raises RecordError."""
+    return convert(read_json(data), kind)
+
+
+def read_json(data: bytes | str, *, least: int = -(1 << 63)) -> object:
+    """The value, unchecked but for the limits of `json_text.parse`. Raises RecordError."""
+    try:
+        return parse(data, least=least)
+    except ValueError as e:
+        raise RecordError(f"it is not JSON: {e}") from e
+
+
+def require(value: object, member: str, expected: str | int) -> None:
+    """Raise RecordError where the member that names the format, or its version, is another."""
+    if not isinstance(value, dict):
+        raise RecordError("it is not an object")
+    if type(value.get(member)) is not type(expected) or value[member] != expected:
+        found = f"its {member} is {json.dumps(value[member]):.40}" if member in value else f"there is no `{member}`"
+        raise RecordError(f"{found}; this gpucr reads {json.dumps(expected)}")
+
+
+def convert(value: object, kind: type[T]) -> T:
+    """A record from JSON that was parsed. Raises RecordError."""
+    try:
+        record = msgspec.convert(value, kind)
+    except msgspec.ValidationError as e:
+        raise RecordError(_explained(str(e))) from e
+    except UnicodeEncodeError as e:  # msgspec looks into a text where it expects none
+        raise RecordError("a text with bytes that are not UTF-8 is in the place of something else") from e
+    _require_all(value, msgspec.to_builtins(record), "")
+    return record
+
+
+def _explained(message: str) -> str:
+    """msgspec's message, with the place in front."""
+    match = _PLACE.fullmatch(message)
+    what, where = (match[1], match[2]) if match else (message, "")
+    what = what.replace("Object missing required field", "there is no").replace("Object contains", "there is an")
+    return f"{where or 'it'}: {what[:1].lower()}{what[1:]}"
+
+
+def _require_all(value: Any, whole: Any, where: str) -> None:
+    """A member that is missing is damage, also where the struct has a default: a reader does not guess."""
+    if isinstance(whole, dict):
+        for key, each in whole.items():
+            if key not in value:
+                raise RecordError(f"{where or 'it'}: there is no `{key}`")
+            _require_all(value[key], each, f"{where}.{key}" if where else key)
+    elif isinstance(whole, list | tuple) and whole and isinstance(whole[0], dict | list | tuple):
+        for number, (item, each) in enumerate(zip(value, whole, strict=True)):
+            _require_all(item, each, f"{where}[{number}]")
