@@ -52,13 +52,15 @@ def read_json(data: bytes | str, *, least: int = -(1 << 63)) -> object:
         raise RecordError(f"it is not JSON: {e}") from e
 
 
-def require(value: object, member: str, expected: str | int) -> None:
-    """Raise RecordError where the member that names the format, or its version, is another."""
+def of_format(value: object, **expected: str | int) -> dict[str, Any]:
+    """The members of an object. Raises RecordError where one that names the format, or its version, is another."""
     if not isinstance(value, dict):
         raise RecordError("it is not an object")
-    if type(value.get(member)) is not type(expected) or value[member] != expected:
-        found = f"its {member} is {json.dumps(value[member]):.40}" if member in value else f"there is no `{member}`"
-        raise RecordError(f"{found}; this gpucr reads {json.dumps(expected)}")
+    for member, wanted in expected.items():
+        if type(value.get(member)) is not type(wanted) or value[member] != wanted:
+            found = f"its {member} is {json.dumps(value[member]):.40}" if member in value else f"there is no `{member}`"
+            raise RecordError(f"{found}; this gpucr reads {json.dumps(wanted)}")
+    return value
 
 
 def convert(value: object, kind: type[T]) -> T:

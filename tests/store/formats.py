@@ -18,13 +18,12 @@ from gpucr.records import RecordError
 from gpucr.snapshot.manifest import decode as decode_manifest
 from gpucr.snapshot.manifest import encode as encode_manifest
 from gpucr.store import config, index, keys, pieces, retired, stored_snapshot, writers
-from gpucr.store.config import ConfigError
 from gpucr.store.crypto import Changed, CutShort, seal, unseal
-from gpucr.store.keys import KeyObjectError, Secret
+from gpucr.store.keys import Secret
 from gpucr.store.opened import Store
 from gpucr.store.pack import Entry, PackContents, encode_end, new_pack_id, pack_entries, pack_name
 from gpucr.store.pieces import PieceListError, PieceRef
-from gpucr.store.stored_snapshot import Area, InvalidSnapshot, StoredSnapshot
+from gpucr.store.stored_snapshot import Area, StoredSnapshot
 from tests.store.memory import MemoryBackend
 from tests.unit import samples
 
@@ -104,23 +103,23 @@ def _read_snapshot(body: bytes) -> object:
 
 FORMATS = {
     "config": Format(
-        lambda: config.encode(config.StoreConfig(_ID, "sha256"), None),
+        lambda: config.encode(config.StoreConfig(_ID.hex(), "sha256"), None),
         config.decode,
-        (ConfigError,),
+        (RecordError,),
         lambda data: json.loads(data)["store"],
         _config,
     ),
     "key": Format(
         lambda: keys.wrap(bytes(32), Secret.key_file(bytes(32)), _ID),
         lambda data: keys.unwrap(data, WORDS, _ID),
-        (KeyObjectError,),
+        (RecordError,),
         json.loads,
         _flat,
     ),
     "passphrase": Format(
         lambda: keys.wrap(bytes(32), WORDS, _ID),
         lambda data: keys.unwrap(data, WORDS, _ID),
-        (KeyObjectError,),
+        (RecordError,),
         json.loads,
         _flat,
     ),
@@ -137,7 +136,7 @@ FORMATS = {
         lambda: pieces.encode_list([PieceRef(b"p" * 32, 4096)] * 3), pieces.decode_list, (PieceListError,)
     ),
     "snapshot": Format(
-        lambda: stored_snapshot.encode(_snapshot()), _read_snapshot, (InvalidSnapshot,), json.loads, as_json
+        lambda: stored_snapshot.encode(_snapshot()), _read_snapshot, (RecordError,), json.loads, as_json
     ),
     "batch": Format(
         lambda: json.dumps([new_pack_id().hex() for _ in range(2)]).encode(),

@@ -57,8 +57,8 @@ def test_another_reader(tmp_path: Path, hash_name: str) -> None:
 
 
 def test_the_members_are_described() -> None:
-    made = StoreConfig(bytes(16), "blake3")
-    assert set(first_cells(section(page(PAGE), "gpucr-store.json"))) == set(made.members())
+    made = StoreConfig(bytes(16).hex(), "blake3")
+    assert set(first_cells(section(page(PAGE), "gpucr-store.json"))) == set(made.__struct_fields__)
     wrapped = json.loads(keys.wrap(bytes(32), Secret.key_file(bytes(32)), bytes(16)))
     assert set(first_cells(section(page(PAGE), "keys/ID.json"))) == set(wrapped)
     for size_bytes in (config.PIECE_BYTES, config.PACK_BYTES):

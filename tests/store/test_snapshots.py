@@ -8,6 +8,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from gpucr.errors import InvalidRequest, StoreDamaged, StoreError, Unsupported
+from gpucr.records import RecordError
 from gpucr.store import retired, snapshots, stored_snapshot, writers
 from gpucr.store.keys import Secret
 from gpucr.store.opened import Store
@@ -311,7 +312,7 @@ def test_a_snapshot_object_that_was_changed_is_refused_or_means_the_same(data: s
     )
 )
 def test_no_json_breaks_the_reader(body: object) -> None:
-    with pytest.raises(stored_snapshot.InvalidSnapshot):
+    with pytest.raises(RecordError):
         stored_snapshot.decode("ab" * 16, json.dumps(body).encode())
 
 

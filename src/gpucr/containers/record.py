@@ -73,8 +73,8 @@ def read_record(folder: Path) -> ContainerRecord:
         if folder.stat().st_uid not in (0, os.geteuid()) or path.stat().st_size > _MAX_RECORD_BYTES:
             raise ValueError("it is too large, or belongs to another user")
         value = records.read_json(path.read_bytes())
-        records.require(value, "format", _FORMAT)
-        records.require(value, "format_version", _FORMAT_VERSION)
-        return records.convert(value, ContainerRecord)
+        return records.convert(
+            records.of_format(value, format=_FORMAT, format_version=_FORMAT_VERSION), ContainerRecord
+        )
     except (OSError, ValueError) as e:
         raise SnapshotDamaged(f"{path} cannot be used: {e}", path=str(path)) from e

@@ -97,8 +97,7 @@ class JobState:
 
 def decode(data: bytes) -> JobRecord:
     """Read and check record.json. Raises RecordError for anything that is not exactly a record."""
-    value = records.read_json(data, least=0)
-    records.require(value, "format_version", FORMAT_VERSION)
+    value = records.of_format(records.read_json(data, least=0), format_version=FORMAT_VERSION)
     record = records.convert(value, JobRecord)
     if not is_name(record.name):
         raise RecordError(f"{record.name!r} cannot be the name of a job")

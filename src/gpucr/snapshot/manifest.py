@@ -328,8 +328,7 @@ def decode(data: bytes) -> Manifest:
     outer = records.convert(records.read_json(data, least=0), _Sealed)
     body = outer.manifest
     # The format comes before the digest, so that another one is named as what it is.
-    records.require(body, "format", FORMAT)
-    records.require(body, "format_version", FORMAT_VERSION)
+    records.of_format(body, format=FORMAT, format_version=FORMAT_VERSION)
     if _digest(body) != outer.sha256:
         raise RecordError("its content does not match its own digest")
     manifest = records.convert(_members(body), Manifest)

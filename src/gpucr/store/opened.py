@@ -9,12 +9,13 @@ from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field, replace
 
 from gpucr.errors import StoreDamaged, StoreError, WrongKey
+from gpucr.records import RecordError
 from gpucr.store import config as configuration
 from gpucr.store import crypto, extra, keys, pieces
 from gpucr.store.backend import Backend, Buffer, Exists, Missing
-from gpucr.store.config import ConfigError, StoreConfig
+from gpucr.store.config import StoreConfig
 from gpucr.store.crypto import KeyRing
-from gpucr.store.keys import KeyObjectError, Secret
+from gpucr.store.keys import Secret
 from gpucr.store.local import LocalBackend
 
 KEYS_PREFIX = "keys/"
@@ -64,7 +65,7 @@ class Store:
             made = StoreConfig.new(
                 hash_name, encrypted=secret is not None, piece_bytes=piece_bytes, pack_bytes=pack_bytes
             )
-        except ConfigError as e:
+        except RecordError as e:
             raise StoreError(f"such a store cannot be made: {e}", path=backend.url) from e
         ring = KeyRing(os.urandom(_MASTER_BYTES), made.store_id) if secret is not None else None
         store = cls(backend, made, ring, _digest(made, ring))
@@ -114,7 +115,7 @@ class Store:
             if unlocked is not None:
                 opened_with, ring = unlocked
                 configuration.check_mac(found, mac, _mac_key(ring))
-        except ConfigError as e:
+        except RecordError as e:
             path = f"{backend.url}/{name}"
             raise StoreDamaged(f"{path} is not valid: {e}", path=path, hint=HINT_DAMAGED) from e
         return cls(backend, found, ring, _digest(found, ring), opened_with)
@@ -285,11 +286,11 @@ def _unlock(backend: Backend, config: StoreConfig, secret: Secret | None) -> tup
     found = list(_key_objects(backend))
     if secret.kind == "scrypt":
         _require_few_passphrases(backend, [data for _, data in found])
-    damaged: tuple[str, KeyObjectError] | None = None
+    damaged: tuple[str, RecordError] | None = None
     for name, data in found:
         try:
             master = keys.unwrap(data, secret, config.store_id)
-        except KeyObjectError as e:
+        except RecordError as e:
             damaged = (name, e)
             continue
         if master is not None:
@@ -339,10 +340,10 @@ def _key_object(backend: Backend, name: str) -> bytes:
         return b""
 
 
-def _key_error(key_object: bytes) -> KeyObjectError | None:
+def _key_error(key_object: bytes) -> RecordError | None:
     try:
         keys.check(key_object)
-    except KeyObjectError as e:
+    except RecordError as e:
         return e
     return None
 
@@ -350,5 +351,5 @@ def _key_error(key_object: bytes) -> KeyObjectError | None:
 def _kind(key_object: bytes) -> str:
     try:
         return {"scrypt": "passphrase", "hkdf": "key file"}[keys.check(key_object)]
-    except KeyObjectError:
+    except RecordError:
         return "damaged"

@@ -28,6 +28,7 @@ from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, field
 
+from gpucr import records
 from gpucr.errors import StoreDamaged
 from gpucr.store import index as indexes
 from gpucr.store import writers
@@ -257,8 +258,8 @@ def _read_ids(store: Store, name: str, id_bytes: int) -> frozenset[bytes] | None
     if len(sealed) > _MAX_BYTES:
         raise store.damaged(name, f"is larger than {_MAX_BYTES} bytes")
     try:
-        ids = frozenset(bytes.fromhex(text) for text in json.loads(store.unseal(name, sealed)))
-    except (ValueError, TypeError, RecursionError) as e:
+        ids = frozenset(map(bytes.fromhex, records.decode(store.unseal(name, sealed), tuple[str, ...])))
+    except ValueError as e:
         raise store.damaged(name, f"is no list of names: {e}") from e
     if any(len(each) != id_bytes for each in ids):
         raise store.damaged(name, "has a name of the wrong length")

@@ -16,6 +16,7 @@ from datetime import datetime, timezone
 from enum import Enum, auto
 
 from gpucr.errors import InvalidRequest, StoreDamaged, StoreError
+from gpucr.records import RecordError
 from gpucr.store import retired, writers
 from gpucr.store.backend import Missing, ObjectInfo, together
 from gpucr.store.crypto import SEALED_OVERHEAD_BYTES
@@ -28,7 +29,6 @@ from gpucr.store.stored_snapshot import (
     NAME,
     SHORT_ID,
     Area,
-    InvalidSnapshot,
     StoredSnapshot,
     decode,
     encode,
@@ -127,7 +127,7 @@ def _load(store: Store, snapshot_id: str) -> StoredSnapshot | _None:
         return _None.TOMBSTONE
     try:
         return decode(snapshot_id, body)
-    except InvalidSnapshot as e:
+    except RecordError as e:
         raise store.damaged(name, f"is no valid snapshot: {e}") from e
 
 

@@ -12,16 +12,17 @@ list of its pieces, one after the other.
 
 from __future__ import annotations
 
-import base64
-import binascii
-import json
 import re
 import zlib
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from datetime import datetime
-from typing import Any
+from typing import Annotated
 
+from msgspec import Meta
+
+from gpucr import records
+from gpucr.records import Record, RecordError
 from gpucr.store import pieces
 from gpucr.store.pack import PREFIX as PACKS_PREFIX
 from gpucr.store.pieces import PieceListError, PieceRef
@@ -33,6 +34,7 @@ MAX_LISTED_PIECES = 1 << 24
 """In all areas together, lists that are pieces themselves not counted: a run of one piece takes 40 bytes here."""
 NAME = re.compile(r"[A-Za-z0-9][A-Za-z0-9._-]{0,99}")
 SHORT_ID = 8
+_Bytes = Annotated[int, Meta(ge=0, le=(1 << 63) - 1)]
 
 
 @dataclass(frozen=True)
@@ -91,109 +93,62 @@ class StoredSnapshot:
         return {area.name: area for area in self.areas}[name]
 
 
-class InvalidSnapshot(ValueError):
-    """A snapshot object says what cannot be."""
-
-
 def encode(snapshot: StoredSnapshot) -> bytes:
     """The content of a snapshot object, before it is sealed."""
-    areas = [
-        {
-            "name": area.name,
-            "size_bytes": area.size_bytes,
-            "pieces": base64.b64encode(pieces.encode_list(area.listed)).decode(),
-            "is_long": area.is_long,
-        }
-        for area in snapshot.areas
-    ]
-    body = {
-        "format": FORMAT,
-        "version": VERSION,
-        "name": snapshot.name,
-        "created": snapshot.created,
-        "host": snapshot.host,
-        "counters": dict(snapshot.counters),
-        "manifest": base64.b64encode(zlib.compress(snapshot.manifest)).decode(),
-        "areas": areas,
-    }
-    return json.dumps(body).encode()
+    body = _Body(
+        name=snapshot.name,
+        created=snapshot.created,
+        host=snapshot.host,
+        counters=dict(snapshot.counters),
+        manifest=zlib.compress(snapshot.manifest),
+        areas=tuple(_Area(a.name, a.size_bytes, pieces.encode_list(a.listed), a.is_long) for a in snapshot.areas),
+    )
+    return records.encode(body)
 
 
 def decode(snapshot_id: str, data: bytes) -> StoredSnapshot:
-    """What `encode` was given. Raises ValueError for anything that it does not write."""
-    try:
-        body = json.loads(data)
-    except (ValueError, RecursionError) as e:
-        raise InvalidSnapshot(f"it is not JSON: {e}") from e
-    if not isinstance(body, dict) or body.get("format") != FORMAT:
-        raise InvalidSnapshot("it does not describe a snapshot")
-    if body.get("version") != VERSION:
-        raise InvalidSnapshot(f"it has version {body.get('version')!r}; this gpucr reads version {VERSION}")
-    areas = tuple(_areas(_get(body, "areas", list)))
-    if len({area.name for area in areas}) != len(areas):
-        raise InvalidSnapshot("two areas have the same name")
-    counters = _get(body, "counters", dict)
-    if any(type(value) is not int or not 0 <= value < 1 << 63 for value in counters.values()):
-        raise InvalidSnapshot("one of its counters is no number in range")
-    name = None if body.get("name") is None else _get(body, "name", str)
-    if name is not None and not NAME.fullmatch(name):
-        raise InvalidSnapshot("its name is none that a snapshot can have")
-    return StoredSnapshot(
-        snapshot_id,
-        name,
-        _date(_get(body, "created", str)),
-        _get(body, "host", str),
-        _decompressed(_base64(_get(body, "manifest", str))),
-        areas,
-        counters,
-    )
+    """What `encode` was given. Raises RecordError for anything that it does not write."""
+    body = records.convert(records.of_format(records.read_json(data), format=FORMAT, version=VERSION), _Body)
+    manifest, areas = _decompressed(body.manifest), tuple(_areas(body.areas))
+    return StoredSnapshot(snapshot_id, body.name, body.created, body.host, manifest, areas, body.counters)
 
 
-def _areas(items: Sequence[Any]) -> Iterator[Area]:
+class _Area(Record, frozen=True):
+    name: Annotated[str, Meta(pattern=r"\A[^\0]+\Z")]
+    size_bytes: _Bytes
+    pieces: bytes
+    is_long: bool
+
+
+class _Body(Record, frozen=True):
+    name: Annotated[str, Meta(pattern=rf"\A{NAME.pattern}\Z")] | None
+    created: str
+    host: str
+    counters: Mapping[str, _Bytes]
+    manifest: bytes
+    areas: tuple[_Area, ...]
+    format: str = FORMAT
+    version: int = VERSION
+
+    def __post_init__(self) -> None:
+        if datetime.fromisoformat(self.created).tzinfo is None:
+            raise RecordError("`created` has no time zone")
+        if len({area.name for area in self.areas}) != len(self.areas):
+            raise RecordError("two areas have the same name")
+
+
+def _areas(items: Sequence[_Area]) -> Iterator[Area]:
     left = MAX_LISTED_PIECES
     for item in items:
-        area = _area(item, left)
-        left -= len(area.listed)
-        yield area
-
-
-def _area(item: Any, most_pieces: int) -> Area:
-    if not isinstance(item, dict):
-        raise InvalidSnapshot("one of its areas is no object")
-    name, size_bytes, is_long = _get(item, "name", str), _get(item, "size_bytes", int), _get(item, "is_long", bool)
-    if not name or "\0" in name or not 0 <= size_bytes < 1 << 63:
-        raise InvalidSnapshot("one of its areas has no valid name or size")
-    try:
-        listed = tuple(pieces.decode_list(_base64(_get(item, "pieces", str)), most_pieces))
-    except PieceListError as e:
-        raise InvalidSnapshot(f"the list of the pieces of {name!r} is not valid: {e}") from e
-    found = sum(ref.length for ref in listed)
-    if not is_long and found != size_bytes:
-        raise InvalidSnapshot(f"the pieces of {name!r} have {found} bytes, not {size_bytes}")
-    return Area(name, size_bytes, listed, is_long)
-
-
-def _get(item: Mapping[str, Any], key: str, kind: type) -> Any:
-    value = item.get(key)
-    if type(value) is not kind:
-        raise InvalidSnapshot(f"{key!r} is missing, or not of type {kind.__name__}")
-    return value
-
-
-def _date(text: str) -> str:
-    try:
-        if datetime.fromisoformat(text).tzinfo is None:
-            raise InvalidSnapshot("'created' has no time zone")
-    except ValueError as e:
-        raise InvalidSnapshot(f"'created' is no date: {e}") from e
-    return text
-
-
-def _base64(text: str) -> bytes:
-    try:
-        return base64.b64decode(text, validate=True)
-    except (binascii.Error, ValueError) as e:
-        raise InvalidSnapshot(f"it is not in base 64: {e}") from e
+        try:
+            listed = tuple(pieces.decode_list(item.pieces, left))
+        except PieceListError as e:
+            raise RecordError(f"the list of the pieces of {item.name!r} is not valid: {e}") from e
+        left -= len(listed)
+        found = sum(ref.length for ref in listed)
+        if not item.is_long and found != item.size_bytes:
+            raise RecordError(f"the pieces of {item.name!r} have {found} bytes, not {item.size_bytes}")
+        yield Area(item.name, item.size_bytes, listed, item.is_long)
 
 
 def _decompressed(data: bytes) -> bytes:
@@ -201,7 +156,7 @@ def _decompressed(data: bytes) -> bytes:
     try:
         manifest = unpacker.decompress(data, MAX_MANIFEST_BYTES)
     except zlib.error as e:
-        raise InvalidSnapshot(f"its manifest cannot be decompressed: {e}") from e
+        raise RecordError(f"its manifest cannot be decompressed: {e}") from e
     if not unpacker.eof or unpacker.unused_data:
-        raise InvalidSnapshot(f"its manifest is cut short, or larger than {MAX_MANIFEST_BYTES} bytes")
+        raise RecordError(f"its manifest is cut short, or larger than {MAX_MANIFEST_BYTES} bytes")
     return manifest
