@@ -1,6 +1,6 @@
 """How thorough a test is: a sample of its cases in a run of everything, all of them where that is asked for.
 
-``GPUCR_STORM=1 ./scripts/test tests/operations/test_signals.py`` tries all cases of that module.
+``./scripts/storm`` tries all cases (``GPUCR_STORM=1``).
 """
 
 from __future__ import annotations

@@ -286,6 +286,7 @@ class Keeper:
         end = time.monotonic() + _UNDO_LIMIT_S
         while self._criu and self._criu not in self._ended and time.monotonic() < end:
             processes.kill_tree(self._criu, including_root=False, timeout_s=0)
+            os.kill(self._criu, signal.SIGCONT)  # its gpucr may have been killed after stopping it
             with contextlib.suppress(ChildProcessError):
                 self._reap(blocking=False)
             time.sleep(_POLL_S)
