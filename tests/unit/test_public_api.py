@@ -103,7 +103,30 @@ def test_import_takes_nothing_with_it() -> None:
         ),
         (
             "import gpucr.cli.dump, gpucr.cli.restore",
-            ("gpucr.containers.by_runtime", "gpucr.containers.podman", "gpucr.store"),
+            (
+                *("gpucr.containers.by_runtime", "gpucr.containers.podman", "gpucr.store", "gpucr.diagnosis.probe"),
+                *(
+                    "rich",
+                    "pynvml",
+                    "psutil",
+                    "cryptography",
+                    "numpy",
+                    "blake3",
+                    "zstandard",
+                    "obstore",
+                    "multiprocessing",
+                ),
+                *(
+                    "asyncio",
+                    "concurrent.futures.process",
+                    "difflib",
+                    "email",
+                    "http",
+                    "secrets",
+                    "ssl",
+                    "urllib.request",
+                ),
+            ),
         ),
     ],
 )

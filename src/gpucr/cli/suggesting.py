@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import difflib
-
 import click
 
 _MEANT = {
@@ -29,6 +27,8 @@ class SuggestingGroup(click.Group):
         name = args[0]
         if self.get_command(ctx, name) is None and not name.startswith("-"):
             known = self.list_commands(ctx)
+            import difflib  # only here
+
             near = [each for each in _MEANT.get(name, ()) if each in known] or difflib.get_close_matches(name, known)
             meant = f" Did you mean {' or '.join(map(repr, near))}?" if near else ""
             ctx.fail(f"No such command {name!r}.{meant}")

@@ -5,7 +5,6 @@ from __future__ import annotations
 from collections.abc import Iterable, Sequence
 
 from gpucr.diagnosis import preflight
-from gpucr.diagnosis.probe import measurements
 from gpucr.driver.api import Driver
 from gpucr.driver.cuda import load_driver
 from gpucr.driver.gpus import nvml_kept_open
@@ -17,12 +16,16 @@ def findings_of_traps(job: Job, driver: Driver | None, uses: Sequence[GpuUse]) -
     """Why this job may not come back, as far as it shows. ``uses``: who holds memory on which GPU (NVML)."""
     if not job.gang:
         return []
+    from gpucr.diagnosis.probe import measurements  # jobs without CUDA start without the canaries
+
     with nvml_kept_open():
         return preflight.check_traps(preflight.look(job, uses), measurements(driver))
 
 
 def findings_of_targets(uuids: Iterable[str], here: Sequence[Gpu], gpu_map: GpuMap | None) -> list[preflight.Finding]:
     """Why this machine may not bring back a job that had these GPUs, whatever the job is."""
+    from gpucr.diagnosis.probe import measurements
+
     try:
         driver = load_driver()
     except DriverUnavailable:

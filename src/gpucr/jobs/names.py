@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import difflib
 import itertools
 import re
 from collections.abc import Iterable, Iterator
@@ -38,4 +37,6 @@ def numbered_names(base: str, first: int = 1) -> Iterator[str]:
 
 def near_names(text: str, names: Iterable[str]) -> list[str]:
     """The names that may have been meant, likeliest first."""
+    import difflib  # only here
+
     return difflib.get_close_matches(text, list(names), n=3, cutoff=0.5)

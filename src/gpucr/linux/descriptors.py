@@ -15,7 +15,6 @@ import contextlib
 import ctypes
 import errno
 import os
-import secrets
 import socket
 import struct
 from collections.abc import Iterator
@@ -93,7 +92,7 @@ def _named_copy(thread: TracedThread, number: int) -> socket.socket:
     """A socket of the process, opened here as well, with a name."""
     copy = socket.socket(fileno=_copy_descriptor(thread, number))
     try:
-        copy.bind(f"\0{_NAME}{secrets.token_hex(8)}")
+        copy.bind(f"\0{_NAME}{os.urandom(8).hex()}")
     except BaseException:
         copy.close()
         raise

@@ -14,7 +14,6 @@ import contextlib
 import errno
 import os
 import re
-import secrets
 import stat
 from collections.abc import Collection, Iterator, Sequence
 from pathlib import Path
@@ -301,4 +300,4 @@ def _write_all(target: int, block: bytes, position: int) -> None:
 
 
 def _temporary_name() -> str:
-    return f".gpucr-{secrets.token_hex(8)}"
+    return f".gpucr-{os.urandom(8).hex()}"

@@ -5,7 +5,6 @@ from __future__ import annotations
 import contextlib
 import fcntl
 import os
-import secrets
 import shutil
 import tempfile
 import time
@@ -33,7 +32,7 @@ class WorkingFolder:
     """
 
     def __init__(self, size_bytes: int, besides_bytes: int) -> None:
-        self.path = place(size_bytes, besides_bytes) / f"{PREFIX}{secrets.token_hex(16)}"
+        self.path = place(size_bytes, besides_bytes) / f"{PREFIX}{os.urandom(16).hex()}"
         self._lock: int | None = None
 
     @property
