@@ -172,6 +172,10 @@ class StagedExtent:
         return self.address + self.size_bytes
 
 
+KIND_NAME = re.compile(r"[a-z][a-z0-9_]{0,31}")
+"""What a kind of backend can be called (see gpu_state/backend.py)."""
+
+
 class DevicePart(NamedTuple):
     """A part of a process's device memory: what one backend holds (see gpu_state/backend.py).
 

@@ -83,7 +83,7 @@ def test_captures_end_where_one_cannot_begin(
     monkeypatch.setattr(Capture, "begin", begin)
     staged = GangStaging(use_files=False)
     tids = {pid: driver.restore_thread_id(pid) for pid in pids}
-    with pytest.raises(RuntimeError), staged.captured(tids, Meter("checkpoint")):
+    with pytest.raises(RuntimeError), staged.taken(tids, Meter("checkpoint")):
         pytest.fail("the block must not be entered")
     assert not begun[0]._tracer.is_alive()
     assert job.ask() == 101

@@ -48,6 +48,7 @@ def test_stored_and_zero_bytes_of_device_memory(with_device_data: Snapshot) -> N
     assert found["device_memory"] == [
         {
             "pid": 100,
+            "kind": "captured",
             "place": "device",
             "size_bytes": 28672,
             "stored_bytes": 12288,
@@ -84,6 +85,7 @@ def test_device_memory_in_the_images(tmp_path: Path) -> None:
     (found,) = json.loads(inspect(snapshot.path, "--json").stdout)["device_memory"]
     assert found == {
         "pid": 100,
+        "kind": "plain",
         "place": "images",
         "size_bytes": 4 << 20,
         "stored_bytes": None,

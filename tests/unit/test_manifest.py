@@ -54,6 +54,24 @@ def test_round_trip() -> None:
     assert decode(encode(WHOLE)) == WHOLE
 
 
+def test_what_backends_over_the_drivers_held() -> None:
+    held = replace(samples.DEVICE_DATA, kind="vault")
+    for parts in (
+        {DevicePart(100): samples.DEVICE_DATA, DevicePart(100, 1): held, DevicePart(100, 2): held},
+        {DevicePart(100, 1): held},
+    ):
+        read = decode(encode(samples.manifest().with_device_parts(parts)))
+        assert read.device_parts == parts
+        assert read.kinds == {part: "vault" if part.level else "captured" for part in parts}
+        assert read.size_bytes == sum(data.stored_bytes for data in parts.values())
+
+
+@pytest.mark.parametrize("kind", ["", "Vault", "../vault", "1", "a b", "v" * 33, "vault\n"])
+def test_a_kind_that_cannot_be(kind: str) -> None:
+    with pytest.raises(RecordError, match=r"device_data\.kind"):
+        decode(changed(lambda inner: inner["processes"][0]["device_data"].update(kind=kind)))
+
+
 def test_round_trip_without_cuda() -> None:
     plain = replace(WHOLE, processes=WHOLE.processes[1:], root_pid=102, gpus=(), cuda_version=None, driver_version=None)
     assert decode(encode(plain)) == plain

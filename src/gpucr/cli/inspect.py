@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -49,7 +50,8 @@ def command(*, snapshot: str, verify: bool, every_file: bool, key_file: Path | N
             "has_gpu_state": manifest.has_gpu_state,
             "verified": verify,
         }
-        device_memory = [_device_memory(record) for record in manifest.processes if record.found_state is not None]
+        using_cuda = [record for record in manifest.processes if record.found_state is not None]
+        device_memory = [part for record in using_cuda for part in _device_memory(record)]
         summary |= {"device_memory": device_memory, "contents": as_json_record(contents), "manifest": members(manifest)}
         print_json("inspect", {"snapshot": snapshot_text(opened), **summary})
         return
@@ -91,18 +93,25 @@ def _parts(manifest: Manifest) -> str:
     return f"{images}, {format_bytes(stored)} of device memory beside them"
 
 
-def _device_memory(record: ProcessRecord) -> dict[str, Any]:
-    """Where the device memory of a CUDA process is. None: what CRIU wrote is not known in such detail."""
-    data = record.device_data
-    if data is None:
-        known = sum(extent.size_bytes for extent in record.staging)
-        where = {"place": "images", "size_bytes": known if record.staging else None}
-        return {"pid": record.pid, **where, "stored_bytes": None, "zero_bytes": None, "extents": len(record.staging)}
-    return {
-        "pid": record.pid,
-        "place": "device" if data.store_bytes is None else "store",
-        "size_bytes": data.size_bytes,
-        "stored_bytes": data.stored_bytes,
-        "zero_bytes": data.size_bytes - data.stored_bytes,
-        "extents": len(data.extents),
-    }
+def _device_memory(record: ProcessRecord) -> Iterator[dict[str, Any]]:
+    """Where the parts of a CUDA process's device memory are. None: what CRIU wrote is not known in such detail."""
+    if record.device_data is None:
+        yield {
+            "pid": record.pid,
+            "kind": "plain",
+            "place": "images",
+            "size_bytes": sum(extent.size_bytes for extent in record.staging) if record.staging else None,
+            "stored_bytes": None,
+            "zero_bytes": None,
+            "extents": len(record.staging),
+        }
+    for data in record.device_parts.values():
+        yield {
+            "pid": record.pid,
+            "kind": data.kind,
+            "place": "device" if data.store_bytes is None else "store",
+            "size_bytes": data.size_bytes,
+            "stored_bytes": data.stored_bytes,
+            "zero_bytes": data.size_bytes - data.stored_bytes,
+            "extents": len(data.extents),
+        }

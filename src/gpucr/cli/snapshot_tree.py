@@ -64,9 +64,10 @@ def _process_branch(process: ProcessContents, *, every_file: bool) -> Branch:
         size = sum(extent.size_bytes for extent in record.staging)
         known = f"{format_bytes(size)} in {counted(len(record.staging), 'extent')}, " if record.staging else ""
         branch.branches.append(Branch(f"device memory: {known}in CRIU's images"))
-    data = record.device_data
-    place = "CRIU's images" if data is None else "device/" if data.store_bytes is None else "the store"
-    branch.branches += [Branch(_memory_line(use, place)) for use in process.memory]
+    places = ["device/" if data.store_bytes is None else "the store" for data in record.device_parts.values()]
+    for use in process.memory:
+        place = places.pop(0) if use.kind == "device" and places else "CRIU's images"
+        branch.branches.append(Branch(_memory_line(use, place)))
     branch.branches += _file_branches(process, every_file=every_file)
     return branch
 

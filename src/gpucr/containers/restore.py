@@ -18,6 +18,7 @@ from gpucr.driver.gpus import list_gpus
 from gpucr.errors import ProcessNotFound, SnapshotDamaged
 from gpucr.gang import Gang
 from gpucr.gang.threads import GangThreads
+from gpucr.gpu_state import kinds
 from gpucr.gpu_state.gpu_choice import GpuRequest
 from gpucr.gpu_state.placement import Placement
 from gpucr.gpu_state.steps import HoldThreads, ReleaseThreads, RestoreGang, UnlockGang
@@ -77,6 +78,7 @@ def _examine(images: Path) -> tuple[Snapshot, Driver, Placement, list[preflight.
     manifest = snapshot.manifest
     if not manifest.has_gpu_state:
         raise SnapshotDamaged(f"{snapshot.path} is a GPU part without GPU state", path=str(snapshot.path))
+    kinds.require_kinds(manifest.kinds, snapshot.where)
     driver = load_driver()
     here = list_gpus()
     placement = place_snapshot(manifest, GpuRequest.of(None, None), here, ())

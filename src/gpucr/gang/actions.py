@@ -114,6 +114,8 @@ class Gang:
         self._members = {member.pid: member for member in members}
         self._stuck: dict[int, str] = {}
         self.first_lock: GangLock | None = None
+        self.before_unlock: Callable[[], None] = lambda: None
+        """What is to be done when all are LOCKED again and none runs yet; raises GpucrError or OSError."""
 
     @property
     def members(self) -> tuple[GangMember, ...]:
@@ -234,7 +236,8 @@ class Gang:
         self._everywhere("restore", CudaState.CHECKPOINTED, lambda pid: self.driver.restore(pid, maps.get(pid)), wanted)
 
     def unlock(self, *, down_to: Callable[[GangMember], CudaState]) -> None:
-        """LOCKED → RUNNING for every member whose ``down_to`` state is RUNNING."""
+        """LOCKED → RUNNING for every member whose ``down_to`` state is RUNNING, after `before_unlock`."""
+        self.before_unlock()
         wanted = [m.pid for m in self.members if down_to(m) is CudaState.RUNNING]
         self._everywhere("unlock", CudaState.LOCKED, self._unlock_unless_ended, wanted)
 

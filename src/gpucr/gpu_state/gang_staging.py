@@ -1,17 +1,19 @@
-"""The staging of a gang during one operation: its files, what was captured, and what follows the driver's progress."""
+"""The device memory of a gang while it is away: a stack of backends for each process, and what follows them."""
 
 from __future__ import annotations
 
 import contextlib
 import threading
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 
+from gpucr.errors import GpucrError
 from gpucr.gpu_state import staging
-from gpucr.gpu_state.source import FileSource, Saver
-from gpucr.gpu_state.staging import Capture
-from gpucr.linux import memory
+from gpucr.gpu_state.backend import Backend
+from gpucr.gpu_state.captured import CapturedStaging
+from gpucr.gpu_state.plain import PlainStaging
+from gpucr.gpu_state.source import Saver, Source
 from gpucr.linux.tmpfs import StagingFile
-from gpucr.model import DevicePart, Extent, StagedExtent
+from gpucr.model import CudaState, DevicePart, Extent, StagedExtent
 from gpucr.undo.steps import Meter
 
 GENTLE_THREADS = 4
@@ -26,181 +28,176 @@ FOLLOW_INTERVAL_S = 0.02
 
 
 class GangStaging:
-    """Where the device memory of each process goes, and where it is.
+    """Where the device memory of each process goes, and where it is. See `gpu_state.backend` for the order.
 
-    With ``use_files`` the processes' staging becomes files of gpucr (`StagingFile`), which need root; the files belong
-    to this object and `close` gives their memory back, unless a process still has them mapped. ``writer`` saves them
-    while the driver fills them; with ``save_gently`` it takes few processors after that, until somebody waits for it.
+    With ``use_files`` the driver's staging is captured (`CapturedStaging`), which needs root, else `PlainStaging`;
+    ``over`` tells which backends a process has over that, lowest first. ``writer`` saves what they hold while they get
+    it; with ``save_gently`` it takes few processors after that, until somebody waits for it.
     """
 
-    def __init__(self, *, use_files: bool, writer: Saver | None = None, save_gently: bool = False) -> None:
+    def __init__(
+        self,
+        *,
+        use_files: bool,
+        writer: Saver | None = None,
+        save_gently: bool = False,
+        over: Callable[[int], Sequence[Backend]] = lambda pid: (),
+    ) -> None:
         self.use_files = use_files
         self._writer = writer
         self._save_gently = save_gently
-        self._saved_bytes: dict[int, int] = {}  # what the writer knows of, by pid
+        self._over = over
+        self._driver: dict[int, PlainStaging] = {}  # level 0, by pid
+        self._stacks: dict[int, tuple[Backend, ...]] = {}  # with level 0
+        self._saved_bytes: dict[DevicePart, int] = {}  # what the writer knows of
         self._error: BaseException | None = None
-        self.files: dict[int, StagingFile] = {}
-        self.extents: dict[int, tuple[StagedExtent, ...]] = {}
-        """Per pid, the parts of its file; processes whose staging is private memory are not here."""
-        self.private: dict[int, tuple[Extent, ...]] = {}
-        self._expected: dict[int, int] = {}
-        self._no_file: dict[int, str] = {}  # the reason, by pid
-        self._populating: list[threading.Thread] = []
+
+    @property
+    def extents(self) -> dict[int, tuple[StagedExtent, ...]]:
+        """Per pid, the parts of its staging file; processes whose staging is private memory are not here."""
+        return {pid: each.extents for pid, each in self._driver.items() if each.extents}
+
+    @property
+    def private(self) -> dict[int, tuple[Extent, ...]]:
+        """Per pid, the staging that lies in private memory."""
+        return {pid: each.private for pid, each in self._driver.items() if each.private}
+
+    @property
+    def files(self) -> dict[int, StagingFile]:
+        """The staging files, by pid."""
+        return {
+            pid: each.file
+            for pid, each in self._driver.items()
+            if isinstance(each, CapturedStaging) and each.file is not None
+        }
 
     @property
     def total_bytes(self) -> int:
-        """All staging that is known, in bytes."""
-        known: list[Sequence[Extent | StagedExtent]] = [*self.extents.values(), *self.private.values()]
-        return sum(staging.total_bytes(extents) for extents in known)
+        """All device memory that is known to be away, in bytes."""
+        return self.saved_bytes + sum(staging.total_bytes(extents) for extents in self.private.values())
 
     @property
-    def file_bytes(self) -> int:
-        """The staging that is in files, in bytes."""
-        return sum(staging.total_bytes(extents) for extents in self.extents.values())
+    def saved_bytes(self) -> int:
+        """What of it can be read apart from CRIU's images, in bytes."""
+        return sum(staging.total_bytes(each.extents) for each in self.saved())
+
+    def saved(self) -> list[Backend]:
+        """The backends that have something to read, when all are complete: the levels of a process ascend."""
+        return [each for stack in self._stacks.values() for each in stack if each.extents]
 
     def prepare(self, sizes: Mapping[int, int]) -> None:
-        """Begin to allocate the files of these processes (pid → bytes), while they still run."""
-        self._expected.update(sizes)
-        if not self.use_files:
-            return
+        """Make room for the device memory of these processes (pid → bytes), while they still run."""
         for pid, size_bytes in sizes.items():
-            file = self._file_of(pid, size_bytes)
-            if file is None:
-                continue
-            thread = threading.Thread(target=_populate, args=(file, size_bytes), name=f"populate-{pid}", daemon=True)
-            thread.start()
-            self._populating.append(thread)
+            left_bytes = size_bytes
+            for each in reversed(self._stack(pid)):
+                left_bytes -= each.prepare(left_bytes)
 
     def wait_prepared(self) -> None:
-        """Until what `prepare` began is allocated."""
-        while self._populating:
-            self._populating.pop().join()
+        """Until what `prepare` began is done."""
+        for each in self._backends():
+            each.wait_prepared()
 
     def adopt(self, pid: int) -> bool:
         """Take in the file that a process, checkpointed before, has its staging in. False: it has none."""
-        extents = staging.file_extents(pid)
-        if not extents:
+        found = CapturedStaging(DevicePart(pid), is_saved=True)
+        if not found.adopt():
             return False
-        self.files[pid] = StagingFile.adopt(staging.open_file(pid, extents[0]))
-        self.extents[pid] = extents
-        self._complete(pid)
+        self._driver[pid], self._stacks[pid] = found, (found,)
+        self._save_all_of(found)
         return True
 
     @contextlib.contextmanager
-    def captured(
-        self, restore_threads: Mapping[int, int], meter: Meter, deadline: float | None = None
-    ) -> Iterator[None]:
-        """While the driver checkpoints these processes (pid → restore thread), capture and follow their staging."""
-        before = {pid: _maps_if_alive(pid) for pid in restore_threads}
-        captures = {
-            pid: Capture(
-                pid,
-                tid,
-                self._file_for_capture(pid, meter),
-                expected_bytes=self._expected.get(pid, 0),
-                deadline=deadline,
-            )
-            for pid, tid in restore_threads.items()
-        }
+    def taken(self, restore_threads: Mapping[int, int], meter: Meter, deadline: float | None = None) -> Iterator[None]:
+        """In the block the driver checkpoints these processes (pid → restore thread), all of which are LOCKED.
+
+        Before it, what lies over the driver's takes its memory, level by level. After it all that there is can be read.
+        """
+        backends = [each for pid in restore_threads for each in self._stack(pid)]
         over = threading.Event()
-        follower = threading.Thread(target=self._follow, args=(captures, meter, over), name="follow", daemon=True)
+        follower = threading.Thread(target=self._follow, args=(backends, meter, over), name="follow", daemon=True)
         try:
-            for capture in captures.values():
-                capture.begin()
-            for capture in captures.values():
-                capture.wait_begun()
+            for level in sorted({each.part.level for each in backends}, reverse=True):
+                beginning = [each for each in backends if each.part.level == level]
+                for each in beginning:
+                    each.begin(restore_threads[each.part.pid], meter, deadline)
+                for each in beginning:
+                    each.wait_begun()
             follower.start()
             yield
-        finally:
-            over.set()
-            if follower.ident is not None:
-                follower.join()
-            for capture in captures.values():
-                capture.finish()
-        if self._error is not None:
-            raise self._error
-        for pid, capture in captures.items():
-            self._take(capture, before[pid])
-            if capture.reason is not None:
-                meter.note(f"process {pid}: the plain way is taken, staging was not captured: {capture.reason}")
+            self._stop(follower, over)
+        except BaseException:
+            self._stop(follower, over, raises=False)
+            for each in backends:
+                each.abort()
+            raise
+        for each in backends:
+            each.complete(meter)
+            self._save_all_of(each)
+
+    def give_back(self, state: Callable[[int], CudaState | None]) -> None:
+        """What lies over the driver's puts its memory back into the processes that the driver has restored.
+
+        ``state`` tells where a process is (None: it has ended). Every backend is tried. Raises the first error.
+        """
+        errors: list[GpucrError | OSError] = []
+        over = [each for each in self._backends() if each.part.level]
+        for each in sorted(over, key=lambda backend: backend.part.level):
+            try:
+                if state(each.part.pid) not in (CudaState.CHECKPOINTED, None):
+                    each.give_back()
+            except (GpucrError, OSError) as error:  # the others have memory to give back, too
+                errors.append(error)
+        if errors:
+            raise errors[0]
 
     def close(self) -> None:
-        """Close the files."""
-        self.wait_prepared()
-        for file in self.files.values():
-            file.close()
-        self.files.clear()
+        """Free what holds the data."""
+        for each in self._backends():
+            each.close()
 
-    def _file_for_capture(self, pid: int, meter: Meter) -> StagingFile | None:
-        file = self._file_of(pid, 0) if self.use_files else None
-        if (reason := self._no_file.get(pid)) is not None:
-            meter.note(f"process {pid}: device memory goes to private memory, no file can be made: {reason}")
-        # Without huge pages a file is no better than private memory, unless it is what keeps data away from CRIU.
-        return file if file is not None and (file.has_huge_pages or self._writer is not None) else None
+    def _backends(self) -> list[Backend]:
+        return [each for stack in self._stacks.values() for each in stack]
 
-    def _file_of(self, pid: int, size_bytes: int) -> StagingFile | None:
-        if pid not in self.files and pid not in self._no_file:
-            try:
-                self.files[pid] = StagingFile.create(size_bytes)
-            except OSError as e:
-                self._no_file[pid] = e.strerror or str(e)
-        return self.files.get(pid)
+    def _stack(self, pid: int) -> tuple[Backend, ...]:
+        if pid not in self._stacks:
+            part = DevicePart(pid)
+            lowest = CapturedStaging(part, is_saved=self._writer is not None) if self.use_files else PlainStaging(part)
+            self._driver[pid], self._stacks[pid] = lowest, (lowest, *self._over(pid))
+        return self._stacks[pid]
 
-    def _take(self, capture: Capture, before: tuple[memory.Mapping, ...]) -> None:
-        if capture.file is not None and capture.extents:
-            self.extents[capture.pid] = capture.extents
-            capture.file.resize(_end(capture.extents))
-            self._complete(capture.pid)
-        if capture.pid not in self.extents or capture.reason is not None:
-            self.private[capture.pid] = staging.locate(before, _maps_if_alive(capture.pid))
+    def _stop(self, follower: threading.Thread, over: threading.Event, *, raises: bool = True) -> None:
+        over.set()
+        if follower.ident is not None:
+            follower.join()
+        if raises and self._error is not None:
+            raise self._error
 
-    def _follow(self, captures: Mapping[int, Capture], meter: Meter, over: threading.Event) -> None:
-        """Tell meter and writer how far the driver is, until it is done."""
+    def _follow(self, backends: Sequence[Backend], meter: Meter, over: threading.Event) -> None:
+        """Tell meter and writer how far the backends are, until the driver is done."""
         try:
             while not over.wait(FOLLOW_INTERVAL_S):
-                meter.set(sum(self._look_at(capture) for capture in captures.values()))
+                meter.set(sum(self._look_at(each) for each in backends))
         except BaseException as error:  # noqa: BLE001 - raised when the driver is done: its call cannot be taken back
             self._error = error
 
-    def _look_at(self, capture: Capture) -> int:
-        try:
-            filled_bytes = capture.filled_bytes()
-        except OSError:
-            return 0  # the process ended: the driver's call says so
-        if filled_bytes and capture.file is not None and self._writer is not None:
-            self._save_up_to(self._writer, capture.pid, _end(capture.extents))
-            self._writer.advance(DevicePart(capture.pid), filled_bytes)
-        return filled_bytes
+    def _look_at(self, backend: Backend) -> int:
+        available_bytes = backend.available_bytes()
+        if available_bytes and self._writer is not None and (source := backend.source) is not None:
+            self._save_up_to(self._writer, source)
+            self._writer.advance(backend.part, available_bytes)
+        return available_bytes
 
-    def _complete(self, pid: int) -> None:
-        if self._writer is not None:
-            self._save_up_to(self._writer, pid, _end(self.extents[pid]))
+    def _save_all_of(self, backend: Backend) -> None:
+        if self._writer is not None and backend.extents and (source := backend.source) is not None:
+            self._save_up_to(self._writer, source)
             if self._save_gently:
                 self._writer.limit_threads(GENTLE_THREADS)
-            self._writer.complete(DevicePart(pid))
+            self._writer.complete(backend.part)
 
-    def _save_up_to(self, writer: Saver, pid: int, size_bytes: int) -> None:
-        """Let the writer know of a process, and of a part of staging that the driver asked for later."""
-        if pid not in self._saved_bytes:
-            writer.add(FileSource(DevicePart(pid), self.files[pid].fd, size_bytes))
-        elif size_bytes > self._saved_bytes[pid]:
-            writer.grow(FileSource(DevicePart(pid), self.files[pid].fd, size_bytes))
-        self._saved_bytes[pid] = size_bytes
-
-
-def _end(extents: Sequence[StagedExtent]) -> int:
-    """Where in the file they end."""
-    return extents[-1].offset + extents[-1].size_bytes
-
-
-def _populate(file: StagingFile, size_bytes: int) -> None:
-    # What is not allocated now is when the driver touches it; too little memory is preflight's to find.
-    with contextlib.suppress(OSError):
-        file.populate(0, size_bytes)
-
-
-def _maps_if_alive(pid: int) -> tuple[memory.Mapping, ...]:
-    try:
-        return memory.read_maps(pid)
-    except (FileNotFoundError, ProcessLookupError):
-        return ()  # that it ended is the gang's to say
+    def _save_up_to(self, writer: Saver, source: Source) -> None:
+        """Let the writer know of a part, and of what has come to it (staging that the driver asked for later)."""
+        if source.part not in self._saved_bytes:
+            writer.add(source)
+        elif source.size_bytes > self._saved_bytes[source.part]:
+            writer.grow(source)
+        self._saved_bytes[source.part] = source.size_bytes

@@ -95,7 +95,7 @@ class CheckpointGang:
                 self._threads.hold(self.restore_threads, self._gang.deadline)
             locked = self._locked()
             inherited = find_inherited(self._tree(), locked)
-            with self._staged.captured(locked, meter, self._gang.deadline):
+            with self._staged.taken(locked, meter, self._gang.deadline):
                 self._gang.checkpoint()
             self._let_go(inherited, meter)
             self._close_left_behind(meter)
@@ -340,7 +340,13 @@ class RestoreGang:
 
     name = "restore"
 
-    def __init__(self, gang: Gang, placement: Placement | None, *, down_to: Callable[[GangMember], CudaState]) -> None:
+    def __init__(
+        self,
+        gang: Gang,
+        placement: Placement | None,
+        *,
+        down_to: Callable[[GangMember], CudaState],
+    ) -> None:
         self._gang = gang
         self._placement = placement
         self._down_to = down_to

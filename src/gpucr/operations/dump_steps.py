@@ -25,7 +25,7 @@ from gpucr.jobs.registered import DumpNote
 from gpucr.jobs.sandbox import Sandbox
 from gpucr.linux import oom, processes
 from gpucr.linux.sockets import bound_socket_paths
-from gpucr.model import DevicePart, GangMember, Job, ProcessId, ProcessInfo
+from gpucr.model import GangMember, Job, ProcessId, ProcessInfo
 from gpucr.operations.freeze import CudaWork
 from gpucr.quantities import format_bytes
 from gpucr.snapshot import shared_files
@@ -282,7 +282,7 @@ def commit(context: JobDump, draft: Manifest, interrupts: Interrupts, meter: Met
     writer.limit_threads(None)
     target.seal_images()
     staging = context.cuda.staging if context.cuda is not None else None
-    meter.expect(staging.file_bytes if staging is not None else 0)
+    meter.expect(staging.saved_bytes if staging is not None else 0)
     while not writer.wait(_WAIT_S):
         meter.set(writer.seen_bytes)
         interrupts.check()
@@ -296,10 +296,9 @@ def commit(context: JobDump, draft: Manifest, interrupts: Interrupts, meter: Met
         meter.note(f"{writer.rewritten_pieces} pieces were written again: they changed after they had been saved early")
     interrupts.postpone()
     writer.sync()
-    extents = staging.extents if staging is not None else {}
-    stored = {pid: writer.device_data(DevicePart(pid), each) for pid, each in extents.items()}
-    records = tuple(replace(record, device_data=stored.get(record.pid)) for record in draft.processes)
-    snapshot = target.commit(replace(draft, processes=records))
+    held = staging.saved() if staging is not None else []
+    stored = {each.part: replace(writer.device_data(each.part, each.extents), kind=each.kind) for each in held}
+    snapshot = target.commit(draft.with_device_parts(stored))
     interrupts.commit()
     if context.note is not None:
         context.note.write(snapshot, left_running=context.leave_running)

@@ -8,6 +8,7 @@ from dataclasses import dataclass
 from gpucr.driver.gpus import list_gpus
 from gpucr.gang import Gang
 from gpucr.gang.threads import GangThreads
+from gpucr.gpu_state import kinds
 from gpucr.gpu_state.gang_staging import GangStaging
 from gpucr.gpu_state.placement import ProcessGpus, gpus_of
 from gpucr.gpu_state.recovery import GangProtection
@@ -87,7 +88,13 @@ def cuda_work(
     if found.driver is None or not found.job.gang:
         raise ValueError("the job does not use CUDA")
     gang = Gang(found.driver, found.job.gang, deadline=deadline)
-    staging = GangStaging(use_files=True, writer=saver, save_gently=save_gently)
+    staging = GangStaging(
+        use_files=True,
+        writer=saver,
+        save_gently=save_gently,
+        over=lambda pid: kinds.stack_over(pid, protection),
+    )
+    gang.before_unlock = lambda: staging.give_back(gang.state)
     threads, guarded = GangThreads(), GangProtection(protection)
     expected_bytes = sum(sum(by_gpu.values()) for by_gpu in held.values())
     return CudaWork(

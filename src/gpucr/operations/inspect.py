@@ -11,7 +11,6 @@ from gpucr.criu.contents import ImagedProcess, SharedMemory, read_contents
 from gpucr.criu.imaged_files import OpenDescriptor
 from gpucr.criu.imaged_memory import KINDS, MemoryUse
 from gpucr.errors import StoreDamaged
-from gpucr.model import DevicePart
 from gpucr.snapshot.job_snapshot import JobSnapshot
 from gpucr.snapshot.location import Place, open_snapshot, source_of
 from gpucr.snapshot.manifest import ProcessRecord
@@ -95,9 +94,8 @@ def inspect(snapshot: JobSnapshot | Place, *, key: Secret | None = None) -> Snap
 
 def _process(record: ProcessRecord, imaged: ImagedProcess | None, source: RestoreSource | None) -> ProcessContents:
     memory = imaged.memory if imaged is not None else ()
-    data = record.device_data
-    if data is not None:
-        packed_bytes = source.packed_bytes(DevicePart(record.pid)) if source is not None else None
+    for part, data in reversed(record.device_parts.items()):
+        packed_bytes = source.packed_bytes(part) if source is not None else None
         memory = (MemoryUse("device", len(data.extents), data.size_bytes, data.stored_bytes, packed_bytes), *memory)
     return ProcessContents(record, memory, imaged.descriptors if imaged is not None else ())
 

@@ -32,6 +32,7 @@ from gpucr.errors import (
 )
 from gpucr.gang import Gang
 from gpucr.gang.threads import GangThreads
+from gpucr.gpu_state import kinds
 from gpucr.gpu_state.gpu_choice import GpuChoice, GpuRequest
 from gpucr.gpu_state.placement import Placement
 from gpucr.gpu_state.steps import HoldThreads, ReleaseThreads, RestoreGang, UnlockGang
@@ -142,6 +143,7 @@ def restore(
                 "give the folder that `gpucr dump --container` has made",
             )
         request = GpuRequest.of(gpu_map, gpu)
+        kinds.require_kinds(snapshot.manifest.kinds, snapshot.where)
         preflight.require_privileges(snapshot.manifest.root_pid)
         _require_modes(files, tcp)
         options = _options(snapshot)

@@ -23,15 +23,12 @@ from gpucr.errors import (
     Unsupported,
 )
 from gpucr.gang import Gang
-from gpucr.gang.threads import explained
-from gpucr.gpu_state import staging
+from gpucr.gpu_state import kinds
+from gpucr.gpu_state.backend import Return
 from gpucr.gpu_state.placement import Placement
-from gpucr.gpu_state.source import FileDestination
-from gpucr.gpu_state.staging import Gate
 from gpucr.gpu_state.steps import RestoreGang
 from gpucr.jobs.sandbox_steps import RestoredTree, RestoreSite
 from gpucr.linux import processes, trusted_paths
-from gpucr.linux.tmpfs import StagingFile
 from gpucr.model import CudaState, DevicePart, GangMember, ProcessId
 from gpucr.quantities import counted, format_bytes
 from gpucr.snapshot.device.reader import DeviceReader
@@ -50,20 +47,20 @@ _WAIT_S = 0.2
 
 @dataclass(frozen=True)
 class Loading:
-    """Device memory on its way into staging files, which are by manifest pid."""
+    """Device memory on its way to what brings it back; the pids are the manifest's."""
 
-    files: Mapping[int, StagingFile]
+    returns: Mapping[DevicePart, Return]
     reader: DeviceReader
 
 
 class LoadDevice:
-    """Begin to read device memory into staging files; it goes on until the driver has taken the last of it."""
+    """Begin to read device memory; it goes on until all of it is in its place."""
 
     name = "load"
 
     def __init__(self, source: RestoreSource) -> None:
         self._source = source
-        self._files: dict[int, StagingFile] = {}
+        self._returns: dict[DevicePart, Return] = {}
         self.loading: Result[Loading] = Result()
 
     def describe(self) -> str:
@@ -72,15 +69,13 @@ class LoadDevice:
         return f"begin to read {format_bytes(stored)} of device memory"
 
     def run(self, interrupts: Interrupts, meter: Meter) -> int:
-        """Make the files and start the threads that read."""
-        destinations: list[FileDestination] = []
+        """Make room and start the threads that read."""
         for part, data in self._source.snapshot.manifest.device_parts.items():
-            file = self._files[part.pid] = _staging_file(data.size_bytes)
-            if file.reason is not None:
-                meter.note(f"device memory is read into small pages: {file.reason}")
-            destinations.append(FileDestination(part, file.fd, data.size_bytes))
-        reader = DeviceReader(self._source.pieces(), destinations)
-        self.loading.set(Loading(self._files, reader))
+            back = self._returns[part] = kinds.return_for(part, data.kind, data.extents, data.size_bytes)
+            if back.note is not None:
+                meter.note(back.note)
+        reader = DeviceReader(self._source.pieces(), [each.destination for each in self._returns.values()])
+        self.loading.set(Loading(self._returns, reader))
         reader.start()
         return 0
 
@@ -90,10 +85,10 @@ class LoadDevice:
             loading.reader.cancel()
 
     def close(self) -> None:
-        """Stop reading, and give up the staging files; what a process has mapped stays its own."""
+        """Stop reading, and free what was read; what a process has by now stays its own."""
         self.undo()
-        for file in self._files.values():
-            file.close()
+        for each in self._returns.values():
+            each.close()
 
 
 class ProvideFiles:
@@ -334,37 +329,33 @@ class RestoreDevice:
         data = self._snapshot.manifest.device_parts
         total_bytes = sum(each.size_bytes for each in data.values())
         meter.expect(total_bytes)
-        gates = self._gates(self._loading.value, interrupts, meter) if self._loading is not None else []
+        returns = self._loading.value.returns if self._loading is not None else {}
+        lowest = {part: each for part, each in returns.items() if not part.level}
         try:
-            for gate in gates:
-                with explained(gate.pid):
-                    gate.begin()
+            self._begin(lowest, interrupts, meter)
             self._restore.run(interrupts, meter)
         except GpucrError:
-            self._finish(gates)  # what kept staging from being filled explains better than a driver that was left alone
+            self._finish(lowest)  # what kept memory from coming explains better than a driver that was left alone
             raise
-        self._finish(gates)
+        self._finish(lowest)
+        # The driver has restored all of them, and none runs.
+        for level in sorted({part.level for part in returns} - {0}):
+            over = {part: each for part, each in returns.items() if part.level == level}
+            self._begin(over, interrupts, meter)
+            self._finish(over)
         return total_bytes
 
     def undo(self) -> None:
         """Nothing: CriuRestore ends the processes."""
 
-    def _gates(self, loading: Loading, interrupts: Interrupts, meter: Meter) -> list[Gate]:
-        manifest, tree = self._snapshot.manifest, self._tree.value
+    def _begin(self, returns: Mapping[DevicePart, Return], interrupts: Interrupts, meter: Meter) -> None:
+        tree, loading = self._tree.value, self._loading
         threads = restore_threads(self._snapshot, tree)
-        stays = {r.pid for r in manifest.processes if r.found_state is CudaState.CHECKPOINTED}
-        gates: list[Gate] = []
-        for part, each in manifest.device_parts.items():
-            now = tree.pids[part.pid]
-            tid, fd = threads[now], loading.files[part.pid].fd
-            wait = self._wait_for(part, loading.reader, interrupts, meter)
-            if part.pid in stays:
-                wait(each.size_bytes)
-                with explained(now):
-                    staging.attach(tid, fd, each.extents)
-            else:
-                gates.append(Gate(now, tid, fd, each.extents, wait))
-        return gates
+        states = {record.pid: record.found_state for record in self._snapshot.manifest.processes}
+        for part, each in returns.items():
+            pid, stays = tree.pids[part.pid], states[part.pid] is CudaState.CHECKPOINTED
+            assert loading is not None  # noqa: S101 - there is what it loads into
+            each.begin(pid, threads[pid], self._wait_for(part, loading.value.reader, interrupts, meter), stays=stays)
 
     def _wait_for(
         self, part: DevicePart, reader: DeviceReader, interrupts: Interrupts, meter: Meter
@@ -384,20 +375,9 @@ class RestoreDevice:
         return wait
 
     @staticmethod
-    def _finish(gates: Sequence[Gate]) -> None:
-        for gate in gates:
-            with explained(gate.pid):
-                gate.finish()
-
-
-def _staging_file(size_bytes: int) -> StagingFile:
-    try:
-        return StagingFile.create(size_bytes)
-    except OSError as e:
-        raise Unsupported(
-            f"no file in memory can be made for {size_bytes} bytes of device memory: {e.strerror}",
-            hint="see the limits on file size and open files of the shell that gpucr runs in (ulimit -f, ulimit -n)",
-        ) from e
+    def _finish(returns: Mapping[DevicePart, Return]) -> None:
+        for each in returns.values():
+            each.finish()
 
 
 def _member(record: ProcessRecord, restored: ProcessId | None) -> GangMember:

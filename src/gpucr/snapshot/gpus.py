@@ -23,7 +23,7 @@ def place_snapshot(manifest: Manifest, request: GpuRequest, here: Sequence[Gpu],
         known = _chosen(manifest.gpus, record.known_gpus)
         gpus[record.pid] = ProcessGpus(known, _chosen(known, record.visible_gpus))
         if record.found_state is not CudaState.CHECKPOINTED:
-            saved_bytes = record.device_data.size_bytes if record.device_data is not None else 0
+            saved_bytes = sum(data.size_bytes for data in record.device_parts.values())
             held_bytes = gpus[record.pid].held_bytes(record.device_bytes, saved_bytes)
             users.append(GpuUser(record.pid, tuple(gpu.uuid for gpu in known), held_bytes))
     return Placement(choose_gpus(request, manifest.gpus, users, here, busy_gpus(uses)), gpus, here)

@@ -17,11 +17,12 @@ from typing import Annotated, Any, Literal
 
 import msgspec
 from msgspec import Meta
+from msgspec.structs import replace
 
 from gpucr import records
 from gpucr.criu.options import DumpOptions
 from gpucr.linux.scheduling import IO_PRIORITY_LIMIT, cpus_in
-from gpucr.model import Connection, CudaState, DevicePart, Endpoint, Extent, Gpu, JobFile, StagedExtent
+from gpucr.model import KIND_NAME, Connection, CudaState, DevicePart, Endpoint, Extent, Gpu, JobFile, StagedExtent
 from gpucr.records import Count, Pid, Record, RecordError
 
 FORMAT = "gpucr-snapshot"
@@ -110,11 +111,12 @@ class SharedFileRecord(Record, frozen=True):
 
 
 class DeviceData(Record, frozen=True):
-    """One process's device memory as it is stored in the folder ``device`` (see device/), or in a store.
+    """A part of a process's device memory as it is stored in the folder ``device`` (see device/), or in a store.
 
-    ``size_bytes`` is the size of its staging file, a multiple of 4 KiB. ``sha256`` has one digest for every piece of
-    ``piece_bytes``; None: the piece is all zero and not stored. The pieces are dealt out to ``stripes`` files. In a
-    store there are neither; ``store_bytes`` is the size of its pieces there that are not zero (None: not in a store).
+    ``kind`` is the backend that held it (gpu_state/backend.py). ``size_bytes`` is the size of its source (a staging
+    file), a multiple of 4 KiB. ``sha256`` has one digest for every piece of ``piece_bytes``; None: the piece is all
+    zero and not stored. The pieces are dealt out to ``stripes`` files. In a store there are neither; ``store_bytes`` is
+    the size of its pieces there that are not zero (None: not in a store).
     """
 
     extents: tuple[StagedExtent, ...]
@@ -123,6 +125,7 @@ class DeviceData(Record, frozen=True):
     stripes: Annotated[int, Meta(ge=0, le=256)]
     sha256: tuple[Sha256 | None, ...]
     store_bytes: Count | None = None
+    kind: Annotated[str, Meta(pattern=rf"\A{KIND_NAME.pattern}\Z")] = "captured"
 
     def __post_init__(self) -> None:
         if self.piece_bytes & (self.piece_bytes - 1):
@@ -165,8 +168,9 @@ class ProcessRecord(Record, frozen=True):
     ``found_state`` is the CUDA state in which gpucr found it, to which a restore brings it back (None: no CUDA).
     ``device_bytes`` is the device memory that it held, per GPU UUID. ``staging`` is where the driver left it.
     ``restore_thread`` is the id of the driver's thread in the process's own pid namespace. ``stopped``: by SIGSTOP.
-    ``device_data`` is its device memory (None: it has none, or CRIU's images hold it). ``visible_gpus`` are the UUIDs
-    of the GPUs that it can use, ``known_gpus`` of those that the driver knows for it (both empty without CUDA).
+    ``device_data`` is what the driver delivered of its device memory (None: it has none, or CRIU's images hold it, kind
+    ``plain``), ``above`` what backends over the driver's held, lowest first. ``visible_gpus`` are the UUIDs of the GPUs
+    that it can use, ``known_gpus`` of those that the driver knows for it (both empty without CUDA).
     ``scheduling`` has every one of its threads (None: not known).
     """
 
@@ -185,6 +189,13 @@ class ProcessRecord(Record, frozen=True):
     visible_gpus: tuple[str, ...] = ()
     known_gpus: tuple[str, ...] = ()
     scheduling: tuple[ThreadRecord, ...] | None = None
+    above: tuple[DeviceData, ...] = ()
+
+    @property
+    def device_parts(self) -> dict[DevicePart, DeviceData]:
+        """What is stored of its device memory, by level."""
+        parts = {DevicePart(self.pid): self.device_data} if self.device_data is not None else {}
+        return parts | {DevicePart(self.pid, level): data for level, data in enumerate(self.above, 1)}
 
     def __post_init__(self) -> None:
         if self.scheduling is not None:
@@ -290,7 +301,26 @@ class Manifest(Record, frozen=True):
     @property
     def device_parts(self) -> dict[DevicePart, DeviceData]:
         """The stored device memory, of those processes whose device memory is not in CRIU's images."""
-        return {DevicePart(p.pid): p.device_data for p in self.processes if p.device_data is not None}
+        return {part: data for process in self.processes for part, data in process.device_parts.items()}
+
+    @property
+    def kinds(self) -> dict[DevicePart, str]:
+        """Which kind of backend held what is stored of device memory."""
+        return {part: data.kind for part, data in self.device_parts.items()}
+
+    def with_device_parts(self, parts: Mapping[DevicePart, DeviceData]) -> Manifest:
+        """The same, with this for device memory; the levels of a process are without a gap."""
+        above: dict[int, list[DeviceData]] = {}
+        for part in sorted(parts):
+            if part.level:
+                above.setdefault(part.pid, []).append(parts[part])
+        return replace(
+            self,
+            processes=tuple(
+                replace(p, device_data=parts.get(DevicePart(p.pid)), above=tuple(above.get(p.pid, ())))
+                for p in self.processes
+            ),
+        )
 
     @property
     def device_bytes(self) -> dict[str, int]:

@@ -1,0 +1,63 @@
+"""Which kinds of backend there are: the driver's two, and those over it that were registered."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+
+from gpucr.errors import Unsupported
+from gpucr.gpu_state.backend import CAPTURED, PLAIN, Backend, Kind, Return
+from gpucr.gpu_state.captured import CapturedReturn
+from gpucr.model import KIND_NAME, DevicePart, StagedExtent
+from gpucr.undo.protection import Protection
+
+_kinds: dict[str, Kind] = {}
+
+
+def register(kind: Kind) -> None:
+    """From now on dumps ask this kind for every process, after those that were registered before (which lie lower).
+
+    Raises ValueError for a name that is taken, or that no kind can have.
+    """
+    if kind.name in (*_kinds, CAPTURED, PLAIN) or not KIND_NAME.fullmatch(kind.name):
+        raise ValueError(f"no kind can be called {kind.name!r}, or there is one")
+    _kinds[kind.name] = kind
+
+
+def unregister(name: str) -> None:
+    """Undo `register`."""
+    del _kinds[name]
+
+
+def stack_over(pid: int, protection: Protection) -> tuple[Backend, ...]:
+    """The backends of this process over that of the driver, lowest first."""
+    stack: list[Backend] = []
+    for kind in _kinds.values():
+        backend = kind.backend_for(DevicePart(pid, len(stack) + 1), protection)
+        if backend is not None:
+            stack.append(backend)
+    return tuple(stack)
+
+
+def require_kinds(parts: Mapping[DevicePart, str], where: str) -> None:
+    """Raise Unsupported where device memory of one of these kinds cannot be brought back here."""
+    for part, name in parts.items():
+        kind = _kinds.get(name) if part.level else None
+        if kind is None and (part.level or name != CAPTURED):
+            raise Unsupported(
+                f"device memory of process {part.pid} was held by {name!r}, which this gpucr does not know",
+                hint=f"restore {where} with a gpucr that does; `gpucr inspect --json` lists the kinds",
+                code="GPUCR-BACKEND",
+            )
+        if kind is not None and (missing := kind.missing()) is not None:
+            raise Unsupported(
+                f"device memory of process {part.pid} was held by {name!r}, and cannot come back here: {missing}",
+                hint="provide it, or restore on a machine that has it",
+                code="GPUCR-BACKEND",
+            )
+
+
+def return_for(part: DevicePart, name: str, extents: Sequence[StagedExtent], size_bytes: int) -> Return:
+    """What brings back a part that was held by this kind (`require_kinds` has passed). Raises Unsupported."""
+    if part.level:
+        return _kinds[name].return_for(part, extents, size_bytes)
+    return CapturedReturn(part, extents, size_bytes)

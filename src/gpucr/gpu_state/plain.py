@@ -1,0 +1,101 @@
+"""Kind `plain`: the driver's own staging, private memory of the process, which CRIU writes with the rest of it."""
+
+from __future__ import annotations
+
+from gpucr.gpu_state import staging
+from gpucr.gpu_state.backend import PLAIN
+from gpucr.gpu_state.source import Source
+from gpucr.gpu_state.staging import Capture
+from gpucr.linux import memory
+from gpucr.linux.tmpfs import StagingFile
+from gpucr.model import DevicePart, Extent, StagedExtent
+from gpucr.undo.steps import Meter
+
+
+class PlainStaging:
+    """See `Backend`. ``private`` says where the driver has left the memory in the process, after `complete`.
+
+    The driver is given huge pages for it where there are any, which is faster; nothing depends on that.
+    """
+
+    def __init__(self, part: DevicePart) -> None:
+        self.part = part
+        self.extents: tuple[StagedExtent, ...] = ()
+        self.private: tuple[Extent, ...] = ()
+        self._expected_bytes = 0
+        self._before: tuple[memory.Mapping, ...] = ()
+        self._capture: Capture | None = None
+
+    @property
+    def kind(self) -> str:
+        """Plain."""
+        return PLAIN
+
+    @property
+    def source(self) -> Source | None:
+        """None: CRIU reads it."""
+        return None
+
+    def available_bytes(self) -> int:
+        """0: private memory cannot tell."""
+        return 0
+
+    def prepare(self, size_bytes: int) -> int:
+        """Nothing to make room for: the driver asks for it."""
+        self._expected_bytes = size_bytes
+        return size_bytes
+
+    def wait_prepared(self) -> None:
+        """Nothing was begun."""
+
+    def begin(self, restore_thread: int, meter: Meter, deadline: float | None) -> None:
+        """Watch the restore thread, to give the driver better staging than it asks for."""
+        self._before = _maps_if_alive(self.part.pid)
+        self._capture = Capture(
+            self.part.pid,
+            restore_thread,
+            self._file_to_capture(meter),
+            expected_bytes=self._expected_bytes,
+            deadline=deadline,
+        )
+        self._capture.begin()
+
+    def wait_begun(self) -> None:
+        """Until the thread is watched."""
+        if self._capture is not None:
+            self._capture.wait_begun()
+
+    def complete(self, meter: Meter) -> None:
+        """See where staging is."""
+        if self._capture is None:
+            return
+        self._capture.finish()
+        self._take(self._capture)
+        if self._capture.reason is not None:
+            meter.note(
+                f"process {self.part.pid}: the plain way is taken, staging was not captured: {self._capture.reason}"
+            )
+
+    def abort(self) -> None:
+        """Stop watching. The driver restores from what there is."""
+        if self._capture is not None:
+            self._capture.finish()
+
+    def give_back(self) -> None:
+        """The driver has done so."""
+
+    def close(self) -> None:
+        """The memory is the process's own."""
+
+    def _file_to_capture(self, meter: Meter) -> StagingFile | None:
+        return None
+
+    def _take(self, capture: Capture) -> None:
+        self.private = staging.locate(self._before, _maps_if_alive(self.part.pid))
+
+
+def _maps_if_alive(pid: int) -> tuple[memory.Mapping, ...]:
+    try:
+        return memory.read_maps(pid)
+    except (FileNotFoundError, ProcessLookupError):
+        return ()  # that it ended is the gang's to say
