@@ -87,7 +87,9 @@ if TYPE_CHECKING:
     from gpucr.store.snapshots import Listing
     from gpucr.store.stored_snapshot import StoredSnapshot
     from gpucr.store.verify import VerifyReport
-    from gpucr.undo.steps import OnProgress, Phase, Progress
+    from gpucr.undo.cancellation import Cancellation
+    from gpucr.undo.events import Event, OnEvent, OnProgress, Progress, subscribe
+    from gpucr.undo.steps import Phase
 
 _HOMES = {
     "gpucr.diagnosis.canaries.results": ("CanaryOutcome", "CanaryResult", "MeasuredMachine", "ProbeReport"),
@@ -118,7 +120,9 @@ _HOMES = {
     "gpucr.snapshot.location": ("Compress", "Place", "open_snapshot"),
     "gpucr.diagnosis.probe": ("last_probe", "probe"),
     "gpucr.operations.restore": ("RestoreReport", "restore"),
-    "gpucr.undo.steps": ("OnProgress", "Phase", "Progress"),
+    "gpucr.undo.cancellation": ("Cancellation",),
+    "gpucr.undo.events": ("Event", "OnEvent", "OnProgress", "Progress", "subscribe"),
+    "gpucr.undo.steps": ("Phase",),
     "gpucr.operations.store_diff": ("Difference", "Range", "diff_snapshots"),
     "gpucr.snapshot.in_store": ("SnapshotInStore",),
     "gpucr.operations.stores": (
@@ -144,6 +148,7 @@ __all__ = [
     "BrokenInstall",
     "CanaryOutcome",
     "CanaryResult",
+    "Cancellation",
     "ChangeReport",
     "Checkup",
     "Compress",
@@ -161,6 +166,7 @@ __all__ = [
     "DumpPlan",
     "DumpReport",
     "EnvironmentChange",
+    "Event",
     "FilesMode",
     "Finding",
     "GangLock",
@@ -189,6 +195,7 @@ __all__ = [
     "NotACudaProcess",
     "NotPermitted",
     "NotSupportedByDriver",
+    "OnEvent",
     "OnProgress",
     "OpenDescriptor",
     "Persist",
@@ -256,6 +263,7 @@ __all__ = [
     "resume",
     "run_job",
     "store_keys",
+    "subscribe",
     "suspend",
     "verify_snapshots",
 ]

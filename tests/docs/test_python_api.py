@@ -10,8 +10,9 @@ from typing import Any, get_args, get_type_hints
 import pytest
 
 import gpucr
+from gpucr.undo.events import OnProgress
 from gpucr.undo.interrupts import Interrupts
-from gpucr.undo.steps import Meter, OnProgress, run_steps
+from gpucr.undo.steps import Meter, run_steps
 from tests.docs.pages import CODE, error_classes, first_cells, page, rows, section
 
 

@@ -17,7 +17,8 @@ from gpucr.gpu_state.staging import Capture
 from gpucr.linux import ptrace
 from gpucr.linux.ptrace import TracedThread
 from gpucr.model import CudaState
-from gpucr.undo.steps import Meter, Progress
+from gpucr.undo.events import Progress
+from gpucr.undo.steps import Meter
 from tests.counter import CounterFactory
 
 RUNNING, CHECKPOINTED = CudaState.RUNNING, CudaState.CHECKPOINTED

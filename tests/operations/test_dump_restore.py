@@ -23,7 +23,7 @@ from gpucr.driver.cuda import CudaDriver
 from gpucr.driver.gpus import gpu_processes, list_gpus
 from gpucr.linux import processes
 from gpucr.model import CudaState
-from gpucr.undo.steps import Progress
+from gpucr.undo.events import Progress
 from tests import command
 from tests.counter import Counter, CounterFactory, wait_until
 

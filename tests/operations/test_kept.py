@@ -20,7 +20,7 @@ from gpucr.jobs.record import JobRecord
 from gpucr.linux import processes
 from gpucr.operations import launch
 from gpucr.sim import build as simulator
-from gpucr.undo.steps import Progress
+from gpucr.undo.events import Progress
 from tests.counter import CounterFactory, processes_in, wait_until
 from tests.operations.test_killed import killed
 from tests.sandboxed import SandboxedCounter, end_all_in, start_counter, wait_ready

@@ -16,7 +16,7 @@ import pytest
 
 import gpucr
 from gpucr.linux import processes
-from gpucr.undo.steps import OnProgress, Progress
+from gpucr.undo.events import OnProgress, Progress
 from tests.conftest import skip_or_fail
 from tests.counter import CounterFactory
 

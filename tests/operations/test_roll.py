@@ -17,8 +17,8 @@ from gpucr.criu.engine import Criu
 from gpucr.errors import CriuError, JobDamaged
 from gpucr.linux import oom, processes
 from gpucr.model import Job, ProcessId
+from gpucr.undo.events import Progress
 from gpucr.undo.roll import Roll
-from gpucr.undo.steps import Progress
 from tests.counter import CounterFactory
 from tests.unit.test_ends import TELLS_AFTERWARDS, started
 

@@ -26,7 +26,7 @@ from gpucr.linux.tmpfs import StagingFile
 from gpucr.model import CudaState, DevicePart, StagedExtent
 from gpucr.snapshot.device import DeviceReader, DeviceWriter
 from gpucr.snapshot.device.stripes import Stripes
-from gpucr.undo.steps import Progress
+from gpucr.undo.events import Progress
 from tests.conftest import skip_or_fail
 from tests.counter import Counter, CounterFactory, out_of_time, wait_until
 

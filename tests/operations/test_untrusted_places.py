@@ -15,7 +15,7 @@ from gpucr.criu import images
 from gpucr.errors import SnapshotError
 from gpucr.linux.private_folders import runtime_folder, state_folder
 from gpucr.snapshot.working_folder import WorkingFolder
-from gpucr.undo.steps import OnProgress, Progress
+from gpucr.undo.events import OnProgress, Progress
 from tests.conftest import skip_or_fail
 from tests.counter import CounterFactory
 from tests.criu.test_images import OUTSIDE, image

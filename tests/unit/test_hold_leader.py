@@ -13,6 +13,7 @@ from gpucr.driver.api import DriverCapabilities
 from gpucr.errors import DriverError, IllegalState, LockTimeout
 from gpucr.gang import hold_leader
 from gpucr.gang.hold_leader import LeaderHold, LocksFailed
+from gpucr.gang.holdable import DriverLock
 from gpucr.model import CudaState, GpuMap
 from tests.counter import wait_until
 
@@ -105,8 +106,7 @@ def hold(
     job: Collectives, *, end_s: float = END_S, check: Callable[[], None] = lambda: None, locked: Collection[int] = ()
 ) -> LeaderHold:
     return LeaderHold(
-        job,
-        list(job.states),
+        [DriverLock(job, pid) for pid in job.states],
         end=time.monotonic() + end_s,
         stuck_after_s=END_S,
         locked=locked,
@@ -309,7 +309,7 @@ def test_a_call_that_never_returns_does_not_keep_the_others() -> None:
     job = ranks(3, 3, 3)
     freed = threading.Event()
     job.hooks["lock", 2] = lambda: (freed.wait(END_S), None)[1]
-    holding = LeaderHold(job, list(job.states), end=time.monotonic() + 0.2, stuck_after_s=0.2)
+    holding = LeaderHold([DriverLock(job, pid) for pid in job.states], end=time.monotonic() + 0.2, stuck_after_s=0.2)
     try:
         with pytest.raises(LocksFailed):
             holding.lock()
@@ -318,3 +318,91 @@ def test_a_call_that_never_returns_does_not_keep_the_others() -> None:
     finally:
         freed.set()
         wait_until(lambda: not any(t.name.startswith("lock-") for t in threading.enumerate()), "the threads to end")
+
+
+# --- anything that can be held -----------------------------------------------------------------------------------
+
+
+class Gated(Collectives):
+    """Ranks with a gate before their calls: one submits where it is neither behind its gate nor locked."""
+
+    def __init__(self, submitted: Mapping[int, int], pace: Mapping[int, int]) -> None:
+        super().__init__(submitted, pace)
+        self.closed: set[int] = set()
+
+    def _let_go(self, pid: int) -> None:
+        if pid not in self.closed:
+            super()._let_go(pid)
+
+    def close_gate(self, pid: int) -> None:
+        with self.changed:
+            self.closed.add(pid)
+
+    def open_gate(self, pid: int) -> None:
+        with self.changed:
+            self.closed.discard(pid)
+            self._let_go(pid)
+
+
+class GateAndLock:
+    """A gate over the driver's lock, as one: the gate closes first, and opens last."""
+
+    def __init__(self, job: Gated, pid: int) -> None:
+        self._job = job
+        self._lock = DriverLock(job, pid)
+        self.pid = pid
+
+    def hold(self, timeout_s: float) -> bool:
+        self._job.close_gate(self.pid)
+        try:
+            is_held = self._lock.hold(timeout_s)
+        except DriverError:
+            self._job.open_gate(self.pid)
+            raise
+        if not is_held:
+            self._job.open_gate(self.pid)
+        return is_held
+
+    def release(self) -> None:
+        self._lock.release()
+        self._job.open_gate(self.pid)
+
+    @property
+    def is_held(self) -> bool:
+        return self._lock.is_held and self.pid in self._job.closed
+
+
+def gated(*submitted: int) -> tuple[Gated, list[GateAndLock]]:
+    numbered = dict(enumerate(submitted, 1))
+    job = Gated(numbered, dict.fromkeys(numbered, 1))
+    return job, [GateAndLock(job, pid) for pid in numbered]
+
+
+def test_a_gate_and_a_lock_together_are_held_as_one() -> None:
+    job, both = gated(4, 7, 4)
+    lock = LeaderHold(both, end=time.monotonic() + END_S, stuck_after_s=END_S).lock()
+    assert all(each.is_held for each in both)
+    assert job.closed == {1, 2, 3}
+    assert set(job.submitted.values()) == {7}
+    assert (lock.processes, lock.attempts) == (3, 4)
+    assert [call for call in job.calls if call[1] == 2] == [("lock", 2)], "the leader stays behind its gate"
+
+
+def test_where_they_cannot_all_be_held_every_gate_is_open_again() -> None:
+    job, both = gated(4, 7, 4)
+    job.hooks["lock", 3] = raise_error(DriverError("broken", pid=3, action="lock", result=999))
+    with pytest.raises(LocksFailed) as raised:
+        LeaderHold(both, end=time.monotonic() + END_S, stuck_after_s=END_S).lock()
+    assert list(raised.value.errors) == [3]
+    assert job.closed == set()
+    assert_all_run(job)
+
+
+def test_gates_whose_ranks_have_work_pending_for_too_long_open_again() -> None:
+    job, both = gated(4, 7)
+    job.pace = {1: 0, 2: 0}
+    with pytest.raises(LocksFailed) as raised:
+        LeaderHold(both, end=time.monotonic() + 0.2, stuck_after_s=END_S).lock()
+    assert isinstance(raised.value.errors[2], LockTimeout)
+    assert job.closed == set()
+    assert_all_run(job)

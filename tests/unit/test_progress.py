@@ -19,7 +19,7 @@ import pytest
 
 from gpucr.cli.progress import how_far, progress_printer
 from gpucr.quantities import format_seconds
-from gpucr.undo.steps import OnProgress, Progress
+from gpucr.undo.events import OnProgress, Progress
 from tests import command
 from tests.counter import CounterFactory
 

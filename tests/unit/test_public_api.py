@@ -17,18 +17,19 @@ import gpucr
 from gpucr.version import __version__
 
 _NAMES = """
-BrokenInstall CanaryOutcome CanaryResult ChangeReport Checkup Compress CopiedSnapshot CriuError CriuUnavailable
-CudaStarted CudaState DeadlineExceeded Difference DoctorReport DriverError DriverUnavailable DumpCounts DumpPlan
-DumpReport EnvironmentChange FilesMode Finding GangLock Gpu GpuJob GpuMap GpucrError IllegalState Interrupted
-InvalidRequest JobChanged JobDamaged JobRecord JobSnapshot JobState LaterSpace LaunchPlan ListedJob Listing LockTimeout
-Manifest MeasuredMachine MemoryKind MemoryUse Network NotACudaProcess NotPermitted NotSupportedByDriver OnProgress
-OpenDescriptor Persist Phase Place ProbeReport Process ProcessContents ProcessId ProcessInfo ProcessNotFound
-ProcessRecord ProcessState Progress PruneReport PruneRules Range Repair RepairName RestoreReport Secret SharedMemory
-SimulatorUnavailable Snapshot SnapshotContents SnapshotDamaged SnapshotError SnapshotExists SnapshotInStore
-SnapshotUnfinished StartedJob StateChange StateWord Store StoreDamaged StoreError StoreKey StoredSnapshot TcpMode
-Unsupported Verdict VerifyReport WrongKey __version__ copy_snapshots diff_snapshots doctor dump forget_job
-init_store inspect job_states last_probe list_cuda_processes list_gpu_jobs list_jobs list_snapshots open_snapshot
-plan_dump plan_job probe prune_store remove_snapshot restore resume run_job store_keys suspend verify_snapshots
+BrokenInstall CanaryOutcome CanaryResult Cancellation ChangeReport Checkup Compress CopiedSnapshot CriuError
+CriuUnavailable CudaStarted CudaState DeadlineExceeded Difference DoctorReport DriverError DriverUnavailable
+DumpCounts DumpPlan DumpReport EnvironmentChange Event FilesMode Finding GangLock Gpu GpuJob GpuMap GpucrError
+IllegalState Interrupted InvalidRequest JobChanged JobDamaged JobRecord JobSnapshot JobState LaterSpace LaunchPlan
+ListedJob Listing LockTimeout Manifest MeasuredMachine MemoryKind MemoryUse Network NotACudaProcess NotPermitted
+NotSupportedByDriver OnEvent OnProgress OpenDescriptor Persist Phase Place ProbeReport Process ProcessContents
+ProcessId ProcessInfo ProcessNotFound ProcessRecord ProcessState Progress PruneReport PruneRules Range Repair
+RepairName RestoreReport Secret SharedMemory SimulatorUnavailable Snapshot SnapshotContents SnapshotDamaged
+SnapshotError SnapshotExists SnapshotInStore SnapshotUnfinished StartedJob StateChange StateWord Store StoreDamaged
+StoreError StoreKey StoredSnapshot TcpMode Unsupported Verdict VerifyReport WrongKey __version__ copy_snapshots
+diff_snapshots doctor dump forget_job init_store inspect job_states last_probe list_cuda_processes list_gpu_jobs
+list_jobs list_snapshots open_snapshot plan_dump plan_job probe prune_store remove_snapshot restore resume run_job
+store_keys subscribe suspend verify_snapshots
 """
 NAMES = _NAMES.split()
 
@@ -138,7 +139,7 @@ def test_an_import_takes_only_what_it_needs(statement: str, heavy: tuple[str, ..
 
 _NO_NAMES_OF_OURS = frozenset(
     (
-        *("None", "Any", "Callable", "Iterable", "Iterator", "Literal", "Mapping", "Path", "Self"),
+        *("None", "Any", "BaseException", "Callable", "Iterable", "Iterator", "Literal", "Mapping", "Path", "Self"),
         "PathLike",
         "Sequence",
         *("bool", "bytes", "dict", "float", "frozenset", "int", "list", "object", "os", "str", "tuple", "type"),

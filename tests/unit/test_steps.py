@@ -18,8 +18,9 @@ import pytest
 
 from gpucr.errors import DeadlineExceeded, DriverError, GpucrError, Interrupted, JobDamaged
 from gpucr.undo import steps as steps_module
+from gpucr.undo.events import Progress
 from gpucr.undo.interrupts import Interrupts
-from gpucr.undo.steps import LeftBehind, Meter, Phase, Progress, Step, WithoutUndo, run_steps
+from gpucr.undo.steps import LeftBehind, Meter, Phase, Step, WithoutUndo, run_steps
 
 SIGNALS = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)
 Action = Callable[[Interrupts], None]

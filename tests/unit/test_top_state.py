@@ -14,7 +14,7 @@ from gpucr.diagnosis.preflight import Finding
 from gpucr.model import CudaState, Gpu, ProcessId, ProcessInfo
 from gpucr.operations.gpu_jobs import GpuJob
 from gpucr.operations.listing import ProcessState
-from gpucr.undo.steps import Progress
+from gpucr.undo.events import Progress
 
 GPU = Gpu(0, "GPU-6b1e4d2c-0f3a-4c52-9c53-0a6f5a1d7e88", "H200", 140 << 30, 100 << 30)
 FINDING = Finding("blocking", "it has a ring", "fd 7", "CRIU cannot dump one", "leave it out", 7)

@@ -14,7 +14,7 @@ from rich.text import Text
 
 from gpucr.cli.output import printable
 from gpucr.cli.progress import how_far, talk_line
-from gpucr.undo.steps import Progress
+from gpucr.undo.events import Progress
 
 BAR_WIDTH = 20
 WIDTH_FOR_BAR = 80

@@ -7,7 +7,7 @@ import sys
 
 from gpucr.cli.output import printable, say
 from gpucr.quantities import format_bytes, format_seconds
-from gpucr.undo.steps import OnProgress, Progress
+from gpucr.undo.events import OnProgress, Progress
 
 LINE_INTERVAL_S = 5.0
 """How far apart the plain lines of a phase are that moves bytes."""

@@ -22,7 +22,7 @@ from gpucr.cli.top_lines import Style, screen
 from gpucr.cli.top_state import Cancel, Command, Look, Notice, Operate, Quit, TopState
 from gpucr.cli.top_work import Blind, Ended, Judged, News, NewsQueue, Seen, Watch, Work, judge, looked_aside
 from gpucr.errors import Interrupted
-from gpucr.undo.steps import Progress
+from gpucr.undo.events import Progress
 
 _KEY_WAIT_MS = 100
 _ESCAPE_DELAY_MS = 25

@@ -9,7 +9,7 @@ from typing import Literal
 from gpucr.diagnosis.preflight import Finding
 from gpucr.model import CudaState, Gpu, ProcessId
 from gpucr.operations.gpu_jobs import GpuJob, beside
-from gpucr.undo.steps import Progress
+from gpucr.undo.events import Progress
 
 Action = Literal["suspend", "resume"]
 

@@ -19,7 +19,7 @@ from gpucr.model import Gpu
 from gpucr.operations.gpu_jobs import GpuJob, findings_of
 from gpucr.operations.suspend import ChangeReport, resume, suspend
 from gpucr.quantities import format_bytes
-from gpucr.undo.steps import Progress
+from gpucr.undo.events import Progress
 
 
 @dataclass(frozen=True)

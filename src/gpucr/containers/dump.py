@@ -129,7 +129,7 @@ def dump_for_runtime(root_pid: int, images: Path, hooks: RuntimeHooks, *, claim:
     (in post-dump: before, since CRIU holds the processes until then). Raises as `gpucr.dump`.
     """
     part = GpuPart(images, claim)
-    with operation() as running, contextlib.ExitStack() as opened:
+    with operation("dump", root_pid) as running, contextlib.ExitStack() as opened:
         opened.enter_context(part.older_aside())
         found = opened.enter_context(selection.claimed_job(root_pid))
         roll = opened.enter_context(Roll(found.job))

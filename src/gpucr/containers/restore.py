@@ -58,7 +58,7 @@ def restore_for_runtime(root_pid: int, images: Path) -> None:
     Whatever fails ends every process of the tree. Needs root. Raises as `gpucr.restore` does.
     """
     try:
-        with operation() as running, Protection() as protection:
+        with operation("restore", root_pid) as running, Protection() as protection:
             snapshot, driver, placement, _ = _examine(images)
             known = snapshot.manifest.processes
             running.require_descriptors(len(known), sum(p.found_state is not None for p in known), TO_MOVE)

@@ -152,7 +152,7 @@ def call(command: Sequence[str], found: Programs, interrupts: Interrupts | None,
             return runtime.wait()
     try:
         with interrupts.allowed():
-            _wait(runtime)
+            _wait(runtime, interrupts)
     except KeyboardInterrupt:
         if _stop_dump(runtime, found) != 0:
             raise
@@ -163,11 +163,12 @@ def call(command: Sequence[str], found: Programs, interrupts: Interrupts | None,
     return status
 
 
-def _wait(runtime: subprocess.Popen[bytes]) -> None:
+def _wait(runtime: subprocess.Popen[bytes], interrupts: Interrupts) -> None:
     """Until it has ended. (After a signal Popen.wait would first give it a quarter of a second more.)"""
     fd = os.pidfd_open(runtime.pid)
     try:
-        select.select([fd], [], [])
+        while not select.select([fd], [], [], _LOOK_EVERY_S)[0]:
+            interrupts.check()
     finally:
         os.close(fd)
 

@@ -29,6 +29,7 @@ from gpucr.model import ProcessId
 
 OnNotify = Callable[[str, int], None]
 OnStart = Callable[[ProcessId], None]
+Check = Callable[[], None]
 
 # CRIU's "debug": what its developers ask for, and where the diagnosis finds the file or pid an error is about.
 _LOG_LEVEL = 4
@@ -43,6 +44,8 @@ _NETWORK_LOCKS: dict[NetworkLock, rpc_pb2.NetworkLock] = {
 # set the tasks free, see docs/adr/0002-criu-by-rpc.md), and how often a restore is told again meanwhile.
 _UNDO_LIMIT_S = 30.0
 _RETELL_S = 0.05
+
+_CHECK_EVERY_S = 0.1
 
 
 class Criu:
@@ -76,15 +79,17 @@ class Criu:
         log_path: Path,
         on_start: OnStart | None = None,
         on_notify: OnNotify | None = None,
+        check: Check | None = None,
         deadline: float | None = None,
     ) -> None:
         """Write the images of the tree of ``pid`` into ``images_dir``. Running → killed, or running with leave_running.
 
         ``on_start(criu)`` is called with CRIU's own process before that is asked for anything; what it raises ends it.
         ``on_notify(hook, pid)`` is called at each hook while CRIU waits. What it raises ends the dump: CRIU undoes,
-        the tasks go on, the exception is raised. So does ``deadline`` (time.monotonic) with DeadlineExceeded, and
-        KeyboardInterrupt. When post-dump has been answered the dump is complete and only finishes; a KeyboardInterrupt
-        that comes later is raised with the images complete and the tasks gone.
+        the tasks go on, the exception is raised. So do ``check``, which is called several times a second, ``deadline``
+        (time.monotonic) with DeadlineExceeded, and KeyboardInterrupt. When post-dump has been answered the dump is
+        complete and only finishes; a KeyboardInterrupt that comes later is raised with the images complete and the
+        tasks gone.
 
         The log, CRIU's statistics and its other working files go to the folder of ``log_path``. Images of a dump that
         failed are left for the caller to remove. Raises CriuError, DeadlineExceeded, SnapshotError.
@@ -97,7 +102,9 @@ class Criu:
         }
         with self._service("dump", images_dir, log_path, deadline=deadline) as service:
             _announce(service, on_start)
-            run = _Run(service, "dump", log_path, on_notify, deadline, hook_pid=pid, point_of_no_return="post-dump")
+            run = _Run(
+                service, "dump", log_path, on_notify, check, deadline, hook_pid=pid, point_of_no_return="post-dump"
+            )
             run.serve(rpc_pb2.DUMP, request_options)
 
     def restore(
@@ -110,6 +117,7 @@ class Criu:
         outputs: Mapping[Path, Path] | None = None,
         on_start: OnStart | None = None,
         on_notify: OnNotify | None = None,
+        check: Check | None = None,
         deadline: float | None = None,
     ) -> int:
         """Bring the tree in ``images_dir`` back, detached from the caller. Returns the root's pid; the tree runs.
@@ -117,7 +125,7 @@ class Criu:
         With ``leave_stopped`` it is stopped, as by SIGSTOP, before its first instruction. ``outputs``, in a sandbox
         only: what had a path of the left side open has the file on the right side open instead, at its end.
 
-        ``on_start(criu)`` and ``on_notify(hook, pid)``: as in `dump`; ``pid`` is the root's where CRIU tells it
+        ``on_start(criu)``, ``on_notify(hook, pid)``, ``check``: as in `dump`; ``pid`` is the root's where CRIU tells it
         (post-restore and later), else 0. A restore that fails, is refused by ``on_notify``, or is ended by ``deadline``
         or KeyboardInterrupt has killed everything of the tree; the pids are free once their parent (init, as a rule)
         has reaped them. Unless it is left stopped, the tree runs after the answer to pre-resume: from then on neither
@@ -135,6 +143,7 @@ class Criu:
                 "restore",
                 log_path,
                 on_notify,
+                check,
                 deadline,
                 hook_pid=0,
                 point_of_no_return=None if leave_stopped else "pre-resume",
@@ -260,6 +269,7 @@ class _Run:
         phase: str,
         log_path: Path,
         on_notify: OnNotify | None,
+        check: Check | None,
         deadline: float | None,
         *,
         hook_pid: int,
@@ -270,6 +280,7 @@ class _Run:
         self._phase = phase
         self._log_path = log_path
         self._on_notify = on_notify
+        self._check = check
         self._deadline = deadline
         self.told_pid = hook_pid
         self._point_of_no_return = point_of_no_return
@@ -318,19 +329,30 @@ class _Run:
         if self._committed:
             return None
         if self._stop_reason is None:
-            return self._deadline
+            look_again = time.monotonic() + _CHECK_EVERY_S if self._check is not None else None
+            return min((each for each in (self._deadline, look_again) if each is not None), default=None)
         if self._phase == "restore":
             return min(self._undo_deadline, time.monotonic() + _RETELL_S)
         return self._undo_deadline
 
     def _on_time_out(self) -> None:
         if self._stop_reason is None:
-            self._stop(self._out_of_time())
+            self._look()
         elif time.monotonic() >= self._undo_deadline:
             self._service.signal(signal.SIGKILL)
             self._undo_deadline = float("inf")
         else:
             self._tell_to_end()
+
+    def _look(self) -> None:
+        """Whether it is to go on."""
+        if self._deadline is not None and time.monotonic() >= self._deadline:
+            self._stop(self._out_of_time())
+        elif self._check is not None:
+            try:
+                self._check()
+            except BaseException as e:  # noqa: BLE001 - as what a hook raises
+                self._stop(e)
 
     def _answer(self, notification: rpc_pb2.Notification) -> bool:
         hook = notification.script

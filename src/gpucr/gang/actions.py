@@ -21,7 +21,8 @@ from dataclasses import dataclass
 
 from gpucr.driver.api import Driver
 from gpucr.errors import DeadlineExceeded, GpucrError, IllegalState, JobChanged, LockTimeout, Unsupported
-from gpucr.gang.hold_leader import MAX_LOCK_TIMEOUT_MS, LeaderHold, LocksFailed
+from gpucr.gang.hold_leader import LeaderHold, LocksFailed
+from gpucr.gang.holdable import MAX_LOCK_TIMEOUT_MS, DriverLock
 from gpucr.linux import cgroups, memory, processes
 from gpucr.model import CudaState, GangLock, GangMember, GpuMap, ProcessInfo
 
@@ -208,9 +209,8 @@ class Gang:
     def _hold_leader(
         self, running: Sequence[int], locked: Sequence[int], end: float, check: Callable[[], None]
     ) -> GangLock:
-        hold = LeaderHold(
-            self.driver, [*running, *locked], end=end, stuck_after_s=STUCK_AFTER_S, locked=locked, check=check
-        )
+        ranks = [DriverLock(self.driver, pid) for pid in (*running, *locked)]
+        hold = LeaderHold(ranks, end=end, stuck_after_s=STUCK_AFTER_S, locked=locked, check=check)
         try:
             return hold.lock()
         except LocksFailed as failed:

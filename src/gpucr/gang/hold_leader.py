@@ -8,7 +8,8 @@ locked anew, while those ahead are held where they are by their pending locks. T
 pass it by no more than they submit in that moment. docs/adr/0011 has the argument that this ends, with what it assumes,
 and the worst cases.
 
-Each rank has a thread here, because a driver call blocks and cannot be cancelled; one thread more decides.
+Each rank has a thread here, because a hold blocks and cannot be cancelled; one thread more decides. What holds a rank
+is its own affair (holdable.py): "locked" means held here, by the driver, by a gate, or by both.
 """
 
 from __future__ import annotations
@@ -23,13 +24,10 @@ import time
 from collections.abc import Callable, Collection, Sequence
 from dataclasses import dataclass, field
 
-from gpucr.driver.api import Driver
 from gpucr.driver.libcuda import NOT_READY
-from gpucr.errors import DriverError, LockTimeout
-from gpucr.model import CudaState, GangLock
-
-MAX_LOCK_TIMEOUT_MS = (1 << 32) - 1
-"""CUcheckpointLockArgs.timeoutMs has 32 bits."""
+from gpucr.errors import GpucrError, LockTimeout
+from gpucr.gang.holdable import Holdable
+from gpucr.model import GangLock
 
 FIRST_PATIENCE_S = 0.005
 """Quiet for so long, with one locked and one pending: the pending one is ahead. A lock alone takes 0.2 to 3 ms."""
@@ -101,8 +99,9 @@ class _News:
 class _Rank:
     """One process, as the deciding thread knows it."""
 
-    def __init__(self, pid: int, rung: _Rung) -> None:
-        self.pid = pid
+    def __init__(self, holdable: Holdable, rung: _Rung) -> None:
+        self.holdable = holdable
+        self.pid = holdable.pid
         self.orders: queue.SimpleQueue[_Order | None] = queue.SimpleQueue()
         self.rung = rung
         self.is_busy = False  # an order is being carried out
@@ -121,18 +120,17 @@ class _Rank:
 
 
 class LeaderHold:
-    """Locks all of these processes, once. ``end``: the time.monotonic() value by which to succeed.
+    """Locks all of these ranks, once. ``end``: the time.monotonic() value by which to succeed.
 
-    They run; those of ``locked`` are locked already, and may be released for a moment as the others may. One of these
-    that cannot be unlocked stays as it is, and the others are locked without it.
+    They run; those of ``locked`` (pids) are locked already, and may be released for a moment as the others may. One of
+    these that cannot be unlocked stays as it is, and the others are locked without it.
     ``check`` is called often while this waits, and may raise to end it. ``stuck_after_s``: how long after its own
-    timeout a call of the driver is waited for. ``stuck`` has the pids of those that did not return even then.
+    timeout a hold is waited for. ``stuck`` has the pids of those that did not return even then.
     """
 
     def __init__(
         self,
-        driver: Driver,
-        pids: Sequence[int],
+        ranks: Sequence[Holdable],
         *,
         end: float,
         stuck_after_s: float,
@@ -141,8 +139,7 @@ class LeaderHold:
         chance: random.Random | None = None,
     ) -> None:
         self.stuck: list[int] = []
-        self._driver = driver
-        self._ranks = [_Rank(pid, _Rung.LOCKED if pid in locked else _Rung.RUNNING) for pid in pids]
+        self._ranks = [_Rank(each, _Rung.LOCKED if each.pid in locked else _Rung.RUNNING) for each in ranks]
         self._end = end
         self._stuck_after_s = stuck_after_s
         self._check = check
@@ -153,7 +150,7 @@ class LeaderHold:
         self._errors: dict[int, Exception] = {}
         self._giving_up = False
         self._cut = threading.Event()
-        self._least_patience_s = self._patience_s = FIRST_PATIENCE_S + PATIENCE_PER_PROCESS_S * len(pids)
+        self._least_patience_s = self._patience_s = FIRST_PATIENCE_S + PATIENCE_PER_PROCESS_S * len(ranks)
         self._base_hold_s = self._hold_s = FIRST_HOLD_S
         self._passes = 0
         self._ahead: list[_Rank] = []  # whose locks were pending at the last release
@@ -327,9 +324,9 @@ class LeaderHold:
     def _carry_out(self, rank: _Rank, order: _Order) -> _Rung:
         if order.unlock:
             try:
-                self._driver.unlock(rank.pid)
-            except DriverError:
-                if not rank.was_locked or self._driver.state(rank.pid) is not CudaState.LOCKED:
+                rank.holdable.release()
+            except GpucrError:
+                if not rank.was_locked or not rank.holdable.is_held:
                     raise
                 rank.stays_locked = True
                 return _Rung.LOCKED
@@ -340,13 +337,7 @@ class LeaderHold:
         if self._giving_up or left_s <= 0:
             return _Rung.RUNNING
         self._news.put(_News(rank, _Event.ASKED, _Rung.RUNNING, time.monotonic()))
-        try:
-            # Rounded up: a lock that gives up before the end would be asked for once more, for nothing.
-            timeout_ms = math.ceil(min(left_s, order.limit_s) * 1000)
-            self._driver.lock(rank.pid, min(timeout_ms, MAX_LOCK_TIMEOUT_MS))
-            rung = _Rung.LOCKED
-        except LockTimeout:
-            rung = _Rung.RUNNING
+        rung = _Rung.LOCKED if rank.holdable.hold(min(left_s, order.limit_s)) else _Rung.RUNNING
         if order.attempt < self._attempt:
             # One that was ahead: those that are free now have caught up with it, or it is held no more.
             self._cut.set()

@@ -23,10 +23,12 @@ from gpucr.snapshot.device.writer import DeviceWriter
 from gpucr.snapshot.job_snapshot import JobSnapshot
 from gpucr.snapshot.location import Compress, Place, TargetPlace, find_target
 from gpucr.snapshot.manifest import OverruledFinding
+from gpucr.undo.cancellation import Cancellation
+from gpucr.undo.events import OnProgress
 from gpucr.undo.operation import TO_MOVE, Operation, operation
 from gpucr.undo.protection import Protection
 from gpucr.undo.roll import Roll
-from gpucr.undo.steps import OnProgress, Phase, Step
+from gpucr.undo.steps import Phase, Step
 
 if TYPE_CHECKING:
     from gpucr.store.keys import Secret
@@ -85,6 +87,7 @@ def dump(
     timeout_s: float | None = None,
     force: bool = False,
     on_progress: OnProgress | None = None,
+    cancel: Cancellation | None = None,
 ) -> DumpReport:
     """Write a whole job to ``to`` and end it, or with ``leave_running`` let it go on.
 
@@ -106,7 +109,7 @@ def dump(
     LockTimeout, DeadlineExceeded, Interrupted, DriverError, CriuError, JobChanged, SnapshotError (all undone);
     JobDamaged (not undone).
     """  # fmt: skip
-    with operation(on_progress) as running:
+    with operation("dump", pid, on_progress=on_progress, cancel=cancel) as running:
         deadline = selection.deadline_after(timeout_s)
         place = find_target(to, compress=compress, encrypt=encrypt, trust_store=trust_store, key=key)
         for attempt in range(1, ATTEMPTS + 1):

@@ -154,6 +154,7 @@ class CriuDump:
                     log_path=log_path,
                     on_start=self._on_start,
                     on_notify=self._on_notify,
+                    check=interrupts.check,
                     deadline=context.deadline,
                 )
         except CriuError as error:

@@ -16,7 +16,7 @@ from gpucr.diagnosis.probe import measurements
 from gpucr.driver.api import Driver
 from gpucr.driver.cuda import load_driver
 from gpucr.driver.gpus import driver_version
-from gpucr.errors import DriverUnavailable, GpucrError, Interrupted, InvalidRequest
+from gpucr.errors import DriverUnavailable, GpucrError, InvalidRequest
 from gpucr.jobs import sandbox
 from gpucr.jobs.environment import EnvironmentChange, changed, choose_environment
 from gpucr.jobs.names import check_name
@@ -27,7 +27,9 @@ from gpucr.linux import processes, seccomp
 from gpucr.linux.own_python import without_passphrase
 from gpucr.model import CudaState
 from gpucr.snapshot.shared_files import ROOT as SHARED_MEMORY
-from gpucr.undo.interrupts import Interrupts, all_or_nothing
+from gpucr.undo.cancellation import Cancellation
+from gpucr.undo.interrupts import Interrupts
+from gpucr.undo.operation import all_or_nothing
 
 _NEEDS = "namespaces of a job's own need CAP_SYS_ADMIN and CAP_SYS_PTRACE"
 
@@ -118,6 +120,7 @@ def run_job(
     log: str | os.PathLike[str] | None = None,
     cwd: str | os.PathLike[str] | None = None,
     environment: Mapping[str, str] | None = None,
+    cancel: Cancellation | None = None,
 ) -> StartedJob:
     """Start a job that can be frozen and brought back, and return at once. It goes on when gpucr ends.
 
@@ -128,7 +131,7 @@ def run_job(
     after its program.
 
     Raises InvalidRequest (a name that is taken, a program that is not there, ...), Unsupported (the namespaces cannot
-    be made, the registry cannot be written), BrokenInstall, Interrupted (SIGINT, SIGTERM, SIGHUP). Then no job runs.
+    be made, the registry cannot be written), BrokenInstall, Interrupted (a signal, ``cancel``). Then no job runs.
     """
     plan = plan_job(command, isolate=isolate, network=network, cwd=cwd, environment=environment)
     log_path = None if log is None else _log_path(Path(log))
@@ -139,15 +142,16 @@ def run_job(
         else jobs.reserve(check_name(name), log_path=log_path)
     )
     given = without_passphrase(os.environ) if environment is None else environment
+    subject = name or _base_name(plan)
     # Outermost: a signal between the job's start and the end of the reservation must not take its record away.
-    with Interrupts() as interrupts:
-        try:
-            with registry_in_use(), reserve as reservation:
-                if plan.isolated:
-                    _require_visible("the log", str(reservation.log_path))
-                return StartedJob(_start(plan, reservation, given, interrupts), plan)
-        except KeyboardInterrupt as e:
-            raise Interrupted("interrupted; no job was started") from e
+    with (
+        all_or_nothing("run", subject, cancel, state="no job was started", at_once=False) as interrupts,
+        registry_in_use(),
+        reserve as reservation,
+    ):
+        if plan.isolated:
+            _require_visible("the log", str(reservation.log_path))
+        return StartedJob(_start(plan, reservation, given, interrupts), plan)
 
 
 def _start(plan: LaunchPlan, reservation: Reservation, given: Mapping[str, str], interrupts: Interrupts) -> JobRecord:
@@ -201,7 +205,7 @@ def list_jobs() -> tuple[ListedJob, ...]:
         return tuple(_with_cuda_state(job, driver) for job in registry().jobs())
 
 
-def forget_job(name: str, *, force: bool = False) -> ListedJob:
+def forget_job(name: str, *, force: bool = False, cancel: Cancellation | None = None) -> ListedJob:
     """Remove the record and the logs of a job that does not run any more. Returns what was known of it.
 
     ``force``: also of one that may run on another machine or in another container, and also the log of a job that was
@@ -209,13 +213,15 @@ def forget_job(name: str, *, force: bool = False) -> ListedJob:
     writes to are kept. Raises InvalidRequest where there is no such job, or it runs, or may run elsewhere; Unsupported
     where the registry cannot be written.
     """
-    return forget_jobs([name], force=force)[0]
+    return forget_jobs([name], force=force, cancel=cancel)[0]
 
 
-def forget_jobs(names: Iterable[str], *, force: bool = False) -> tuple[ListedJob, ...]:
+def forget_jobs(
+    names: Iterable[str], *, force: bool = False, cancel: Cancellation | None = None
+) -> tuple[ListedJob, ...]:
     """As `forget_job`, for several: where one of them cannot be forgotten, none is."""
     chosen = list(dict.fromkeys(names))
-    with all_or_nothing() as interrupts, registry_in_use():
+    with all_or_nothing("forget", ", ".join(chosen), cancel) as interrupts, registry_in_use():
         known = registry()
         for name in chosen:
             known.require_gone(name, force=force)

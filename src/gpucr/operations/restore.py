@@ -59,9 +59,11 @@ from gpucr.snapshot.manifest import Manifest
 from gpucr.snapshot.origin import RestoreSource, device_bytes_of, private_bytes_of
 from gpucr.snapshot.shared_files import ROOT, names_in_use
 from gpucr.surroundings.steps import AdaptFiles, FreePorts, PutBackSharedFiles, endpoints_to_bind, steps_before_criu
+from gpucr.undo.cancellation import Cancellation
+from gpucr.undo.events import OnProgress
 from gpucr.undo.operation import TO_MOVE, Operation, operation
 from gpucr.undo.protection import Protection
-from gpucr.undo.steps import OnProgress, Phase, Step, WithoutUndo
+from gpucr.undo.steps import Phase, Step, WithoutUndo
 
 if TYPE_CHECKING:
     from gpucr.store.keys import Secret
@@ -104,6 +106,7 @@ def restore(
     timeout_s: float | None = None,
     force: bool = False,
     on_progress: OnProgress | None = None,
+    cancel: Cancellation | None = None,
 ) -> RestoreReport:
     """Bring the job of a snapshot back, on the GPUs that it had or on others. The snapshot stays.
 
@@ -130,7 +133,11 @@ def restore(
     NotPermitted, Unsupported, DriverUnavailable, CriuUnavailable (nothing was started); CriuError, DriverError,
     DeadlineExceeded, Interrupted (all ended again); JobDamaged (something of it still runs).
     """  # fmt: skip
-    with operation(on_progress) as running, contextlib.ExitStack() as on_failure:
+    subject = snapshot if isinstance(snapshot, str | os.PathLike) else snapshot.where
+    with (
+        operation("restore", subject, on_progress=on_progress, cancel=cancel) as running,
+        contextlib.ExitStack() as on_failure,
+    ):
         deadline = selection.deadline_after(timeout_s)
         if isinstance(snapshot, str | os.PathLike):
             snapshot = open_snapshot(snapshot, key)

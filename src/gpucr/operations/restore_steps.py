@@ -196,6 +196,7 @@ class CriuRestore:
                 outputs=site.outputs,
                 on_start=self._on_start,
                 on_notify=lambda hook, pid: self._on_notify(hook, pid, interrupts),
+                check=interrupts.check,
                 deadline=self._deadline,
             )
             interrupts.postpone()

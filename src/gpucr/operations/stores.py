@@ -20,8 +20,11 @@ from gpucr.store.prune import PruneReport, PruneRules
 from gpucr.store.snapshots import Listing
 from gpucr.store.stored_snapshot import StoredSnapshot
 from gpucr.store.verify import VerifyReport
-from gpucr.undo.interrupts import Interrupts, all_or_nothing
-from gpucr.undo.steps import Meter, OnProgress, run_steps
+from gpucr.undo.cancellation import Cancellation
+from gpucr.undo.events import OnProgress
+from gpucr.undo.interrupts import Interrupts
+from gpucr.undo.operation import all_or_nothing, operation
+from gpucr.undo.steps import Meter
 
 T = TypeVar("T")
 
@@ -29,7 +32,7 @@ _LEFT_BY_INIT = {INCOMING_NAME, KEYS_PREFIX.rstrip("/")}
 """All that there is where making a store has failed, for want of space say: then it can be tried again."""
 
 
-def init_store(place: Place, *, key: Secret | None = None) -> Store:
+def init_store(place: Place, *, key: Secret | None = None, cancel: Cancellation | None = None) -> Store:
     """Make a store, encrypted where there is a key. A folder is made, if its parent exists; it must be empty.
 
     Where that fails, nothing of it stays in a folder. Raises InvalidRequest, StoreError, BrokenInstall.
@@ -37,7 +40,7 @@ def init_store(place: Place, *, key: Secret | None = None) -> Store:
     location = place_of_store(place)
     if location.snapshot is not None:
         raise InvalidRequest(f"{place} names a snapshot, not a store", hint="leave out what follows the #")
-    with all_or_nothing() as interrupts:
+    with all_or_nothing("init", place, cancel) as interrupts:
         interrupts.conclude()
         was_there = location.path is None or location.path.exists()
         if location.path is not None:
@@ -82,7 +85,12 @@ def list_snapshots(store: Place, *, key: Secret | None = None) -> Listing:
 
 
 def verify_snapshots(
-    store: Place, *, deep: bool = False, key: Secret | None = None, on_progress: OnProgress | None = None
+    store: Place,
+    *,
+    deep: bool = False,
+    key: Secret | None = None,
+    on_progress: OnProgress | None = None,
+    cancel: Cancellation | None = None,
 ) -> VerifyReport:
     """Check one snapshot (``STORE#NAME``), or all: that every piece is in its place, and with ``deep`` its content.
 
@@ -95,10 +103,10 @@ def verify_snapshots(
             meter.expect(sum(each.size_bytes for each in wanted or snapshots.list_all(opened).snapshots))
         return verify.verify(opened, wanted, deep=deep, on_bytes=_counting(interrupts, meter))
 
-    return _run("verify", f"verify {store}", work, on_progress)
+    return _run("verify", store, f"verify {store}", work, on_progress, cancel)
 
 
-def remove_snapshot(store: Place, *, key: Secret | None = None) -> StoredSnapshot:
+def remove_snapshot(store: Place, *, key: Secret | None = None, cancel: Cancellation | None = None) -> StoredSnapshot:
     """Remove the snapshot ``STORE#NAME``; its pieces stay until a prune. Raises InvalidRequest, StoreError, WrongKey.
 
     Returns what was removed. One that is damaged is removed by its id, and nothing else is known of it.
@@ -106,7 +114,7 @@ def remove_snapshot(store: Place, *, key: Secret | None = None) -> StoredSnapsho
     location = place_of_store(store)
     if location.snapshot is None:
         raise InvalidRequest(f"{store} names no snapshot", hint=f"name one: {store}#NAME")
-    with all_or_nothing() as interrupts:
+    with all_or_nothing("remove", store, cancel) as interrupts:
         opened = open_store(store, key)
         found = snapshots.find_to_remove(opened, location.snapshot)
         interrupts.conclude()
@@ -115,7 +123,12 @@ def remove_snapshot(store: Place, *, key: Secret | None = None) -> StoredSnapsho
 
 
 def prune_store(
-    store: Place, rules: PruneRules | None = None, *, dry_run: bool = False, key: Secret | None = None
+    store: Place,
+    rules: PruneRules | None = None,
+    *,
+    dry_run: bool = False,
+    key: Secret | None = None,
+    cancel: Cancellation | None = None,
 ) -> PruneReport:
     """Remove the snapshots that the rules do not keep, and what nothing needs.
 
@@ -126,7 +139,7 @@ def prune_store(
     def work(interrupts: Interrupts, _: Meter) -> PruneReport:
         return prune.prune(open_store(store, key), rules or PruneRules(), dry_run=dry_run, check=interrupts.check)
 
-    return _run("prune", f"prune {store}", work, None)
+    return _run("prune", store, f"prune {store}", work, None, cancel)
 
 
 @dataclass(frozen=True)
@@ -145,6 +158,7 @@ def copy_snapshots(
     target_key: Secret | None = None,
     trust_store: bool = False,
     on_progress: OnProgress | None = None,
+    cancel: Cancellation | None = None,
 ) -> tuple[CopiedSnapshot, ...]:
     """Copy one snapshot (``STORE#NAME``), or all, to another store: only what is missing there.
 
@@ -164,7 +178,7 @@ def copy_snapshots(
             CopiedSnapshot(each, copy.copy(opened, each, to, on_bytes=on_bytes, checks=checks)) for each in wanted
         )
 
-    return _run("copy", f"copy {source} to {target}", work, on_progress)
+    return _run("copy", source, f"copy {source} to {target}", work, on_progress, cancel)
 
 
 @dataclass(frozen=True)
@@ -176,7 +190,12 @@ class StoreKey:
 
 
 def store_keys(
-    store: Place, *, key: Secret | None = None, add: Secret | None = None, remove: str | None = None
+    store: Place,
+    *,
+    key: Secret | None = None,
+    add: Secret | None = None,
+    remove: str | None = None,
+    cancel: Cancellation | None = None,
 ) -> tuple[StoreKey, ...]:
     """The keys that open a store, after the one with this id was removed, and one more was added.
 
@@ -184,7 +203,7 @@ def store_keys(
     last key and for the one that ``key`` has opened, WrongKey.
     """
     _require_whole(store)
-    with all_or_nothing() as interrupts:
+    with all_or_nothing("keys", store, cancel) as interrupts:
         opened = open_store(store, key)
         interrupts.conclude()
         if remove is not None:
@@ -218,10 +237,18 @@ def _counting(interrupts: Interrupts, meter: Meter) -> Callable[[int], None]:
     return count
 
 
-def _run(name: str, description: str, work: Callable[[Interrupts, Meter], T], on_progress: OnProgress | None) -> T:
+def _run(
+    name: str,
+    subject: Place,
+    description: str,
+    work: Callable[[Interrupts, Meter], T],
+    on_progress: OnProgress | None,
+    cancel: Cancellation | None,
+) -> T:
     """An operation of one step, which leaves nothing to undo: with progress, and an end by a signal."""
     step = _Work(name, description, work)
-    run_steps([step], on_progress=on_progress)
+    with operation(name, subject, on_progress=on_progress, cancel=cancel) as running:
+        running.run([step])
     (result,) = step.results
     return result
 

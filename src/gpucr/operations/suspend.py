@@ -22,10 +22,12 @@ from gpucr.gpu_state.steps import CheckpointGang, LockGang, RestoreGang, UnlockG
 from gpucr.jobs import registered, selection
 from gpucr.linux import memory, processes
 from gpucr.model import CudaState, GangLock, GangMember, Gpu, GpuMap
+from gpucr.undo.cancellation import Cancellation
+from gpucr.undo.events import OnProgress
 from gpucr.undo.operation import TO_CHANGE, Operation, operation
 from gpucr.undo.protection import Protection
 from gpucr.undo.roll import Roll
-from gpucr.undo.steps import OnProgress, Phase, Step
+from gpucr.undo.steps import Phase, Step
 
 
 @dataclass(frozen=True)
@@ -67,6 +69,7 @@ def suspend(
     timeout_s: float | None = None,
     force: bool = False,
     on_progress: OnProgress | None = None,
+    cancel: Cancellation | None = None,
 ) -> ChangeReport:
     """Move the device memory of a job into host memory and release its GPUs: RUNNING or LOCKED → CHECKPOINTED.
 
@@ -77,7 +80,7 @@ def suspend(
     Raises NotACudaProcess, Unsupported (nothing was changed), LockTimeout, DeadlineExceeded, Interrupted, DriverError
     or JobChanged (all undone), JobDamaged (not undone).
     """  # fmt: skip
-    with operation(on_progress) as running, contextlib.ExitStack() as opened:
+    with operation("suspend", pid, on_progress=on_progress, cancel=cancel) as running, contextlib.ExitStack() as opened:
         deadline = selection.deadline_after(timeout_s)
         pid = registered.resolve_pid(pid)
         found = opened.enter_context(selection.claimed_job(pid, only=only))
@@ -119,6 +122,7 @@ def resume(
     timeout_s: float | None = None,
     force: bool = False,
     on_progress: OnProgress | None = None,
+    cancel: Cancellation | None = None,
 ) -> ChangeReport:
     """Bring a suspended job back onto its GPUs, or onto others: CHECKPOINTED or LOCKED → RUNNING.
 
@@ -131,7 +135,7 @@ def resume(
     Raises InvalidRequest, NotACudaProcess, Unsupported (nothing was changed); DriverError, Interrupted,
     DeadlineExceeded (all undone); JobDamaged.
     """  # fmt: skip
-    with operation(on_progress) as running, contextlib.ExitStack() as opened:
+    with operation("resume", pid, on_progress=on_progress, cancel=cancel) as running, contextlib.ExitStack() as opened:
         deadline = selection.deadline_after(timeout_s)
         pid = registered.resolve_pid(pid)
         request = GpuRequest.of(gpu_map, gpu)

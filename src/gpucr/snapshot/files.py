@@ -9,7 +9,7 @@ from __future__ import annotations
 import hashlib
 import os
 import stat
-from collections.abc import Iterable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from pathlib import Path
 
 from gpucr.errors import SnapshotDamaged
@@ -30,13 +30,16 @@ def record(folder: Path, relative_paths: Iterable[str]) -> tuple[FileRecord, ...
     )
 
 
-def verify(folder: Path, records: Sequence[FileRecord]) -> None:
-    """Raise SnapshotDamaged, naming the file, where one is missing, not a plain file, or differs."""
+def verify(folder: Path, records: Sequence[FileRecord], check: Callable[[], None] = lambda: None) -> None:
+    """Raise SnapshotDamaged, naming the file, where one is missing, not a plain file, or differs.
+
+    ``check`` is called before each piece, by several threads; what it raises ends this.
+    """
     for file in records:
         _check_shape(folder, file)
     pieces = [(file.path, offset) for file in records for offset in _offsets(file.size_bytes)]
     try:
-        digests = _digest_all(folder, pieces)
+        digests = _digest_all(folder, pieces, check)
     except OSError as e:
         raise SnapshotDamaged(f"{e.filename} cannot be read: {e.strerror}", path=str(e.filename)) from e
     for file in records:
@@ -95,14 +98,20 @@ def _check_shape(folder: Path, file: FileRecord) -> None:
         raise SnapshotDamaged(f"the manifest has too few or too many digests for {file.path}", path=str(path))
 
 
-def _digest_all(folder: Path, pieces: Sequence[tuple[str, int]]) -> dict[tuple[str, int], str]:
+def _digest_all(
+    folder: Path, pieces: Sequence[tuple[str, int]], check: Callable[[], None] = lambda: None
+) -> dict[tuple[str, int], str]:
+    def digest(piece: tuple[str, int]) -> str:
+        check()
+        return _digest(folder / piece[0], piece[1])
+
     sizes = {path: (folder / path).stat().st_size for path, _ in pieces}
     if sum(sizes.values()) <= PIECE_BYTES:
-        return {(path, offset): _digest(folder / path, offset) for path, offset in pieces}
+        return {piece: digest(piece) for piece in pieces}
     from concurrent.futures import ThreadPoolExecutor  # a small snapshot need not wait for its import
 
     with ThreadPoolExecutor(_THREADS, "digest") as pool:
-        return dict(zip(pieces, pool.map(lambda piece: _digest(folder / piece[0], piece[1]), pieces), strict=True))
+        return dict(zip(pieces, pool.map(digest, pieces), strict=True))
 
 
 def _digest(path: Path, offset: int) -> str:

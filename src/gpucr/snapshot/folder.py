@@ -354,9 +354,9 @@ class Snapshot:
         self.verify_files()
         device.verify(self.device, self.manifest.device_parts, self.device_prefix)
 
-    def verify_files(self) -> None:
-        """`verify` without device memory, which a `DeviceReader` checks as it reads it."""
-        files.verify(self.held.path, self.manifest.files)
+    def verify_files(self, check: Callable[[], None] = lambda: None) -> None:
+        """`verify` without device memory, which a `DeviceReader` checks as it reads it; calls ``check``."""
+        files.verify(self.held.path, self.manifest.files, check)
 
 
 def check_target(path: Path) -> None:

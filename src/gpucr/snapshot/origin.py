@@ -129,7 +129,7 @@ class FolderSource:
     def provide(self, protection: Protection | None, interrupts: Interrupts, meter: Meter) -> int:
         """Check every file."""
         with interrupts.allowed():
-            self._snapshot.verify_files()
+            self._snapshot.verify_files(interrupts.check)
         return sum(file.size_bytes for file in self._snapshot.manifest.files)
 
     def pieces(self) -> StoredPieces:

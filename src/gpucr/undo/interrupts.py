@@ -1,4 +1,4 @@
-"""Ctrl-C and SIGTERM while a job is being changed.
+"""Ctrl-C, SIGTERM and a caller's cancellation while a job is being changed.
 
 A signal handler that raises at an arbitrary instruction would cut a bookkeeping line in half. So a signal is only
 noted, and acted on where it is safe: between two steps, and inside those long waits that say that they can be cut
@@ -15,6 +15,7 @@ from types import FrameType, TracebackType
 from typing import Any
 
 from gpucr.errors import Interrupted
+from gpucr.undo.cancellation import Cancellation
 
 _SIGNALS = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)
 
@@ -26,10 +27,11 @@ _innermost: Interrupts | None = None
 
 
 class Interrupts:
-    """Context in which SIGINT, SIGTERM and SIGHUP lead to one orderly undo.
+    """Context in which SIGINT, SIGTERM and SIGHUP, and ``cancel``, lead to one orderly undo.
 
     Signals reach only the main thread; elsewhere (gpucr called from another thread) the handlers stay as they are.
-    ``on_ignored`` is called, with the reason, when a signal comes that changes nothing.
+    ``on_ignored`` is called, with the reason, when a signal comes that changes nothing. ``cancel`` is looked at where
+    `check` is called: long waits do so several times a second.
 
     Contexts nest: a command has one around everything that it does, an operation its own. When an operation is over,
     so is what is around it: a signal that comes while the command prints the report must not make a failure of a
@@ -37,8 +39,9 @@ class Interrupts:
     behind; ``is_done``: so is the last step; ``has_succeeded``: an operation inside has, whatever became of its report.
     """
 
-    def __init__(self, on_ignored: Callable[[str], None] | None = None) -> None:
-        self.requested = False
+    def __init__(self, on_ignored: Callable[[str], None] | None = None, *, cancel: Cancellation | None = None) -> None:
+        self._by_signal = Cancellation()
+        self._cancellations = (self._by_signal,) if cancel is None else (self._by_signal, cancel)
         self._error: BaseException | None = None
         self._raise_at_once = False
         self._undoing = False
@@ -75,8 +78,13 @@ class Interrupts:
         for number, handler in self._previous.items():
             signal.signal(number, handler)
 
+    @property
+    def requested(self) -> bool:
+        """Whether a signal has come, or the caller has cancelled."""
+        return any(each.is_cancelled for each in self._cancellations)
+
     def check(self) -> None:
-        """Raise KeyboardInterrupt where a signal has come since the start and there is something to undo.
+        """Raise KeyboardInterrupt, with the reason, where a signal or ``cancel`` has come and something can be undone.
 
         Raises what `stop_with` was given instead, where that came.
         """
@@ -85,7 +93,7 @@ class Interrupts:
         if self._error is not None:
             raise self._error
         if self.requested:
-            raise KeyboardInterrupt
+            raise KeyboardInterrupt(next(each.reason for each in self._cancellations if each.is_cancelled))
 
     def stop_with(self, error: BaseException) -> None:
         """Let the next `check` raise ``error``: for what goes wrong in another thread. The first one counts."""
@@ -133,7 +141,7 @@ class Interrupts:
             self._undoing = False
 
     def _note(self, number: int, frame: FrameType | None) -> None:
-        self.requested = True
+        self._by_signal.cancel("interrupted")
         if self._undoing:
             self._tell(BRINGING_BACK)
         elif self.is_committed:
@@ -151,18 +159,9 @@ class Interrupts:
             self._on_ignored(reason)
 
 
-@contextlib.contextmanager
-def all_or_nothing() -> Iterator[Interrupts]:
-    """For what is short and has no undo: a signal ends it at once until the block says `conclude`, and never after.
-
-    Raises Interrupted.
-    """
-    with Interrupts() as interrupts:
-        try:
-            interrupts.raise_at_once()
-            yield interrupts
-        except KeyboardInterrupt as e:
-            raise Interrupted("interrupted; nothing was changed") from e
+def interrupted(error: KeyboardInterrupt, state: str, *, hint: str | None = None) -> Interrupted:
+    """The error for the caller. ``state``: what is true now."""
+    return Interrupted(f"{str(error) or 'interrupted'}; {state}", hint=hint)
 
 
 def not_over_yet() -> None:

@@ -12,13 +12,15 @@ from __future__ import annotations
 import contextlib
 from collections.abc import Iterator, Sequence
 
-from gpucr.errors import Interrupted, Unsupported
+from gpucr.errors import Unsupported
 from gpucr.linux import descriptor_limit
 from gpucr.linux.descriptor_limit import OUT_OF_DESCRIPTORS, Reserve
-from gpucr.undo.interrupts import Interrupts
+from gpucr.undo.cancellation import Cancellation
+from gpucr.undo.events import Listener, OnProgress
+from gpucr.undo.interrupts import Interrupts, interrupted
 from gpucr.undo.protection import Protection
 from gpucr.undo.roll import Roll
-from gpucr.undo.steps import Listener, OnProgress, Phase, Step, run_steps
+from gpucr.undo.steps import Phase, Step, run_steps
 
 TO_CHANGE, TO_MOVE = 4, 13
 """How many files an operation has open for each CUDA process: to suspend or resume it, to dump or restore it.
@@ -83,22 +85,55 @@ class Operation:
 
 
 @contextlib.contextmanager
-def operation(on_progress: OnProgress | None = None) -> Iterator[Operation]:
-    """The whole of an operation is in this block. Raises Interrupted and Unsupported (no open files left), too."""
-    listener = Listener(on_progress)
-    with descriptor_limit.raised(), Interrupts(listener.tell_ignored) as interrupts:
+def operation(
+    name: str, subject: object, *, on_progress: OnProgress | None = None, cancel: Cancellation | None = None
+) -> Iterator[Operation]:
+    """The whole of an operation is in this block. Raises Interrupted and Unsupported (no open files left), too.
+
+    ``name`` and ``subject`` are for the events that tell of it (events.py).
+    """
+    listener = Listener(on_progress, name, subject)
+    with (
+        descriptor_limit.raised(),
+        Interrupts(listener.tell_ignored, cancel=cancel) as interrupts,
+        listener.announced(),
+    ):
         running = Operation(listener, interrupts)
         try:
             interrupts.raise_at_once()
             yield running
         except KeyboardInterrupt as e:
-            raise Interrupted("interrupted; the job is as it was found") from e
+            raise interrupted(e, "the job is as it was found") from e
         except OSError as e:
             if e.errno not in OUT_OF_DESCRIPTORS or interrupts.is_done:
                 raise
             raise _too_few("there was none left for what had to be looked at") from e
         finally:
             running.release()
+
+
+@contextlib.contextmanager
+def all_or_nothing(
+    name: str,
+    subject: object,
+    cancel: Cancellation | None = None,
+    *,
+    state: str = "nothing was changed",
+    at_once: bool = True,
+) -> Iterator[Interrupts]:
+    """For what is short and has no undo: a signal ends it at once until the block says `conclude`, and never after.
+
+    Without ``at_once`` the block says where it may be cut off. Raises Interrupted, which says the ``state``.
+    """
+    listener = Listener(None, name, subject)
+    with Interrupts(cancel=cancel) as interrupts, listener.announced():
+        try:
+            if at_once:
+                interrupts.raise_at_once()
+            interrupts.check()
+            yield interrupts
+        except KeyboardInterrupt as e:
+            raise interrupted(e, state) from e
 
 
 def _too_few(why: str) -> Unsupported:

@@ -10,13 +10,13 @@ from __future__ import annotations
 import contextlib
 import threading
 import time
-from collections import deque
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
-from typing import Generic, Literal, Protocol, TypeVar
+from typing import Generic, Protocol, TypeVar
 
-from gpucr.errors import DeadlineExceeded, GpucrError, Interrupted, JobDamaged
-from gpucr.undo.interrupts import Interrupts
+from gpucr.errors import DeadlineExceeded, GpucrError, JobDamaged
+from gpucr.undo.events import Listener, OnProgress, Progress
+from gpucr.undo.interrupts import Interrupts, interrupted
 from gpucr.undo.roll import Ended, Roll
 
 
@@ -28,37 +28,6 @@ class Phase:
     seconds: float
     size_bytes: int = 0
 
-
-@dataclass(frozen=True)
-class Progress:
-    """An event for ``on_progress``.
-
-    A phase begins, advances (bytes moved so far, and ``total_bytes`` that are expected), says something about itself
-    (note), ends, or is undone; or a signal had to be ignored meanwhile. ``seconds`` counts from the phase's begin.
-    """
-
-    event: Literal["begin", "advance", "note", "end", "undo", "signal-ignored"]
-    phase: str
-    description: str = ""
-    seconds: float = 0.0
-    size_bytes: int = 0
-    total_bytes: int = 0
-
-    @property
-    def rate_bytes_per_s(self) -> float | None:
-        """Bytes per second since the phase began; None while none have been moved."""
-        return self.size_bytes / self.seconds if self.size_bytes > 0 and self.seconds > 0 else None
-
-    @property
-    def eta_s(self) -> float | None:
-        """Seconds until the expected bytes are moved at this rate; None where nobody can know."""
-        rate = self.rate_bytes_per_s
-        if rate is None or self.total_bytes <= 0:
-            return None
-        return max(self.total_bytes - self.size_bytes, 0) / rate
-
-
-OnProgress = Callable[[Progress], None]
 
 REPORT_INTERVAL_S = 0.1
 """How far apart the "advance" events of a phase are; its last one comes when it ends."""
@@ -260,7 +229,7 @@ def _run_one(step: Step, interrupts: Interrupts, listener: Listener) -> Phase:
     description = step.describe()
     listener.tell(Progress("begin", step.name, description))
     meter = Meter(step.name, description)
-    with listener.following(meter, interrupts):
+    with _followed(meter, listener, interrupts):
         size_bytes = step.run(interrupts, meter)
         phase = Phase(step.name, meter.seconds, size_bytes)
     end = Progress("end", step.name, step.describe(), phase.seconds, size_bytes)
@@ -286,75 +255,39 @@ def _undo(begun: Sequence[Step], listener: Listener) -> tuple[list[str], list[st
     return failures, left
 
 
-class Listener:
-    """``on_progress``, called by one thread at a time. One that fails ends an operation, but never an undo."""
+@contextlib.contextmanager
+def _followed(meter: Meter, listener: Listener, interrupts: Interrupts) -> Iterator[None]:
+    """Pass on what the meter is told while the block runs.
 
-    def __init__(self, on_progress: OnProgress | None) -> None:
-        self._on_progress = on_progress
-        self._turn = threading.RLock()  # reentrant: a signal handler tells of an ignored signal, at any instruction
-        self._untold: deque[Progress] = deque()
-        self._is_telling = False
+    A thread of its own does that, so that a listener that is slow, or fails, never holds up or ends those that
+    move the bytes. Its failure is kept for the operation's next safe point.
+    """
+    if not listener.is_heard:
+        yield
+        return
+    over = threading.Event()
 
-    def tell(self, progress: Progress) -> None:
-        """Raises what the listener raises.
-
-        What a signal handler tells of while the listener is at work comes right after that: writing to a stream, say,
-        fails inside another write to it.
-        """
-        if self._on_progress is None:
-            return
-        with self._turn:
-            self._untold.append(progress)
-            while self._untold and not self._is_telling:
-                self._is_telling = True
-                try:
-                    if self._untold:  # a handler may have told of it just before the line above
-                        self._on_progress(self._untold.popleft())
-                finally:
-                    self._is_telling = False
-
-    def tell_ignored(self, reason: str) -> None:
-        """Of a signal that changes nothing."""
-        self.try_to_tell(Progress("signal-ignored", "signal", reason))
-
-    def try_to_tell(self, progress: Progress) -> None:
-        """For an undo. A listener that exits the program is no reason to leave a job half-way, either."""
-        with contextlib.suppress(BaseException):
-            self.tell(progress)
-
-    @contextlib.contextmanager
-    def following(self, meter: Meter, interrupts: Interrupts) -> Iterator[None]:
-        """Pass on what the meter is told while the block runs.
-
-        A thread of its own does that, so that a listener that is slow, or fails, never holds up or ends those that
-        move the bytes. Its failure is kept for the operation's next safe point.
-        """
-        if self._on_progress is None:
-            yield
-            return
-        over = threading.Event()
-
-        def pass_on() -> bool:
-            try:
-                for progress in meter.take_news():
-                    self.tell(progress)
-            except BaseException as error:  # noqa: BLE001 - whatever a listener raises is raised in the right place
-                interrupts.stop_with(error)
-                return False
-            return True
-
-        def follow() -> None:
-            while not over.wait(REPORT_INTERVAL_S) and pass_on():
-                pass
-
-        follower = threading.Thread(target=follow, name=f"gpucr progress of {meter.phase}", daemon=True)
-        follower.start()
+    def pass_on() -> bool:
         try:
-            yield
-        finally:
-            over.set()
-            follower.join()
-            pass_on()
+            for progress in meter.take_news():
+                listener.tell(progress)
+        except BaseException as error:  # noqa: BLE001 - whatever a listener raises is raised in the right place
+            interrupts.stop_with(error)
+            return False
+        return True
+
+    def follow() -> None:
+        while not over.wait(REPORT_INTERVAL_S) and pass_on():
+            pass
+
+    follower = threading.Thread(target=follow, name=f"gpucr progress of {meter.phase}", daemon=True)
+    follower.start()
+    try:
+        yield
+    finally:
+        over.set()
+        follower.join()
+        pass_on()
 
 
 def _outcome(
@@ -366,7 +299,7 @@ def _outcome(
     if failures or lost:
         return _damage(str(error) or type(error).__name__, (*failures, *left), lost)
     if isinstance(error, KeyboardInterrupt):
-        return Interrupted("interrupted; the job is as it was found", hint="; ".join(left) or None)
+        return interrupted(error, "the job is as it was found", hint="; ".join(left) or None)
     if isinstance(error, GpucrError):
         meanwhile = ["; ".join(each.sentence() for each in ended) + " meanwhile"] if ended else []
         error.hint = "; ".join(([error.hint] if error.hint else []) + [*left, *meanwhile]) or None

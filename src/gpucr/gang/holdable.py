@@ -1,0 +1,74 @@
+"""What keeps a rank from submitting work, and can be taken off again for a moment."""
+
+from __future__ import annotations
+
+import math
+from typing import Protocol
+
+from gpucr.driver.api import Driver
+from gpucr.errors import LockTimeout
+from gpucr.model import CudaState
+
+MAX_LOCK_TIMEOUT_MS = (1 << 32) - 1
+"""CUcheckpointLockArgs.timeoutMs has 32 bits."""
+
+
+class Holdable(Protocol):
+    """One rank that can be held: by a driver's lock, by a gate before its calls, by both.
+
+    A hold that waits must keep the rank from submitting more meanwhile: a rank that is ahead stands where it is while
+    the others catch up. Each method is called by one thread at a time.
+    """
+
+    @property
+    def pid(self) -> int:
+        """Names it in errors and results."""
+        ...
+
+    def hold(self, timeout_s: float) -> bool:
+        """Released → held, when nothing that it has submitted is pending. False: out of time, and it is released.
+
+        Raises where it can be neither held nor told to be released.
+        """
+        ...
+
+    def release(self) -> None:
+        """Held → released."""
+        ...
+
+    @property
+    def is_held(self) -> bool:
+        """Whether it is held now; asked when a release has failed."""
+        ...
+
+
+class DriverLock:
+    """A process that the driver locks (see `Holdable`): RUNNING is released, LOCKED is held."""
+
+    def __init__(self, driver: Driver, pid: int) -> None:
+        self._driver = driver
+        self._pid = pid
+
+    @property
+    def pid(self) -> int:
+        """The process."""
+        return self._pid
+
+    def hold(self, timeout_s: float) -> bool:
+        """RUNNING → LOCKED. Raises DriverError."""
+        # Rounded up: a lock that gives up before the end would be asked for once more, for nothing.
+        timeout_ms = max(1, math.ceil(min(timeout_s * 1000, MAX_LOCK_TIMEOUT_MS)))
+        try:
+            self._driver.lock(self._pid, timeout_ms)
+        except LockTimeout:
+            return False
+        return True
+
+    def release(self) -> None:
+        """LOCKED → RUNNING. Raises DriverError."""
+        self._driver.unlock(self._pid)
+
+    @property
+    def is_held(self) -> bool:
+        """Whether it is LOCKED. Raises DriverError."""
+        return self._driver.state(self._pid) is CudaState.LOCKED
