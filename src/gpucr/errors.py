@@ -42,6 +42,7 @@ from __future__ import annotations
 import contextlib
 import os
 from collections.abc import Sequence
+from typing import Any
 
 _HELD = "/proc/self/fd/"
 """What paths below a folder begin with that is worked on through its descriptor (linux/held_folder.py)."""
@@ -55,6 +56,8 @@ class GpucrError(Exception):
 
     exit_code = 1
     code = "GPUCR-FAILED"
+    _why: str | None = None
+    """`why` in the process that the error comes from, if that was another one: a pool puts its own cause there."""
 
     def __init__(self, message: str, *, hint: str | None = None, code: str | None = None) -> None:
         self.message = _readable(message)
@@ -66,6 +69,8 @@ class GpucrError(Exception):
     @property
     def why(self) -> str | None:
         """One line: the first cause that says more than the message does; None where there is none."""
+        if self._why is not None:
+            return self._why
         cause = self.__cause__
         while cause is not None:
             text = cause.strerror if isinstance(cause, OSError) and cause.strerror else str(cause)
@@ -73,6 +78,11 @@ class GpucrError(Exception):
                 return text.splitlines()[0]
             cause = cause.__cause__
         return None
+
+    def __reduce__(self) -> tuple[Any, ...]:
+        """Errors come out of process pools and the like as they were raised, with all their data and their cause."""
+        state = {**self.__dict__, "_why": self.why, "__cause__": _portable(self.__cause__)}
+        return _remade, (type(self), self.args), state
 
 
 class InvalidRequest(GpucrError):
@@ -310,6 +320,21 @@ class Interrupted(GpucrError):
 
     exit_code = 130
     code = "GPUCR-INTERRUPTED"
+
+
+def _remade(cls: type[GpucrError], args: tuple[Any, ...]) -> GpucrError:
+    return cls.__new__(cls, *args)
+
+
+def _portable(cause: BaseException | None) -> BaseException | None:
+    """The cause, or where it does not survive pickling one that says the same: many of the standard library do not."""
+    import pickle
+
+    try:
+        pickle.loads(pickle.dumps(cause))  # noqa: S301 - see above
+    except Exception:  # noqa: BLE001 - whatever its __reduce__ does
+        return RuntimeError(f"{type(cause).__name__}: {cause}")
+    return cause
 
 
 def _readable(text: str) -> str:

@@ -71,7 +71,7 @@ def convert(value: object, kind: type[T]) -> T:
         raise RecordError(_explained(str(e))) from e
     except UnicodeEncodeError as e:  # msgspec looks into a text where it expects none
         raise RecordError("a text with bytes that are not UTF-8 is in the place of something else") from e
-    _require_all(value, msgspec.to_builtins(record), "")
+    _require_same(value, msgspec.to_builtins(record), "")
     return record
 
 
@@ -83,13 +83,14 @@ def _explained(message: str) -> str:
     return f"{where or 'it'}: {what[:1].lower()}{what[1:]}"
 
 
-def _require_all(value: Any, whole: Any, where: str) -> None:
-    """A member that is missing is damage, also where the struct has a default: a reader does not guess."""
+def _require_same(value: Any, whole: Any, where: str) -> None:
+    """A member that is missing is damage, also where the struct has a default; one that is not known as well."""
     if isinstance(whole, dict):
-        for key, each in whole.items():
-            if key not in value:
-                raise RecordError(f"{where or 'it'}: there is no `{key}`")
-            _require_all(value[key], each, f"{where}.{key}" if where else key)
+        for key in whole.keys() | value.keys():
+            if key not in value or key not in whole:
+                what = "an unknown field" if key in value else "no"
+                raise RecordError(f"{where or 'it'}: there is {what} `{key}`")
+            _require_same(value[key], whole[key], f"{where}.{key}" if where else key)
     elif isinstance(whole, list | tuple) and whole and isinstance(whole[0], dict | list | tuple):
         for number, (item, each) in enumerate(zip(value, whole, strict=True)):
-            _require_all(item, each, f"{where}[{number}]")
+            _require_same(item, each, f"{where}[{number}]")

@@ -146,7 +146,7 @@ def test_results_that_cannot_be_used() -> None:
     assert report.path is not None
     Path(report.path).write_text("{}")
     done = run("doctor")
-    assert f"warning: {report.path} is left out: it is not gpucr.probe-results" in done.stderr
+    assert f"warning: {report.path} is left out: there is no `schema`; this gpucr reads" in done.stderr
     assert "nothing was measured" in done.stdout
 
 

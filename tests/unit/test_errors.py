@@ -3,8 +3,12 @@
 from __future__ import annotations
 
 import ast
+import concurrent.futures
 import inspect
+import multiprocessing
+import pickle
 import re
+import subprocess
 from pathlib import Path
 from typing import Any
 
@@ -74,18 +78,82 @@ def test_every_error_is_named_in_a_test(error: type[GpucrError]) -> None:
     assert any(re.search(rf"\b{error.__name__}\b", text) for text in texts)
 
 
-@pytest.mark.parametrize("error", CLASSES)
-def test_every_error_carries_its_message_and_hint(error: type[GpucrError]) -> None:
-    data: dict[str, Any] = {
+def _data_for(error: type[GpucrError]) -> dict[str, Any]:
+    return {
         name: {"result": 999, "pid": 7, "pids": [7, 8], "failures": ["f"]}.get(name, "text")
         for name, parameter in inspect.signature(error).parameters.items()
         if parameter.kind is parameter.KEYWORD_ONLY and name != "hint"
     }
+
+
+@pytest.mark.parametrize("error", CLASSES)
+def test_every_error_carries_its_message_and_hint(error: type[GpucrError]) -> None:
+    data = _data_for(error)
     made = error("what is wrong", hint="what to do", **data)
     assert (str(made), made.message, made.hint) == ("what is wrong", "what is wrong", "what to do")
     for name, value in data.items():
         assert getattr(made, name) == (tuple(value) if isinstance(value, list) else value)
     assert error("x", **data).hint is None
+
+
+def _made_of(error: type[GpucrError], cause: Exception) -> GpucrError:
+    made = error("what is wrong", hint="what to do", **_data_for(error))
+    made.__cause__ = cause
+    return made
+
+
+def _pickled(error: GpucrError) -> Any:
+    return pickle.loads(pickle.dumps(error))  # noqa: S301 - its own
+
+
+def _raised(name: str) -> None:
+    raise _made_of(getattr(errors, name), OSError(28, "No space left on device", "/a"))
+
+
+def _same_but_for_the_cause(found: BaseException, made: GpucrError) -> None:
+    assert type(found) is type(made)
+    assert isinstance(found, GpucrError)
+    assert (found.args, found.exit_code, found.code, found.why) == (made.args, made.exit_code, made.code, made.why)
+    assert {**vars(found), "_why": None} == {**vars(made), "_why": None}
+
+
+@pytest.mark.parametrize("error", CLASSES)
+def test_every_error_is_pickled_with_its_data_and_its_cause(error: type[GpucrError]) -> None:
+    made = _made_of(error, errors.SnapshotError("the disk is full", path="/a"))
+    assert made.__cause__ is not None
+    made.__cause__.__cause__ = OSError(28, "No space left on device", "/a")
+    for _ in range(2):
+        found = _pickled(made)
+        _same_but_for_the_cause(found, made)
+        assert isinstance(found.__cause__, errors.SnapshotError)
+        assert (found.__cause__.path, found.__cause__.why) == ("/a", "No space left on device")
+        assert isinstance(found.__cause__.__cause__, OSError)
+        made = found  # one process after the other
+
+
+def test_a_cause_that_cannot_be_pickled_is_told_in_words() -> None:
+    made = _made_of(errors.BrokenInstall, subprocess.TimeoutExpired("make", 5))
+    made.__cause__ = UnicodeDecodeError("utf-8", b"\xff", 0, 1, "invalid start byte")
+    assert isinstance(_pickled(made).__cause__, UnicodeDecodeError)
+    made.__cause__ = subprocess.CalledProcessError(3, ["make"])
+    found = _pickled(made)
+    assert found.why == made.why == "Command '['make']' returned non-zero exit status 3."
+
+    class Local(Exception):
+        """A class that no other process has."""
+
+    made.__cause__ = Local("in here")
+    found = _pickled(made)
+    assert repr(found.__cause__) == "RuntimeError('Local: in here')"
+    assert found.why == "in here"
+
+
+def test_every_error_comes_out_of_a_process_pool_as_it_was_raised() -> None:
+    with concurrent.futures.ProcessPoolExecutor(1, multiprocessing.get_context("spawn")) as pool:
+        raised = {error: pool.submit(_raised, error.__name__).exception(60) for error in CLASSES}
+    for error, found in raised.items():
+        assert found is not None
+        _same_but_for_the_cause(found, _made_of(error, OSError(28, "No space left on device", "/a")))
 
 
 def test_the_commands_help_tells_every_exit_code() -> None:

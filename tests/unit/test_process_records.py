@@ -130,10 +130,10 @@ def test_a_record_that_is_there_stays() -> None:
     process = identity(os.getpid())
     note(process, A)
     note(process, B)
-    assert RECORDS.read(process)["gpus"][0]["uuid"] == A.uuid
+    assert gpus_of(process, HERE).known == (A,)
     RECORDS.remove(process)
     note(process, B)
-    assert RECORDS.read(process)["gpus"][0]["uuid"] == B.uuid
+    assert gpus_of(process, HERE).known == (B,)
 
 
 def test_a_record_is_that_of_a_process_whose_start_was_seen_a_tick_apart() -> None:
@@ -145,7 +145,7 @@ def test_a_record_is_that_of_a_process_whose_start_was_seen_a_tick_apart() -> No
         RECORDS.remove_ended()
         note(alive, B)  # it has a record
         assert RECORDS.is_written(alive)
-        assert RECORDS.read(alive)["gpus"][0]["uuid"] == A.uuid
+        assert gpus_of(alive, HERE).known == (A,)
         RECORDS.remove(alive)
         assert not RECORDS.is_written(seen)
 

@@ -8,6 +8,7 @@ from dataclasses import asdict
 from typing import Any
 
 import click
+import msgspec
 
 from gpucr.checkups.checkup import Checkup
 from gpucr.checkups.doctor import DoctorReport, doctor
@@ -144,9 +145,8 @@ def _probe_as_json(report: ProbeReport | None) -> dict[str, Any] | None:
 
 
 def _canary_as_json(result: CanaryResult) -> dict[str, Any]:
-    fields = asdict(result)
-    measured = fields.pop("measured_at")
-    return {**fields, "outcome": result.outcome.value, "measured": measured}
+    fields: dict[str, Any] = msgspec.to_builtins(result)
+    return {**fields, "measured": fields.pop("measured_at")}
 
 
 def _print(report: DoctorReport, *, problems_only: bool) -> None:

@@ -19,6 +19,7 @@ from gpucr.containers import attendant, dump, meeting, plain_files, restore
 from gpucr.errors import GpucrError, InvalidRequest, SnapshotError
 from gpucr.linux import mounts, processes
 from gpucr.model import ProcessId
+from gpucr.records import Record, Text
 from gpucr.snapshot.gpu_part import GpuPart, claimed
 
 HOOKS = ("pre-dump", "post-dump", "pre-restore", "post-resume")
@@ -121,7 +122,7 @@ def _pre_restore(call: HookCall) -> list[str]:
         return []
     findings = restore.check_gpu_part(images)
     meeting.MEETINGS.remove_ended()
-    meeting.MEETINGS.write(call.criu, {"images": os.fspath(images)})
+    meeting.MEETINGS.write(call.criu, _Noted(os.fspath(images)))
     if _noted_images(call.criu) != images:
         raise SnapshotError(
             f"what the last hook must know cannot be noted in {meeting.MEETINGS.folder()}",
@@ -165,10 +166,13 @@ def _unmount_cgroup_yard(work_folder: Path) -> None:
                 mount_point.rmdir()
 
 
+class _Noted(Record, frozen=True):
+    images: Text
+
+
 def _noted_images(criu: ProcessId) -> Path | None:
-    noted = meeting.MEETINGS.read(criu)
-    path = noted.get("images") if isinstance(noted, dict) else None
-    return Path(path) if isinstance(path, str) and os.path.isabs(path) else None
+    noted = meeting.MEETINGS.read(criu, _Noted)
+    return Path(noted.images) if noted is not None and os.path.isabs(noted.images) else None
 
 
 _WORK: Mapping[str, Callable[[HookCall], list[str]]] = {

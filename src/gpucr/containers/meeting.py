@@ -7,20 +7,27 @@ message, and gets one back: what to write into CRIU's log, and the error that it
 from __future__ import annotations
 
 import contextlib
-import json
 import socket
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from pathlib import Path
-from typing import Any
 
+from gpucr import records
 from gpucr.errors import BrokenInstall, GpucrError
 from gpucr.linux import processes, trusted_paths
 from gpucr.linux.process_records import ProcessRecords
 from gpucr.model import ProcessId
+from gpucr.records import Record
 
 MEETINGS = ProcessRecords("hooks")
 MESSAGE_LIMIT_BYTES = 1 << 16
 _MAX_TEXT = 4000
+
+
+class _Answer(Record, frozen=True):
+    lines: tuple[str, ...]
+    error: str | None
+    hint: str | None
+    code: str
 
 
 def listen(criu: ProcessId) -> socket.socket:
@@ -60,21 +67,21 @@ def call(criu: ProcessId, hook: str) -> list[str]:
             raise _attendant_is_gone(hook) from e
     if not message:
         raise _attendant_is_gone(hook)
-    answer = json.loads(message)
-    if answer["error"] is not None:
-        raise GpucrError(answer["error"], hint=answer["hint"], code=answer["code"])
-    return list(answer["lines"])
+    answer = records.decode(message, _Answer)
+    if answer.error is not None:
+        raise GpucrError(answer.error, hint=answer.hint, code=answer.code)
+    return list(answer.lines)
 
 
 def encode_answer(lines: Sequence[str], error: BaseException | None) -> bytes:
     """The message that ends a hook."""
-    answer: Mapping[str, Any] = {
-        "lines": [line[:_MAX_TEXT] for line in lines[:10]],
-        "error": None if error is None else (str(error) or type(error).__name__)[:_MAX_TEXT],
-        "hint": getattr(error, "hint", None),
-        "code": getattr(error, "code", GpucrError.code),
-    }
-    return json.dumps(answer).encode()
+    answer = _Answer(
+        lines=tuple(line[:_MAX_TEXT] for line in lines[:10]),
+        error=None if error is None else (str(error) or type(error).__name__)[:_MAX_TEXT],
+        hint=getattr(error, "hint", None),
+        code=getattr(error, "code", GpucrError.code),
+    )
+    return records.encode(answer)
 
 
 def socket_path(criu: ProcessId) -> Path:

@@ -8,7 +8,7 @@ which belongs to the process and lasts until the next boot.
 from __future__ import annotations
 
 from collections.abc import Collection, Iterable, Mapping, Sequence
-from dataclasses import asdict, dataclass
+from dataclasses import dataclass
 from pathlib import Path
 
 from gpucr.driver.gpus import gpus_with_device_file, visible_gpus
@@ -19,6 +19,7 @@ from gpucr.gpu_state.gpu_choice import GpuChoice
 from gpucr.linux import processes
 from gpucr.linux.process_records import ProcessRecords
 from gpucr.model import CudaState, Gpu, GpuMap, GpuUse, ProcessId
+from gpucr.records import Record
 
 RECORDS = ProcessRecords("gpus")
 
@@ -134,8 +135,7 @@ class Placement:
                 gpus = ProcessGpus(self._moved(gpus.known, gpu_map), self._moved(gpus.visible, gpu_map))
                 suspended.moved(member.id, gpu_map)
             RECORDS.remove(member.id)
-            visible = [gpu.uuid for gpu in gpus.visible]
-            RECORDS.write(member.id, {"gpus": [asdict(gpu) for gpu in gpus.known], "visible": visible})
+            RECORDS.write(member.id, _Noted(gpus.known, tuple(gpu.uuid for gpu in gpus.visible)))
 
     def _moved(self, gpus: Iterable[Gpu], gpu_map: GpuMap) -> tuple[Gpu, ...]:
         """Where they are now; without those that the map, which the driver has taken, does not name."""
@@ -155,19 +155,15 @@ def _is_back(gang: Gang, pid: int) -> bool:
         return False
 
 
+class _Noted(Record, frozen=True):
+    gpus: tuple[Gpu, ...]
+    visible: tuple[str, ...]
+
+
 def _recall(process: ProcessId) -> ProcessGpus | None:
     """What was noted; None where nothing was, or nothing that can be used."""
-    try:
-        noted = RECORDS.read(process)
-        known = {gpu.uuid: gpu for gpu in map(_gpu, noted["gpus"])}
-        gpus = ProcessGpus(tuple(known.values()), tuple(known[uuid] for uuid in noted["visible"]))
-    except (KeyError, TypeError, ValueError):
+    noted = RECORDS.read(process, _Noted)
+    known = {gpu.uuid: gpu for gpu in noted.gpus} if noted is not None else {}
+    if noted is None or not noted.visible or not known.keys() >= set(noted.visible):
         return None
-    return gpus if gpus.visible else None
-
-
-def _gpu(item: Mapping[str, object]) -> Gpu:
-    kinds = {"index": int, "uuid": str, "name": str, "memory_total_bytes": int, "memory_free_bytes": int}
-    if not all(type(item[name]) is kind for name, kind in kinds.items()) or type(item["mig_enabled"]) is not bool:
-        raise ValueError("not a GPU")
-    return Gpu(**item)  # type: ignore[arg-type]  # checked above; a member too many is a TypeError
+    return ProcessGpus(tuple(known.values()), tuple(known[uuid] for uuid in noted.visible))

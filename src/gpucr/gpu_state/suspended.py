@@ -12,21 +12,24 @@ it a process is resumed to RUNNING, and the room is judged by the process's larg
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import dataclass
 
 from gpucr.linux.process_records import ProcessRecords
 from gpucr.model import CudaState, GangMember, GpuMap, ProcessId
+from gpucr.records import Count, Record, RecordError
 
 RECORDS = ProcessRecords("suspended")
 _FOUND_STATES = (CudaState.RUNNING, CudaState.LOCKED, CudaState.CHECKPOINTED)
 
 
-@dataclass(frozen=True)
-class SuspendedRecord:
+class SuspendedRecord(Record, frozen=True):
     """One process: the state in which the suspend found it, and device memory per GPU UUID at that time."""
 
     found: CudaState
-    device_bytes: Mapping[str, int]
+    device_bytes: Mapping[str, Count]
+
+    def __post_init__(self) -> None:
+        if self.found not in _FOUND_STATES:
+            raise RecordError(f"no process is found {self.found.word}")
 
 
 def remember(member: GangMember, device_bytes: Mapping[str, int]) -> None:
@@ -37,21 +40,12 @@ def remember(member: GangMember, device_bytes: Mapping[str, int]) -> None:
     """
     if member.found is not CudaState.CHECKPOINTED:
         forget(member.id)
-    RECORDS.write(member.id, {"found": int(member.found), "device_bytes": dict(device_bytes)})
+    RECORDS.write(member.id, SuspendedRecord(member.found, dict(device_bytes)))
 
 
 def recall(process: ProcessId) -> SuspendedRecord | None:
     """Read the record of one process; None where there is none that can be used."""
-    try:
-        record = RECORDS.read(process)
-        found, held = record["found"], record["device_bytes"]
-        if type(found) is not int or found not in _FOUND_STATES:
-            return None
-        if any(type(size_bytes) is not int or size_bytes < 0 for size_bytes in held.values()):
-            return None
-    except (KeyError, TypeError, AttributeError):
-        return None
-    return SuspendedRecord(CudaState(found), held)
+    return RECORDS.read(process, SuspendedRecord)
 
 
 def moved(process: ProcessId, gpu_map: GpuMap) -> None:
@@ -60,7 +54,7 @@ def moved(process: ProcessId, gpu_map: GpuMap) -> None:
     if record is not None:
         held = {gpu_map.new_for(uuid): size_bytes for uuid, size_bytes in record.device_bytes.items()}
         forget(process)
-        RECORDS.write(process, {"found": int(record.found), "device_bytes": held})
+        RECORDS.write(process, SuspendedRecord(record.found, held))
 
 
 def forget(process: ProcessId) -> None:

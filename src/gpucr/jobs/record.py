@@ -127,16 +127,16 @@ def state_of(record: JobRecord) -> JobState:
 
 def _read_status(record: JobRecord) -> JobState | None:
     """How it ended, as its keeper wrote it; None where there is no such file, or one that cannot be used."""
-    with contextlib.suppress(OSError, RecordError):
+    with contextlib.suppress(OSError, UnicodeDecodeError, RecursionError, msgspec.MsgspecError):
         with Path(record.status_path).open("rb") as file:
-            ended = records.decode(file.read(_MAX_STATUS_BYTES), _Status)
+            ended = msgspec.json.decode(file.read(_MAX_STATUS_BYTES), type=_Status)
         if (ended.exit_code is None) != (ended.signal is None):
             return JobState("ended", exit_code=ended.exit_code, signal=ended.signal)
     return None
 
 
-class _Status(msgspec.Struct, omit_defaults=True):
-    """How the first process ended: a keeper writes one of them."""
+class _Status(msgspec.Struct):
+    """How the first process ended: a keeper writes one of the two, and more that nobody reads."""
 
-    exit_code: Count | None = None
-    signal: Count | None = None
+    exit_code: Annotated[int, Meta(ge=0, lt=1 << 32)] | None = None
+    signal: Annotated[int, Meta(ge=0, lt=1 << 32)] | None = None

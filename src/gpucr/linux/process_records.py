@@ -8,19 +8,21 @@ from __future__ import annotations
 
 import contextlib
 import errno
-import json
 import os
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator
 from dataclasses import replace
 from pathlib import Path
-from typing import Any
+from typing import TypeVar
 
-from gpucr.json_text import parse
+from gpucr import records
 from gpucr.linux import processes, trusted_paths
 from gpucr.linux.private_folders import runtime_folder
 from gpucr.model import ProcessId
+from gpucr.records import RecordError
 
 _MAX_BYTES = 1 << 20
+
+T = TypeVar("T")
 
 
 class ProcessRecords:
@@ -29,25 +31,25 @@ class ProcessRecords:
     def __init__(self, kind: str) -> None:
         self._kind = kind
 
-    def write(self, process: ProcessId, record: Mapping[str, Any]) -> None:
+    def write(self, process: ProcessId, record: object) -> None:
         """Write the record of a process that has none; one that is there stays."""
         with contextlib.suppress(OSError):  # a full disk must not stop an operation
             self.require_written(process, record)
 
-    def require_written(self, process: ProcessId, record: Mapping[str, Any]) -> None:
+    def require_written(self, process: ProcessId, record: object) -> None:
         """As `write`, where nothing works without. Raises OSError."""
         path = self.path(process)
         trusted_paths.make_private(path.parent)
         if path != self._new_path(process):
             raise FileExistsError(errno.EEXIST, os.strerror(errno.EEXIST), os.fspath(path))
         fd = trusted_paths.open_file(path, os.O_WRONLY | os.O_CREAT | os.O_EXCL)
-        with os.fdopen(fd, "w") as stream:
-            json.dump(record, stream)
+        with os.fdopen(fd, "wb") as stream:
+            stream.write(records.encode(record))
 
-    def read(self, process: ProcessId) -> Any:
-        """The record as JSON, unchecked; None where there is none, or something that is not JSON."""
-        with contextlib.suppress(OSError, ValueError), self.path(process).open("rb") as stream:
-            return parse(stream.read(_MAX_BYTES))
+    def read(self, process: ProcessId, kind: type[T]) -> T | None:
+        """The record; None where there is none, or something else."""
+        with contextlib.suppress(OSError, RecordError), self.path(process).open("rb") as stream:
+            return records.decode(stream.read(_MAX_BYTES), kind)
         return None
 
     def is_written(self, process: ProcessId) -> bool:

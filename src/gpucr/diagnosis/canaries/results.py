@@ -4,6 +4,11 @@ from __future__ import annotations
 
 import enum
 from dataclasses import dataclass
+from typing import Annotated
+
+from msgspec import Meta
+
+from gpucr.records import Record, RecordError
 
 
 class CanaryOutcome(enum.Enum):
@@ -41,8 +46,7 @@ class MeasuredMachine:
     kernel: str
 
 
-@dataclass(frozen=True)
-class CanaryResult:
+class CanaryResult(Record, frozen=True):
     """One canary. ``result`` is the CUresult where the driver gave one, ``action`` and ``state`` where that was.
 
     ``measured_at`` is a UTC time, ``2026-11-21T14:02:11Z``; ``seconds`` the wall time of the whole canary.
@@ -52,10 +56,14 @@ class CanaryResult:
     outcome: CanaryOutcome
     detail: str
     action: str | None
-    result: int | None
+    result: Annotated[int, Meta(ge=0, lt=10**9)] | None
     state: str | None
-    seconds: float
-    measured_at: str
+    seconds: Annotated[float, Meta(ge=0, lt=1e9)]
+    measured_at: Annotated[str, Meta(pattern=r"\A\d{4}-\d{2}-\d{2}T\d{2}:\d{2}:\d{2}Z\Z")]
+
+    def __post_init__(self) -> None:
+        if self.name not in WHAT:
+            raise RecordError(f"there is no canary {self.name!r}")
 
     @property
     def what(self) -> str:
