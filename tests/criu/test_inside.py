@@ -8,13 +8,13 @@ import sys
 import threading
 import time
 from collections.abc import Callable, Iterator
-from dataclasses import replace
 from functools import partial
 from pathlib import Path
 from typing import Any
 
 import psutil
 import pytest
+from msgspec import structs
 
 from gpucr.criu.engine import Criu
 from gpucr.criu.install import find_criu
@@ -123,7 +123,7 @@ def test_pids_are_the_callers(make_job: type[Job], tmp_path: Path) -> None:
 def test_a_dump_that_ends_the_job(make_job: type[Job], tmp_path: Path) -> None:
     """The sandbox ends with it, but not before CRIU has finished."""
     job = make_job(tmp_path, CODE)
-    job.options = replace(job.options, leave_running=False)
+    job.options = structs.replace(job.options, leave_running=False)
     tree = job.tree()
     job.dump()
     assert job.sandbox.wait_ended(60)

@@ -104,7 +104,7 @@ def test_network_lock_method_is_not_skipped_with_connections(monkeypatch: pytest
         asked.append(arguments)
         return next(answers)
 
-    monkeypatch.setattr("gpucr.criu.options.has_feature", has_feature)
+    monkeypatch.setattr("gpucr.criu.install.has_feature", has_feature)
     monkeypatch.setattr("shutil.which", lambda name: f"/sbin/{name}")
     install: Any = object()
     with socket.create_server(("127.0.0.1", 0)) as listener, socket.create_connection(listener.getsockname()):

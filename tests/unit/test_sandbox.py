@@ -8,7 +8,6 @@ import signal
 import subprocess
 import sys
 from collections.abc import Iterator
-from dataclasses import asdict
 from pathlib import Path
 from typing import Any
 
@@ -284,7 +283,7 @@ signal.pause()
 @pytest.mark.usefixtures("root_only")
 def test_only_what_gpucr_has_started_is_a_keeper() -> None:
     """Anything else could lead a gpucr of root's into a mount namespace with a CRIU of its own."""
-    shown = json.dumps(asdict(label.Tag(0, 0, "abc", isolated=True, network="own", log_path="/log")))
+    shown = json.dumps(label.Tag(0, 0, "abc", isolated=True, network="own", log_path="/log")._asdict())
     shown = shown.replace('"keeper": 0', '"keeper": PID')
     with python(FORGED, shown, NOBODY_UID) as forger:
         assert sandbox.of(forger.pid) is None

@@ -13,14 +13,16 @@ import stat
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Annotated, Literal
+from typing import TYPE_CHECKING, Annotated, Literal
 
 from msgspec import Meta
 
-from gpucr.criu.install import CriuInstall, find_criu, has_feature
 from gpucr.errors import Unsupported
 from gpucr.quantities import format_bytes
 from gpucr.records import Record
+
+if TYPE_CHECKING:
+    from gpucr.criu.install import CriuInstall
 
 NetworkLock = Literal["nftables", "iptables", "skip"]
 
@@ -159,6 +161,8 @@ def _connected_inodes(pid: int) -> Iterator[str]:
 
 def _choose_network_lock(install: CriuInstall | None) -> NetworkLock:
     """nftables where CRIU and the kernel have it (no tool needed), else iptables where the tool is there."""
+    from gpucr.criu.install import find_criu, has_feature  # a snapshot is read without
+
     if has_feature(install or find_criu(), "network_lock_nftables"):
         return "nftables"
     return "iptables" if shutil.which("iptables-restore") else "skip"

@@ -9,8 +9,7 @@ from __future__ import annotations
 
 import json
 import os
-from dataclasses import asdict, dataclass
-from typing import Any
+from typing import Any, NamedTuple
 
 from gpucr.json_text import parse
 
@@ -22,8 +21,7 @@ SIZE_BYTES = 32 << 10
 """Always written as a whole and in one piece, so that a reader never sees half of it."""
 
 
-@dataclass(frozen=True)
-class Tag:
+class Tag(NamedTuple):
     """What a keeper says of itself. Pids are those of its own namespace.
 
     ``lineage`` is the same for a job and for everything that was restored from its snapshots. ``root`` is 0 until there
@@ -40,7 +38,7 @@ class Tag:
 
 def write(fd: int, tag: Tag) -> None:
     """Put the tag into the file. Raises ValueError where it is too long."""
-    data = json.dumps(asdict(tag)).encode()
+    data = json.dumps(tag._asdict()).encode()
     if len(data) > SIZE_BYTES:
         raise ValueError("the path of the log is too long")
     os.pwrite(fd, data.ljust(SIZE_BYTES), 0)
