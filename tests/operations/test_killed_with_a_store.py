@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 import os
 import signal
 import subprocess
@@ -18,6 +19,7 @@ from gpucr.store import writers
 from gpucr.store.local import LocalBackend
 from tests.counter import CounterFactory, wait_until
 from tests.operations.test_killed import DUMP_PHASES, THAW_PHASES, assert_goes_on, is_claimed, killed
+from tests.storm import sample
 
 AT_ONCE = gpucr.PruneRules(grace_s=0.0, dead_after_s=0.0)
 RESTORE_PHASES = ["fetch", "load", "keeper", "criu", "hold", "restore", "unlock", "release", "keep"]
@@ -132,7 +134,7 @@ def test_around_the_commit(counter: CounterFactory, driver: CudaDriver, store: P
     assert job.ask() == 101
 
 
-@pytest.mark.parametrize("phase", [*DUMP_PHASES[3:], *THAW_PHASES])
+@pytest.mark.parametrize("phase", sample([*DUMP_PHASES[3:], *THAW_PHASES], 2))
 def test_in_a_dump_that_leaves_the_job_running(
     counter: CounterFactory, driver: CudaDriver, store: Path, phase: str
 ) -> None:
@@ -150,8 +152,7 @@ def test_these_are_the_phases_of_a_restore(counter: CounterFactory, store: Path)
     assert [phase.name for phase in gpucr.restore(store).phases] == RESTORE_PHASES
 
 
-@pytest.mark.parametrize("event", ["begin", "end"])
-@pytest.mark.parametrize("phase", RESTORE_PHASES)
+@pytest.mark.parametrize(("phase", "event"), sample(list(itertools.product(RESTORE_PHASES, ["begin", "end"])), 2))
 def test_in_a_restore(counter: CounterFactory, driver: CudaDriver, store: Path, phase: str, event: str) -> None:
     job = counter("--mib", "16", "--fork", "1")
     pids = job.processes()
