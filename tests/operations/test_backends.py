@@ -358,6 +358,47 @@ def test_a_kind_that_is_not_here_is_refused_before_anything_starts(
     assert_all_run(job, driver, vault)
 
 
+def test_damage_in_what_lies_over_the_drivers_ends_the_half_restored_job(
+    counter: CounterFactory, vault: Vault, tmp_path: Path, driver: CudaDriver
+) -> None:
+    job = counter("--mib", "8", "--fork", "1")
+    pids = job.processes()
+    vault.fill(pids[1])
+    gpucr.dump(job.pid, tmp_path / "s").snapshot.verify()
+    job.reap()
+    stripe = tmp_path / "s" / "device" / f"{pids[1]}-1.2"
+    content = bytearray(stripe.read_bytes())
+    content[100] ^= 1
+    stripe.write_bytes(content)
+    with pytest.raises(gpucr.SnapshotDamaged, match=rf"device/{pids[1]}-1\.2.*differs"):
+        gpucr.restore(tmp_path / "s")
+    assert job.processes() == []
+    content[100] ^= 1
+    stripe.write_bytes(content)
+    gpucr.restore(tmp_path / "s")
+    assert_all_run(job, driver, vault)
+
+
+def test_plain_and_captured_snapshots_cross(
+    counter: CounterFactory, tmp_path: Path, driver: CudaDriver, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """What was dumped in the one way is restored where only the other one can be, and dumped there."""
+    job = counter("--mib", "8")
+    expected = 101
+    for number, plain in enumerate((True, False, True)):
+        with monkeypatch.context() as patch:
+            if plain:
+                only_plain_for(job.pid, patch)
+            snapshot = gpucr.dump(job.pid, tmp_path / str(number)).snapshot
+        job.reap()
+        assert snapshot.manifest.kinds == ({} if plain else {DevicePart(job.pid): "captured"})
+        gpucr.restore(tmp_path / str(number))
+        assert driver.state(job.pid) is RUNNING
+        assert job.send("verify") == "ok"
+        assert job.ask() == expected
+        expected += 1
+
+
 @pytest.mark.parametrize("name", ["captured", "plain", "vault", "", "Vault", "../vault", "v" * 33])
 def test_a_kind_has_a_name_of_its_own(name: str, vault: Vault) -> None:
     other = Vault()

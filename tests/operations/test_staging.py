@@ -266,6 +266,24 @@ def test_a_full_disk_leaves_the_job_as_it_was(counter: CounterFactory, driver: C
     assert_unharmed(job, 101)
 
 
+@pytest.mark.criu
+def test_a_writer_that_fails_when_the_driver_is_done_leaves_no_thread_traced(
+    counter: CounterFactory, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    job = counter("--mib", "8", "--fork", "1")
+
+    def complete(self: DeviceWriter, part: DevicePart) -> None:
+        raise gpucr.SnapshotError("the disk is gone", path="device")
+
+    monkeypatch.setattr(DeviceWriter, "complete", complete)
+    with pytest.raises(gpucr.SnapshotError, match="the disk is gone"):
+        gpucr.dump(job.pid, tmp_path / "s")
+    assert [processes.tracer_pid(tid) for pid in job.processes() for tid in processes.threads(pid)] == [0] * sum(
+        len(processes.threads(pid)) for pid in job.processes()
+    )
+    assert_unharmed(job, 101)
+
+
 @pytest.fixture
 def slow_reader(monkeypatch: pytest.MonkeyPatch) -> Iterator[list[int]]:
     """A storage that delivers a piece only when the driver waits for it; tells the offsets waited for."""

@@ -75,7 +75,10 @@ class Backend(Protocol):
         """The driver has checkpointed all of the gang. After this the source is final."""
 
     def abort(self) -> None:
-        """Instead of `complete`: stop, nobody wants the data. The process is as `begin` found it after `give_back`."""
+        """Something failed, before `complete` or after: stop, nobody wants the data.
+
+        The process is as `begin` found it after `give_back`.
+        """
 
     def give_back(self) -> None:
         """The process is LOCKED, the driver has restored it: whatever is away goes where it was. Idempotent.

@@ -125,14 +125,15 @@ class GangStaging:
             follower.start()
             yield
             self._stop(follower, over)
+            for each in backends:
+                each.complete(meter)
+            for each in backends:
+                self._save_all_of(each)
         except BaseException:
             self._stop(follower, over, raises=False)
             for each in backends:
                 each.abort()
             raise
-        for each in backends:
-            each.complete(meter)
-            self._save_all_of(each)
 
     def give_back(self, state: Callable[[int], CudaState | None]) -> None:
         """What lies over the driver's puts its memory back into the processes that the driver has restored.
