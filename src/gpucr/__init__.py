@@ -55,6 +55,7 @@ if TYPE_CHECKING:
     from gpucr.jobs.environment import EnvironmentChange
     from gpucr.jobs.record import JobRecord, JobState, Network, StateWord
     from gpucr.jobs.registry import ListedJob
+    from gpucr.jobs.selector import JobSelector
     from gpucr.model import CudaState, GangLock, Gpu, GpuMap, ProcessId, ProcessInfo
     from gpucr.operations.dump import DumpPlan, DumpReport, Persist, dump, plan_dump
     from gpucr.operations.gpu_jobs import GpuJob, list_gpu_jobs
@@ -110,6 +111,7 @@ _HOMES = {
     "gpucr.jobs.environment": ("EnvironmentChange",),
     "gpucr.jobs.record": ("JobRecord", "JobState", "Network", "StateWord"),
     "gpucr.jobs.registry": ("ListedJob",),
+    "gpucr.jobs.selector": ("JobSelector",),
     "gpucr.model": ("CudaState", "GangLock", "Gpu", "GpuMap", "ProcessId", "ProcessInfo"),
     "gpucr.operations.dump": ("DumpPlan", "DumpReport", "Persist", "dump", "plan_dump"),
     "gpucr.operations.gpu_jobs": ("GpuJob", "list_gpu_jobs"),
@@ -180,6 +182,7 @@ __all__ = [
     "JobChanged",
     "JobDamaged",
     "JobRecord",
+    "JobSelector",
     "JobSnapshot",
     "JobState",
     "LaterSpace",

@@ -275,15 +275,25 @@ class GangLock:
 
 @dataclass(frozen=True)
 class Job:
-    """A process tree that is handled as one. ``processes`` has the root first; ``gang`` are those with CUDA."""
+    """A process tree, or several, that are handled as one.
+
+    ``processes`` has the root first, each tree in one piece; ``gang`` are those with CUDA, of all trees.
+    ``other_root_pids`` are the roots of all trees but the first.
+    """
 
     processes: tuple[ProcessInfo, ...]
     gang: tuple[GangMember, ...]
+    other_root_pids: tuple[int, ...] = ()
 
     @property
     def root(self) -> ProcessInfo:
         """The process whose pid names the job."""
         return self.processes[0]
+
+    @property
+    def root_pids(self) -> tuple[int, ...]:
+        """The pids of the roots of all trees."""
+        return (self.root.pid, *self.other_root_pids)
 
     @property
     def pids(self) -> tuple[int, ...]:

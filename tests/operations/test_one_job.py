@@ -4,10 +4,12 @@ from __future__ import annotations
 
 import contextlib
 import os
+import secrets
+import shlex
 import signal
 import subprocess
 import sys
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 
 import pytest
@@ -86,9 +88,10 @@ def container(tmp_path: Path) -> Iterator[StartContainer]:
 
 
 @contextlib.contextmanager
-def supervisor(code: str, folder: Path) -> Iterator[int]:
+def supervisor(code: str, folder: Path, *arguments: str) -> Iterator[int]:
     """A process that runs this, prints a line, and waits."""
-    words = [sys.executable, "-c", f"import os, signal, sys\n{code}\nprint('ready', flush=True)\nsignal.pause()"]
+    program = f"import os, signal, sys\n{code}\nprint('ready', flush=True)\nsignal.pause()"
+    words = [sys.executable, "-c", program, *arguments]
     with subprocess.Popen(words, cwd=folder, stdout=subprocess.PIPE, text=True, start_new_session=True) as child:
         assert child.stdout is not None
         try:
@@ -136,9 +139,9 @@ def test_two_logins_are_two_users(folder: Path, monkeypatch: pytest.MonkeyPatch)
         logins = {tree[1].pid: 1000, tree[2].pid: 1001}
         monkeypatch.setattr(one_job, "_login_uid", logins.get)
         with pytest.raises(gpucr.InvalidRequest, match="users 1000, 1001"):
-            one_job.require_one_job(tree)
+            one_job.require_one_job([tree])
         logins[tree[2].pid] = 1000
-        one_job.require_one_job(tree)
+        one_job.require_one_job([tree])
 
 
 @pytest.mark.parametrize("name", COMMANDS)
@@ -161,6 +164,152 @@ def kept_job() -> JobRecord:
     (job,) = launch.list_jobs()
     assert job.record is not None
     return job.record
+
+
+def test_what_somebody_runs_as_another_user_is_theirs(folder: Path, tmp_path: Path) -> None:
+    """As by sudo: the way from root to the second user leads through the first."""
+    code = f"""
+read, write = os.pipe()
+if os.fork() == 0:
+    os.setresuid({NOBODY}, {NOBODY}, 0)
+    if os.fork() == 0:
+        os.setresuid(0, 0, 0)
+        os.setuid({GAMES})
+        os.write(write, b"x")
+    signal.pause()
+os.read(read, 1)"""
+    with supervisor(code, folder) as pid:
+        wait_until(lambda: {each.uid for each in processes.tree(pid)} == {0, NOBODY, GAMES}, "three users")
+        assert gpucr.plan_dump(pid, tmp_path / "s").pid == pid
+
+
+SESSIONS = """
+import pty, ctypes
+ctypes.CDLL(None).prctl(15, sys.argv[1].encode(), 0, 0, 0)
+read, write = os.pipe()
+masters = []
+for kind in sys.argv[2]:
+    child = 0
+    if kind == "t":
+        child, master = pty.fork()
+        masters.append(master)
+    else:
+        child = os.fork()
+        if child == 0:
+            os.setsid()
+    if child == 0:
+        os.write(write, b"x")
+        signal.pause()
+for _ in sys.argv[2]:
+    os.read(read, 1)
+"""
+"""Children in sessions of their own: each on a terminal of its own (t), or on none (n)."""
+
+
+@pytest.mark.parametrize(
+    ("name", "kinds", "found"),
+    [
+        ("tmux: server", "tt", "sessions on several terminals"),
+        ("supervisor", "tt", "sessions on several terminals"),
+        ("sshd", "nn", "several sessions"),
+        ("cron", "nn", "several sessions"),
+        ("systemd", "nn", "several sessions"),
+        ("tmux: server", "t", None),
+        ("torchrun", "nnnn", None),
+        ("expect", "tn", None),
+    ],
+)
+def test_sessions_below_a_process(name: str, kinds: str, found: str | None, folder: Path, tmp_path: Path) -> None:
+    with supervisor(SESSIONS, folder, name, kinds) as pid:
+        if found is None:
+            assert gpucr.plan_dump(pid, tmp_path / "s").pid == pid
+            return
+        with pytest.raises(gpucr.InvalidRequest, match=found) as caught:
+            gpucr.plan_dump(pid, tmp_path / "s")
+        assert caught.value.code == "GPUCR-NOT-ONE-JOB"
+        assert gpucr.plan_dump(pid, tmp_path / "s", force=True).pid == pid
+
+
+@pytest.mark.parametrize(
+    ("units", "is_one"),
+    [
+        (("a.service", "b.scope"), False),
+        (("a.service/inner", "a.service"), True),
+        (("a.scope", None), True),  # a launcher that runs one rank by systemd-run
+        (("x.slice/a.service", "y.slice/a.service"), False),
+    ],
+)
+def test_units_below_a_process(units: tuple[str | None, ...], is_one: bool, folder: Path, tmp_path: Path) -> None:
+    with made_unit_folders(units) as folders, supervisor(forking(0, 0), folder) as pid:
+        for process, unit in zip(processes.tree(pid)[1:], folders, strict=True):
+            if unit is not None:
+                (unit / "cgroup.procs").write_text(str(process.pid))
+        if is_one:
+            assert gpucr.plan_dump(pid, tmp_path / "s").pid == pid
+        else:
+            with pytest.raises(gpucr.InvalidRequest, match="has processes in the units /"):
+                gpucr.plan_dump(pid, tmp_path / "s")
+
+
+def test_a_slice_is_not_one_job(folder: Path) -> None:
+    units = ("x.slice/a.service", "x.slice/b.service")
+    with made_unit_folders(units) as folders, supervisor("", folder) as one, supervisor("", folder) as other:
+        for pid, unit in zip((one, other), filter(None, folders), strict=True):
+            (unit / "cgroup.procs").write_text(str(pid))
+        with pytest.raises(gpucr.InvalidRequest, match="has processes in the units /"):
+            gpucr.suspend(gpucr.JobSelector(cgroup=str(unit.parent)))
+        with pytest.raises(gpucr.NotACudaProcess):  # it was looked at
+            gpucr.suspend(gpucr.JobSelector(cgroup=unit))
+
+
+@contextlib.contextmanager
+def made_unit_folders(units: Sequence[str | None]) -> Iterator[list[Path | None]]:
+    """Cgroups with these names, where systemd has its own; removed when they are empty."""
+    has_v1 = "name=systemd:" in Path("/proc/self/cgroup").read_text()
+    lines = [line.split() for line in Path("/proc/self/mountinfo").read_text().splitlines()]
+    tops = [Path(each[4]) for each in lines if ("name=systemd" in each[-1] if has_v1 else each[-3] == "cgroup2")]
+    top = tops[0] / f"gpucr-test-{secrets.token_hex(8)}"
+    made = [top / unit if unit is not None else None for unit in units]
+    try:
+        for each in made:
+            if each is not None:
+                each.mkdir(parents=True, exist_ok=True)
+        yield made
+    finally:
+        wait_until(lambda: _is_removed(top), f"{top} to be empty")
+
+
+def _is_removed(top: Path) -> bool:
+    with contextlib.suppress(OSError):  # busy: a process of it is still on its way out
+        for folder, _, _ in os.walk(top, topdown=False):
+            os.rmdir(folder)
+    return not top.exists()
+
+
+def test_force_takes_what_was_found_and_leaves_gpucr_out(tmp_path: Path, sim_only: None) -> None:
+    """A shell with gpucr itself below it. A dump would stop itself, and is refused even so."""
+    gpucr_itself = shlex.join(command.command())
+    program = shlex.quote(str(simulator.build() / "counter"))
+    script = f"{program} --port 0 --mib 2 >counter 2>&1 & until grep -q ready counter; do sleep 0.1; done"
+    attempts = [f"{gpucr_itself} {each} 2>&1; echo exit $?" for each in ("suspend $$", "suspend $$ --force")]
+    dump = f"{gpucr_itself} dump $$ --force --to {tmp_path / 's'} 2>&1; echo exit $?"
+    job = tmp_path / "shell"
+    job.mkdir()
+    try:
+        done = subprocess.run(
+            ["sh", "-c", "; ".join([script, *attempts, dump, f"{gpucr_itself} resume $$ --force"])],
+            cwd=job, capture_output=True, text=True, timeout=60, check=False,
+        )  # fmt: skip
+        refused, forced, dumped, resumed = done.stdout.split("exit ")
+        assert "is an ancestor of gpucr" in refused
+        assert forced.startswith("2\n")
+        assert "checkpointed (was running)" in forced
+        assert dumped.startswith("0\n")
+        assert "gpucr runs in the job" in dumped
+        assert resumed.startswith("2\n")
+        assert "running (was checkpointed)" in resumed
+    finally:
+        end_all_in(job)
 
 
 # --- pid 1 of a container, with gpucr beside it --------------------------------------------------------------------

@@ -83,12 +83,12 @@ def test_two_mounts_of_proc(way: str) -> None:
         said = _says(other).split()
         assert said[0] == "claimed"
         assert int(said[1]) != os.stat("/proc").st_dev  # else this shows nothing
-        with pytest.raises(Unsupported, match=rf"\(process \d+, python.*, of uid 0\) is at work on process {job.pid}"):
+        with pytest.raises(Unsupported, match=rf"at work on process {job.pid}: process \d+ \(python.*\) of uid 0"):
             claimed([job.pid]).__enter__()
         _let_go(other)
         assert _says(other) == "let go\n"
         with claimed([job.pid]), holder(way, job.pid, "--mount", "--fork") as late:
-            assert f"(process {os.getpid()}, " in _says(late)
+            assert f": process {os.getpid()} (" in _says(late)
 
 
 @pytest.mark.root

@@ -25,6 +25,7 @@ from gpucr.checkups.repairs import Repair
 from gpucr.diagnosis.canaries.results import ProbeReport
 from gpucr.diagnosis.probe import last_probe
 from gpucr.errors import DriverUnavailable, InvalidRequest
+from gpucr.jobs.selector import JobSelector
 
 
 @dataclass(frozen=True)
@@ -45,13 +46,13 @@ class DoctorReport:
 
 
 def doctor(
-    target: int | str | None = None,
+    target: int | str | JobSelector | None = None,
     *,
     to: str | os.PathLike[str] | None = None,
     fix: bool = False,
     on_event: Callable[[str], None] | None = None,
 ) -> DoctorReport:
-    """Look at this machine, or at a job (its pid, or its name), and say what stands in the way of gpucr.
+    """Look at this machine, or at a job (its pid, its name, or a selector), and say what stands in the way of gpucr.
 
     Nothing is changed, unless ``fix`` asks to fix what can be fixed safely on the machine; ``repairs`` then say what
     was done, and how it is undone, and the rest is how things are afterwards. ``to``: where snapshots would go (None:

@@ -15,13 +15,14 @@ from gpucr.driver.gpus import gpu_processes, list_gpus
 from gpucr.errors import InvalidRequest, Unsupported
 from gpucr.gpu_state import suspended
 from gpucr.jobs import registered, selection
+from gpucr.jobs.selector import JobSelector
 from gpucr.linux import processes
 from gpucr.model import CudaState, GangMember, GpuUse, Job
 from gpucr.quantities import format_bytes
 from gpucr.snapshot.device import PIECE_BYTES, buffers_bytes
 
 
-def examine(target: int | str, folder: Path, *, was_named: bool) -> list[Checkup]:
+def examine(target: int | str | JobSelector, folder: Path, *, was_named: bool) -> list[Checkup]:
     """Look at a job and judge it. Changes nothing; needs access to its processes.
 
     ``folder``: where a snapshot would go; ``was_named``: the user has said so. Raises ProcessNotFound, InvalidRequest

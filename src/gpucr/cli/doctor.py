@@ -14,11 +14,12 @@ from gpucr.checkups.checkup import Checkup
 from gpucr.checkups.doctor import DoctorReport, doctor
 from gpucr.checkups.repairs import Repair
 from gpucr.cli.columns import Column, fit, terminal_width, wrapped
-from gpucr.cli.options import JobTarget, complete_folder, json_option, quiet_option
+from gpucr.cli.options import complete_folder, job_argument, json_option, quiet_option
 from gpucr.cli.output import print_json, printable, say
 from gpucr.diagnosis.canaries.results import WHAT, CanaryResult, ProbeReport
 from gpucr.diagnosis.probe import CANARY_TIMEOUT_S, probe
 from gpucr.errors import Unsupported
+from gpucr.jobs.selector import JobSelector
 from gpucr.quantities import counted
 
 _CANARIES = (
@@ -32,7 +33,7 @@ _BELOW = " " * len(_ROW.format("", ""))
 
 
 @click.command("doctor")
-@click.argument("pid", type=JobTarget(), metavar="[PID|NAME]", required=False)
+@job_argument(is_required=False)
 @click.option(
     "--to",
     type=click.Path(path_type=str),  # a Path would hide that it is a URL
@@ -63,7 +64,7 @@ _BELOW = " " * len(_ROW.format("", ""))
 @quiet_option
 def command(
     *,
-    pid: int | str | None,
+    job: int | str | JobSelector | None,
     to: str | None,
     fix: bool,
     problems: bool,
@@ -92,10 +93,10 @@ def command(
     """
     if only and not do_probe:
         raise click.UsageError("--only needs --probe")
-    if pid is not None and (do_probe or fix):
+    if job is not None and (do_probe or fix):
         raise click.UsageError("--probe and --fix are for the machine: leave out the job")
     problem = _measure(only, canary_timeout_s, quiet=quiet or as_json) if do_probe else None
-    report = doctor(pid, to=to, fix=fix, on_event=None if quiet or as_json else say)
+    report = doctor(job, to=to, fix=fix, on_event=None if quiet or as_json else say)
     if report.probe is not None and (report.probe.problem or problem) and not quiet:
         say(f"warning: {report.probe.problem or problem}")
     if as_json:

@@ -11,10 +11,10 @@ import click
 from gpucr.cli.containers import print_container, refuse_other_options
 from gpucr.cli.keys import key_file_option, with_key
 from gpucr.cli.options import (
-    JobTarget,
     complete_folder,
     complete_place,
     force_option,
+    job_argument,
     json_option,
     only_option,
     quiet_option,
@@ -26,6 +26,7 @@ from gpucr.cli.progress import progress_printer
 from gpucr.cli.reports import lock_fields, print_phases, report_fields, say_warnings, snapshot_text
 from gpucr.containers.record import RUNTIMES, Runtime
 from gpucr.errors import InvalidRequest, Unsupported
+from gpucr.jobs.selector import JobSelector
 from gpucr.operations.dump import DumpPlan, Persist, dump, plan_dump
 from gpucr.quantities import format_bytes
 from gpucr.snapshot.folder import Snapshot
@@ -42,7 +43,7 @@ class _Options(TypedDict):
 
 
 @click.command("dump")
-@click.argument("pid", type=JobTarget(), metavar="PID|NAME", required=False)
+@job_argument(is_required=False, with_container=False)
 @click.option(
     "--to",
     required=True,
@@ -92,7 +93,7 @@ class _Options(TypedDict):
 @verbose_option
 def command(
     *,
-    pid: int | str | None,
+    job: int | str | JobSelector | None,
     to: str,
     container: str | None,
     runtime: Runtime | None,
@@ -140,14 +141,14 @@ def command(
             quiet=quiet,
         )
         return
-    if pid is None or runtime is not None or runtime_root is not None:
+    if job is None or runtime is not None or runtime_root is not None:
         raise click.UsageError("name what to dump: PID, NAME, or --container ID with --runtime and --runtime-root")
     options: _Options = {
         "leave_running": leave_running, "persist": persist, "only": only, "compress": compress, "encrypt": encrypt,
         "trust_store": trust_store,
     }  # fmt: skip
     if dry_run:
-        plan = with_key(key_file, lambda key: plan_dump(pid, to, **options, key=key), place=to)
+        plan = with_key(key_file, lambda key: plan_dump(job, to, **options, key=key, force=force), place=to)
         _print_plan(plan, as_json=as_json, quiet=quiet)
         if not force and any(finding.severity == "blocking" for finding in plan.findings):
             raise SystemExit(Unsupported.exit_code)
@@ -155,7 +156,7 @@ def command(
     listener = progress_printer(quiet=quiet or as_json, verbose=verbose)
     report = with_key(
         key_file,
-        lambda key: dump(pid, to, **options, key=key, timeout_s=timeout_s, force=force, on_progress=listener),
+        lambda key: dump(job, to, **options, key=key, timeout_s=timeout_s, force=force, on_progress=listener),
         place=to,
     )
     if not quiet:

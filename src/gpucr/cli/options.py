@@ -2,13 +2,15 @@
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Callable
-from typing import TYPE_CHECKING, Any, TypeVar
+from typing import TYPE_CHECKING, Any, TypeVar, cast
 
 import click
 
 from gpucr.cli.output import JsonWanted
 from gpucr.jobs.names import is_name
+from gpucr.jobs.selector import JobSelector
 
 if TYPE_CHECKING:
     from click.shell_completion import CompletionItem
@@ -67,7 +69,61 @@ def complete_file(ctx: click.Context, param: click.Parameter, incomplete: str) -
     return candidates.files(incomplete)
 
 
-pid_argument = click.argument("pid", type=JobTarget(), metavar="PID|NAME")
+def job_argument(*, is_required: bool = True, with_container: bool = True) -> Callable[[F], F]:
+    """The ways to name a job: PID|NAME, several of them with --as-one, --cgroup, --container. The command gets ``job``.
+
+    It is a pid, a name, a `JobSelector`, or None where none was named and none ``is_required``.
+    """
+
+    def decorate(command: F) -> F:
+        @functools.wraps(command)
+        def with_job(
+            *,
+            targets: tuple[int | str, ...],
+            as_one: bool,
+            cgroup: str | None,
+            of_container: str | None = None,
+            **others: Any,
+        ) -> Any:
+            ways = (bool(targets), cgroup is not None, of_container is not None)
+            if sum(ways) > 1:
+                raise click.UsageError("name a job in one way: PID or NAME, --cgroup, or --container")
+            if is_required and not any(ways):
+                raise click.UsageError("name a job: PID or NAME, or --cgroup")
+            if len(targets) > 1 and not as_one:
+                raise click.UsageError("several processes are handled as one job with --as-one only")
+            return command(job=_selected(targets, cgroup, of_container), **others)
+
+        parameters = [
+            click.argument("targets", nargs=-1, type=JobTarget(), metavar="PID|NAME..."),
+            click.option("--as-one", is_flag=True, help="The trees of several PIDs are one job."),
+            click.option(
+                "--cgroup",
+                metavar="DIR",
+                shell_complete=complete_folder,
+                help="Instead of PID: the job that runs in this cgroup (a folder below /sys/fs/cgroup).",
+            ),
+        ]
+        if with_container:
+            help_text = "Instead of PID: what runs in this container of runc, crun or podman."
+            parameters.append(click.option("--container", "of_container", metavar="ID", help=help_text))
+        for parameter in reversed(parameters):
+            with_job = parameter(with_job)
+        return cast("F", with_job)
+
+    return decorate
+
+
+def _selected(
+    targets: tuple[int | str, ...], cgroup: str | None, container: str | None
+) -> int | str | JobSelector | None:
+    if container is not None:
+        from gpucr.containers.by_runtime import find_container
+
+        return find_container(container)
+    if cgroup is not None:
+        return JobSelector(cgroup=cgroup)
+    return JobSelector(*targets) if len(targets) > 1 else next(iter(targets), None)
 
 
 def _note_json(ctx: click.Context, _param: click.Parameter, value: bool) -> bool:
@@ -87,7 +143,9 @@ json_option = click.option(
     help="Print the result as JSON on stdout.",
 )
 only_option = click.option("--only", is_flag=True, help="Act on this one process, not on its whole tree.")
-force_option = click.option("--force", is_flag=True, help="Go on although preflight found something blocking.")
+force_option = click.option(
+    "--force", is_flag=True, help="Go on although preflight found something blocking, or what was named is not one job."
+)
 quiet_option = click.option("--quiet", "-q", is_flag=True, help="Print errors only (and the JSON of --json).")
 verbose_option = click.option(
     "--verbose", "-v", is_flag=True, help="Say on stderr why each part is done in the way it is."

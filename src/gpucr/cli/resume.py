@@ -8,20 +8,21 @@ from gpucr.cli.options import (
     force_option,
     gpu_map_option,
     gpu_option,
+    job_argument,
     json_option,
     only_option,
-    pid_argument,
     quiet_option,
     timeout_option,
     verbose_option,
 )
 from gpucr.cli.progress import progress_printer
 from gpucr.cli.reports import print_change
+from gpucr.jobs.selector import JobSelector
 from gpucr.operations.suspend import resume
 
 
 @click.command("resume")
-@pid_argument
+@job_argument()
 @gpu_map_option
 @gpu_option
 @only_option
@@ -32,7 +33,7 @@ from gpucr.operations.suspend import resume
 @verbose_option
 def command(
     *,
-    pid: int | str,
+    job: int | str | JobSelector,
     gpu_map: str | None,
     gpu: str | None,
     only: bool,
@@ -53,5 +54,5 @@ def command(
       gpucr resume 4711 --gpu-map 0=1
     """
     on_progress = progress_printer(quiet=quiet or as_json, verbose=verbose)
-    report = resume(pid, gpu_map=gpu_map, gpu=gpu, only=only, timeout_s=timeout_s, force=force, on_progress=on_progress)
+    report = resume(job, gpu_map=gpu_map, gpu=gpu, only=only, timeout_s=timeout_s, force=force, on_progress=on_progress)
     print_change("resume", report, as_json=as_json, quiet=quiet)

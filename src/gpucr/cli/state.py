@@ -4,24 +4,25 @@ from __future__ import annotations
 
 import click
 
-from gpucr.cli.options import json_option, only_option, pid_argument
+from gpucr.cli.options import job_argument, json_option, only_option
 from gpucr.cli.output import print_json, printable
 from gpucr.cli.processes import as_json_record
+from gpucr.jobs.selector import JobSelector
 from gpucr.operations.listing import job_states
 
 
 @click.command("state")
-@pid_argument
+@job_argument()
 @only_option
 @json_option
-def command(*, pid: int | str, only: bool, as_json: bool) -> None:
+def command(*, job: int | str | JobSelector, only: bool, as_json: bool) -> None:
     """Show the CUDA state of PID and its whole tree: running, locked, checkpointed, failed, or - for no CUDA.
 
     \b
     Example:
       gpucr state 4711
     """
-    found = job_states(pid, only=only)
+    found = job_states(job, only=only)
     if as_json:
         print_json("state", {"processes": [as_json_record(each) for each in found]})
         return

@@ -6,20 +6,21 @@ import click
 
 from gpucr.cli.options import (
     force_option,
+    job_argument,
     json_option,
     only_option,
-    pid_argument,
     quiet_option,
     timeout_option,
     verbose_option,
 )
 from gpucr.cli.progress import progress_printer
 from gpucr.cli.reports import print_change
+from gpucr.jobs.selector import JobSelector
 from gpucr.operations.suspend import suspend
 
 
 @click.command("suspend")
-@pid_argument
+@job_argument()
 @only_option
 @timeout_option
 @force_option
@@ -27,7 +28,14 @@ from gpucr.operations.suspend import suspend
 @quiet_option
 @verbose_option
 def command(
-    *, pid: int | str, only: bool, timeout_s: float | None, force: bool, as_json: bool, quiet: bool, verbose: bool
+    *,
+    job: int | str | JobSelector,
+    only: bool,
+    timeout_s: float | None,
+    force: bool,
+    as_json: bool,
+    quiet: bool,
+    verbose: bool,
 ) -> None:
     """Move the GPU memory of PID and its whole tree to host memory and release its GPUs.
 
@@ -38,5 +46,5 @@ def command(
       gpucr suspend 4711
     """
     on_progress = progress_printer(quiet=quiet or as_json, verbose=verbose)
-    report = suspend(pid, only=only, timeout_s=timeout_s, force=force, on_progress=on_progress)
+    report = suspend(job, only=only, timeout_s=timeout_s, force=force, on_progress=on_progress)
     print_change("suspend", report, as_json=as_json, quiet=quiet)

@@ -18,6 +18,7 @@ from gpucr.containers.record import RUNTIMES, ContainerRecord, Runtime, read_rec
 from gpucr.criu.options import choose_dump_options
 from gpucr.errors import GpucrError, InvalidRequest, JobDamaged, SnapshotError, Unsupported
 from gpucr.jobs import selection
+from gpucr.jobs.selector import JobSelector
 from gpucr.linux import processes, trusted_paths
 from gpucr.model import CudaState, Job, ProcessId
 from gpucr.snapshot import files
@@ -147,6 +148,11 @@ def _report(folder: Path, record: ContainerRecord, pid: int, begin: float, *, le
         has_gpu_part=(folder / "images" / GPU_PART_NAME).exists(),
         seconds=time.monotonic() - begin,
     )
+
+
+def find_container(container: str, *, runtime: Runtime | None = None, runtime_root: Path | None = None) -> JobSelector:
+    """The job that runs in a container: the tree of its first process. Arguments and errors are `dump_container`'s."""
+    return JobSelector(_find(container, runtime, runtime_root).running_pid())
 
 
 def _find(container: str, runtime: Runtime | None, runtime_root: Path | None) -> FoundContainer:

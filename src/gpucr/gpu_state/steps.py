@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import os
 from collections.abc import Callable, Iterable, Mapping, Sequence
 
 from gpucr import gang as gangs
@@ -64,7 +65,7 @@ class CheckpointGang:
     def __init__(
         self,
         gang: Gang,
-        root_pid: int,
+        root_pids: Sequence[int],
         staged: GangStaging,
         protection: GangProtection,
         *,
@@ -73,7 +74,7 @@ class CheckpointGang:
         threads: GangThreads | None = None,
     ) -> None:
         self._gang = gang
-        self._root_pid = root_pid
+        self._root_pids = tuple(root_pids)
         self._staged = staged
         self._protection = protection
         self._expected_bytes = expected_bytes
@@ -155,7 +156,8 @@ class CheckpointGang:
                     meter.note(f"a staging file stays open in process {process.pid} ({process.name}): {error}")
 
     def _tree(self) -> tuple[ProcessInfo, ...]:
-        return processes.tree(self._root_pid) if self._whole_tree else ()
+        trees = processes.trees(self._root_pids) if self._whole_tree else ()
+        return tuple(process for tree in trees for process in tree if process.pid != os.getpid())
 
     def _locked(self) -> dict[int, int]:
         states = {member.pid: self._gang.state(member.pid) for member in self._gang.members}

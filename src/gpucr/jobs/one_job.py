@@ -1,52 +1,100 @@
-"""Is a process tree one job? What belongs to several users, or holds several jobs, is not frozen by the pid above it.
+"""Is what was named one job? Processes of several users, jobs or logins are not frozen by the pid above them.
 
-A pid given by mistake (of an init, a login service, a supervisor) would take everything below it: `gpucr suspend 1`
-would suspend every CUDA process of the machine.
+A pid given by mistake (of an init, a login service, a terminal multiplexer) would take everything below it: `gpucr
+suspend 1` would suspend every CUDA process of the machine. What a launcher, a script or a supervisor has started is one
+job, also in sessions and process groups of its own, or as another user by sudo.
 """
 
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Sequence
+from collections.abc import Iterable, Iterator, Sequence
 
 from gpucr.errors import InvalidRequest
 from gpucr.jobs import sandbox
-from gpucr.linux import processes
+from gpucr.linux import cgroups, processes
 from gpucr.model import ProcessInfo
 
 CODE = "GPUCR-NOT-ONE-JOB"
 
-_HINT = "name the job's own first process; `gpucr ps` and `gpucr jobs` list them"
+_STARTERS_OF_SESSIONS = frozenset(
+    ("systemd", "init", "login", "sshd", "sshd-session", "dropbear", "cron", "crond", "atd", "tmux: server", "screen")
+)
+"""Names of programs that start sessions for whoever asks. What they have started is no job of theirs."""
+
+_NO_LOGIN = (1 << 32) - 1  # AUDIT_UID_UNSET of include/uapi/linux/audit.h
 
 
-def require_one_job(tree: Sequence[ProcessInfo]) -> None:
-    """Raise InvalidRequest where the tree belongs to several users, or holds several jobs of gpucr's."""
-    root, *below = tree
-    named = f"the tree of process {root.pid} ({root.name})"
-    users = _users(tree)
-    if len(users) > 1:
-        who = ", ".join(map(str, sorted(users)))
-        raise InvalidRequest(f"{named} is not one job: it has processes of the users {who}", hint=_HINT, code=CODE)
-    keepers = [process.pid for process in below if sandbox.is_keeper(process)]
-    if keepers:
-        pids = ", ".join(map(str, keepers))
+def require_one_job(trees: Sequence[Sequence[ProcessInfo]], *, cgroup: str | None = None) -> None:
+    """Raise InvalidRequest, with what was found, where these trees are of several users or jobs.
+
+    ``cgroup``: they were found in it; else each of them was named, and only what is below one and the same root can be
+    there by mistake.
+    """
+    found = next(_evidence(trees, in_cgroup=cgroup is not None), None)
+    if found is not None:
+        root = trees[0][0]
+        what = "what was named" if len(trees) > 1 else f"the tree of process {root.pid} ({root.name})"
         raise InvalidRequest(
-            f"{named} is not one job: it holds jobs that gpucr keeps (keepers {pids})",
-            hint="name each of them; `gpucr jobs` lists them, and the pid of its keeper stands for a job",
+            f"{what if cgroup is None else cgroup} is not one job: it {found}",
+            hint="name the job's own first process; `gpucr ps` and `gpucr jobs` list them, and the pid of its keeper "
+            "stands for a job. --force of suspend, resume and dump takes everything that was found",
             code=CODE,
         )
+
+
+def _evidence(trees: Sequence[Sequence[ProcessInfo]], *, in_cgroup: bool) -> Iterator[str]:
+    everything = [process for tree in trees for process in tree]
+    users = _users(everything)
+    if len(users) > 1:
+        yield f"has processes of the users {_listed(users)}"
+    roots = {tree[0].pid for tree in trees}
+    keepers = [each.pid for each in everything if (in_cgroup or each.pid not in roots) and sandbox.is_keeper(each)]
+    if keepers:
+        yield f"holds jobs that gpucr keeps (keepers {_listed(keepers)})"
+    if in_cgroup:
+        units = {unit for each in _of_this_machine(everything) if (unit := cgroups.unit_of(each.pid)) is not None}
+        if len(units) > 1:
+            yield f"has processes in the units {_listed(units)}"
+    for tree in trees:
+        yield from _evidence_below(tree[0], _of_this_machine(tree[1:]))
+
+
+def _evidence_below(root: ProcessInfo, below: Sequence[ProcessInfo]) -> Iterator[str]:
+    """What one process has below it that does not belong to it: each of these has a beginning of its own."""
+    own_unit = cgroups.unit_of(root.pid)
+    units = {unit for each in below if (unit := cgroups.unit_of(each.pid)) not in (None, own_unit)}
+    if len(units) > 1:
+        yield f"has processes in the units {_listed(map(str, units))}"
+    stats = [stat for each in (root, *below) if (stat := processes.read_stat(each.pid)) is not None]
+    terminals = {stat.terminal: stat.session_id for stat in stats if stat.terminal not in (0, stats[0].terminal)}
+    if len(terminals) > 1:
+        yield f"has sessions on several terminals ({_listed(terminals.values())})"
+    sessions = {each.session_id for each in below} - {root.session_id}
+    if root.name in _STARTERS_OF_SESSIONS and len(sessions) > 1:
+        yield f"has several sessions ({_listed(sessions)}), which {root.name} starts for others"
+
+
+def _of_this_machine(tree: Sequence[ProcessInfo]) -> list[ProcessInfo]:
+    """Without what is in a pid namespace of its own, seen from here: a container, whose inside is its own business."""
+    return [process for process in tree if len(process.ns_pids) == 1]
 
 
 def _users(tree: Sequence[ProcessInfo]) -> set[int]:
     """The users whose processes these are, where that can be more than one job's.
 
     Who logged in counts, whatever a process has become since (sudo, su). Otherwise root does not: launchers, container
-    runtimes and login services run as root, above the processes of whoever they work for. What is in a pid namespace
-    of its own, seen from here, is a container: its users are its own business.
+    runtimes and login services run as root, above the processes of whoever they work for. What somebody's process has
+    started as somebody else belongs to it.
     """
-    here = [process for process in tree if len(process.ns_pids) == 1]
+    here = _of_this_machine(tree)
     logins = {login for process in here if (login := _login_uid(process.pid)) is not None}
-    return logins if len(logins) > 1 else {process.uid for process in here if process.uid != 0}
+    if len(logins) > 1:
+        return logins
+    users: dict[int, int] = {}
+    for process in here:  # parents come before their children
+        users[process.pid] = users.get(process.parent_pid, 0) or process.uid
+    return {uid for uid in users.values() if uid != 0}
 
 
 def _login_uid(pid: int) -> int | None:
@@ -57,4 +105,5 @@ def _login_uid(pid: int) -> int | None:
     return None
 
 
-_NO_LOGIN = (1 << 32) - 1  # AUDIT_UID_UNSET of include/uapi/linux/audit.h
+def _listed(found: Iterable[int] | Iterable[str]) -> str:
+    return ", ".join(str(each) for each in sorted(found))

@@ -1,8 +1,9 @@
-"""Finding the job that a pid stands for, and the driver that its CUDA processes need."""
+"""Finding the job that a pid, or another selector, stands for, and the driver that its CUDA processes need."""
 
 from __future__ import annotations
 
 import contextlib
+import os
 import time
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
@@ -11,11 +12,12 @@ from gpucr import gang
 from gpucr.diagnosis import preflight
 from gpucr.driver.api import Driver
 from gpucr.driver.cuda import load_driver
-from gpucr.errors import DriverUnavailable, InvalidRequest, ProcessNotFound
+from gpucr.errors import DriverUnavailable, GpucrError, InvalidRequest, ProcessNotFound
 from gpucr.jobs import registered, sandbox
 from gpucr.jobs.one_job import require_one_job
 from gpucr.jobs.sandbox import Sandbox
-from gpucr.linux import processes
+from gpucr.jobs.selector import JobSelector
+from gpucr.linux import cgroups, processes
 from gpucr.linux.claims import claimed
 from gpucr.linux.descriptor_limit import Reserve
 from gpucr.model import Job, ProcessInfo
@@ -32,44 +34,103 @@ class FoundJob:
     """A job as it was found. ``driver`` is None where the machine has none; then no process can use CUDA.
 
     ``sandbox`` is the one that it lives in. ``claims`` are the descriptors that keep other gpucr's off it.
+    ``has_us``: gpucr runs in one of its trees, and was left out.
     """
 
     job: Job
     driver: Driver | None
     sandbox: Sandbox | None = None
     claims: tuple[int, ...] = ()
+    has_us: bool = False
+
+    def require_one_tree(self) -> None:
+        """Raise InvalidRequest where a dump cannot take all of it: CRIU dumps one tree, and everything in it."""
+        if self.has_us:
+            raise InvalidRequest(
+                "gpucr runs in the job, and a dump would stop it, too",
+                hint="run gpucr from outside the job; --force does not help here",
+                code="GPUCR-OWN-JOB",
+            )
+        if self.job.other_root_pids:
+            roots = ", ".join(map(str, self.job.root_pids))
+            raise InvalidRequest(
+                f"the job has several trees (of processes {roots}), and CRIU dumps one tree",
+                hint=_one_tree_instead(self.job.root_pids),
+                code="GPUCR-SEVERAL-TREES",
+            )
 
 
-def find_job(pid: int | str, *, only: bool = False) -> FoundJob:
-    """The tree of ``pid`` and the CUDA state of each of its processes.
+def find_job(job: int | str | JobSelector, *, only: bool = False, force: bool = False) -> FoundJob:
+    """The processes of a job and the CUDA state of each.
 
     A thread id stands for its process, a keeper and the name of a registered job for the job's first one. ``only``
-    leaves the descendants out. Raises ProcessNotFound, InvalidRequest (also for a tree that is not one job) or
-    NotPermitted; changes nothing.
+    leaves the descendants out. ``force`` takes also what is not one job. Raises ProcessNotFound, InvalidRequest (also
+    for what is not one job) or NotPermitted; changes nothing.
     """
-    return _examine(_tree_of(pid, only=only))
+    return _examine(_trees_of(JobSelector.of(job), only=only, force=force))
 
 
 @contextlib.contextmanager
-def claimed_job(pid: int | str, *, only: bool = False) -> Iterator[FoundJob]:
+def claimed_job(job: int | str | JobSelector, *, only: bool = False, force: bool = False) -> Iterator[FoundJob]:
     """As `find_job`, for an operation that changes the job: no other gpucr works on its processes meanwhile.
 
     Raises Unsupported where another one does.
     """
-    tree = _tree_of(pid, only=only)
-    with claimed(process.pid for process in tree) as claims:
-        yield replace(_examine(tree), claims=claims)
+    trees = _trees_of(JobSelector.of(job), only=only, force=force)
+    with claimed(process.pid for tree in trees for process in tree) as claims:
+        yield replace(_examine(trees), claims=claims)
 
 
-def _tree_of(pid: int | str, *, only: bool) -> tuple[ProcessInfo, ...]:
-    target = registered.resolve_pid(pid)
-    root = sandbox.keeper_root(target)
-    tree = processes.tree(processes.resolve_target(target if root is None else root.pid))
+def _trees_of(selector: JobSelector, *, only: bool, force: bool) -> list[tuple[ProcessInfo, ...]]:
+    roots = _roots_in(selector.cgroup) if selector.cgroup is not None else [_root_of(each) for each in selector.trees]
+    found = [processes.resolve_target(each, force=force) for each in roots]
+    trees = list(processes.trees(each for each in dict.fromkeys(found) if not processes.ancestors(each) & set(found)))
     if only:
-        tree = tree[:1]
-    require_one_job(tree)
-    processes.require_access(tree[0])
-    return (tree[0], *filter(_is_there_still, tree[1:]))
+        if len(trees) > 1:
+            raise InvalidRequest("--only is for one process, and several were named", hint="name one of them")
+        trees = [trees[0][:1]]
+    if not force:
+        require_one_job(trees, cgroup=selector.cgroup)
+    for root in [tree[0] for tree in trees]:
+        processes.require_access(root)
+    return [(tree[0], *filter(_is_there_still, tree[1:])) for tree in trees]
+
+
+def _root_of(target: int | str) -> int:
+    pid = registered.resolve_pid(target)
+    root = sandbox.keeper_root(pid)
+    return pid if root is None else root.pid
+
+
+def _roots_in(cgroup: str) -> list[int]:
+    """The processes of a cgroup whose parents are not in it. A keeper stands for its job, where it is alone."""
+    hint = "name the folder of a cgroup below /sys/fs/cgroup in which a job runs"
+    try:
+        pids = cgroups.pids_in(cgroup)
+    except OSError as e:
+        raise InvalidRequest(f"cannot read the cgroup {cgroup}: {e.strerror}", hint=hint) from e
+    if 0 in pids:
+        raise InvalidRequest(
+            f"the cgroup {cgroup} has processes that have no pid here", hint="run gpucr where they can be seen"
+        )
+    parents = {pid: stat.parent_pid for pid in pids if (stat := processes.read_stat(pid)) and stat.status not in "ZX"}
+    if not parents:
+        raise InvalidRequest(f"no process runs in the cgroup {cgroup}", hint=hint)
+    roots = [pid for pid, parent in parents.items() if parent not in parents]
+    return roots if len(roots) > 1 else [_root_of(roots[0])]
+
+
+def _one_tree_instead(root_pids: Sequence[int]) -> str:
+    """What to do where several trees cannot be dumped: their launcher may be the job."""
+    lines = [processes.ancestors(pid) for pid in root_pids]
+    for pid in sorted(set.intersection(*lines), key=lambda each: -len(processes.ancestors(each))):
+        with contextlib.suppress(GpucrError):
+            (tree,) = _trees_of(JobSelector(pid), only=False, force=False)
+            return f"dump the process that started them, with all that it started: {pid} ({tree[0].name})"
+    return (
+        "start them under one parent (`gpucr run -- sh -c 'FIRST & SECOND & wait'`), or dump each tree by itself; "
+        "`gpucr suspend --as-one` frees the GPUs of all"
+    )
 
 
 def _is_there_still(process: ProcessInfo) -> bool:
@@ -81,12 +142,15 @@ def _is_there_still(process: ProcessInfo) -> bool:
     return True
 
 
-def _examine(tree: tuple[ProcessInfo, ...]) -> FoundJob:
+def _examine(trees: Sequence[tuple[ProcessInfo, ...]]) -> FoundJob:
     # Without descriptors the driver says of every process that it does not use CUDA (seen on the simulator).
     Reserve(_DESCRIPTORS_TO_LOOK).release()
-    driver = load_driver_for(tree)
-    members = gang.discover(driver, tree) if driver is not None else ()
-    return FoundJob(Job(tree, members), driver, sandbox.of(tree[0].pid))
+    everything = tuple(process for tree in trees for process in tree)
+    found = tuple(process for process in everything if process.pid != os.getpid())
+    driver = load_driver_for(found)
+    members = gang.discover(driver, found) if driver is not None else ()
+    job = Job(found, members, tuple(tree[0].pid for tree in trees[1:]))
+    return FoundJob(job, driver, sandbox.of(job.root.pid), has_us=len(found) < len(everything))
 
 
 def load_driver_for(tree: Sequence[ProcessInfo]) -> Driver | None:

@@ -8,6 +8,7 @@ allocate much has to look first.
 from __future__ import annotations
 
 import contextlib
+import errno
 import os
 import re
 from collections.abc import Iterator
@@ -133,6 +134,47 @@ def assigned_cpus(pid: int) -> str | None:
             if cpus := (level / name).read_text().strip():
                 return cpus
     return None
+
+
+def unit_of(pid: int) -> str | None:
+    """The unit of systemd's (a service, or a scope) that a process runs in, by its path; None where it is in none."""
+    try:
+        lines = (PROC / str(pid) / "cgroup").read_text(errors="surrogateescape").splitlines()
+    except (FileNotFoundError, ProcessLookupError):
+        return None
+    paths = {controllers: path for _, controllers, path in (line.split(":", maxsplit=2) for line in lines)}
+    parts = PurePosixPath(paths.get("name=systemd", paths.get("", "/"))).parts
+    inner = [depth for depth, part in enumerate(parts, 1) if part.endswith((".service", ".scope"))]
+    return str(PurePosixPath(*parts[: inner[-1]])) if inner else None
+
+
+def pids_in(folder: str) -> tuple[int, ...]:
+    """The processes in this cgroup and in those below it. 0 is one of another pid namespace, which has no pid here.
+
+    Raises OSError; NotADirectoryError also where the folder is none of a cgroup's.
+    """
+    path = Path(os.path.realpath(folder, strict=True))
+    devices = {path.stat().st_dev for path in _hierarchies()}
+    if path.stat().st_dev not in devices:
+        raise NotADirectoryError(errno.ENOTDIR, "not the folder of a cgroup", folder)
+    found = _pids_of(path)
+    for level, names, _ in os.walk(path):
+        for name in names:
+            with contextlib.suppress(OSError):  # removed meanwhile; or of threads, whose processes a level above lists
+                found |= _pids_of(Path(level, name))
+    return tuple(sorted(found))
+
+
+def _pids_of(folder: Path) -> set[int]:
+    return set(map(int, (folder / "cgroup.procs").read_text().split()))
+
+
+def _hierarchies() -> Iterator[Path]:
+    """Where cgroups are mounted, of any version and controller."""
+    for line in (PROC / "self" / "mountinfo").read_text(errors="surrogateescape").splitlines():
+        before, _, after = line.partition(" - ")
+        if after.split()[0] in ("cgroup", "cgroup2"):
+            yield Path(_unescaped(before.split()[4]))
 
 
 def _read_number(file: Path) -> int | None:

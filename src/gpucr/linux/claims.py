@@ -113,9 +113,9 @@ def _lock_number(fd: int, number: int) -> bool:
 
 
 def _busy(pid: int, holder: ProcessInfo | None) -> Unsupported:
-    by = f" (process {holder.pid}, {holder.name}, of uid {holder.uid})" if holder is not None else ""
+    who = f": process {holder.pid} ({holder.name}) of uid {holder.uid}" if holder is not None else ""
     return Unsupported(
-        f"another gpucr{by} is at work on process {pid}",
+        f"another gpucr is at work on process {pid}{who}",
         hint="wait until it has finished, then try again",
         code="GPUCR-BUSY",
     )

@@ -13,7 +13,7 @@ import os
 import select
 import signal
 import time
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -205,11 +205,20 @@ def thread_group_leader(pid_or_tid: int) -> int:
 
 def tree(root_pid: int) -> tuple[ProcessInfo, ...]:
     """The process and all its descendants, root first, parents before children. Zombies are left out."""
+    return trees([root_pid])[0]
+
+
+def trees(root_pids: Iterable[int]) -> tuple[tuple[ProcessInfo, ...], ...]:
+    """As `tree`, for several processes at once."""
     children: dict[int, list[int]] = {}
     for pid in all_pids():
         stat = read_stat(pid)
         if stat is not None and stat.status not in "ZX":
             children.setdefault(stat.parent_pid, []).append(pid)
+    return tuple(_tree(root_pid, children) for root_pid in root_pids)
+
+
+def _tree(root_pid: int, children: Mapping[int, Sequence[int]]) -> tuple[ProcessInfo, ...]:
     found = [describe(root_pid)]
     queue = sorted(children.get(root_pid, []))
     while queue:
@@ -228,11 +237,11 @@ def all_pids() -> Iterator[int]:
                 yield int(entry.name)
 
 
-def resolve_target(pid: int) -> int:
+def resolve_target(pid: int, *, force: bool = False) -> int:
     """The process that a user means by ``pid``: a thread id stands for its process.
 
-    Raises ProcessNotFound (none, zombie), InvalidRequest (not a pid, a kernel thread, the machine's init, gpucr itself
-    or one of its ancestors) and NotPermitted (another user's process).
+    Raises ProcessNotFound (none, zombie), InvalidRequest (not a pid, a kernel thread, gpucr itself; unless ``force``
+    insists, the machine's init or an ancestor of gpucr) and NotPermitted (another user's process).
     """
     if pid <= 0:
         raise InvalidRequest(f"{pid} is not a process id", hint="a process id is a number above 0")
@@ -247,17 +256,18 @@ def resolve_target(pid: int) -> int:
             hint="run gpucr from outside the job that it is to work on",
             code="GPUCR-OWN-JOB",
         )
-    if leader == 1 and _is_machine_init():
+    if not force and leader == 1 and _is_machine_init():
         raise InvalidRequest(
             f"process 1 ({stat.name if stat is not None else 'init'}) is the machine's init: its tree is everything "
             "that runs",
             hint="name the job's own first process; `gpucr ps` and `gpucr jobs` list them",
             code="GPUCR-NOT-ONE-JOB",
         )
-    if leader in ancestors(os.getpid()):
+    if not force and leader in ancestors(os.getpid()):
         raise InvalidRequest(
             f"process {leader} is an ancestor of gpucr, which would stop itself with it",
-            hint="run gpucr from outside the job, for example from another terminal",
+            hint="run gpucr from outside the job, for example from another terminal; suspend and resume leave gpucr "
+            "out where --force insists",
             code="GPUCR-OWN-JOB",
         )
     return leader

@@ -15,6 +15,7 @@ from gpucr.diagnosis.traps import findings_of_traps
 from gpucr.driver.gpus import gpu_processes, nvml_kept_open
 from gpucr.errors import CudaStarted, GpucrError, InvalidRequest
 from gpucr.jobs import registered, selection
+from gpucr.jobs.selector import JobSelector
 from gpucr.model import GangLock
 from gpucr.operations.dump_steps import CommitSnapshot, CriuDump, OwnDump, PrepareTarget
 from gpucr.operations.freeze import AllocateStaging, cuda_work
@@ -74,7 +75,7 @@ class DumpPlan:
 
 
 def dump(
-    pid: int | str,
+    pid: int | str | JobSelector,
     to: Place,
     *,
     leave_running: bool = False,
@@ -95,9 +96,10 @@ def dump(
     (``persist="background"``), or only after the snapshot is on disk (``"sync"``: nothing that it does later is lost
     by a restore of an older state). Either way there is no snapshot, and no return, before everything is durable.
 
-    The tree of ``pid``, or of the registered job of this name, is locked, checkpointed, dumped by CRIU, and the
-    snapshot committed; only then are the processes killed. Whatever fails before that, every process is as it was found
-    and ``to`` is as it was. Needs root (CAP_SYS_ADMIN and CAP_SYS_PTRACE).
+    The tree of ``pid``, of the registered job of this name, or of a `JobSelector` that finds one tree, is locked,
+    checkpointed, dumped by CRIU, and the snapshot committed; only then are the processes killed. Whatever fails before
+    that, every process is as it was found and ``to`` is as it was. Needs root (CAP_SYS_ADMIN and CAP_SYS_PTRACE).
+    ``force`` takes what is not one job, too, and overrules preflight.
 
     ``to`` is a folder that does not exist, or is empty; or a store (``STORE#NAME``, where the name may be left out), in
     which what it has already is not stored again: it is read and compared, and written anew where it is damaged; with
@@ -115,7 +117,7 @@ def dump(
         for attempt in range(1, ATTEMPTS + 1):
             running.interrupts.raise_at_once()
             with contextlib.ExitStack() as opened:
-                found = opened.enter_context(selection.claimed_job(pid))
+                found = opened.enter_context(selection.claimed_job(pid, force=force))
                 roll = opened.enter_context(Roll(found.job))
                 running.require_descriptors(len(found.job.processes), len(found.job.gang), TO_MOVE)
                 protection = (
@@ -142,7 +144,7 @@ def dump(
 
 
 def plan_dump(
-    pid: int | str,
+    pid: int | str | JobSelector,
     to: Place,
     *,
     leave_running: bool = False,
@@ -152,10 +154,11 @@ def plan_dump(
     encrypt: bool = False,
     trust_store: bool = False,
     key: Secret | None = None,
+    force: bool = False,
 ) -> DumpPlan:
     """What `dump` would do with the same arguments. Changes nothing; raises as `dump` does before its first step."""
     place = find_target(to, compress=compress, encrypt=encrypt, trust_store=trust_store, key=key)
-    found = selection.find_job(pid)
+    found = selection.find_job(pid, force=force)
     protection = Protection() if found.job.gang else None
     prepared = _prepare(
         found, place, protection, leave_running=leave_running, persist=persist, only=only, deadline=None
@@ -185,6 +188,7 @@ def _prepare(
     deadline: float | None,
 ) -> _Prepared:
     job = found.job
+    found.require_one_tree()
     if only and len(job.processes) > 1:
         raise InvalidRequest(
             f"process {job.root.pid} has {len(job.processes) - 1} descendants, and a dump cannot leave them out",

@@ -105,7 +105,7 @@ def cuda_work(
         threads=threads,
         guarded=guarded,
         checkpoint=CheckpointGang(
-            gang, found.job.root.pid, staging, guarded, expected_bytes=expected_bytes, threads=threads
+            gang, found.job.root_pids, staging, guarded, expected_bytes=expected_bytes, threads=threads
         ),
     )
 

@@ -12,6 +12,7 @@ from gpucr.driver.gpus import gpu_processes
 from gpucr.errors import GpucrError, NotACudaProcess
 from gpucr.gang import Halt, state_of
 from gpucr.jobs import selection
+from gpucr.jobs.selector import JobSelector
 from gpucr.linux import memory, processes
 from gpucr.model import CudaState, ProcessInfo
 
@@ -72,7 +73,7 @@ def _has_cuda(pid: int, state: CudaState, held: Mapping[int, Mapping[str, int]])
     return state is not CudaState.RUNNING or pid in held or memory.has_mapped(pid, "/dev/nvidia")
 
 
-def job_states(pid: int | str, *, only: bool = False) -> tuple[ProcessState, ...]:
+def job_states(pid: int | str | JobSelector, *, only: bool = False) -> tuple[ProcessState, ...]:
     """The CUDA state of every process in the tree of ``pid``, or of the registered job of this name
     (``only``: of the one process). Changes nothing.
 

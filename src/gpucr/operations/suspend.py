@@ -19,7 +19,8 @@ from gpucr.gpu_state.gpu_choice import GpuRequest, GpuUser, choose_gpus
 from gpucr.gpu_state.placement import Placement, ProcessGpus, all_gpus, busy_gpus, gpus_of
 from gpucr.gpu_state.recovery import GangProtection
 from gpucr.gpu_state.steps import CheckpointGang, LockGang, RestoreGang, UnlockGang
-from gpucr.jobs import registered, selection
+from gpucr.jobs import selection
+from gpucr.jobs.selector import JobSelector
 from gpucr.linux import memory, processes
 from gpucr.model import CudaState, GangLock, GangMember, Gpu, GpuMap
 from gpucr.undo.cancellation import Cancellation
@@ -63,7 +64,7 @@ class ChangeReport:
 
 
 def suspend(
-    pid: int | str,
+    pid: int | str | JobSelector,
     *,
     only: bool = False,
     timeout_s: float | None = None,
@@ -73,17 +74,17 @@ def suspend(
 ) -> ChangeReport:
     """Move the device memory of a job into host memory and release its GPUs: RUNNING or LOCKED → CHECKPOINTED.
 
-    ``pid``, or the name of a registered job, stands for its whole tree (``only``: for the one process). Processes found
-    CHECKPOINTED stay so. CPU threads go on until they call CUDA. Needs access to the processes (same user, or
-    CAP_SYS_PTRACE).
+    ``pid``, or the name of a registered job, stands for its whole tree (``only``: for the one process); a `JobSelector`
+    for several trees, or a cgroup, whose CUDA processes are one gang. ``force`` takes what is not one job, too, and
+    overrules preflight. Processes found CHECKPOINTED stay so. CPU threads go on until they call CUDA. Needs access to
+    the processes (same user, or CAP_SYS_PTRACE).
 
     Raises NotACudaProcess, Unsupported (nothing was changed), LockTimeout, DeadlineExceeded, Interrupted, DriverError
     or JobChanged (all undone), JobDamaged (not undone).
     """  # fmt: skip
     with operation("suspend", pid, on_progress=on_progress, cancel=cancel) as running, contextlib.ExitStack() as opened:
         deadline = selection.deadline_after(timeout_s)
-        pid = registered.resolve_pid(pid)
-        found = opened.enter_context(selection.claimed_job(pid, only=only))
+        found = opened.enter_context(selection.claimed_job(pid, only=only, force=force))
         roll = opened.enter_context(Roll(found.job))
         gang = _gang_of(found, deadline)
         opened.enter_context(nvml_kept_open())
@@ -100,7 +101,9 @@ def suspend(
         guarded = GangProtection(protection)
         steps: list[Step] = [
             LockGang(gang, guarded),
-            CheckpointGang(gang, found.job.root.pid, staged, guarded, expected_bytes=device_bytes, whole_tree=not only),
+            CheckpointGang(
+                gang, found.job.root_pids, staged, guarded, expected_bytes=device_bytes, whole_tree=not only
+            ),
         ]
         staged.prepare({pid: sum(by_gpu.values()) for pid, by_gpu in held.items()})
         phases = running.run(steps, roll=roll, deadline=deadline, protection=protection)
@@ -109,12 +112,14 @@ def suspend(
         roll.require_gang("the rest of the job is suspended")
         warnings = tuple(finding.sentence() for finding in findings)
         return replace(
-            _report(pid, gang, phases, lambda _: CudaState.CHECKPOINTED), warnings=warnings, lock=gang.first_lock
+            _report(found.job.root.pid, gang, phases, lambda _: CudaState.CHECKPOINTED),
+            warnings=warnings,
+            lock=gang.first_lock,
         )
 
 
 def resume(
-    pid: int | str,
+    pid: int | str | JobSelector,
     *,
     only: bool = False,
     gpu_map: GpuMap | str | None = None,
@@ -137,19 +142,17 @@ def resume(
     """  # fmt: skip
     with operation("resume", pid, on_progress=on_progress, cancel=cancel) as running, contextlib.ExitStack() as opened:
         deadline = selection.deadline_after(timeout_s)
-        pid = registered.resolve_pid(pid)
         request = GpuRequest.of(gpu_map, gpu)
-        found = opened.enter_context(selection.claimed_job(pid, only=only))
+        found = opened.enter_context(selection.claimed_job(pid, only=only, force=force))
         roll = opened.enter_context(Roll(found.job))
         gang = _gang_of(found, deadline)
         opened.enter_context(nvml_kept_open())
         running.require_descriptors(len(found.job.processes), len(gang.members), TO_CHANGE)
         protection = opened.enter_context(Protection(found.claims, found.job.processes))
-        return _resume(pid, found, gang, protection, roll, request, running, force=force)
+        return _resume(found, gang, protection, roll, request, running, force=force)
 
 
 def _resume(
-    pid: int,
     found: selection.FoundJob,
     gang: Gang,
     protection: Protection,
@@ -188,7 +191,7 @@ def _resume(
     for member in gang.members:
         suspended.forget(member.id)
     roll.require_gang("the rest of the job runs")
-    report = _report(pid, gang, phases, lambda member: min(member.found, before_suspend(member)))
+    report = _report(found.job.root.pid, gang, phases, lambda member: min(member.found, before_suspend(member)))
     return replace(report, gpu_map=choice.gpu_map, gpu_reasons=choice.reasons)
 
 

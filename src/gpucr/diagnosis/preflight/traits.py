@@ -86,16 +86,17 @@ def look(job: Job, uses: Sequence[GpuUse]) -> JobTraits:
 
 
 def _relatives(job: Job, holders: set[int]) -> list[ProcessInfo]:
-    """Those of ``holders`` in the tree of the job's first process, or of its first ancestor among ``holders``."""
-    top, pid = job.root.pid, job.root.parent_pid
-    while pid > 1 and (stat := processes.read_stat(pid)) is not None:
-        top = pid if pid in holders else top
-        pid = stat.parent_pid
+    """Those of ``holders`` in the job's trees, or in those of the first ancestors of its roots among ``holders``."""
+    tops = set()
+    for root in job.root_pids:
+        above = processes.ancestors(root) & holders - {1}
+        tops.add(min(above, key=lambda pid: len(processes.ancestors(pid)), default=root))
     try:
-        tree = processes.tree(top)
-    except ProcessNotFound:  # it has just ended
+        trees = processes.trees(sorted(tops))
+    except ProcessNotFound:  # one has just ended
         return []
-    return [process for process in tree if process.pid in holders.difference(job.pids)]
+    found = {process.pid: process for tree in trees for process in tree}
+    return [found[pid] for pid in sorted(holders.difference(job.pids) & found.keys())]
 
 
 def _look_at(process: ProcessInfo, uses: Sequence[GpuUse]) -> CudaTraits:
