@@ -251,7 +251,8 @@ def be(case: str, second_gpu: bool) -> None:
     for _ in sys.stdin:
         mine = side.check()
         theirs = "ended"
-        with contextlib.suppress(ChildProcessError):
+        # Killed, it is a zombie before all of its threads have ended, and cannot be waited for until then.
+        with contextlib.suppress(ChildProcessError, BrokenPipeError):
             if os.waitpid(second, os.WNOHANG) == (0, 0):
                 os.write(asked[1], b"?")
                 ready, _, _ = select.select([answers], [], [], ACTION_TIMEOUT_S)
