@@ -22,9 +22,8 @@ from gpucr.criu.options import DumpOptions
 from gpucr.errors import BrokenInstall, CriuError, DriverError, JobDamaged, NotPermitted
 from gpucr.jobs import selection
 from gpucr.jobs.selection import FoundJob
-from gpucr.linux import processes
+from gpucr.linux import durable, processes
 from gpucr.model import CudaState, GangMember, Job
-from gpucr.snapshot import files
 from gpucr.undo.interrupts import Interrupts
 from tests import command
 from tests.containers.conftest import StartContainer
@@ -391,18 +390,18 @@ def test_what_is_said_to_be_dumped_is_on_disk(
     process_without_cuda: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     synced: list[Path] = []
-    sync_path = files.sync_path
+    sync = durable.sync
 
     def note(path: Path) -> None:
         synced.append(path)
-        sync_path(path)
+        sync(path)
 
     def write(record: ContainerRecord, images: Path, *arguments: object, **options: object) -> None:
         (images / "inventory.img").touch()
         (images.parent / "podman").mkdir()
         (images.parent / "podman" / "network.status").touch()
 
-    monkeypatch.setattr(files, "sync_path", note)
+    monkeypatch.setattr(durable, "sync", note)
     monkeypatch.setattr(oci, "checkpoint", write)
     found = FoundContainer("runc", "web", process_without_cuda, "running", "/bundle", is_podmans=False)
     monkeypatch.setattr(by_runtime, "_find", lambda *arguments: found)

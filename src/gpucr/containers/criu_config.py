@@ -15,13 +15,13 @@ import re
 import shlex
 import stat
 import sys
-import tempfile
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Literal, get_args
 
 from gpucr.containers import action
 from gpucr.errors import BrokenInstall, InvalidRequest, NotPermitted
+from gpucr.linux import durable
 
 Runtime = Literal["runc", "crun", "podman", "criu"]
 RUNTIMES: tuple[Runtime, ...] = get_args(Runtime)
@@ -194,19 +194,11 @@ def _write(path: Path, data: bytes, mode: int) -> Change:
     if existed and path.read_bytes() == data and (mode != _SCRIPT_MODE or os.access(path, os.X_OK)):
         return Change(path, "unchanged")
     found = path.stat() if existed else None
-    fd, temporary = tempfile.mkstemp(prefix=f".{path.name}.", dir=path.parent)
-    try:
-        with os.fdopen(fd, "wb") as stream:
-            stream.write(data)
-            os.fchmod(fd, mode if found is None or mode == _SCRIPT_MODE else stat.S_IMODE(found.st_mode))
-            if found is not None:
-                os.fchown(fd, found.st_uid, found.st_gid)
-            stream.flush()
-            os.fsync(fd)
-        os.replace(temporary, path)
-    except BaseException:
-        Path(temporary).unlink(missing_ok=True)
-        raise
+    if found is None:
+        durable.write(path, data, mode=mode)
+    else:
+        kept_mode = mode if mode == _SCRIPT_MODE else stat.S_IMODE(found.st_mode)
+        durable.write(path, data, mode=kept_mode, owner=(found.st_uid, found.st_gid))
     return Change(path, "changed" if existed else "made")
 
 

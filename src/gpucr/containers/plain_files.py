@@ -13,7 +13,7 @@ from collections.abc import Iterator
 from pathlib import Path
 
 from gpucr.errors import SnapshotError
-from gpucr.snapshot import files
+from gpucr.linux import durable
 from gpucr.snapshot.folder import (
     DEVICE_NAME,
     GPU_PART_NAME,
@@ -42,7 +42,7 @@ def scatter(images: Path) -> None:
         (part / DEVICE_NAME).rmdir()
         (part / MANIFEST_NAME).rename(images / SCATTERED_MANIFEST_NAME)  # last: it says that there is all the rest
         part.rmdir()
-        files.sync_path(images)
+        durable.sync(images)
 
 
 def gather(images: Path) -> None:

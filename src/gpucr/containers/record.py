@@ -17,8 +17,8 @@ from typing import Literal, get_args
 from gpucr import records
 from gpucr.criu.options import DumpOptions
 from gpucr.errors import SnapshotDamaged
+from gpucr.linux import durable
 from gpucr.records import Record
-from gpucr.snapshot import files
 from gpucr.snapshot.folder import CONTAINER_RECORD_NAME
 
 Runtime = Literal["runc", "crun", "podman"]
@@ -51,19 +51,9 @@ def is_container(folder: Path) -> bool:
 
 def write_record(folder: Path, record: ContainerRecord) -> None:
     """Write it, durably. Raises OSError."""
-    temporary = folder / f".{CONTAINER_RECORD_NAME}.unfinished"
-    try:
-        fd = os.open(temporary, os.O_WRONLY | os.O_CREAT | os.O_TRUNC | os.O_NOFOLLOW | os.O_CLOEXEC, 0o600)
-        with os.fdopen(fd, "wb") as stream:
-            stream.write(records.encode(record))
-            stream.flush()
-            os.fsync(stream.fileno())
-        temporary.replace(folder / CONTAINER_RECORD_NAME)
-    except BaseException:
-        temporary.unlink(missing_ok=True)  # on a full disk: what is left would keep the folder from being used again
-        raise
-    for each in (folder, folder.parent):
-        files.sync_path(each)
+    path = folder / CONTAINER_RECORD_NAME
+    durable.write(path, records.encode(record), temporary=f".{CONTAINER_RECORD_NAME}.unfinished")
+    durable.sync(folder.parent)
 
 
 def read_record(folder: Path) -> ContainerRecord:

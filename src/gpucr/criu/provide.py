@@ -7,7 +7,6 @@ names, the machine's own Debian mirror, or on Ubuntu its own mirror. Nothing is 
 from __future__ import annotations
 
 import contextlib
-import fcntl
 import os
 import platform
 import re
@@ -29,7 +28,7 @@ from gpucr.criu.install import (
     version_text,
 )
 from gpucr.errors import CriuUnavailable
-from gpucr.linux import trusted_paths
+from gpucr.linux import locks, trusted_paths
 
 OnEvent = Callable[[str], None]
 
@@ -176,7 +175,7 @@ def _exclusive(home: Path) -> Iterator[None]:
     """Hold the folder's lock. Whoever has it may remove what a killed fetch has left: nobody else is fetching."""
     fd = os.open(home / ".lock", os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o600)
     try:
-        fcntl.flock(fd, fcntl.LOCK_EX)
+        locks.lock(fd, wait_s=None)
         for left in home.glob(".fetch-*"):
             shutil.rmtree(left, ignore_errors=True)
         yield

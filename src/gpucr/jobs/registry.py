@@ -10,7 +10,6 @@ from __future__ import annotations
 
 import contextlib
 import errno
-import fcntl
 import os
 import shutil
 import time
@@ -25,7 +24,7 @@ from gpucr import records
 from gpucr.errors import InvalidRequest, Unsupported
 from gpucr.jobs.names import check_name, is_name, near_names, numbered_names
 from gpucr.jobs.record import MAX_RECORD_BYTES, JobRecord, JobState, StateWord, decode, state_of
-from gpucr.linux import trusted_paths
+from gpucr.linux import durable, locks, trusted_paths
 from gpucr.model import ProcessId
 from gpucr.records import RecordError
 
@@ -34,7 +33,7 @@ LOCK_TIMEOUT_S = 10.0
 
 _REPLACEABLE: frozenset[StateWord] = frozenset({"ended", "lost"})
 
-_RECORD, _LOCK = "record.json", "lock"
+_RECORD, _NEW_RECORD, _LOCK = "record.json", "record.json.new", "lock"
 _REMOVALS = 5
 
 
@@ -263,7 +262,14 @@ class Registry:
         with contextlib.ExitStack() as held:
             while True:
                 fd = held.enter_context(_lock_file(folder))
-                _flock(fd, name, deadline)
+                try:
+                    locks.lock(fd, wait_s=deadline - time.monotonic())
+                except BlockingIOError as e:
+                    raise Unsupported(
+                        f"another gpucr is at work on the job {name}",
+                        hint="wait until it has finished, then try again",
+                        code="GPUCR-BUSY",
+                    ) from e
                 # Whoever held the lock before may have removed the folder: then this is the lock of nothing.
                 with contextlib.suppress(FileNotFoundError):
                     if (folder / _LOCK).stat().st_ino == os.fstat(fd).st_ino:
@@ -281,30 +287,9 @@ def _lock_file(folder: Path) -> Iterator[int]:
         os.close(fd)
 
 
-def _flock(fd: int, name: str, deadline: float) -> None:
-    while True:
-        try:
-            fcntl.flock(fd, fcntl.LOCK_EX | fcntl.LOCK_NB)
-            return
-        except BlockingIOError as e:
-            if time.monotonic() > deadline:
-                raise Unsupported(
-                    f"another gpucr is at work on the job {name}",
-                    hint="wait until it has finished, then try again",
-                    code="GPUCR-BUSY",
-                ) from e
-        time.sleep(0.01)
-
-
 def _write(folder: Path, data: bytes) -> None:
-    new = folder / f"{_RECORD}.new"
-    new.unlink(missing_ok=True)  # of a gpucr that was killed here; the lock is held
-    fd = os.open(new, os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_CLOEXEC, 0o600)
-    with os.fdopen(fd, "wb") as file:
-        file.write(data)
-        file.flush()
-        os.fsync(fd)
-    new.rename(folder / _RECORD)
+    """The lock is held: so what a gpucr left that was killed here can be replaced."""
+    durable.write(folder / _RECORD, data, temporary=_NEW_RECORD)
 
 
 def _clean(folder: Path, reservation: Reservation, *, keep_folder: bool) -> None:
@@ -314,7 +299,7 @@ def _clean(folder: Path, reservation: Reservation, *, keep_folder: bool) -> None
         if reservation.has_own_log:
             reservation.log_path.unlink(missing_ok=True)
         if not keep_folder:
-            for name in (f"{_RECORD}.new", _LOCK):
+            for name in (_NEW_RECORD, _LOCK):
                 (folder / name).unlink(missing_ok=True)
             folder.rmdir()  # unless there is something else in it, such as the log of a job whose record was lost
 

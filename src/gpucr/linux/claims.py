@@ -15,7 +15,7 @@ import struct
 from collections.abc import Iterable, Iterator
 
 from gpucr.errors import ProcessNotFound, Unsupported
-from gpucr.linux import processes
+from gpucr.linux import locks, processes
 from gpucr.linux.processes import PROC
 from gpucr.model import ProcessInfo
 
@@ -76,7 +76,7 @@ def _claim_process(pid: int) -> int:
     """flock(2) on a pidfd. Who comes second is told so by the kernel."""
     fd = os.pidfd_open(pid)
     try:
-        fcntl.flock(fd, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        locks.lock(fd)
     except BlockingIOError:
         raise _busy(pid, _close_and_name(fd)) from None
     except BaseException:

@@ -233,8 +233,8 @@ def _write_zeros(pid: int, addresses: Sequence[int]) -> None:
 
 
 def _write_error(pid: int, address: int, result: int) -> OSError:
-    number = ctypes.get_errno() if result < 0 else errno.EFAULT
-    return OSError(number, f"process_vm_writev at {address:#x} of process {pid}: {os.strerror(number)}")
+    what = f"process_vm_writev at {address:#x} of process {pid}"
+    return libc.last_error(what) if result < 0 else OSError(errno.EFAULT, f"{what}: {os.strerror(errno.EFAULT)}")
 
 
 def machine_available_bytes() -> int:

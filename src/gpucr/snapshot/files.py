@@ -13,6 +13,7 @@ from collections.abc import Callable, Iterable, Sequence
 from pathlib import Path
 
 from gpucr.errors import SnapshotDamaged
+from gpucr.linux import durable
 from gpucr.snapshot.manifest import FileRecord
 
 PIECE_BYTES = 64 << 20
@@ -57,19 +58,10 @@ def sync(folder: Path, relative_paths: Iterable[str]) -> None:
     """Make these files and the folders on their way durable (fsync)."""
     folders = {folder}
     for path in relative_paths:
-        sync_path(folder / path)
+        durable.sync(folder / path)
         folders.update(parent for parent in (folder / path).parents if folder in parent.parents)
     for each in folders:
-        sync_path(each)
-
-
-def sync_path(path: Path) -> None:
-    """Make one file or folder durable."""
-    fd = os.open(path, os.O_RDONLY)
-    try:
-        os.fsync(fd)
-    finally:
-        os.close(fd)
+        durable.sync(each)
 
 
 def _offsets(size_bytes: int) -> range:

@@ -13,7 +13,6 @@ from __future__ import annotations
 
 import contextlib
 import errno
-import fcntl
 import os
 import shutil
 import stat
@@ -24,7 +23,7 @@ from pathlib import Path
 from msgspec.structs import replace
 
 from gpucr.errors import InvalidRequest, SnapshotDamaged, SnapshotError, SnapshotExists, SnapshotUnfinished
-from gpucr.linux import trusted_paths
+from gpucr.linux import durable, locks, trusted_paths
 from gpucr.linux.held_folder import HeldFolder
 from gpucr.records import RecordError
 from gpucr.snapshot import device, files, manifest, shared_files
@@ -224,8 +223,8 @@ class UnfinishedSnapshot:
                     hint="dump to a folder below one that only you, or root, can change",
                     code="GPUCR-UNTRUSTED-PATH",
                 )
-            _write_atomically(self.held.path / MANIFEST_NAME, manifest.encode(complete))
-            files.sync_path(self.path.parent)
+            durable.write(self.held.path / MANIFEST_NAME, manifest.encode(complete), temporary=_UNFINISHED_NAME)
+            durable.sync(self.path.parent)
             return Snapshot(self.path, complete, self.held.again())
 
     def discard(self) -> None:
@@ -243,7 +242,7 @@ class UnfinishedSnapshot:
                 if folder.exists():
                     shutil.rmtree(folder)
         with contextlib.suppress(OSError):
-            fcntl.flock(self._held.fd, fcntl.LOCK_UN)
+            locks.unlock(self._held.fd)
         if self._mode_before is not None:
             os.fchmod(self._held.fd, self._mode_before)
         elif self._made_folder and self._held.is_at(self.path):
@@ -397,7 +396,7 @@ def _lock(held: HeldFolder, path: Path) -> bool:
     Raises SnapshotExists where another dump has it.
     """
     try:
-        fcntl.flock(held.fd, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        locks.lock(held.fd)
     except BlockingIOError as e:
         raise SnapshotExists(
             f"another dump is at work in {path}", path=str(path), hint="name another folder with --to"
@@ -466,18 +465,3 @@ def _require_ours(manifest_file: Path, manifest_stat: os.stat_result) -> None:
                 f"chown -R {os.geteuid()} and chmod -R go-rwx {folder}",
                 code="GPUCR-UNTRUSTED-SNAPSHOT",
             )
-
-
-def _write_atomically(path: Path, data: bytes) -> None:
-    temporary = path.with_name(_UNFINISHED_NAME)
-    try:
-        fd = os.open(temporary, os.O_WRONLY | os.O_CREAT | os.O_TRUNC | os.O_NOFOLLOW | os.O_CLOEXEC, 0o600)
-        with os.fdopen(fd, "wb") as stream:
-            stream.write(data)
-            stream.flush()
-            os.fsync(fd)
-        os.replace(temporary, path)
-    except BaseException:
-        temporary.unlink(missing_ok=True)  # on a full disk: what is left would keep the folder from being removed
-        raise
-    files.sync_path(path.parent)

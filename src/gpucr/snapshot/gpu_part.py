@@ -8,14 +8,13 @@ completed are marked, so that no restore takes them for those of a container wit
 from __future__ import annotations
 
 import contextlib
-import errno
-import fcntl
 import os
 import shutil
 from collections.abc import Iterator
 from pathlib import Path
 
 from gpucr.errors import SnapshotError, SnapshotUnfinished, Unsupported
+from gpucr.linux import durable, locks
 from gpucr.snapshot import files
 from gpucr.snapshot.folder import (
     GPU_PART_NAME,
@@ -39,14 +38,15 @@ def claimed(images: Path) -> Iterator[int]:
     fd = os.open(images, os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC)
     try:
         try:
-            fcntl.flock(fd, fcntl.LOCK_EX | fcntl.LOCK_NB)
-        except OSError as e:
-            if e.errno == errno.EWOULDBLOCK:
-                raise Unsupported(
-                    f"another checkpoint is being written to {images}",
-                    hint="wait until it has finished, then try again",
-                    code="GPUCR-BUSY",
-                ) from e
+            locks.lock(fd)
+        except BlockingIOError as e:
+            raise Unsupported(
+                f"another checkpoint is being written to {images}",
+                hint="wait until it has finished, then try again",
+                code="GPUCR-BUSY",
+            ) from e
+        except OSError:  # a file system without locks
+            pass
         yield fd
     finally:
         os.close(fd)
@@ -136,13 +136,7 @@ class GpuPart:
 
     def _begin(self, content: bytes) -> None:
         with self._explained("replaced"):
-            flags = os.O_WRONLY | os.O_CREAT | os.O_TRUNC | os.O_NOFOLLOW | os.O_CLOEXEC
-            fd = os.open(self._mark, flags, 0o600)
-            with os.fdopen(fd, "wb") as file:
-                file.write(content)
-                file.flush()
-                os.fsync(file.fileno())
-            files.sync_path(self._images)
+            durable.write(self._mark, content)
         shutil.rmtree(self._aside, ignore_errors=True)
 
     def sync_images(self) -> None:

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import contextlib
-import fcntl
 import os
 import shutil
 import tempfile
@@ -11,7 +10,7 @@ import time
 from pathlib import Path
 
 from gpucr.errors import SnapshotError
-from gpucr.linux import memory, trusted_paths
+from gpucr.linux import locks, memory, trusted_paths
 
 PREFIX = "gpucr-work-"
 SNAPSHOT_NAME = "snapshot"
@@ -101,7 +100,7 @@ def _locked(path: Path) -> int:
     try:
         if os.fstat(fd).st_uid != os.geteuid():
             raise PermissionError(f"{path} is another user's")
-        fcntl.flock(fd, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        locks.lock(fd)
     except BaseException:
         os.close(fd)
         raise

@@ -24,6 +24,7 @@ import time
 from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 
+from gpucr.linux import durable
 from gpucr.linux.held_folder import HeldFolder
 from gpucr.store.backend import Buffer, Exists, Missing, ObjectInfo, as_parts, check_name
 
@@ -108,7 +109,7 @@ class LocalBackend:
         with contextlib.suppress(FileNotFoundError):
             path.unlink()
             # A snapshot that comes back after a power failure, when its packs are gone, would be a damaged one.
-            _sync(path.parent)
+            durable.sync(path.parent)
 
     def sweep(self, unchanged_s: float) -> int:
         """See `Backend.sweep`. What is still being filled fails where it is published: nothing is lost by it."""
@@ -198,7 +199,7 @@ class LocalSink:
             os.fsync(self._fd)
             _make_folders(self._path.parent, self._root)
             self._link()
-            _sync(self._path.parent)
+            durable.sync(self._path.parent)
         finally:
             self.discard()
 
@@ -278,7 +279,7 @@ def _make_folders(folder: Path, root: Path) -> None:
     _make_folders(folder.parent, root)
     with contextlib.suppress(FileExistsError):
         folder.mkdir(mode=0o700)
-        _sync(folder.parent)
+        durable.sync(folder.parent)
 
 
 def _is_aligned(buffer: memoryview) -> bool:
@@ -291,14 +292,6 @@ def _set_direct(fd: int, *, on: bool) -> None:
     flags = fcntl.fcntl(fd, fcntl.F_GETFL)
     with contextlib.suppress(OSError):  # a file system without it: slower, nothing else
         fcntl.fcntl(fd, fcntl.F_SETFL, flags | os.O_DIRECT if on else flags & ~os.O_DIRECT)
-
-
-def _sync(path: Path) -> None:
-    fd = os.open(path, os.O_RDONLY | os.O_CLOEXEC)
-    try:
-        os.fsync(fd)
-    finally:
-        os.close(fd)
 
 
 def _require_ours(found: os.stat_result, path: Path) -> None:

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import contextlib
-import fcntl
 import os
 import shutil
 import syslog
@@ -13,7 +12,7 @@ from collections.abc import Iterator
 from pathlib import Path
 
 from gpucr.errors import GpucrError
-from gpucr.linux import trusted_paths
+from gpucr.linux import locks, trusted_paths
 from gpucr.linux.private_folders import state_folder
 
 _AT_WORK = ".at-work"
@@ -73,7 +72,7 @@ def _at_work(folder: Path) -> Iterator[None]:
     """Tells this folder from those that are kept: marked, and locked as long as this process lives."""
     fd = os.open(folder, os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC)
     try:
-        fcntl.flock(fd, fcntl.LOCK_EX)
+        locks.lock(fd, wait_s=None)
         with contextlib.suppress(OSError):  # a full disk
             (folder / _AT_WORK).write_text(str(os.getpid()), encoding="ascii")
         yield
@@ -99,7 +98,7 @@ def _marked(base: Path) -> list[Path]:
 def _is_in_use(folder: Path) -> bool:
     fd = os.open(folder, os.O_RDONLY | os.O_DIRECTORY | os.O_NOFOLLOW | os.O_CLOEXEC)
     try:
-        fcntl.flock(fd, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        locks.lock(fd)
     except BlockingIOError:
         return True
     finally:

@@ -6,17 +6,15 @@ malformed, of someone else, or open to others is left out, with a reason.
 
 from __future__ import annotations
 
-import contextlib
 import hashlib
 import json
 import os
 import stat
-import tempfile
 from pathlib import Path
 
 from gpucr import records
 from gpucr.diagnosis.canaries.results import WHAT, CanaryResult, MeasuredMachine, ProbeReport
-from gpucr.linux import trusted_paths
+from gpucr.linux import durable, trusted_paths
 from gpucr.records import Record, RecordError
 
 SCHEMA = "gpucr.probe-results"
@@ -49,17 +47,7 @@ def save(report: ProbeReport, folder: Path) -> Path:
     machine = report.machine
     kept = _Kept(machine.driver, tuple(sorted(machine.gpus)), machine.kernel, report.results)
     path = file_for(machine, folder)
-    fd, temporary = tempfile.mkstemp(prefix=".probe-", dir=folder)  # 0600
-    try:
-        with open(fd, "wb") as file:
-            file.write(records.encode(kept))
-            file.flush()
-            os.fsync(fd)
-        os.replace(temporary, path)
-    except BaseException:
-        with contextlib.suppress(OSError):
-            os.unlink(temporary)
-        raise
+    durable.write(path, records.encode(kept))
     return path
 
 

@@ -37,7 +37,7 @@ import time
 from typing import Any, NoReturn
 
 from gpucr.jobs.sandbox import label
-from gpucr.linux import libc, namespaces, oom
+from gpucr.linux import durable, libc, namespaces, oom
 from gpucr.linux.trusted_paths import open_file
 
 MESSAGE_LIMIT_BYTES = 8192
@@ -351,15 +351,9 @@ class Keeper:
         body = {"exit_code": code, "ended": ended} if code >= 0 else {"signal": -code, "ended": ended}
         if not self._status_name:  # nobody wants to know
             return
-        new = self._status_name + ".new"
+        name, data = self._status_name, json.dumps(body).encode()
         with contextlib.suppress(OSError):  # the folder is gone, or the disk is full: there is nobody to tell
-            flags = os.O_WRONLY | os.O_CREAT | os.O_TRUNC | os.O_NOFOLLOW | os.O_CLOEXEC
-            fd = os.open(new, flags, 0o600, dir_fd=self._status_fd)
-            with open(fd, "w", encoding="utf-8") as file:
-                json.dump(body, file)
-                file.flush()
-                os.fsync(fd)
-            os.rename(new, self._status_name, src_dir_fd=self._status_fd, dst_dir_fd=self._status_fd)
+            durable.write_below(self._status_fd, name, data, temporary=f"{name}.new")
 
 
 @contextlib.contextmanager

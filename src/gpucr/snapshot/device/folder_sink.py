@@ -11,6 +11,7 @@ from dataclasses import replace
 from pathlib import Path
 
 from gpucr.errors import SnapshotError
+from gpucr.linux import durable
 from gpucr.model import DevicePart, StagedExtent
 from gpucr.snapshot.device.crew import PieceBuffer
 from gpucr.snapshot.device.sink import ZERO
@@ -69,7 +70,7 @@ class FolderSink:
             with ThreadPoolExecutor(2 * STRIPES, "device-sync") as pool:
                 list(pool.map(os.fsync, fds))
             for path in paths:
-                _sync_folder(path)
+                durable.sync(path)
 
     def record(
         self, part: DevicePart, size_bytes: int, names: Sequence[bytes], extents: Sequence[StagedExtent]
@@ -97,11 +98,3 @@ class FolderSink:
                 else "check that disk (dmesg), or name a folder on another one with --to",
                 code="GPUCR-NO-SPACE" if is_full else None,
             ) from e
-
-
-def _sync_folder(path: Path) -> None:
-    fd = os.open(path, os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC)
-    try:
-        os.fsync(fd)
-    finally:
-        os.close(fd)

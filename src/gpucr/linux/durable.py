@@ -1,0 +1,65 @@
+"""Files that are there as a whole or not at all, also after the machine lost its power. Standard library only."""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import secrets
+from pathlib import Path
+
+
+def write(
+    path: Path, data: bytes, *, mode: int = 0o600, owner: tuple[int, int] | None = None, temporary: str | None = None
+) -> None:
+    """As `write_below`, in the folder of this path."""
+    folder = os.open(path.parent, os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC)
+    try:
+        write_below(folder, path.name, data, mode=mode, owner=owner, temporary=temporary)
+    finally:
+        os.close(folder)
+
+
+def write_below(
+    folder: int,
+    name: str,
+    data: bytes,
+    *,
+    mode: int = 0o600,
+    owner: tuple[int, int] | None = None,
+    temporary: str | None = None,
+) -> None:
+    """Make the file, or put it in the place of what has that name, in one step. It is durable, and so is its name.
+
+    ``folder``: a descriptor. The data goes to a file of the name ``temporary`` first, which takes the place of one that
+    a killed process has left: for callers who are alone there. None: a name that nobody has. No link is followed.
+    ``owner``: uid and gid. Raises OSError; there is then what was there before, and nothing else.
+    """
+    if temporary is None:
+        temporary = f".{name}.{secrets.token_hex(8)}"
+    else:
+        with contextlib.suppress(FileNotFoundError):
+            os.unlink(temporary, dir_fd=folder)
+    fd = os.open(temporary, os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_NOFOLLOW | os.O_CLOEXEC, 0o600, dir_fd=folder)
+    try:
+        with open(fd, "wb") as file:
+            file.write(data)
+            file.flush()
+            if owner is not None:
+                os.fchown(fd, *owner)
+            os.fchmod(fd, mode)
+            os.fsync(fd)
+        os.rename(temporary, name, src_dir_fd=folder, dst_dir_fd=folder)
+    except BaseException:
+        with contextlib.suppress(OSError):
+            os.unlink(temporary, dir_fd=folder)
+        raise
+    os.fsync(folder)
+
+
+def sync(path: Path) -> None:
+    """Make one file or folder durable that others have written. Raises OSError."""
+    fd = os.open(path, os.O_RDONLY | os.O_CLOEXEC)
+    try:
+        os.fsync(fd)
+    finally:
+        os.close(fd)

@@ -1,0 +1,33 @@
+"""One way to lock: flock(2), on a file, a folder or a pidfd. It ends with the last copy of the descriptor."""
+
+from __future__ import annotations
+
+import fcntl
+import time
+
+_POLL_S = 0.01
+
+
+def lock(fd: int, *, wait_s: float | None = 0.0) -> None:
+    """Lock what is open here against everybody else who locks it.
+
+    ``wait_s``: how long to wait for another one; None: until it is free. Raises BlockingIOError where it is not free by
+    then, and OSError where its file system has no locks.
+    """
+    if wait_s is None:
+        fcntl.flock(fd, fcntl.LOCK_EX)
+        return
+    deadline = time.monotonic() + wait_s
+    while True:
+        try:
+            fcntl.flock(fd, fcntl.LOCK_EX | fcntl.LOCK_NB)
+            return
+        except BlockingIOError:
+            if time.monotonic() >= deadline:
+                raise
+        time.sleep(_POLL_S)
+
+
+def unlock(fd: int) -> None:
+    """Give the lock up before the descriptor is closed. Raises OSError."""
+    fcntl.flock(fd, fcntl.LOCK_UN)
