@@ -112,7 +112,7 @@ def test_the_manifest_is_written_last(tmp_path: Path) -> None:
     assert unfinished.is_committed
 
 
-@pytest.mark.parametrize("call", ["fsync", "replace"])
+@pytest.mark.parametrize("call", ["fsync", "rename"])
 def test_a_process_killed_during_the_commit_leaves_no_snapshot(call: str, tmp_path: Path) -> None:
     code = (
         "import os, signal, sys; from pathlib import Path\n"
