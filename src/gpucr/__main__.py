@@ -3,11 +3,13 @@
 Imported before anything that could fail, so that what keeps gpucr from being loaded is said in a line.
 """
 
+import gc
 import os
 
 
 def main() -> None:
     """Load the command line and run it. Where it cannot be loaded: exit code 4, or 130 after Ctrl-C."""
+    gc.disable()  # until the command's modules are loaded, for nothing of them is garbage: a sixth of the start
     try:
         from gpucr.cli.main import main as run
     except KeyboardInterrupt:
@@ -20,6 +22,25 @@ def main() -> None:
         run()
     except MemoryError:  # outside of what turns errors into messages
         _end(1, "gpucr has too little memory", "`gpucr ps` shows where the job is", "GPUCR-NO-MEMORY")
+    except SystemExit as end:
+        _end_at_once(end)
+        raise
+
+
+def _end_at_once(end: SystemExit) -> None:
+    """End without taking every object apart, a fifth of a short command's time; not while a thread works."""
+    import contextlib
+    import sys
+    import threading
+
+    if not isinstance(end.code, int) or any(
+        not thread.daemon for thread in threading.enumerate() if thread is not threading.main_thread()
+    ):
+        return
+    for stream in (sys.stdout, sys.stderr):
+        with contextlib.suppress(OSError, ValueError, MemoryError):  # what is lost has its exit code by now
+            stream.flush()
+    os._exit(end.code)
 
 
 def _end(exit_code: int, message: str, hint: str, code: str) -> None:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import errno
+import gc
 import importlib
 import os
 import signal
@@ -77,6 +78,9 @@ class _LazyGroup(SuggestingGroup):
         if cmd_name not in _COMMANDS:
             return None
         found = importlib.import_module(f"gpucr.cli.{cmd_name}").command
+        if not gc.isenabled():  # disabled where gpucr begins
+            gc.freeze()
+            gc.enable()
         if not isinstance(found, click.Command):
             raise TypeError(f"gpucr.cli.{cmd_name}.command is not a command")
         return found
