@@ -65,7 +65,7 @@ def _put_simulator_in_place(state_dir: Path) -> None:
 
 
 def pytest_configure(config: pytest.Config) -> None:
-    # gpucr is started thousands of times: compiling its modules anew each time took half of the whole run.
+    # gpucr is started very often, and takes three times as long where its modules have to be compiled.
     os.environ.pop("PYTHONDONTWRITEBYTECODE", None)
     sys.dont_write_bytecode = False
     # In the background of a shell script, and under nohup, they are ignored, and would be by all that the tests start.

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import contextlib
 import os
-import secrets
 from pathlib import Path
 
 
@@ -35,7 +34,7 @@ def write_below(
     ``owner``: uid and gid. Raises OSError; there is then what was there before, and nothing else.
     """
     if temporary is None:
-        temporary = f".{name}.{secrets.token_hex(8)}"
+        temporary = f".{name}.{os.urandom(8).hex()}"
     else:
         with contextlib.suppress(FileNotFoundError):
             os.unlink(temporary, dir_fd=folder)
