@@ -15,6 +15,8 @@ if TYPE_CHECKING:
     from gpucr.checkups.checkup import Checkup, RepairName, Verdict
     from gpucr.checkups.doctor import DoctorReport, doctor
     from gpucr.checkups.repairs import Repair
+    from gpucr.containers.by_runtime import find_container
+    from gpucr.containers.record import Runtime
     from gpucr.criu.contents import SharedMemory
     from gpucr.criu.imaged_files import OpenDescriptor
     from gpucr.criu.imaged_memory import MemoryKind, MemoryUse
@@ -97,6 +99,8 @@ _HOMES = {
     "gpucr.checkups.checkup": ("Checkup", "RepairName", "Verdict"),
     "gpucr.checkups.doctor": ("DoctorReport", "doctor"),
     "gpucr.checkups.repairs": ("Repair",),
+    "gpucr.containers.by_runtime": ("find_container",),
+    "gpucr.containers.record": ("Runtime",),
     "gpucr.criu.contents": ("SharedMemory",),
     "gpucr.criu.imaged_files": ("OpenDescriptor",),
     "gpucr.criu.imaged_memory": ("MemoryKind", "MemoryUse"),
@@ -219,6 +223,7 @@ __all__ = [
     "Repair",
     "RepairName",
     "RestoreReport",
+    "Runtime",
     "Secret",
     "SharedMemory",
     "SimulatorUnavailable",
@@ -247,6 +252,7 @@ __all__ = [
     "diff_snapshots",
     "doctor",
     "dump",
+    "find_container",
     "forget_job",
     "init_store",
     "inspect",

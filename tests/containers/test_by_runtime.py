@@ -112,6 +112,21 @@ def test_a_container_is_dumped_and_restored(container: StartContainer, tmp_path:
     assert "is the GPU part of a container's checkpoint" in done.stderr
 
 
+@both_runtimes
+def test_a_container_names_a_job(container: StartContainer) -> None:
+    """It is suspended and resumed as any tree: the runtime has nothing to do with it."""
+    made = container("--mib", "4", with_hook=False)
+    named = ("--container", made.name, "--runtime-root", made.runtime_root)
+    for name, state in (("suspend", "checkpointed"), ("resume", "running")):
+        done = gpucr(made, name, *named)
+        assert done.returncode == 0, done.stderr
+        assert gpucr(made, "state", *named).stdout == f"{made.pid} {state} counter\n"
+    assert made.ask() == 101
+    done = gpucr(made, "suspend", "--container", "no-such", "--runtime", made.runtime_name)
+    assert done.returncode == 2
+    assert "there is no container no-such" in done.stderr
+
+
 def test_a_dump_that_fails_leaves_the_container_and_no_folder(container: StartContainer, tmp_path: Path) -> None:
     made = container("--mib", "4", faults="checkpoint=999", with_hook=False)
     made.ask()

@@ -177,6 +177,7 @@ def test_what_is_no_cgroup_is_refused(cgroup: Path, tmp_path: Path) -> None:
         (("suspend", "100", "200"), "with --as-one only"),
         (("suspend", "100", "--cgroup", "/sys/fs/cgroup/x"), "name a job in one way"),
         (("resume", "--cgroup", "/sys/fs/cgroup/x", "--container", "x"), "name a job in one way"),
+        (("state", "100", "--runtime-root", "/x"), "go with --container"),
         (("state",), "name a job: PID or NAME, or --cgroup"),
         (("dump", "--container", "x", "--cgroup", "/y", "--to", "/z"), "means nothing with --container"),
     ],

@@ -24,12 +24,12 @@ IllegalState Interrupted InvalidRequest JobChanged JobDamaged JobRecord JobSelec
 LaunchPlan ListedJob Listing LockTimeout Manifest MeasuredMachine MemoryKind MemoryUse Network NotACudaProcess
 NotPermitted NotSupportedByDriver OnEvent OnProgress OpenDescriptor Persist Phase Place ProbeReport Process
 ProcessContents ProcessId ProcessInfo ProcessNotFound ProcessRecord ProcessState Progress PruneReport PruneRules
-Range Repair RepairName RestoreReport Secret SharedMemory SimulatorUnavailable Snapshot SnapshotContents
+Range Repair RepairName RestoreReport Runtime Secret SharedMemory SimulatorUnavailable Snapshot SnapshotContents
 SnapshotDamaged SnapshotError SnapshotExists SnapshotInStore SnapshotUnfinished StartedJob StateChange StateWord
 Store StoreDamaged StoreError StoreKey StoredSnapshot TcpMode Unsupported Verdict VerifyReport WrongKey __version__
-copy_snapshots diff_snapshots doctor dump forget_job init_store inspect job_states last_probe list_cuda_processes
-list_gpu_jobs list_jobs list_snapshots open_snapshot plan_dump plan_job probe prune_store remove_snapshot restore
-resume run_job store_keys subscribe suspend verify_snapshots
+copy_snapshots diff_snapshots doctor dump find_container forget_job init_store inspect job_states last_probe
+list_cuda_processes list_gpu_jobs list_jobs list_snapshots open_snapshot plan_dump plan_job probe prune_store
+remove_snapshot restore resume run_job store_keys subscribe suspend verify_snapshots
 """
 NAMES = _NAMES.split()
 

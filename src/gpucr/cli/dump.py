@@ -11,20 +11,21 @@ import click
 from gpucr.cli.containers import print_container, refuse_other_options
 from gpucr.cli.keys import key_file_option, with_key
 from gpucr.cli.options import (
-    complete_folder,
     complete_place,
     force_option,
     job_argument,
     json_option,
     only_option,
     quiet_option,
+    runtime_option,
+    runtime_root_option,
     timeout_option,
     verbose_option,
 )
 from gpucr.cli.output import print_json, say
 from gpucr.cli.progress import progress_printer
 from gpucr.cli.reports import lock_fields, print_phases, report_fields, say_warnings, snapshot_text
-from gpucr.containers.record import RUNTIMES, Runtime
+from gpucr.containers.record import Runtime
 from gpucr.errors import InvalidRequest, Unsupported
 from gpucr.jobs.selector import JobSelector
 from gpucr.operations.dump import DumpPlan, Persist, dump, plan_dump
@@ -52,14 +53,8 @@ class _Options(TypedDict):
     help="A folder that is made for it, or a store and a name there.",
 )
 @click.option("--container", metavar="ID", help="Instead of PID: a container of runc, crun or podman, dumped by it.")
-@click.option("--runtime", type=click.Choice(RUNTIMES), help="With --container: whose it is. Found without it.")
-@click.option(
-    "--runtime-root",
-    type=click.Path(path_type=Path),
-    metavar="DIR",
-    shell_complete=complete_folder,
-    help="With --container: where runc or crun keeps its state (their --root).",
-)
+@runtime_option
+@runtime_root_option
 @click.option("--leave-running", is_flag=True, help="Let the job go on afterwards instead of ending it.")
 @click.option(
     "--persist",

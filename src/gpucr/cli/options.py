@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import functools
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
+from pathlib import Path
 from typing import TYPE_CHECKING, Any, TypeVar, cast
 
 import click
@@ -77,22 +78,18 @@ def job_argument(*, is_required: bool = True, with_container: bool = True) -> Ca
 
     def decorate(command: F) -> F:
         @functools.wraps(command)
-        def with_job(
-            *,
-            targets: tuple[int | str, ...],
-            as_one: bool,
-            cgroup: str | None,
-            of_container: str | None = None,
-            **others: Any,
-        ) -> Any:
-            ways = (bool(targets), cgroup is not None, of_container is not None)
+        def with_job(*, targets: tuple[int | str, ...], as_one: bool, cgroup: str | None, **others: Any) -> Any:
+            place = {name: others.pop(name, None) for name in (_CONTAINER, "runtime", "runtime_root") if with_container}
+            ways = (bool(targets), cgroup is not None, place.get(_CONTAINER) is not None)
             if sum(ways) > 1:
                 raise click.UsageError("name a job in one way: PID or NAME, --cgroup, or --container")
             if is_required and not any(ways):
                 raise click.UsageError("name a job: PID or NAME, or --cgroup")
+            if any(place.values()) and not ways[2]:
+                raise click.UsageError("--runtime and --runtime-root go with --container")
             if len(targets) > 1 and not as_one:
                 raise click.UsageError("several processes are handled as one job with --as-one only")
-            return command(job=_selected(targets, cgroup, of_container), **others)
+            return command(job=_selected(targets, cgroup, place), **others)
 
         parameters = [
             click.argument("targets", nargs=-1, type=JobTarget(), metavar="PID|NAME..."),
@@ -103,10 +100,8 @@ def job_argument(*, is_required: bool = True, with_container: bool = True) -> Ca
                 shell_complete=complete_folder,
                 help="Instead of PID: the job that runs in this cgroup (a folder below /sys/fs/cgroup).",
             ),
+            *(_container_options() if with_container else ()),
         ]
-        if with_container:
-            help_text = "Instead of PID: what runs in this container of runc, crun or podman."
-            parameters.append(click.option("--container", "of_container", metavar="ID", help=help_text))
         for parameter in reversed(parameters):
             with_job = parameter(with_job)
         return cast("F", with_job)
@@ -114,16 +109,38 @@ def job_argument(*, is_required: bool = True, with_container: bool = True) -> Ca
     return decorate
 
 
+_CONTAINER = "of_container"
+
+
+def _container_options() -> list[Callable[[Any], Any]]:
+    what = "Instead of PID: what runs in this container of runc, crun or podman."
+    return [click.option("--container", _CONTAINER, metavar="ID", help=what), runtime_option, runtime_root_option]
+
+
 def _selected(
-    targets: tuple[int | str, ...], cgroup: str | None, container: str | None
+    targets: tuple[int | str, ...], cgroup: str | None, place: Mapping[str, Any]
 ) -> int | str | JobSelector | None:
-    if container is not None:
+    if place.get(_CONTAINER) is not None:
         from gpucr.containers.by_runtime import find_container
 
-        return find_container(container)
+        return find_container(place[_CONTAINER], runtime=place["runtime"], runtime_root=place["runtime_root"])
     if cgroup is not None:
         return JobSelector(cgroup=cgroup)
     return JobSelector(*targets) if len(targets) > 1 else next(iter(targets), None)
+
+
+runtime_option = click.option(
+    "--runtime",
+    type=click.Choice(("runc", "crun", "podman")),
+    help="With --container: whose it is. Found without it.",
+)
+runtime_root_option = click.option(
+    "--runtime-root",
+    type=click.Path(path_type=Path),
+    metavar="DIR",
+    shell_complete=complete_folder,
+    help="With --container: where runc or crun keeps its state (their --root).",
+)
 
 
 def _note_json(ctx: click.Context, _param: click.Parameter, value: bool) -> bool:
