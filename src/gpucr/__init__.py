@@ -12,7 +12,6 @@ TYPE_CHECKING = False  # type checkers take this name for typing's; importing ty
 if TYPE_CHECKING:
     from typing import Any
 
-    from gpucr.checkups.checkup import Checkup, RepairName, Verdict
     from gpucr.checkups.doctor import DoctorReport, doctor
     from gpucr.checkups.repairs import Repair
     from gpucr.containers.by_runtime import find_container
@@ -21,7 +20,7 @@ if TYPE_CHECKING:
     from gpucr.criu.imaged_files import OpenDescriptor
     from gpucr.criu.imaged_memory import MemoryKind, MemoryUse
     from gpucr.diagnosis.canaries.results import CanaryOutcome, CanaryResult, MeasuredMachine, ProbeReport
-    from gpucr.diagnosis.preflight.findings import Finding
+    from gpucr.diagnosis.preflight.findings import Finding, RepairName, Severity
     from gpucr.diagnosis.preflight.surroundings import FilesMode, TcpMode
     from gpucr.diagnosis.probe import last_probe, probe
     from gpucr.driver.process import Process
@@ -96,7 +95,6 @@ if TYPE_CHECKING:
 
 _HOMES = {
     "gpucr.diagnosis.canaries.results": ("CanaryOutcome", "CanaryResult", "MeasuredMachine", "ProbeReport"),
-    "gpucr.checkups.checkup": ("Checkup", "RepairName", "Verdict"),
     "gpucr.checkups.doctor": ("DoctorReport", "doctor"),
     "gpucr.checkups.repairs": ("Repair",),
     "gpucr.containers.by_runtime": ("find_container",),
@@ -137,7 +135,7 @@ _HOMES = {
     ),
     "gpucr.operations.suspend": ("ChangeReport", "StateChange", "resume", "suspend"),
     "gpucr.snapshot.destination": ("DumpCounts",),
-    "gpucr.diagnosis.preflight.findings": ("Finding",),
+    "gpucr.diagnosis.preflight.findings": ("Finding", "RepairName", "Severity"),
     "gpucr.diagnosis.preflight.surroundings": ("FilesMode", "TcpMode"),
     "gpucr.snapshot.folder": ("Snapshot",),
     "gpucr.snapshot.manifest": ("Manifest", "ProcessRecord"),
@@ -156,7 +154,6 @@ __all__ = [
     "CanaryResult",
     "Cancellation",
     "ChangeReport",
-    "Checkup",
     "Compress",
     "CopiedSnapshot",
     "CriuError",
@@ -225,6 +222,7 @@ __all__ = [
     "RestoreReport",
     "Runtime",
     "Secret",
+    "Severity",
     "SharedMemory",
     "SimulatorUnavailable",
     "Snapshot",
@@ -244,7 +242,6 @@ __all__ = [
     "StoredSnapshot",
     "TcpMode",
     "Unsupported",
-    "Verdict",
     "VerifyReport",
     "WrongKey",
     "__version__",

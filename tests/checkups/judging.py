@@ -4,24 +4,24 @@ from __future__ import annotations
 
 from collections.abc import Iterable
 
-from gpucr import Checkup
+from gpucr import Finding
 
 
-def verdicts(found: Iterable[Checkup]) -> list[str]:
+def severities(found: Iterable[Finding]) -> list[str]:
     """In their order. What stands in the way must say what it leads to and what mends it; everything has evidence."""
     listed = list(found)
     for each in listed:
         assert each.about
         assert each.what
         assert each.evidence
-        assert each.verdict == "ok" or each.remedy
-        assert each.verdict in ("ok", "unknown") or each.consequence
-        assert each.verdict != "ok" or not each.remedy
-    return [each.verdict for each in listed]
+        assert each.severity == "ok" or each.remedy
+        assert each.severity in ("ok", "unknown") or each.consequence
+        assert each.severity != "ok" or not each.remedy
+    return [each.severity for each in listed]
 
 
-def only(found: Iterable[Checkup]) -> Checkup:
+def only(found: Iterable[Finding]) -> Finding:
     """The one that is not ok."""
-    (one,) = [each for each in found if each.verdict != "ok"]
-    verdicts([one])
+    (one,) = [each for each in found if each.severity != "ok"]
+    severities([one])
     return one

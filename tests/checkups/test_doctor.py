@@ -13,19 +13,20 @@ import pytest
 from click.testing import CliRunner
 
 import gpucr
-from gpucr import Checkup, DoctorReport
+from gpucr import DoctorReport, Finding
 from gpucr.checkups import memory, repairs
 from gpucr.cli import doctor as cli
 from gpucr.criu import provide
 from gpucr.criu.install import CriuInstall
 from gpucr.diagnosis.canaries.results import WHAT, CanaryOutcome, CanaryResult, MeasuredMachine, ProbeReport
 from gpucr.errors import CriuUnavailable, Unsupported
-from tests.checkups.judging import verdicts
+from tests.checkups.judging import severities
 from tests.command import run
 from tests.unit.children import NOBODY_UID, sleeper
 
-BLOCKING = Checkup("disk", "blocking", "it is full", "statvfs", "no dump", "empty it", code="GPUCR-NO-SPACE")
-SPOILT = Checkup("huge pages", "warning", "none", "deny", "slow", "echo", repair="huge-pages-shared")
+NO_CRIU = Finding("blocking", "none", "PATH", "no dump", "fetch", repair="fetch-criu", about="CRIU")
+BLOCKING = Finding("blocking", "it is full", "statvfs", "no dump", "empty it", code="GPUCR-NO-SPACE", about="disk")
+SPOILT = Finding("warning", "none", "deny", "slow", "echo", repair="huge-pages-shared", about="huge pages")
 
 
 @pytest.fixture(autouse=True)
@@ -42,7 +43,7 @@ def printed(*arguments: object) -> dict[str, Any]:
     assert done.returncode in (0, 3), done.stderr
     found: dict[str, Any] = json.loads(done.stdout)
     assert found["blocked"] is (done.returncode == 3)
-    assert found["blocked"] is any(each["verdict"] == "blocking" for each in found["checkups"])
+    assert found["blocked"] is any(each["severity"] == "blocking" for each in found["checkups"])
     return found
 
 
@@ -55,7 +56,7 @@ def findings(found: dict[str, Any], about: str) -> list[dict[str, Any]]:
 
 def test_every_part_of_the_machine_is_looked_at() -> None:
     found = gpucr.doctor().checkups
-    verdicts(found)
+    severities(found)
     assert {each.about for each in found} == {
         "driver", "GPUs", "probe", "privileges", "ptrace", "seccomp", "kernel", "CRIU", "network lock", "huge pages",
         "host memory", "cgroups", "disk", "containers",
@@ -67,7 +68,7 @@ def test_without_privileges_it_says_what_it_could_not_see(tmp_path: Path) -> Non
     code = (
         "import os, gpucr; gpucr.doctor()\n"  # loads all that nobody may not read in every checkout
         f"os.setuid({NOBODY_UID}); os.environ['HOME'] = '/nonexistent'\n"
-        "for each in gpucr.doctor(to='/usr').checkups: print(each.about, each.verdict, sep=': ')\n"
+        "for each in gpucr.doctor(to='/usr').checkups: print(each.about, each.severity, sep=': ')\n"
         f"print(*[each.what for each in gpucr.doctor(to={str(tmp_path / 'new')!r}).checkups if each.about == 'disk'])"
     )
     done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, timeout=60, check=False)
@@ -89,7 +90,7 @@ def test_a_machine_without_a_driver() -> None:
         timeout=60,
     )
     found = json.loads(done.stdout)
-    assert [each["verdict"] for each in findings(found, "driver")] == ["warning"]
+    assert [each["severity"] for each in findings(found, "driver")] == ["warning"]
     assert found["probe"] is None
 
 
@@ -98,7 +99,7 @@ def test_no_criu_ends_with_exit_code_3(machine_with_peers: pytest.MonkeyPatch) -
     found = printed()
     (one,) = findings(found, "CRIU")
     assert one["repair"] == "fetch-criu"
-    assert one["verdict"] == ("blocking" if os.geteuid() == 0 else "warning")
+    assert one["severity"] == ("blocking" if os.geteuid() == 0 else "warning")
 
 
 # --- what was measured ------------------------------------------------------------------------------------------
@@ -130,15 +131,15 @@ def test_a_machine_that_brings_nothing_back(machine_with_peers: pytest.MonkeyPat
 
 
 @pytest.mark.parametrize(
-    ("outcome", "verdict"), [("lost", "warning"), ("refused", "warning"), ("timed out", "unknown")]
+    ("outcome", "severity"), [("lost", "warning"), ("refused", "warning"), ("timed out", "unknown")]
 )
-def test_what_did_not_come_back_is_not_ok(outcome: str, verdict: str, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_what_did_not_come_back_is_not_ok(outcome: str, severity: str, monkeypatch: pytest.MonkeyPatch) -> None:
     name = "managed"
     result = CanaryResult(name, CanaryOutcome(outcome), "", None, None, None, 0.1, "2026-11-21T14:02:11Z")
     report = ProbeReport(MeasuredMachine("580", (), "6.18"), (result,), None)
     monkeypatch.setattr("gpucr.checkups.doctor.last_probe", lambda: report)
     (found,) = [each for each in gpucr.doctor().checkups if each.about == "probe"]
-    assert (found.verdict, outcome in found.evidence, WHAT[name] in found.what) == (verdict, True, True)
+    assert (found.severity, outcome in found.evidence, WHAT[name] in found.what) == (severity, True, True)
 
 
 def test_results_that_cannot_be_used() -> None:
@@ -170,12 +171,12 @@ def test_a_bucket_is_no_folder_to_look_at() -> None:
 def test_a_job() -> None:
     with sleeper() as child:
         found = printed(child.pid)
-    assert [each["verdict"] for each in findings(found, "job")] == ["ok"]
+    assert [each["severity"] for each in findings(found, "job")] == ["ok"]
     assert found["probe"] is None
 
 
 def test_a_name_cannot_steer_the_terminal(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
-    shown(monkeypatch, Checkup("job", "ok", "a \x1b[31mred\x1b[0m name", "/proc"))
+    shown(monkeypatch, Finding("ok", "a \x1b[31mred\x1b[0m name", "/proc", about="job"))
     assert "\x1b" not in capsys.readouterr().out
 
 
@@ -195,7 +196,7 @@ def test_a_finding_has_its_evidence_consequence_and_remedy(
     assert lines[3].endswith("(gpucr doctor --fix does it)")
 
 
-def shown(monkeypatch: pytest.MonkeyPatch, *checkups: Checkup) -> None:
+def shown(monkeypatch: pytest.MonkeyPatch, *checkups: Finding) -> None:
     """Run the command as if this had been found."""
     monkeypatch.setattr(cli, "doctor", lambda *_, **__: DoctorReport(checkups))
     cli.command.main([], standalone_mode=False)
@@ -250,7 +251,9 @@ def test_criu_is_fetched(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> Non
     program = tmp_path / "4.2.1-forky/usr/sbin/criu"
     install = CriuInstall((str(program),), (4, 2, 1), "provided", program)
     monkeypatch.setattr(provide, "provide_criu", lambda _say: install)
-    (done,) = repairs.repair([Checkup("CRIU", "blocking", "none", "PATH", "no dump", "fetch", repair="fetch-criu")])
+    (done,) = repairs.repair(
+        [Finding("blocking", "none", "PATH", "no dump", "fetch", repair="fetch-criu", about="CRIU")]
+    )
     assert (done.what, done.undo) == ("CRIU 4.2.1 was fetched", f"rm -r {tmp_path / '4.2.1-forky'}")
 
 
@@ -259,7 +262,9 @@ def test_criu_cannot_be_fetched(monkeypatch: pytest.MonkeyPatch) -> None:
         raise CriuUnavailable("apt knows no mirror", hint="set one")
 
     monkeypatch.setattr(provide, "provide_criu", refuse)
-    (done,) = repairs.repair([Checkup("CRIU", "blocking", "none", "PATH", "no dump", "fetch", repair="fetch-criu")])
+    (done,) = repairs.repair(
+        [Finding("blocking", "none", "PATH", "no dump", "fetch", repair="fetch-criu", about="CRIU")]
+    )
     assert (done.undo, done.problem) == (None, "apt knows no mirror; set one")
 
 
@@ -281,7 +286,7 @@ def test_what_was_fixed_is_said_with_its_undo(
 
 @pytest.mark.parametrize("options", [[], ["--problems"]])
 def test_the_last_line_counts_the_verdicts(options: list[str], monkeypatch: pytest.MonkeyPatch) -> None:
-    fine = Checkup("driver", "ok", "it can", "libcuda")
+    fine = Finding("ok", "it can", "libcuda", about="driver")
     monkeypatch.setattr(cli, "doctor", lambda *_, **__: DoctorReport((fine, SPOILT, fine)))
     printed = CliRunner().invoke(cli.command, options).stdout.splitlines()
     assert printed[-1] == "2 ok, 1 warning, 0 blocking, 0 unknown"

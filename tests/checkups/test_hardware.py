@@ -16,7 +16,7 @@ from gpucr.driver import gpus
 from gpucr.driver.api import DriverCapabilities
 from gpucr.driver.cuda import CudaDriver, load_driver
 from gpucr.model import Gpu
-from tests.checkups.judging import only, verdicts
+from tests.checkups.judging import only, severities
 
 A, B = (f"GPU-{digit * 8}-0000-0000-0000-000000000000" for digit in "ab")
 DRIVER = DriverFacts("580.159.04", DriverCapabilities(13000, gpu_map=True, custom_storage=False), has_device=True)
@@ -29,14 +29,14 @@ GPUS = GpuFacts((GPU,), ((A, True),), (), 0)
 
 def test_a_driver_that_can_do_all_that_gpucr_uses() -> None:
     found = cuda_driver.check(DRIVER)
-    assert verdicts(found) == ["ok"] * 3
+    assert severities(found) == ["ok"] * 3
     assert "580.159.04" in found[0].what
 
 
 def test_a_driver_of_before_the_gpu_map() -> None:
     facts = replace(DRIVER, version="570.86", capabilities=DriverCapabilities(12080, False, False))
     one = only(cuda_driver.check(facts))
-    assert (one.verdict, one.what) == ("warning", "this driver cannot restore to other GPUs")
+    assert (one.severity, one.what) == ("warning", "this driver cannot restore to other GPUs")
     assert "CUDA 12.8" in one.evidence
 
 
@@ -53,15 +53,15 @@ def test_a_driver_with_custom_storage() -> None:
 
 
 @pytest.mark.parametrize(
-    ("has_device", "version", "verdict"),
+    ("has_device", "version", "severity"),
     [(False, None, "warning"), (True, None, "blocking"), (False, "565.57", "blocking")],
 )
-def test_no_usable_driver(has_device: bool, version: str | None, verdict: str) -> None:
+def test_no_usable_driver(has_device: bool, version: str | None, severity: str) -> None:
     """Only a machine that is meant to have one is stopped by it."""
     facts = DriverFacts(version, None, has_device, "the NVIDIA driver has no checkpoint functions", "install 570")
     one = only(cuda_driver.check(facts))
-    assert (one.verdict, one.what, one.remedy) == (
-        verdict,
+    assert (one.severity, one.what, one.remedy) == (
+        severity,
         "the NVIDIA driver has no checkpoint functions",
         "install 570",
     )
@@ -86,13 +86,13 @@ def test_looking_where_there_is_none(monkeypatch: pytest.MonkeyPatch) -> None:
 
 def test_a_gpu_that_is_as_it_should_be() -> None:
     found = graphics.check(GPUS)
-    assert verdicts(found) == ["ok", "ok"]
+    assert severities(found) == ["ok", "ok"]
     assert "100.0 GiB of 140.0 GiB free" in found[0].what
 
 
 def test_persistence_mode_is_off() -> None:
     one = only(graphics.check(replace(GPUS, persistence=((A, False),))))
-    assert (one.verdict, one.remedy, one.repair) == ("warning", "nvidia-smi -i 0 -pm 1", None)
+    assert (one.severity, one.remedy, one.repair) == ("warning", "nvidia-smi -i 0 -pm 1", None)
 
 
 def test_persistence_mode_is_not_known() -> None:
@@ -100,12 +100,12 @@ def test_persistence_mode_is_not_known() -> None:
 
 
 @pytest.mark.parametrize(
-    ("others", "verdict", "code"), [((), "blocking", "GPUCR-MIG"), ((replace(GPU, uuid=B),), "warning", None)]
+    ("others", "severity", "code"), [((), "blocking", "GPUCR-MIG"), ((replace(GPU, uuid=B),), "warning", None)]
 )
-def test_a_partitioned_gpu(others: tuple[Gpu, ...], verdict: str, code: str | None) -> None:
+def test_a_partitioned_gpu(others: tuple[Gpu, ...], severity: str, code: str | None) -> None:
     facts = replace(GPUS, gpus=(replace(GPU, mig_enabled=True), *others))
     one = only(graphics.check(facts))
-    assert (one.verdict, one.code) == (verdict, code)
+    assert (one.severity, one.code) == (severity, code)
     assert "MIG" in one.what
 
 
@@ -115,17 +115,17 @@ def test_a_partitioned_gpu(others: tuple[Gpu, ...], verdict: str, code: str | No
 )
 def test_mps(change: dict[str, Any], evidence: str) -> None:
     one = only(graphics.check(replace(GPUS, **change)))
-    assert one.verdict == "warning"
+    assert one.severity == "warning"
     assert evidence in one.evidence
 
 
 def test_no_gpu() -> None:
-    assert only(graphics.check(GpuFacts((), (), (), 0))).verdict == "warning"
+    assert only(graphics.check(GpuFacts((), (), (), 0))).severity == "warning"
 
 
 def test_a_broken_nvml() -> None:
     one = only(graphics.check(GpuFacts((), (), (), 0, "NVML failed: Driver/library version mismatch")))
-    assert (one.verdict, one.evidence) == ("blocking", "NVML failed: Driver/library version mismatch")
+    assert (one.severity, one.evidence) == ("blocking", "NVML failed: Driver/library version mismatch")
 
 
 def test_looking_at_gpus(sim_only: None, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -150,21 +150,21 @@ def report(**outcomes: CanaryOutcome) -> ProbeReport:
 
 def test_nothing_was_measured() -> None:
     one = only(measured.check(ProbeReport(MACHINE, (), None)))
-    assert (one.verdict, one.remedy) == ("unknown", "gpucr doctor --probe")
+    assert (one.severity, one.remedy) == ("unknown", "gpucr doctor --probe")
 
 
 def test_what_came_back() -> None:
     refused, one = measured.check(report(plain=CanaryOutcome.COMES_BACK, managed=CanaryOutcome.REFUSED))
-    assert refused.verdict == "warning"
-    assert (one.verdict, one.what) == ("ok", "1 of 2 canary programs came back")
+    assert refused.severity == "warning"
+    assert (one.severity, one.what) == ("ok", "1 of 2 canary programs came back")
     assert "2026-11-21" in one.evidence
 
 
 @pytest.mark.parametrize(
-    ("name", "verdict"), [("plain", "blocking"), ("pinned", "warning"), ("streams_and_graphs", "warning")]
+    ("name", "severity"), [("plain", "blocking"), ("pinned", "warning"), ("streams_and_graphs", "warning")]
 )
-def test_what_every_program_may_have_is_lost(name: str, verdict: str) -> None:
-    assert only(measured.check(report(**{name: CanaryOutcome.LOST}))).verdict == verdict
+def test_what_every_program_may_have_is_lost(name: str, severity: str) -> None:
+    assert only(measured.check(report(**{name: CanaryOutcome.LOST}))).severity == severity
 
 
 def test_a_machine_without_a_driver_has_nothing_to_measure() -> None:

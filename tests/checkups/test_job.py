@@ -9,22 +9,22 @@ from pathlib import Path
 import pytest
 
 import gpucr
-from gpucr import Checkup, CudaState, ProcessNotFound
+from gpucr import CudaState, Finding, ProcessNotFound
 from gpucr.checkups.job import check_deleted_files
 from gpucr.driver.cuda import CudaDriver
 from gpucr.errors import InvalidRequest
 from gpucr.linux import processes
-from tests.checkups.judging import verdicts
+from tests.checkups.judging import severities
 from tests.counter import DEADLINE_S, CounterFactory, wait_until
 from tests.unit.children import python, sleeper, tracer_of, unused_pid
 
 GIB = 1 << 30
 
 
-def about(target: int, *subjects: str, to: Path | None = None) -> list[Checkup]:
+def about(target: int, *subjects: str, to: Path | None = None) -> list[Finding]:
     """What the doctor says of these parts of a job."""
     found = gpucr.doctor(target, to=to).checkups
-    verdicts(found)
+    severities(found)
     assert {each.about for each in found} >= set(subjects)
     return [each for each in found if each.about in subjects]
 
@@ -41,7 +41,7 @@ def test_a_job_that_can_be_dumped(counter: CounterFactory, driver: CudaDriver, t
     found = about(
         program.pid, "job", "CUDA state", "tracers", "session", "open files", "host memory", "disk", to=tmp_path
     )
-    assert {each.verdict for each in found} == {"ok"}
+    assert {each.severity for each in found} == {"ok"}
     assert "processes: 2, with CUDA: 2" in found[0].evidence
     assert [driver.state(pid) for pid in program.processes()] == [CudaState.RUNNING] * 2
     assert program.ask() == 101
@@ -50,13 +50,13 @@ def test_a_job_that_can_be_dumped(counter: CounterFactory, driver: CudaDriver, t
 def test_a_job_without_cuda() -> None:
     with sleeper() as child:
         (one,) = about(child.pid, "CUDA state")
-    assert (one.verdict, one.what) == ("ok", "no process uses CUDA")
+    assert (one.severity, one.what) == ("ok", "no process uses CUDA")
 
 
 def test_a_debugger() -> None:
     with sleeper() as child, tracer_of(child.pid) as tracer:
         (one,) = about(child.pid, "tracers")
-    assert (one.verdict, one.code, one.pid) == ("blocking", "GPUCR-TRACED", child.pid)
+    assert (one.severity, one.code, one.pid) == ("blocking", "GPUCR-TRACED", child.pid)
     assert f"TracerPid {tracer.pid}" in one.evidence
 
 
@@ -68,7 +68,7 @@ def test_a_descriptor_that_criu_cannot_dump() -> None:
     )
     with python(code) as child:
         (one,) = about(child.pid, "open files")
-    assert (one.verdict, one.code) == ("blocking", "GPUCR-UNSUPPORTED-FILE")
+    assert (one.severity, one.code) == ("blocking", "GPUCR-UNSUPPORTED-FILE")
 
 
 def test_a_deleted_file_that_is_too_large(tmp_path: Path) -> None:
@@ -80,7 +80,7 @@ def test_a_deleted_file_that_is_too_large(tmp_path: Path) -> None:
     )
     with python(code) as child:
         (one,) = about(child.pid, "open files")
-    assert (one.verdict, one.code) == ("blocking", "GPUCR-GHOST-TOO-LARGE")
+    assert (one.severity, one.code) == ("blocking", "GPUCR-GHOST-TOO-LARGE")
     assert check_deleted_files({1: 4 * GIB - 1}) == []
 
 
@@ -90,7 +90,7 @@ def test_a_stopped_job(counter: CounterFactory) -> None:
     os.kill(program.pid, signal.SIGSTOP)
     processes.wait_for_stop([program.pid], DEADLINE_S)
     (one,) = gpucr.doctor(program.pid).checkups
-    assert (one.verdict, one.code) == ("blocking", "GPUCR-STOPPED")
+    assert (one.severity, one.code) == ("blocking", "GPUCR-STOPPED")
     assert f"kill -CONT {program.pid}" in one.remedy
 
 
@@ -98,21 +98,21 @@ def test_too_little_host_memory(counter: CounterFactory, monkeypatch: pytest.Mon
     program = counter("--mib", "8")
     monkeypatch.setattr("gpucr.linux.memory.machine_available_bytes", lambda: 1 << 20)
     found = about(program.pid, "host memory")
-    assert (found[0].verdict, found[0].code) == ("blocking", "GPUCR-HOST-MEMORY")
+    assert (found[0].severity, found[0].code) == ("blocking", "GPUCR-HOST-MEMORY")
 
 
 def test_too_little_disk(counter: CounterFactory, monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     program = counter("--mib", "8")
     monkeypatch.setattr("gpucr.linux.memory.free_disk_bytes", lambda _folder: 1 << 20)
     (one, *_) = about(program.pid, "disk", to=tmp_path)
-    assert (one.verdict, one.code) == ("blocking", "GPUCR-NO-SPACE")
+    assert (one.severity, one.code) == ("blocking", "GPUCR-NO-SPACE")
 
 
 def test_a_suspended_job_and_room_for_its_way_back(counter: CounterFactory, driver: CudaDriver) -> None:
     program = counter("--mib", "4")
     gpucr.suspend(program.pid)
     (one,) = about(program.pid, "GPU memory")
-    assert one.verdict == "ok"
+    assert one.severity == "ok"
     assert "a resume needs" in one.what
     assert driver.state(program.pid) is CudaState.CHECKPOINTED
     gpucr.resume(program.pid)
@@ -131,7 +131,7 @@ def test_what_the_caller_lacks(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("GPUCR_CRIU", "/nonexistent/criu")
     with sleeper() as child:
         (one, *_) = about(child.pid, "CRIU")
-    assert one.verdict == ("blocking" if processes.can_checkpoint_processes() else "warning")
+    assert one.severity == ("blocking" if processes.can_checkpoint_processes() else "warning")
 
 
 def test_no_such_process() -> None:

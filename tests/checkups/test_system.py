@@ -29,7 +29,7 @@ from gpucr.linux.capabilities import Capabilities
 from gpucr.linux.cgroups import MemoryLimit
 from gpucr.linux.tmpfs import StagingFile
 from gpucr.model import Gpu
-from tests.checkups.judging import only, verdicts
+from tests.checkups.judging import only, severities
 from tests.unit.children import NOBODY_UID
 
 GIB = 1 << 30
@@ -42,14 +42,14 @@ CRIU = CriuFacts(INSTALL, (4, 2, 0), is_privileged=True, has_nftables=True)
 
 
 def test_a_criu_that_works() -> None:
-    assert verdicts(engine.check(CRIU)) == ["ok", "ok"]
+    assert severities(engine.check(CRIU)) == ["ok", "ok"]
 
 
-@pytest.mark.parametrize(("is_privileged", "verdict"), [(True, "blocking"), (False, "warning")])
-def test_no_criu(is_privileged: bool, verdict: str) -> None:
+@pytest.mark.parametrize(("is_privileged", "severity"), [(True, "blocking"), (False, "warning")])
+def test_no_criu(is_privileged: bool, severity: str) -> None:
     facts = CriuFacts(None, (4, 2, 0), is_privileged, "there is no `criu` on PATH")
     one = only(engine.check(facts))
-    assert (one.verdict, one.repair, one.code) == (verdict, "fetch-criu", "GPUCR-NO-CRIU")
+    assert (one.severity, one.repair, one.code) == (severity, "fetch-criu", "GPUCR-NO-CRIU")
     assert "CRIU 4.2 or newer" in one.remedy
 
 
@@ -58,24 +58,24 @@ def test_a_criu_that_cannot_work_here() -> None:
         "CRIU 4.2.1 cannot work here: no", phase="check", reason="Kernel lacks it", hint="another kernel"
     )
     one = only(engine.check(replace(CRIU, failure=failure)))
-    assert (one.verdict, one.remedy) == ("blocking", "another kernel")
+    assert (one.severity, one.remedy) == ("blocking", "another kernel")
     assert "Kernel lacks it" in one.evidence
 
 
 def test_a_criu_that_is_too_old_for_the_kernel() -> None:
     """Only one that GPUCR_CRIU names gets as far as this."""
     one = only(engine.check(replace(CRIU, install=replace(INSTALL, version=(4, 1, 1)))))
-    assert (one.verdict, one.what) == ("warning", "CRIU 4.1.1 is too old for this kernel")
+    assert (one.severity, one.what) == ("warning", "CRIU 4.1.1 is too old for this kernel")
 
 
 def test_without_privileges_nothing_is_known_of_it() -> None:
     found = engine.check(replace(CRIU, is_privileged=False, has_nftables=False))
-    assert verdicts(found) == ["unknown", "unknown"]
+    assert severities(found) == ["unknown", "unknown"]
 
 
 def test_the_ways_to_lock_a_network() -> None:
     assert "iptables" in engine.check(replace(CRIU, has_nftables=False, has_iptables=True))[1].what
-    assert only(engine.check(replace(CRIU, has_nftables=False))).verdict == "warning"
+    assert only(engine.check(replace(CRIU, has_nftables=False))).severity == "warning"
 
 
 def test_looking_where_no_criu_is(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
@@ -107,11 +107,11 @@ def without(*numbers: int) -> Capabilities:
 
 
 def test_root() -> None:
-    assert verdicts(privileges.check(PRIVILEGES)) == ["ok"] * 3
+    assert severities(privileges.check(PRIVILEGES)) == ["ok"] * 3
 
 
 @pytest.mark.parametrize(
-    ("number", "verdict", "what"),
+    ("number", "severity", "what"),
     [
         (21, "blocking", "this is root, without the capabilities that CRIU needs"),
         (19, "blocking", "this is root, without the capabilities that CRIU needs"),
@@ -120,18 +120,18 @@ def test_root() -> None:
         (12, "warning", "CAP_NET_ADMIN is missing"),
     ],
 )
-def test_root_in_a_container(number: int, verdict: str, what: str) -> None:
+def test_root_in_a_container(number: int, severity: str, what: str) -> None:
     one = only(privileges.check(replace(PRIVILEGES, own=without(number), ptrace_scope=0)))
-    assert (one.verdict, one.what) == (verdict, what)
+    assert (one.severity, one.what) == (severity, what)
 
 
 def test_a_user() -> None:
     found = privileges.check(replace(PRIVILEGES, own=USER, ptrace_scope=0))
-    assert only(found).verdict == "warning"
+    assert only(found).severity == "warning"
 
 
 @pytest.mark.parametrize(
-    ("own", "scope", "verdict"),
+    ("own", "scope", "severity"),
     [
         (ROOT, None, "ok"),
         (ROOT, 0, "ok"),
@@ -143,21 +143,21 @@ def test_a_user() -> None:
         (USER, 3, "blocking"),
     ],
 )
-def test_ptrace_scope(own: Capabilities, scope: int | None, verdict: str) -> None:
+def test_ptrace_scope(own: Capabilities, scope: int | None, severity: str) -> None:
     found = privileges.check(replace(PRIVILEGES, own=own, ptrace_scope=scope))
     (one,) = [each for each in found if each.about == "ptrace"]
-    assert one.verdict == verdict
+    assert one.severity == severity
     assert one.repair is None, "it would lower the machine's security"
 
 
 @pytest.mark.parametrize("mode", [1, 2, None])
 def test_system_call_filters(mode: int | None) -> None:
     one = only(privileges.check(replace(PRIVILEGES, seccomp=mode)))
-    assert (one.about, one.verdict, one.repair) == ("seccomp", "warning", None)
+    assert (one.about, one.severity, one.repair) == ("seccomp", "warning", None)
 
 
 def test_a_user_namespace() -> None:
-    assert only(privileges.check(replace(PRIVILEGES, in_user_namespace=True))).verdict == "warning"
+    assert only(privileges.check(replace(PRIVILEGES, in_user_namespace=True))).severity == "warning"
 
 
 def _seen(first: str, *wrapper: str) -> str:
@@ -197,11 +197,11 @@ KERNEL = KernelFacts("6.18", "x86_64", True, True, ("pid", "mnt", "net", "ipc", 
 
 
 def test_a_kernel_that_has_it_all() -> None:
-    assert verdicts(kernel.check(KERNEL)) == ["ok", "ok"]
+    assert severities(kernel.check(KERNEL)) == ["ok", "ok"]
 
 
 @pytest.mark.parametrize(
-    ("change", "verdict", "says"),
+    ("change", "severity", "says"),
     [
         ({"architecture": "aarch64"}, "warning", "aarch64"),
         ({"can_choose_pids": False}, "blocking", "CONFIG_CHECKPOINT_RESTORE"),
@@ -212,9 +212,9 @@ def test_a_kernel_that_has_it_all() -> None:
         ({"forbidden": ("time",)}, "warning", "time namespaces"),
     ],
 )
-def test_a_kernel_that_lacks_something(change: dict[str, Any], verdict: str, says: str) -> None:
+def test_a_kernel_that_lacks_something(change: dict[str, Any], severity: str, says: str) -> None:
     one = only(kernel.check(replace(KERNEL, **change)))
-    assert one.verdict == verdict
+    assert one.severity == severity
     assert says in one.what
 
 
@@ -236,27 +236,27 @@ MEMORY = MemoryFacts(True, None, "never", "madvise", 64 * GIB, 50 * GIB, 0, 140 
 
 
 def test_a_machine_with_huge_pages_and_room() -> None:
-    assert verdicts(memory.check(MEMORY)) == ["ok"] * 4
+    assert severities(memory.check(MEMORY)) == ["ok"] * 4
 
 
 def test_huge_pages_that_are_denied() -> None:
     one = only(memory.check(replace(MEMORY, why_small="forbidden", shared_policy="deny")))
-    assert (one.verdict, one.repair) == ("warning", "huge-pages-shared")
+    assert (one.severity, one.repair) == ("warning", "huge-pages-shared")
 
 
 def test_no_tmpfs_of_gpucrs_own() -> None:
     one = only(memory.check(replace(MEMORY, why_small="no tmpfs with huge pages can be made")))
-    assert (one.verdict, one.repair) == ("warning", None)
+    assert (one.severity, one.repair) == ("warning", None)
 
 
 def test_a_user_does_not_see_what_root_would_get() -> None:
-    assert only(memory.check(replace(MEMORY, why_small="not permitted", is_privileged=False))).verdict == "unknown"
+    assert only(memory.check(replace(MEMORY, why_small="not permitted", is_privileged=False))).severity == "unknown"
 
 
 @pytest.mark.parametrize(("policy", "repair"), [("never", "huge-pages-private"), (None, None)])
 def test_no_huge_pages_in_private_memory(policy: str | None, repair: str | None) -> None:
     one = only(memory.check(replace(MEMORY, private_policy=policy)))
-    assert (one.verdict, one.repair) == ("warning", repair)
+    assert (one.severity, one.repair) == ("warning", repair)
 
 
 def test_memory_that_is_reserved() -> None:
@@ -265,7 +265,7 @@ def test_memory_that_is_reserved() -> None:
 
 def test_less_host_memory_than_device_memory_in_use() -> None:
     one = only(memory.check(replace(MEMORY, available_bytes=20 * GIB)))
-    assert (one.about, one.verdict) == ("host memory", "warning")
+    assert (one.about, one.severity) == ("host memory", "warning")
 
 
 @pytest.mark.parametrize("is_hard", [True, False])
@@ -273,7 +273,7 @@ def test_a_cgroup_with_too_little(is_hard: bool) -> None:
     limit = MemoryLimit(Path("/sys/fs/cgroup/a/memory.max"), 30 * GIB, 10 * GIB, is_hard)
     roomy = replace(limit, available_bytes=45 * GIB)
     one = only(memory.check(replace(MEMORY, limits=(limit, roomy))))
-    assert (one.about, one.verdict) == ("cgroups", "warning")
+    assert (one.about, one.severity) == ("cgroups", "warning")
     assert str(limit.path) in one.evidence
     assert ("kill" in one.consequence) is is_hard
 
@@ -319,13 +319,13 @@ STORAGE = StorageFacts(Path("/snapshots"), None, 100 * GIB, False, True, 40 * GI
 
 
 def test_a_disk_with_room() -> None:
-    assert verdicts(storage.check(STORAGE)) == ["ok", "ok"]
+    assert severities(storage.check(STORAGE)) == ["ok", "ok"]
 
 
-@pytest.mark.parametrize(("was_named", "verdict"), [(True, "blocking"), (False, "warning")])
-def test_a_folder_that_cannot_be_written(was_named: bool, verdict: str) -> None:
+@pytest.mark.parametrize(("was_named", "severity"), [(True, "blocking"), (False, "warning")])
+def test_a_folder_that_cannot_be_written(was_named: bool, severity: str) -> None:
     facts = replace(STORAGE, problem="its file system is mounted read-only", was_named=was_named)
-    assert only(storage.check(facts)).verdict == verdict
+    assert only(storage.check(facts)).severity == severity
 
 
 @pytest.mark.parametrize(
@@ -338,7 +338,7 @@ def test_a_folder_that_cannot_be_written(was_named: bool, verdict: str) -> None:
 )
 def test_a_disk_that_is_not_the_best(change: dict[str, Any], says: str) -> None:
     one = only(storage.check(replace(STORAGE, **change)))
-    assert one.verdict == "warning"
+    assert one.severity == "warning"
     assert says in one.what
 
 
@@ -386,7 +386,7 @@ RUNTIMES = RuntimeFacts(("runc", "crun"), HOOK, is_hybrid=False)
 
 
 def test_runtimes_whose_criu_calls_gpucr() -> None:
-    assert verdicts(runtimes.check(RUNTIMES)) == ["ok"]
+    assert severities(runtimes.check(RUNTIMES)) == ["ok"]
 
 
 @pytest.mark.parametrize(
@@ -398,18 +398,18 @@ def test_runtimes_whose_criu_calls_gpucr() -> None:
 )
 def test_runtimes_without_the_hook(hook: HookStatus, says: str) -> None:
     one = only(runtimes.check(replace(RUNTIMES, hook=hook)))
-    assert one.verdict == "warning"
+    assert one.severity == "warning"
     assert says in one.what
 
 
 def test_no_runtime_needs_no_hook() -> None:
     facts = RuntimeFacts((), HookStatus(SCRIPT, (), is_current=False), is_hybrid=True)
-    assert verdicts(runtimes.check(facts)) == ["ok"]
+    assert severities(runtimes.check(facts)) == ["ok"]
 
 
 def test_crun_on_a_hybrid_machine() -> None:
     assert "crun" in only(runtimes.check(replace(RUNTIMES, is_hybrid=True))).what
-    assert verdicts(runtimes.check(replace(RUNTIMES, is_hybrid=True, found=("runc",)))) == ["ok"]
+    assert severities(runtimes.check(replace(RUNTIMES, is_hybrid=True, found=("runc",)))) == ["ok"]
 
 
 def test_looking_for_runtimes(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
@@ -425,14 +425,14 @@ def test_a_configuration_that_cannot_be_read(monkeypatch: pytest.MonkeyPatch, tm
     read = criu_config.status
     monkeypatch.setattr(criu_config, "status", lambda: read(tmp_path))
     one = only(runtimes.check(replace(runtimes.look(), found=("runc",))))
-    assert one.verdict == "warning"
+    assert one.severity == "warning"
     assert f"{tmp_path}/runc.conf cannot be read: Is a directory" in one.evidence
 
 
 def test_a_configuration_that_only_root_can_read() -> None:
     problem = NotPermitted("CRIU's configuration in /etc/criu cannot be read: Permission denied", pid=1)
     one = only(runtimes.check(replace(RUNTIMES, hook=None, problem=problem)))
-    assert (one.verdict, one.remedy) == ("unknown", "sudo gpucr doctor")
+    assert (one.severity, one.remedy) == ("unknown", "sudo gpucr doctor")
     assert "Permission denied" in one.evidence
 
 

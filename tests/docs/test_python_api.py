@@ -93,7 +93,7 @@ RECORDS = [
     "ProbeReport",
     "CanaryResult",
     "DoctorReport",
-    "Checkup",
+    "Finding",
     "Repair",
 ]
 

@@ -118,7 +118,7 @@ def _damage(tmp_path: Path, **members: Any) -> bytes:
         ({"format_version": 2}, "its format_version is 2; this gpucr reads 1"),
         ({"name": "../up"}, "cannot be the name"),
         ({"name": 7}, "name: expected `str`, got `int`"),
-        ({"command": []}, "command: expected `array` of length >= 1"),
+        ({"command": []}, "command is empty"),
         ({"command": "ls"}, "command: expected `array`, got `str`"),
         ({"command": [1]}, r"command\[0\]: expected `str`, got `int`"),
         ({"cwd": "a\0b"}, "cwd: expected `str` matching regex"),

@@ -18,7 +18,6 @@ from unittest import mock
 import click
 import pytest
 
-from gpucr.checkups.checkup import Checkup
 from gpucr.checkups.doctor import DoctorReport
 from gpucr.cli import columns, diff, doctor, explain, inspect, job_table, jobs, ls, top_lines
 from gpucr.cli.top_state import Notice, TopState
@@ -148,17 +147,15 @@ def _print_top() -> None:
 
 def _print_doctor() -> None:
     found = (
-        Checkup("driver", "ok", "NVIDIA driver 580.159.04 can lock, checkpoint, restore and unlock", "CUDA 13.0"),
-        Checkup(
-            "privileges", "warning", "CAP_SYS_RESOURCE is missing", "CapEff of /proc/self/status",
+        Finding("ok", "NVIDIA driver 580.159.04 can lock, checkpoint, restore and unlock", "CUDA 13.0", about="driver"),
+        Finding(
+            "warning", "CAP_SYS_RESOURCE is missing", "CapEff of /proc/self/status",
             "CRIU cannot dump processes of another user than its own",
-            "give the container CAP_SYS_RESOURCE (`--cap-add`), or run gpucr outside it",
-        ),
-        Checkup(
-            "huge pages", "blocking", "transparent huge pages are off for shared memory", "shmem_enabled is deny",
+            "give the container CAP_SYS_RESOURCE (`--cap-add`), or run gpucr outside it", about="privileges",),
+        Finding(
+            "blocking", "transparent huge pages are off for shared memory", "shmem_enabled is deny",
             "a suspend takes twice as long", "echo never > /sys/kernel/mm/transparent_hugepage/shmem_enabled",
-            repair="huge-pages-shared",
-        ),
+            repair="huge-pages-shared", about="huge pages",),
     )  # fmt: skip
     results = tuple(
         CanaryResult(name, outcome, detail, None, None, None, 0.5, "2026-11-21T14:02:11Z")

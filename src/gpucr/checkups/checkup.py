@@ -1,61 +1,19 @@
-"""One line of what the doctor found."""
+"""What the doctor looks at yields findings: one, or none, for each part of a machine or job."""
 
 from __future__ import annotations
 
 from collections.abc import Iterable
-from dataclasses import dataclass
-from typing import Literal
+from dataclasses import replace
 
-from gpucr.diagnosis.preflight import Finding
-
-Verdict = Literal["ok", "warning", "blocking", "unknown"]
-"""``blocking``: an operation would be refused, or fail. ``unknown``: it could not be seen, or was not measured."""
-
-RepairName = Literal["fetch-criu", "huge-pages-shared", "huge-pages-private"]
-"""What `gpucr doctor --fix` can do (repairs.py)."""
+from gpucr.diagnosis.preflight.findings import Finding
 
 
-@dataclass(frozen=True)
-class Checkup:
-    """What one check saw. ``about`` is the part of the machine or job; an ``ok`` has no consequence and no remedy.
-
-    ``pid`` is None where it concerns the machine or the whole job. ``code`` is that of the refusal which it leads to,
-    where it has one of its own. ``repair`` is what `gpucr doctor --fix` would do about it.
-    """
-
-    about: str
-    verdict: Verdict
-    what: str
-    evidence: str
-    consequence: str = ""
-    remedy: str = ""
-    pid: int | None = None
-    code: str | None = None
-    repair: RepairName | None = None
-
-    def sentence(self) -> str:
-        """What and evidence in one line."""
-        return f"{self.what} ({self.evidence})" if self.evidence else self.what
-
-
-def ok(about: str, what: str, evidence: str = "") -> Checkup:
+def ok(about: str, what: str, evidence: str = "") -> Finding:
     """Nothing stands in the way."""
-    return Checkup(about, "ok", what, evidence)
+    return Finding("ok", what, evidence, about=about)
 
 
-def from_findings(about: str, findings: Iterable[Finding], otherwise: Checkup | None = None) -> list[Checkup]:
-    """Preflight's findings as checkups; ``otherwise`` where there is none."""
-    found = [
-        Checkup(
-            about,
-            finding.severity,
-            finding.what,
-            finding.evidence,
-            finding.consequence,
-            finding.remedy,
-            finding.pid,
-            finding.code if finding.severity == "blocking" else None,
-        )
-        for finding in findings
-    ]
+def from_findings(about: str, findings: Iterable[Finding], otherwise: Finding | None = None) -> list[Finding]:
+    """Preflight's findings about this part; ``otherwise`` where there is none."""
+    found = [replace(finding, about=about) for finding in findings]
     return found or ([otherwise] if otherwise is not None else [])

@@ -5,7 +5,8 @@ from __future__ import annotations
 from dataclasses import dataclass
 from pathlib import Path
 
-from gpucr.checkups.checkup import Checkup, ok
+from gpucr.checkups.checkup import ok
+from gpucr.diagnosis.preflight.findings import Finding
 from gpucr.driver import gpus
 from gpucr.driver.api import DriverCapabilities
 from gpucr.driver.cuda import load_driver
@@ -41,7 +42,7 @@ def look() -> DriverFacts:
         return DriverFacts(version, None, has_device, e.message, e.hint)
 
 
-def check(facts: DriverFacts) -> list[Checkup]:
+def check(facts: DriverFacts) -> list[Finding]:
     """The driver, then what it lacks of what newer ones have."""
     capabilities = facts.capabilities
     if capabilities is None:
@@ -56,13 +57,13 @@ def check(facts: DriverFacts) -> list[Checkup]:
     ]
     if not capabilities.gpu_map:
         found.append(
-            Checkup(
-                _ABOUT,
+            Finding(
                 "warning",
                 "this driver cannot restore to other GPUs",
                 f"it is of CUDA {cuda}, and the GPU map came with 13.0 (driver 580)",
                 "jobs come back on the GPUs that they had, or not at all",
                 "install NVIDIA driver 580 or newer",
+                about=_ABOUT,
             )
         )
     else:
@@ -79,7 +80,7 @@ def check(facts: DriverFacts) -> list[Checkup]:
     return found
 
 
-def _sharing(version: str | None) -> Checkup:
+def _sharing(version: str | None) -> Finding:
     branch = (version or "").partition(".")[0]
     if branch.isascii() and branch.isdecimal() and int(branch) >= _SHARING_SINCE:
         return ok(_ABOUT, "it may bring CUDA IPC inside one job back", "reported of driver 610 and newer")
@@ -90,13 +91,13 @@ def _sharing(version: str | None) -> Checkup:
     )
 
 
-def _unavailable(facts: DriverFacts) -> Checkup:
+def _unavailable(facts: DriverFacts) -> Finding:
     is_wanted = facts.has_device or facts.version is not None
-    return Checkup(
-        _ABOUT,
+    return Finding(
         "blocking" if is_wanted else "warning",
         facts.problem or "there is no NVIDIA driver",
         f"{_DEVICE} is {'there' if facts.has_device else 'not there'}",
         "jobs with CUDA cannot be worked on; jobs without can be dumped and restored",
         facts.hint or "install NVIDIA driver 570 or newer",
+        about=_ABOUT,
     )

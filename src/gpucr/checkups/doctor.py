@@ -20,9 +20,9 @@ from gpucr.checkups import (
     runtimes,
     storage,
 )
-from gpucr.checkups.checkup import Checkup
 from gpucr.checkups.repairs import Repair
 from gpucr.diagnosis.canaries.results import ProbeReport
+from gpucr.diagnosis.preflight.findings import Finding
 from gpucr.diagnosis.probe import last_probe
 from gpucr.errors import DriverUnavailable, InvalidRequest
 from gpucr.jobs.selector import JobSelector
@@ -35,14 +35,14 @@ class DoctorReport:
     ``probe`` is None for a job, and on a machine without a driver.
     """
 
-    checkups: tuple[Checkup, ...]
+    checkups: tuple[Finding, ...]
     repairs: tuple[Repair, ...] = ()
     probe: ProbeReport | None = None
 
     @property
-    def blocking(self) -> tuple[Checkup, ...]:
+    def blocking(self) -> tuple[Finding, ...]:
         """Those because of which an operation would be refused, or fail."""
-        return tuple(each for each in self.checkups if each.verdict == "blocking")
+        return tuple(each for each in self.checkups if each.severity == "blocking")
 
 
 def doctor(
@@ -74,7 +74,7 @@ def doctor(
     return DoctorReport(_machine(folder, probe, was_named=was_named) if done else found, done, probe)
 
 
-def _machine(folder: Path, probe: ProbeReport | None, *, was_named: bool) -> tuple[Checkup, ...]:
+def _machine(folder: Path, probe: ProbeReport | None, *, was_named: bool) -> tuple[Finding, ...]:
     graphics_facts = graphics.look()
     gpus = graphics_facts.gpus
     return (

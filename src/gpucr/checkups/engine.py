@@ -5,9 +5,10 @@ from __future__ import annotations
 import shutil
 from dataclasses import dataclass
 
-from gpucr.checkups.checkup import Checkup, ok
+from gpucr.checkups.checkup import ok
 from gpucr.criu.engine import Criu
 from gpucr.criu.install import CriuInstall, find_criu, has_feature, least_version, version_text
+from gpucr.diagnosis.preflight.findings import Finding
 from gpucr.errors import CriuError, CriuUnavailable
 from gpucr.linux import processes
 
@@ -51,13 +52,12 @@ def look() -> CriuFacts:
     return CriuFacts(install, least, is_privileged, "", failure, has_nftables, has_iptables)
 
 
-def check(facts: CriuFacts) -> list[Checkup]:
+def check(facts: CriuFacts) -> list[Finding]:
     """CRIU itself, then its ways to lock a network."""
     install = facts.install
     if install is None:
         return [
-            Checkup(
-                _ABOUT,
+            Finding(
                 "blocking" if facts.is_privileged else "warning",  # root looks for it in places of its own
                 "there is no CRIU that can be used",
                 facts.missing,
@@ -66,66 +66,67 @@ def check(facts: CriuFacts) -> list[Checkup]:
                 f"{version_text(facts.least)} or newer",
                 code="GPUCR-NO-CRIU",
                 repair="fetch-criu",
+                about=_ABOUT,
             )
         ]
     return [_engine(facts, install), *_network(facts)]
 
 
-def _engine(facts: CriuFacts, install: CriuInstall) -> Checkup:
+def _engine(facts: CriuFacts, install: CriuInstall) -> Finding:
     where = f"{install.path}, origin: {install.origin}"
     if facts.failure is not None:
-        return Checkup(
-            _ABOUT,
+        return Finding(
             "blocking",
             facts.failure.message,
             f"criu check: {facts.failure.reason or 'it failed'}",
             "dump and restore fail",
             facts.failure.hint or "use a kernel with CONFIG_CHECKPOINT_RESTORE",
+            about=_ABOUT,
         )
     if install.version < facts.least:
-        return Checkup(
-            _ABOUT,
+        return Finding(
             "warning",
             f"CRIU {install.version_text} is too old for this kernel",
             f"{where}; SO_PASSCRED is refused on network sockets, as by Linux 6.16 and newer",
             "it can dump no job with a TCP or UDP socket",
             f"use CRIU {version_text(facts.least)} or newer; `gpucr criu` fetches one where GPUCR_CRIU is not set",
+            about=_ABOUT,
         )
     if not facts.is_privileged:
-        return Checkup(
-            _ABOUT,
+        return Finding(
             "unknown",
             f"CRIU {install.version_text} starts; whether it works here was not seen",
             f"{where}; criu check needs CAP_SYS_ADMIN and CAP_SYS_PTRACE",
             "",
             "sudo gpucr doctor",
+            about=_ABOUT,
         )
     return ok(_ABOUT, f"CRIU {install.version_text} works on this kernel", f"criu check; {where}")
 
 
-def _network(facts: CriuFacts) -> list[Checkup]:
+def _network(facts: CriuFacts) -> list[Finding]:
     if facts.has_nftables:
         return [ok(_NETWORK, "connections can be silenced with nftables", "criu check --feature network_lock_nftables")]
     if facts.has_iptables:
         return [ok(_NETWORK, "connections can be silenced with iptables", "iptables-restore is on PATH")]
     if not facts.is_privileged:
         return [
-            Checkup(
-                _NETWORK,
+            Finding(
                 "unknown",
                 "whether connections can be silenced was not seen",
                 "CRIU needs privileges to try nftables, and iptables-restore is not on PATH",
                 "",
                 "sudo gpucr doctor",
+                about=_NETWORK,
             )
         ]
     return [
-        Checkup(
-            _NETWORK,
+        Finding(
             "warning",
             "connections cannot be silenced while a job is dumped",
             "CRIU cannot use nftables here, and iptables-restore is not on PATH",
             "a packet that comes in the middle of a dump may break a TCP connection of the job",
             "modprobe nf_tables, or install iptables",
+            about=_NETWORK,
         )
     ]

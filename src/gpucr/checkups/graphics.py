@@ -4,8 +4,9 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-from gpucr.checkups.checkup import Checkup, ok
+from gpucr.checkups.checkup import ok
 from gpucr.diagnosis import preflight
+from gpucr.diagnosis.preflight.findings import Finding
 from gpucr.driver import gpus
 from gpucr.errors import DriverUnavailable
 from gpucr.model import Gpu
@@ -37,28 +38,28 @@ def look() -> GpuFacts:
         return GpuFacts((), (), mps, 0, e.message)
 
 
-def check(facts: GpuFacts) -> list[Checkup]:
+def check(facts: GpuFacts) -> list[Finding]:
     """Each GPU, then MPS."""
     if facts.problem is not None:
         return [
-            Checkup(
-                _ABOUT,
+            Finding(
                 "blocking",
                 "the GPUs cannot be listed",
                 facts.problem,
                 "neither GPUs nor the memory that jobs hold on them can be seen",
                 "see what `nvidia-smi` says; the driver may need a reinstall or a reboot",
+                about=_ABOUT,
             )
         ]
     if not facts.gpus:
         return [
-            Checkup(
-                _ABOUT,
+            Finding(
                 "warning",
                 "there is no GPU",
                 "NVML lists none",
                 "snapshots with GPU state cannot be restored here",
                 "in a container, run it with the NVIDIA container runtime (`--gpus all`)",
+                about=_ABOUT,
             )
         ]
     persistence = dict(facts.persistence)
@@ -66,48 +67,48 @@ def check(facts: GpuFacts) -> list[Checkup]:
     return [*found, *_mig(facts.gpus), *_mps(facts)]
 
 
-def _gpu(gpu: Gpu, *, is_persistent: bool | None) -> Checkup:
+def _gpu(gpu: Gpu, *, is_persistent: bool | None) -> Finding:
     free, total = format_bytes(gpu.memory_free_bytes), format_bytes(gpu.memory_total_bytes)
     what = f"GPU {gpu.index}, {gpu.name}: {free} of {total} free"
     if is_persistent is False:
-        return Checkup(
-            _ABOUT,
+        return Finding(
             "warning",
             f"GPU {gpu.index}, {gpu.name}: persistence mode is off",
             f"NVML, {gpu.uuid}",
             "the driver's restore needs it on, or a cuInit before it: gpucr calls that, which takes longer",
             f"nvidia-smi -i {gpu.index} -pm 1",
+            about=_ABOUT,
         )
     known = "on" if is_persistent else "not known"
     return ok(_ABOUT, what, f"NVML, {gpu.uuid}; persistence mode is {known}")
 
 
-def _mig(machine: tuple[Gpu, ...]) -> list[Checkup]:
+def _mig(machine: tuple[Gpu, ...]) -> list[Finding]:
     partitioned = [gpu for gpu in machine if gpu.mig_enabled]
     return [
-        Checkup(
-            _ABOUT,
+        Finding(
             "blocking" if len(partitioned) == len(machine) else "warning",
             f"GPU {gpu.index}, {gpu.name}: it is partitioned (MIG)",
             f"NVML, {gpu.uuid}",
             "no driver is known to checkpoint or restore on a MIG GPU: jobs on it are refused",
             f"nvidia-smi -i {gpu.index} -mig 0, when nothing runs on it",
             code="GPUCR-MIG" if len(partitioned) == len(machine) else None,
+            about=_ABOUT,
         )
         for gpu in partitioned
     ]
 
 
-def _mps(facts: GpuFacts) -> list[Checkup]:
+def _mps(facts: GpuFacts) -> list[Finding]:
     if not facts.mps and not facts.mps_clients:
         return [ok(_ABOUT, "no GPU is shared through MPS", "no program of MPS runs, and NVML lists no client")]
     return [
-        Checkup(
-            _ABOUT,
+        Finding(
             "warning",
             "GPUs may be shared through MPS",
             ", ".join(facts.mps) or f"NVML lists {facts.mps_clients} client(s) of MPS",
             "no driver is known to checkpoint a client of MPS: such jobs are refused",
             "echo quit | nvidia-cuda-mps-control, when no client runs",
+            about=_ABOUT,
         )
     ]

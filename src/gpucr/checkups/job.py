@@ -7,9 +7,10 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 
 from gpucr.checkups import engine, privileges, storage
-from gpucr.checkups.checkup import Checkup, from_findings, ok
+from gpucr.checkups.checkup import from_findings, ok
 from gpucr.criu.options import GHOST_LIMIT_MAX_BYTES, deleted_file_sizes
 from gpucr.diagnosis import preflight
+from gpucr.diagnosis.preflight.findings import Finding
 from gpucr.diagnosis.traps import findings_of_traps
 from gpucr.driver.gpus import gpu_processes, list_gpus
 from gpucr.errors import InvalidRequest, Unsupported
@@ -22,7 +23,7 @@ from gpucr.quantities import format_bytes
 from gpucr.snapshot.device import PIECE_BYTES, buffers_bytes
 
 
-def examine(target: int | str | JobSelector, folder: Path, *, was_named: bool) -> list[Checkup]:
+def examine(target: int | str | JobSelector, folder: Path, *, was_named: bool) -> list[Finding]:
     """Look at a job and judge it. Changes nothing; needs access to its processes.
 
     ``folder``: where a snapshot would go; ``was_named``: the user has said so. Raises ProcessNotFound, InvalidRequest
@@ -32,7 +33,7 @@ def examine(target: int | str | JobSelector, folder: Path, *, was_named: bool) -
         found = selection.find_job(target)
     except Unsupported as e:
         return [
-            Checkup("job", "blocking", e.message, "/proc", "gpucr cannot work on it", e.hint or "", None, e.code),
+            Finding("blocking", e.message, "/proc", "gpucr cannot work on it", e.hint or "", None, e.code, about="job"),
         ]
     job = found.job
     uses = gpu_processes() if job.gang else ()
@@ -48,7 +49,7 @@ def examine(target: int | str | JobSelector, folder: Path, *, was_named: bool) -
     return [*findings, *_surroundings(folder, was_named=was_named)]
 
 
-def _summary(job: Job, *, isolated: bool) -> list[Checkup]:
+def _summary(job: Job, *, isolated: bool) -> list[Finding]:
     record = registered.record_of(job.root.id)
     name = f"job {record.name}" if record is not None else "a job that gpucr did not start"
     place = "in a sandbox" if isolated else "in no sandbox"
@@ -56,14 +57,14 @@ def _summary(job: Job, *, isolated: bool) -> list[Checkup]:
     return [ok("job", f"{name}, {place}", f"{counts}; root {job.root.pid} ({job.root.name})")]
 
 
-def _states(job: Job) -> Checkup:
+def _states(job: Job) -> Finding:
     words = ", ".join(f"{member.pid} {member.found.word}" for member in job.gang)
     return ok(
         "CUDA state", words or "no process uses CUDA", "cuCheckpointProcessGetState" if words else "/proc/PID/maps"
     )
 
 
-def _processes(job: Job, *, isolated: bool) -> list[Checkup]:
+def _processes(job: Job, *, isolated: bool) -> list[Finding]:
     return [
         *from_findings(
             "tracers",
@@ -120,7 +121,7 @@ def check_deleted_files(largest_bytes: Mapping[int, int]) -> list[preflight.Find
     ]
 
 
-def _room(job: Job, uses: Sequence[GpuUse], folder: Path) -> list[Checkup]:
+def _room(job: Job, uses: Sequence[GpuUse], folder: Path) -> list[Finding]:
     held = preflight.device_bytes_in_use(job, uses)
     device_bytes = sum(sum(by_gpu.values()) for by_gpu in held.values())
     is_privileged = processes.can_checkpoint_processes()
@@ -146,7 +147,7 @@ def _room(job: Job, uses: Sequence[GpuUse], folder: Path) -> list[Checkup]:
     return [*found, *_way_back(away)] if away else found
 
 
-def _way_back(away: Sequence[GangMember]) -> list[Checkup]:
+def _way_back(away: Sequence[GangMember]) -> list[Finding]:
     """Whether those that are suspended would find room on the GPUs that they had."""
     needed: dict[str, int] = {}
     for member in away:
@@ -166,14 +167,14 @@ def _way_back(away: Sequence[GangMember]) -> list[Checkup]:
     )
 
 
-def _surroundings(folder: Path, *, was_named: bool) -> list[Checkup]:
+def _surroundings(folder: Path, *, was_named: bool) -> list[Finding]:
     """What the folder, the caller and its CRIU lack for a dump."""
     looked = [
         *storage.check(storage.look(folder, (), was_named=was_named)),
         *privileges.check(privileges.look()),
         *engine.check(engine.look()),
     ]
-    return [each for each in looked if each.verdict != "ok"]
+    return [each for each in looked if each.severity != "ok"]
 
 
 def nearest_folder(folder: str | os.PathLike[str] | None) -> Path:

@@ -6,7 +6,8 @@ import platform
 from dataclasses import dataclass
 from pathlib import Path
 
-from gpucr.checkups.checkup import Checkup, ok
+from gpucr.checkups.checkup import ok
+from gpucr.diagnosis.preflight.findings import Finding
 from gpucr.linux import sock_diag
 from gpucr.linux.namespaces import Kind, kinds_here
 
@@ -44,56 +45,55 @@ def look() -> KernelFacts:
     )
 
 
-def check(facts: KernelFacts) -> list[Checkup]:
+def check(facts: KernelFacts) -> list[Finding]:
     """Architecture, CONFIG_CHECKPOINT_RESTORE, sockets, namespaces."""
     found = []
     if facts.architecture != "x86_64":
         found.append(
-            Checkup(
-                _ABOUT,
+            Finding(
                 "warning",
                 f"this is a {facts.architecture} machine",
                 "uname -m",
                 "gpucr was only tried on x86-64; staging is not captured here",
                 "use an x86-64 machine",
+                about=_ABOUT,
             )
         )
     if facts.can_choose_pids:
         found.append(ok(_ABOUT, f"Linux {facts.release} can give a restored process its pid", f"{_LAST_PID} is there"))
     else:
         found.append(
-            Checkup(
-                _ABOUT,
+            Finding(
                 "blocking",
                 f"Linux {facts.release} was built without CONFIG_CHECKPOINT_RESTORE",
                 f"{_LAST_PID} is not there",
                 "CRIU cannot dump or restore; suspend and resume work",
                 "use a kernel of a distribution",
+                about=_ABOUT,
             )
         )
     if not facts.lists_sockets:
         found.append(
-            Checkup(
-                _ABOUT,
+            Finding(
                 "warning",
                 "the kernel does not list TCP sockets",
                 "sock_diag gives an error",
                 "jobs with network connections can be neither dumped nor restored",
                 "modprobe tcp_diag",
+                about=_ABOUT,
             )
         )
     return [*found, *_namespaces(facts)]
 
 
-def _namespaces(facts: KernelFacts) -> list[Checkup]:
+def _namespaces(facts: KernelFacts) -> list[Finding]:
     usable = [kind for kind in facts.kinds if kind not in facts.forbidden]
     absent = [kind for kind in _SANDBOX if kind not in usable]
     found = []
     if absent:
         limits = [f"{_LIMITS / _limit_file(kind)} is 0" for kind in facts.forbidden]
         found.append(
-            Checkup(
-                _ABOUT,
+            Finding(
                 "warning",
                 f"there can be no sandboxes: no new {', '.join(absent)} namespaces",
                 ", ".join(limits) or f"/proc/self/ns has only {', '.join(facts.kinds)}",
@@ -101,19 +101,20 @@ def _namespaces(facts: KernelFacts) -> list[Checkup]:
                 "raise that limit with sysctl"
                 if limits
                 else "use a kernel with CONFIG_PID_NS, CONFIG_NET_NS and CONFIG_IPC_NS",
+                about=_ABOUT,
             )
         )
     else:
         found.append(ok(_ABOUT, "jobs can have sandboxes", f"namespaces: {', '.join(usable)}"))
     if "time" not in usable:
         found.append(
-            Checkup(
-                _ABOUT,
+            Finding(
                 "warning",
                 "there are no time namespaces",
                 "/proc/self/ns/time is not there" if "time" not in facts.kinds else "max_time_namespaces is 0",
                 "the clocks of restored jobs jump: timeouts end at once, or much too late",
                 "use a kernel with CONFIG_TIME_NS (Linux 5.6 and newer)",
+                about=_ABOUT,
             )
         )
     return found

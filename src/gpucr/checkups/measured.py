@@ -2,15 +2,16 @@
 
 from __future__ import annotations
 
-from gpucr.checkups.checkup import Checkup, Verdict, from_findings, ok
+from gpucr.checkups.checkup import from_findings, ok
 from gpucr.diagnosis import preflight
 from gpucr.diagnosis.canaries.results import CanaryOutcome, CanaryResult, ProbeReport
+from gpucr.diagnosis.preflight.findings import Finding, Severity
 from gpucr.diagnosis.probe import measurements_in
 from gpucr.quantities import counted
 
 _ABOUT = "probe"
 
-_NOT_BACK: dict[CanaryOutcome, tuple[Verdict, str, str, str]] = {
+_NOT_BACK: dict[CanaryOutcome, tuple[Severity, str, str, str]] = {
     CanaryOutcome.LOST: (
         "warning",
         "a program with {} is lost by a checkpoint",
@@ -33,19 +34,19 @@ _NOT_BACK: dict[CanaryOutcome, tuple[Verdict, str, str, str]] = {
 """``NOT_POSSIBLE`` is not among them: the machine has no such thing that could be lost."""
 
 
-def check(report: ProbeReport | None) -> list[Checkup]:
+def check(report: ProbeReport | None) -> list[Finding]:
     """``report``: None where there is no driver to measure."""
     if report is None:
         return []
     if not report.results:
         return [
-            Checkup(
-                _ABOUT,
+            Finding(
                 "unknown",
                 "nothing was measured on this machine yet",
                 report.problem or "no results for this driver, these GPUs and this kernel",
                 "gpucr goes by rules on the safe side, and refuses jobs that might come back",
                 "gpucr doctor --probe",
+                about=_ABOUT,
             )
         ]
     basics = from_findings(_ABOUT, preflight.check_basics(measurements_in(report)))
@@ -53,7 +54,7 @@ def check(report: ProbeReport | None) -> list[Checkup]:
     return [*basics, *map(_not_back, [r for r in others if r.outcome in _NOT_BACK]), *_back(report)]
 
 
-def _back(report: ProbeReport) -> list[Checkup]:
+def _back(report: ProbeReport) -> list[Finding]:
     back = [result for result in report.results if result.outcome is CanaryOutcome.COMES_BACK]
     if not back:
         return []
@@ -62,7 +63,7 @@ def _back(report: ProbeReport) -> list[Checkup]:
     return [ok(_ABOUT, what, f"{', '.join(result.name for result in back)}; last measured on {days}")]
 
 
-def _not_back(result: CanaryResult) -> Checkup:
-    verdict, what, consequence, remedy = _NOT_BACK[result.outcome]
+def _not_back(result: CanaryResult) -> Finding:
+    severity, what, consequence, remedy = _NOT_BACK[result.outcome]
     evidence = f"canary {result.name}, measured on {result.measured_on}: {result.outcome.value}"
-    return Checkup(_ABOUT, verdict, what.format(result.what), evidence, consequence, remedy)
+    return Finding(severity, what.format(result.what), evidence, consequence, remedy, about=_ABOUT)

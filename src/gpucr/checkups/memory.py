@@ -8,7 +8,8 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Literal
 
-from gpucr.checkups.checkup import Checkup, RepairName, ok
+from gpucr.checkups.checkup import ok
+from gpucr.diagnosis.preflight.findings import Finding, RepairName
 from gpucr.linux import cgroups, memory, processes
 from gpucr.linux.tmpfs import StagingFile
 from gpucr.model import Gpu
@@ -64,7 +65,7 @@ def look(gpus: Sequence[Gpu]) -> MemoryFacts:
     )
 
 
-def check(facts: MemoryFacts) -> list[Checkup]:
+def check(facts: MemoryFacts) -> list[Finding]:
     """Huge pages, room, cgroups."""
     return [_staging_files(facts), _private(facts), *_reserved(facts), _room(facts), *_cgroups(facts)]
 
@@ -78,21 +79,20 @@ def chosen(policy: Path) -> str | None:
     return found[1] if found else None
 
 
-def _staging_files(facts: MemoryFacts) -> Checkup:
+def _staging_files(facts: MemoryFacts) -> Finding:
     if facts.why_small is None:
         return ok(_PAGES, "staging files have huge pages", "one was made and removed")
     if not facts.is_privileged:
-        return Checkup(
-            _PAGES,
+        return Finding(
             "unknown",
             "whether staging files can have huge pages was not seen",
             facts.why_small,
             "only root makes them; a suspend without root uses private memory",
             "sudo gpucr doctor",
+            about=_PAGES,
         )
     is_denied = facts.shared_policy == "deny"
-    return Checkup(
-        _PAGES,
+    return Finding(
         "warning",
         "staging files have no huge pages",
         facts.why_small,
@@ -101,15 +101,15 @@ def _staging_files(facts: MemoryFacts) -> Checkup:
         if is_denied
         else "use a kernel with CONFIG_TRANSPARENT_HUGEPAGE, in a container let it mount a tmpfs (CAP_SYS_ADMIN)",
         repair="huge-pages-shared" if is_denied else None,
+        about=_PAGES,
     )
 
 
-def _private(facts: MemoryFacts) -> Checkup:
+def _private(facts: MemoryFacts) -> Finding:
     if facts.private_policy in ("always", "madvise"):
         return ok(_PAGES, "private memory can have huge pages", f"{PRIVATE_POLICY} is {facts.private_policy}")
     repair: RepairName | None = "huge-pages-private" if facts.private_policy == "never" else None
-    return Checkup(
-        _PAGES,
+    return Finding(
         "warning",
         "private memory has no huge pages",
         f"{PRIVATE_POLICY} is {facts.private_policy}" if facts.private_policy else "this kernel has none",
@@ -118,40 +118,41 @@ def _private(facts: MemoryFacts) -> Checkup:
         if repair
         else "use a kernel with CONFIG_TRANSPARENT_HUGEPAGE",
         repair=repair,
+        about=_PAGES,
     )
 
 
-def _reserved(facts: MemoryFacts) -> list[Checkup]:
+def _reserved(facts: MemoryFacts) -> list[Finding]:
     if facts.reserved_bytes < facts.total_bytes * _MUCH_OF_THE_MACHINE:
         return []
     return [
-        Checkup(
-            _PAGES,
+        Finding(
             "warning",
             f"{format_bytes(facts.reserved_bytes)} of host memory are reserved for hugetlb pages and not used",
             f"HugePages_Free in {_MEMINFO}",
             "gpucr uses transparent huge pages: it cannot have that memory",
             "lower vm.nr_hugepages (sysctl) where no other program needs them",
+            about=_PAGES,
         )
     ]
 
 
-def _room(facts: MemoryFacts) -> Checkup:
+def _room(facts: MemoryFacts) -> Finding:
     have, used = format_bytes(facts.available_bytes), format_bytes(facts.device_used_bytes)
     evidence = f"MemAvailable; the GPUs have {format_bytes(facts.device_total_bytes)}, of which {used} are in use"
     if facts.available_bytes >= facts.device_used_bytes:
         return ok(_MEMORY, f"{have} of host memory are available", evidence)
-    return Checkup(
-        _MEMORY,
+    return Finding(
         "warning",
         f"{have} of host memory are available",
         evidence,
         "jobs that hold more device memory than that are refused, and so are several that hold it together",
         "end other programs, add memory, or suspend one job at a time",
+        about=_MEMORY,
     )
 
 
-def _cgroups(facts: MemoryFacts) -> list[Checkup]:
+def _cgroups(facts: MemoryFacts) -> list[Finding]:
     names = {
         "v1": "cgroups are of version 1",
         "v2": "cgroups are of version 2",
@@ -160,8 +161,7 @@ def _cgroups(facts: MemoryFacts) -> list[Checkup]:
     }
     found = [ok(_CGROUPS, names[facts.hierarchy], str(_MOUNTS))]
     found += [
-        Checkup(
-            _CGROUPS,
+        Finding(
             "warning",
             f"a cgroup has {format_bytes(limit.available_bytes)} of its host memory left",
             f"{limit.path} is {format_bytes(limit.limit_bytes)}; "
@@ -170,6 +170,7 @@ def _cgroups(facts: MemoryFacts) -> list[Checkup]:
             + ("the kernel would kill" if limit.is_hard else "the kernel would slow down")
             + " processes of the cgroup",
             f"raise {limit.path.name}, in a container its memory limit",
+            about=_CGROUPS,
         )
         for limit in facts.limits
         if limit.available_bytes < facts.device_used_bytes

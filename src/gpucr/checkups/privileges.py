@@ -5,7 +5,8 @@ from __future__ import annotations
 from dataclasses import dataclass
 from pathlib import Path
 
-from gpucr.checkups.checkup import Checkup, ok
+from gpucr.checkups.checkup import ok
+from gpucr.diagnosis.preflight.findings import Finding
 from gpucr.linux import capabilities
 from gpucr.linux.capabilities import Capabilities
 
@@ -58,44 +59,44 @@ def look() -> PrivilegeFacts:
     )
 
 
-def check(facts: PrivilegeFacts) -> list[Checkup]:
+def check(facts: PrivilegeFacts) -> list[Finding]:
     """Capabilities, user namespace, ptrace, seccomp."""
     return [*_capabilities(facts.own), *_user_namespace(facts), _ptrace(facts), _seccomp(facts)]
 
 
-def _capabilities(own: Capabilities) -> list[Checkup]:
+def _capabilities(own: Capabilities) -> list[Finding]:
     missing = [f"CAP_{name}" for name in _FOR_CRIU if not own.has(name)]
     if missing and not own.is_root:
         return [
-            Checkup(
-                _ABOUT,
+            Finding(
                 "warning",
                 "this user can suspend and resume jobs of its own, and nothing else",
                 f"{' and '.join(missing)}: not in CapEff of /proc/self/status",
                 "dump and restore are refused, and other users' jobs are out of reach",
                 "sudo gpucr doctor shows what root can do",
+                about=_ABOUT,
             )
         ]
     if missing:
         return [
-            Checkup(
-                _ABOUT,
+            Finding(
                 "blocking",
                 "this is root, without the capabilities that CRIU needs",
                 f"{' and '.join(missing)}: not in CapEff of /proc/self/status",
                 "dump and restore are refused",
                 f"give the container {', '.join(missing)} (`--cap-add`), or run gpucr outside it",
                 code="GPUCR-NOT-PERMITTED",
+                about=_ABOUT,
             )
         ]
     found = [
-        Checkup(
-            _ABOUT,
+        Finding(
             "blocking" if severity == "blocking" else "warning",
             f"CAP_{name} is missing",
             "CapEff of /proc/self/status",
             consequence,
             f"give the container CAP_{name} (`--cap-add`), or run gpucr outside it",
+            about=_ABOUT,
         )
         for name, (severity, consequence) in _FURTHER.items()
         if not own.has(name)
@@ -103,22 +104,22 @@ def _capabilities(own: Capabilities) -> list[Checkup]:
     return found or [ok(_ABOUT, "this user can dump and restore every job", "CapEff of /proc/self/status")]
 
 
-def _user_namespace(facts: PrivilegeFacts) -> list[Checkup]:
+def _user_namespace(facts: PrivilegeFacts) -> list[Finding]:
     if not facts.in_user_namespace:
         return []
     return [
-        Checkup(
-            _ABOUT,
+        Finding(
             "warning",
             "gpucr runs in a user namespace",
             f"{_UID_MAP} does not map all users",
             "its capabilities hold inside only; CRIU usually cannot work with that, as in rootless containers",
             "run gpucr on the host, outside rootless containers",
+            about=_ABOUT,
         )
     ]
 
 
-def _ptrace(facts: PrivilegeFacts) -> Checkup:
+def _ptrace(facts: PrivilegeFacts) -> Finding:
     scope, is_privileged = facts.ptrace_scope, facts.own.has("SYS_PTRACE")
     evidence = f"{_PTRACE_SCOPE} is {scope}"
     if scope is None:
@@ -126,38 +127,37 @@ def _ptrace(facts: PrivilegeFacts) -> Checkup:
     if scope == 0 or (scope < 3 and is_privileged):
         return ok(_PTRACE, "processes can be traced", evidence)
     if scope >= 3:
-        return Checkup(
-            _PTRACE,
+        return Finding(
             "blocking",
             "no process can be traced, by nobody",
             evidence,
             "CRIU cannot dump; suspend takes the driver's plain way, which is slower",
             "it can be lowered only by a reboot: remove kernel.yama.ptrace_scope=3 from /etc/sysctl.d",
+            about=_PTRACE,
         )
-    return Checkup(
-        _PTRACE,
+    return Finding(
         "warning",
         "this user cannot trace processes that it did not start itself",
         evidence,
         "suspend takes the driver's plain way, which is slower",
         "run gpucr as root; sysctl kernel.yama.ptrace_scope=0 would do too, and lets every program of a user look into "
         "the others",
+        about=_PTRACE,
     )
 
 
-def _seccomp(facts: PrivilegeFacts) -> Checkup:
+def _seccomp(facts: PrivilegeFacts) -> Finding:
     if facts.seccomp is None:
-        return Checkup(
-            _SECCOMP,
+        return Finding(
             "warning",
             "this kernel has no system call filters",
             "no Seccomp line in /proc/self/status",
             "`gpucr run` cannot keep a job from io_uring, which CRIU cannot dump",
             "use a kernel with CONFIG_SECCOMP_FILTER; for torch's TCPStore set USE_LIBUV=0",
+            about=_SECCOMP,
         )
     if facts.seccomp:
-        return Checkup(
-            _SECCOMP,
+        return Finding(
             "warning",
             "gpucr itself runs under a system call filter",
             f"Seccomp: {facts.seccomp} in /proc/self/status",
@@ -165,5 +165,6 @@ def _seccomp(facts: PrivilegeFacts) -> Checkup:
             "takes the plain way",
             "run gpucr outside the container, or the container with `--security-opt seccomp=unconfined`, which lowers "
             "its security",
+            about=_SECCOMP,
         )
     return ok(_SECCOMP, "gpucr runs under no system call filter", "Seccomp: 0 in /proc/self/status")

@@ -6,8 +6,8 @@ from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 
-from gpucr.checkups.checkup import Checkup, RepairName
 from gpucr.checkups.memory import PRIVATE_POLICY, SHARED_POLICY, chosen
+from gpucr.diagnosis.preflight.findings import Finding, RepairName
 from gpucr.errors import CriuUnavailable
 
 OnEvent = Callable[[str], None]
@@ -23,7 +23,7 @@ class Repair:
     problem: str | None = None
 
 
-def repair(checkups: Iterable[Checkup], on_event: OnEvent | None = None) -> tuple[Repair, ...]:
+def repair(checkups: Iterable[Finding], on_event: OnEvent | None = None) -> tuple[Repair, ...]:
     """Fix what can be fixed, each thing once. ``on_event`` gets lines of talk."""
     wanted = dict.fromkeys(each.repair for each in checkups if each.repair is not None)
     return tuple(_REPAIRS[name](name, on_event) for name in wanted)

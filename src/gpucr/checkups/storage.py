@@ -7,7 +7,8 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
-from gpucr.checkups.checkup import Checkup, ok
+from gpucr.checkups.checkup import ok
+from gpucr.diagnosis.preflight.findings import Finding
 from gpucr.linux import memory
 from gpucr.model import Gpu
 from gpucr.quantities import format_bytes
@@ -46,58 +47,58 @@ def look(folder: Path, gpus: Sequence[Gpu], *, was_named: bool) -> StorageFacts:
     )
 
 
-def check(facts: StorageFacts) -> list[Checkup]:
+def check(facts: StorageFacts) -> list[Finding]:
     """Whether a snapshot can be written there, whether it fits, and how fast a way there is."""
     if facts.problem is not None:
         return [
-            Checkup(
-                _ABOUT,
+            Finding(
                 "blocking" if facts.was_named else "warning",
                 f"no snapshot can be written to {facts.folder}",
                 facts.problem,
                 "a dump to it is refused",
                 "name another folder with --to, or change its owner or mode",
+                about=_ABOUT,
             )
         ]
     return [_space(facts), *_way(facts)]
 
 
-def _space(facts: StorageFacts) -> Checkup:
+def _space(facts: StorageFacts) -> Finding:
     what = f"{facts.folder} has {format_bytes(facts.free_bytes)} free"
     evidence = f"statvfs; {format_bytes(facts.device_used_bytes)} of device memory are in use on all GPUs"
     if facts.free_bytes >= facts.device_used_bytes:
         return ok(_ABOUT, what, evidence)
-    return Checkup(
-        _ABOUT,
+    return Finding(
         "warning",
         what,
         evidence,
         "jobs that hold more device memory than that cannot be dumped there",
         "free some space, or name a folder on another disk with --to",
+        about=_ABOUT,
     )
 
 
-def _way(facts: StorageFacts) -> list[Checkup]:
+def _way(facts: StorageFacts) -> list[Finding]:
     if facts.is_memory:
         return [
-            Checkup(
-                _ABOUT,
+            Finding(
                 "warning",
                 f"{facts.folder} is in memory",
                 "statfs: tmpfs or ramfs",
                 "snapshots there do not survive a reboot, and a dump needs host memory for device memory twice",
                 "name a folder on a disk with --to",
+                about=_ABOUT,
             )
         ]
     if not facts.is_direct:
         return [
-            Checkup(
-                _ABOUT,
+            Finding(
                 "warning",
                 f"files in {facts.folder} go through the page cache",
                 "the file system refuses O_DIRECT",
                 "dumps and restores take longer, and take memory from other programs meanwhile",
                 "name a folder on another file system with --to, such as ext4 or xfs",
+                about=_ABOUT,
             )
         ]
     return [ok(_ABOUT, "files there can bypass the page cache", "O_DIRECT")]

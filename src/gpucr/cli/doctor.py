@@ -10,13 +10,13 @@ from typing import Any
 import click
 import msgspec
 
-from gpucr.checkups.checkup import Checkup
 from gpucr.checkups.doctor import DoctorReport, doctor
 from gpucr.checkups.repairs import Repair
 from gpucr.cli.columns import Column, fit, terminal_width, wrapped
 from gpucr.cli.options import complete_folder, job_argument, json_option, quiet_option
 from gpucr.cli.output import print_json, printable, say
 from gpucr.diagnosis.canaries.results import WHAT, CanaryResult, ProbeReport
+from gpucr.diagnosis.preflight.findings import Finding
 from gpucr.diagnosis.probe import CANARY_TIMEOUT_S, probe
 from gpucr.errors import Unsupported
 from gpucr.jobs.selector import JobSelector
@@ -77,7 +77,7 @@ def command(
     """Show what stands in the way of gpucr on this machine, or of a suspend or dump of a job, and what fixes it.
 
     Nothing is changed without --fix, and no privileges are needed: what cannot be seen without them is "unknown". The
-    last line counts the verdicts. Exit code 0 where nothing is blocking, else 3.
+    last line counts the severities. Exit code 0 where nothing is blocking, else 3.
 
     With --probe, canaries are run first: small CUDA programs that are checkpointed and restored, in a process group of
     their own. Each takes some tens of MiB of GPU memory; no other program is touched. Results are kept for this driver,
@@ -115,7 +115,7 @@ def _say_result(result: CanaryResult) -> None:
     say(f"{result.name}: {result.outcome.value} ({result.seconds:.1f} s)")
 
 
-def _end(blocking: Sequence[Checkup]) -> None:
+def _end(blocking: Sequence[Finding]) -> None:
     if not blocking:
         return
     first = blocking[0]
@@ -147,14 +147,15 @@ def _probe_as_json(report: ProbeReport | None) -> dict[str, Any] | None:
 
 def _canary_as_json(result: CanaryResult) -> dict[str, Any]:
     fields: dict[str, Any] = msgspec.to_builtins(result)
-    return {**fields, "measured": fields.pop("measured_at")}
+    measured = fields.pop("measured_at")
+    return {**fields, "measured": measured}
 
 
 def _print(report: DoctorReport, *, problems_only: bool) -> None:
     for repair in report.repairs:
         _print_repair(repair)
     width = terminal_width()
-    shown = [each for each in report.checkups if not problems_only or each.verdict != "ok"]
+    shown = [each for each in report.checkups if not problems_only or each.severity != "ok"]
     if shown:
         click.echo((_ROW + "FINDING").format("VERDICT", "ABOUT"))
     for each in shown:
@@ -174,10 +175,10 @@ def _print_repair(repair: Repair) -> None:
     say(f"undo:  {repair.undo}")
 
 
-def _checkup_lines(each: Checkup, width: int | None) -> Iterator[str]:
-    yield from wrapped(printable(each.what), width, first=_ROW.format(each.verdict, each.about))
+def _checkup_lines(each: Finding, width: int | None) -> Iterator[str]:
+    yield from wrapped(printable(each.what), width, first=_ROW.format(each.severity, each.about))
     lines = {"seen": each.evidence}
-    if each.verdict != "ok":
+    if each.severity != "ok":
         by_gpucr = " (gpucr doctor --fix does it)" if each.repair is not None else ""
         lines |= {"so": each.consequence, "do": each.remedy + by_gpucr if each.remedy else ""}
     for word, text in lines.items():
@@ -198,6 +199,6 @@ def _probe_lines(report: ProbeReport, width: int | None) -> Iterator[str]:
 
 def _summary(report: DoctorReport) -> str:
     """``12 ok, 2 warnings, 1 blocking, 1 unknown``: the line that says how things are."""
-    count = Counter(each.verdict for each in report.checkups)
+    count = Counter(each.severity for each in report.checkups)
     parts = [f"{count['ok']} ok", counted(count["warning"], "warning")]
     return ", ".join([*parts, f"{count['blocking']} blocking", f"{count['unknown']} unknown"])

@@ -50,7 +50,7 @@ class JobRecord(Record, frozen=True):
     """
 
     name: Text
-    command: Annotated[tuple[Text, ...], Meta(min_length=1)]
+    command: tuple[Text, ...]
     cwd: Text
     environment: Mapping[Text, Text]
     isolated: bool
@@ -101,6 +101,8 @@ def decode(data: bytes) -> JobRecord:
     record = records.convert(value, JobRecord)
     if not is_name(record.name):
         raise RecordError(f"{record.name!r} cannot be the name of a job")
+    if not record.command:
+        raise RecordError("command is empty")
     if not record.root.pid or (record.keeper is not None and not record.keeper.pid):
         raise RecordError("the pid of a process is 0")
     return record

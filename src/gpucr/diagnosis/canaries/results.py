@@ -10,6 +10,10 @@ from msgspec import Meta
 
 from gpucr.records import Record, RecordError
 
+CuResult = Annotated[int, Meta(ge=0, lt=10**9)]
+Seconds = Annotated[float, Meta(ge=0, lt=1e9)]
+Moment = Annotated[str, Meta(pattern=r"\A\d{4}-\d{2}-\d{2}T\d{2}:\d{2}:\d{2}Z\Z")]
+
 
 class CanaryOutcome(enum.Enum):
     """What became of a canary that was locked, checkpointed, restored and unlocked."""
@@ -56,10 +60,10 @@ class CanaryResult(Record, frozen=True):
     outcome: CanaryOutcome
     detail: str
     action: str | None
-    result: Annotated[int, Meta(ge=0, lt=10**9)] | None
+    result: CuResult | None
     state: str | None
-    seconds: Annotated[float, Meta(ge=0, lt=1e9)]
-    measured_at: Annotated[str, Meta(pattern=r"\A\d{4}-\d{2}-\d{2}T\d{2}:\d{2}:\d{2}Z\Z")]
+    seconds: Seconds
+    measured_at: Moment
 
     def __post_init__(self) -> None:
         if self.name not in WHAT:

@@ -11,24 +11,35 @@ from gpucr.errors import Unsupported
 _MOST_TOLD = 4
 
 
+Severity = Literal["ok", "warning", "blocking", "unknown"]
+"""``blocking``: an operation would be refused, or fail. ``unknown``: it could not be seen, or was not measured."""
+
+RepairName = Literal["fetch-criu", "huge-pages-shared", "huge-pages-private"]
+"""What `gpucr doctor --fix` can do (checkups/repairs.py)."""
+
+
 @dataclass(frozen=True)
 class Finding:
-    """One thing that stands in the way. ``pid`` is None where it concerns the machine.
+    """What one check saw of a job, by preflight, or also of a machine, by the doctor, which tells what is fine as well.
 
-    ``code`` names the situation, as in `gpucr.errors`. A blocking finding has one of its own.
+    An ``ok`` has no consequence and no remedy. ``pid`` is None where it concerns the machine or the whole job. ``code``
+    names the situation, as in `gpucr.errors`; None: it has none of its own. ``about`` is the part of the machine or job
+    that the doctor looked at; ``repair`` is what `gpucr doctor --fix` would do about it.
     """
 
-    severity: Literal["blocking", "warning"]
+    severity: Severity
     what: str
     evidence: str
-    consequence: str
-    remedy: str
+    consequence: str = ""
+    remedy: str = ""
     pid: int | None = None
-    code: str = Unsupported.code
+    code: str | None = None
+    about: str = ""
+    repair: RepairName | None = None
 
     def sentence(self) -> str:
         """What and evidence in one line."""
-        return f"{self.what} ({self.evidence})"
+        return f"{self.what} ({self.evidence})" if self.evidence else self.what
 
 
 def require_no_blocking(findings: Iterable[Finding], *, force: bool = False) -> None:
