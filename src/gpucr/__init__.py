@@ -59,6 +59,7 @@ if TYPE_CHECKING:
     from gpucr.jobs.selector import JobSelector
     from gpucr.model import CudaState, GangLock, Gpu, GpuMap, ProcessId, ProcessInfo
     from gpucr.operations.dump import DumpPlan, DumpReport, Persist, dump, plan_dump
+    from gpucr.operations.freeze import FrozenJob, freeze
     from gpucr.operations.gpu_jobs import GpuJob, list_gpu_jobs
     from gpucr.operations.inspect import ProcessContents, SnapshotContents, inspect
     from gpucr.operations.launch import LaunchPlan, StartedJob, forget_job, list_jobs, plan_job, run_job
@@ -116,6 +117,7 @@ _HOMES = {
     "gpucr.jobs.selector": ("JobSelector",),
     "gpucr.model": ("CudaState", "GangLock", "Gpu", "GpuMap", "ProcessId", "ProcessInfo"),
     "gpucr.operations.dump": ("DumpPlan", "DumpReport", "Persist", "dump", "plan_dump"),
+    "gpucr.operations.freeze": ("FrozenJob", "freeze"),
     "gpucr.operations.gpu_jobs": ("GpuJob", "list_gpu_jobs"),
     "gpucr.operations.inspect": ("ProcessContents", "SnapshotContents", "inspect"),
     "gpucr.snapshot.job_snapshot": ("JobSnapshot",),
@@ -172,6 +174,7 @@ __all__ = [
     "Event",
     "FilesMode",
     "Finding",
+    "FrozenJob",
     "GangLock",
     "Gpu",
     "GpuJob",
@@ -251,6 +254,7 @@ __all__ = [
     "dump",
     "find_container",
     "forget_job",
+    "freeze",
     "init_store",
     "inspect",
     "job_states",

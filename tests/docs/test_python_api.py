@@ -26,6 +26,7 @@ OPERATIONS = [
     "resume",
     "dump",
     "plan_dump",
+    "freeze",
     "restore",
     "list_cuda_processes",
     "list_gpu_jobs",

@@ -17,18 +17,17 @@ import gpucr
 from gpucr.version import __version__
 
 _NAMES = """
-BrokenInstall CanaryOutcome CanaryResult Cancellation ChangeReport Compress CopiedSnapshot CriuError
-CriuUnavailable CudaStarted CudaState DeadlineExceeded Difference DoctorReport DriverError DriverUnavailable
-DumpCounts DumpPlan DumpReport EnvironmentChange Event FilesMode Finding GangLock Gpu GpuJob GpuMap GpucrError
-IllegalState Interrupted InvalidRequest JobChanged JobDamaged JobRecord JobSelector JobSnapshot JobState LaterSpace
-LaunchPlan ListedJob Listing LockTimeout Manifest MeasuredMachine MemoryKind MemoryUse Network NotACudaProcess
-NotPermitted NotSupportedByDriver OnEvent OnProgress OpenDescriptor Persist Phase Place ProbeReport Process
-ProcessContents ProcessId ProcessInfo ProcessNotFound ProcessRecord ProcessState Progress PruneReport PruneRules
-Range Repair RepairName RestoreReport Runtime Secret Severity SharedMemory SimulatorUnavailable Snapshot
-SnapshotContents
-SnapshotDamaged SnapshotError SnapshotExists SnapshotInStore SnapshotUnfinished StartedJob StateChange StateWord
-Store StoreDamaged StoreError StoreKey StoredSnapshot TcpMode Unsupported VerifyReport WrongKey __version__
-copy_snapshots diff_snapshots doctor dump find_container forget_job init_store inspect job_states last_probe
+BrokenInstall CanaryOutcome CanaryResult Cancellation ChangeReport Compress CopiedSnapshot CriuError CriuUnavailable
+CudaStarted CudaState DeadlineExceeded Difference DoctorReport DriverError DriverUnavailable DumpCounts DumpPlan
+DumpReport EnvironmentChange Event FilesMode Finding FrozenJob GangLock Gpu GpuJob GpuMap GpucrError IllegalState
+Interrupted InvalidRequest JobChanged JobDamaged JobRecord JobSelector JobSnapshot JobState LaterSpace LaunchPlan
+ListedJob Listing LockTimeout Manifest MeasuredMachine MemoryKind MemoryUse Network NotACudaProcess NotPermitted
+NotSupportedByDriver OnEvent OnProgress OpenDescriptor Persist Phase Place ProbeReport Process ProcessContents
+ProcessId ProcessInfo ProcessNotFound ProcessRecord ProcessState Progress PruneReport PruneRules Range Repair
+RepairName RestoreReport Runtime Secret Severity SharedMemory SimulatorUnavailable Snapshot SnapshotContents
+SnapshotDamaged SnapshotError SnapshotExists SnapshotInStore SnapshotUnfinished StartedJob StateChange StateWord Store
+StoreDamaged StoreError StoreKey StoredSnapshot TcpMode Unsupported VerifyReport WrongKey __version__ copy_snapshots
+diff_snapshots doctor dump find_container forget_job freeze init_store inspect job_states last_probe
 list_cuda_processes list_gpu_jobs list_jobs list_snapshots open_snapshot plan_dump plan_job probe prune_store
 remove_snapshot restore resume run_job store_keys subscribe suspend verify_snapshots
 """

@@ -8,7 +8,7 @@ import click
 
 from gpucr.cli.options import JobTarget
 from gpucr.cli.output import lost_stdout
-from gpucr.operations.logs import job_log
+from gpucr.jobs.log import job_log
 
 
 @click.command("logs")

@@ -19,10 +19,11 @@ from gpucr.criu import abandoned
 from gpucr.criu.recovery import EndDump
 from gpucr.diagnosis import preflight
 from gpucr.diagnosis.traps import findings_of_traps
-from gpucr.driver.gpus import gpu_processes, nvml_kept_open
+from gpucr.driver.gpus import gpu_processes
 from gpucr.errors import CriuError, CudaStarted, GpucrError, JobChanged, SnapshotExists
 from gpucr.gang import uses_libcuda
 from gpucr.jobs import selection
+from gpucr.jobs.taken import taken_job
 from gpucr.linux import cgroups, processes
 from gpucr.model import ProcessId
 from gpucr.operations.dump_steps import (
@@ -33,7 +34,7 @@ from gpucr.operations.dump_steps import (
     expect_criu,
     started_cuda,
 )
-from gpucr.operations.freeze import AllocateStaging, CudaWork, cuda_work
+from gpucr.operations.freeze_steps import CudaWork, cuda_work
 from gpucr.snapshot.destination import FolderTarget
 from gpucr.snapshot.device.writer import DeviceWriter
 from gpucr.snapshot.folder import GPU_PART_NAME, UnfinishedSnapshot
@@ -42,7 +43,6 @@ from gpucr.snapshot.manifest import Manifest
 from gpucr.undo.interrupts import Interrupts
 from gpucr.undo.operation import TO_MOVE, operation
 from gpucr.undo.protection import Protection
-from gpucr.undo.roll import Roll
 from gpucr.undo.steps import AroundStep, Meter, Step
 
 UNKNOWN = "unknown"
@@ -131,24 +131,22 @@ def dump_for_runtime(root_pid: int, images: Path, hooks: RuntimeHooks, *, claim:
     part = GpuPart(images, claim)
     with operation("dump", root_pid) as running, contextlib.ExitStack() as opened:
         opened.enter_context(part.older_aside())
-        found = opened.enter_context(selection.claimed_job(root_pid))
-        roll = opened.enter_context(Roll(found.job))
-        running.require_descriptors(len(found.job.processes), len(found.job.gang), TO_MOVE)
-        protection = opened.enter_context(Protection(found.claims, found.job.processes))
-        opened.enter_context(nvml_kept_open())
-        context, cuda, findings = _prepare(found, images, protection)
+        taken = opened.enter_context(taken_job(running, root_pid, TO_MOVE))
+        if taken.protection is None:
+            raise JobChanged(f"no process below {root_pid} uses CUDA any more", pids=[root_pid])
+        context, cuda, findings = _prepare(taken.found, images, taken.protection)
         preflight.require_no_blocking(findings, force=False)
         for finding in findings:
             hooks.say(f"warning: {finding.sentence()}")
         run = RuntimeDump(context, hooks, part)
         try:
-            running.run(_steps(context, cuda, run), roll=roll, protection=protection)
+            running.run(_steps(context, cuda, run), roll=taken.roll, protection=taken.protection)
         finally:
             context.writer.cancel()
             cuda.staging.close()
             context.target.close()
         if run.left_running:
-            roll.require_gang(f"{context.target.where} is complete")
+            taken.roll.require_gang(f"{context.target.where} is complete")
         return run.left_running
 
 
@@ -156,8 +154,6 @@ def _prepare(
     found: selection.FoundJob, images: Path, protection: Protection
 ) -> tuple[JobDump, CudaWork, list[preflight.Finding]]:
     job = found.job
-    if found.driver is None or not job.gang:
-        raise JobChanged(f"no process below {job.root.pid} uses CUDA any more", pids=[job.root.pid])
     preflight.require_privileges(job.root.pid)
     uses = gpu_processes()
     held = preflight.device_bytes_in_use(job, uses)
@@ -203,7 +199,7 @@ def _steps(context: JobDump, cuda: CudaWork, run: RuntimeDump) -> list[Step]:
     freeze, thaw = cuda.steps_to_freeze()
     return [
         PrepareTarget(context),
-        AllocateStaging(cuda, leave_running=True),
+        cuda.allocate(leave_running=True),
         *freeze,
         run,
         *(_IfLeftRunning(step, run) for step in thaw),

@@ -14,6 +14,8 @@ from gpucr.gpu_state.plain import PlainStaging
 from gpucr.gpu_state.source import Saver, Source
 from gpucr.linux.tmpfs import StagingFile
 from gpucr.model import CudaState, DevicePart, Extent, StagedExtent
+from gpucr.quantities import format_bytes
+from gpucr.undo.interrupts import Interrupts
 from gpucr.undo.steps import Meter
 
 GENTLE_THREADS = 4
@@ -202,3 +204,35 @@ class GangStaging:
         elif source.size_bytes > self._saved_bytes[source.part]:
             writer.grow(source)
         self._saved_bytes[source.part] = source.size_bytes
+
+
+class AllocateStaging:
+    """Allocate the memory that will hold device memory, while the job still runs.
+
+    A job that will go on waits for it here and not when it stands still; for one that will be ended the allocation is
+    only begun, and goes on ahead of the driver.
+    """
+
+    name = "allocate"
+
+    def __init__(self, staging: GangStaging, sizes: Mapping[int, int], *, leave_running: bool) -> None:
+        self._staging = staging
+        self._sizes = sizes
+        self._leave_running = leave_running
+
+    def describe(self) -> str:
+        """How much."""
+        return f"allocate {format_bytes(self._expected_bytes())} of host memory for device memory"
+
+    def run(self, interrupts: Interrupts, meter: Meter) -> int:
+        """Allocate, or begin to, what the processes use now."""
+        self._staging.prepare(self._sizes)
+        if self._leave_running:
+            self._staging.wait_prepared()
+        return self._expected_bytes()
+
+    def undo(self) -> None:
+        """Nothing: closing the staging files gives it back."""
+
+    def _expected_bytes(self) -> int:
+        return sum(self._sizes.values())

@@ -69,6 +69,25 @@ class Saver(Protocol):
         """Take so many threads from now on (None: all)."""
 
 
+class SavedLater:
+    """Takes the place of what saves device memory (see `Saver`): all of it is saved from the frozen job."""
+
+    def add(self, source: Source) -> None:
+        """Nothing."""
+
+    def grow(self, source: Source) -> None:
+        """Nothing."""
+
+    def advance(self, part: DevicePart, up_to_bytes: int) -> None:
+        """Nothing."""
+
+    def complete(self, part: DevicePart) -> None:
+        """Nothing."""
+
+    def limit_threads(self, count: int | None) -> None:
+        """Nothing."""
+
+
 @dataclass(frozen=True)
 class FileSource:
     """A staging file (see `Source`). ``fd`` is the caller's, who keeps it open until all is saved.

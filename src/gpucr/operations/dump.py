@@ -12,13 +12,14 @@ from gpucr.criu.install import find_criu
 from gpucr.criu.options import choose_dump_options
 from gpucr.diagnosis import preflight
 from gpucr.diagnosis.traps import findings_of_traps
-from gpucr.driver.gpus import gpu_processes, nvml_kept_open
+from gpucr.driver.gpus import gpu_processes
 from gpucr.errors import CudaStarted, GpucrError, InvalidRequest
 from gpucr.jobs import registered, selection
 from gpucr.jobs.selector import JobSelector
+from gpucr.jobs.taken import taken_job
 from gpucr.model import GangLock
-from gpucr.operations.dump_steps import CommitSnapshot, CriuDump, OwnDump, PrepareTarget
-from gpucr.operations.freeze import AllocateStaging, cuda_work
+from gpucr.operations.dump_steps import CommitSnapshot, CriuDump, OwnDump, PrepareTarget, SaveDevice
+from gpucr.operations.freeze_steps import CudaWork, cuda_work
 from gpucr.snapshot.destination import DumpCounts
 from gpucr.snapshot.device.writer import DeviceWriter
 from gpucr.snapshot.job_snapshot import JobSnapshot
@@ -116,19 +117,11 @@ def dump(
         place = find_target(to, compress=compress, encrypt=encrypt, trust_store=trust_store, key=key)
         for attempt in range(1, ATTEMPTS + 1):
             running.interrupts.raise_at_once()
-            with contextlib.ExitStack() as opened:
-                found = opened.enter_context(selection.claimed_job(pid, force=force))
-                roll = opened.enter_context(Roll(found.job))
-                running.require_descriptors(len(found.job.processes), len(found.job.gang), TO_MOVE)
-                protection = (
-                    opened.enter_context(Protection(found.claims, found.job.processes)) if found.job.gang else None
-                )
-                if found.job.gang:
-                    opened.enter_context(nvml_kept_open())
-                prepared = _prepare(
-                    found,
+            with taken_job(running, pid, TO_MOVE, force=force) as taken:
+                prepared = prepare(
+                    taken.found,
                     place,
-                    protection,
+                    taken.protection,
                     leave_running=leave_running,
                     persist=persist,
                     only=only,
@@ -136,7 +129,7 @@ def dump(
                 )
                 preflight.require_no_blocking(prepared.findings, force=force)
                 try:
-                    return _run(prepared, roll, running)
+                    return run_prepared(prepared, running, taken.roll)
                 except CudaStarted:
                     if attempt == ATTEMPTS:
                         raise
@@ -160,15 +153,13 @@ def plan_dump(
     place = find_target(to, compress=compress, encrypt=encrypt, trust_store=trust_store, key=key)
     found = selection.find_job(pid, force=force)
     protection = Protection() if found.job.gang else None
-    prepared = _prepare(
-        found, place, protection, leave_running=leave_running, persist=persist, only=only, deadline=None
-    )
+    prepared = prepare(found, place, protection, leave_running=leave_running, persist=persist, only=only, deadline=None)
     steps = tuple(step.describe() for step in prepared.steps)
     return DumpPlan(prepared.context.job.root.pid, steps, prepared.findings)
 
 
 @dataclass(frozen=True)
-class _Prepared:
+class Prepared:
     """A dump that is ready to run: its steps, and what was found while nothing had been changed."""
 
     context: OwnDump
@@ -177,16 +168,18 @@ class _Prepared:
     commit: CommitSnapshot | CriuDump = field(repr=False)
 
 
-def _prepare(
+def prepare(
     found: selection.FoundJob,
     place: TargetPlace,
     protection: Protection | None,
     *,
     leave_running: bool,
     persist: Persist,
-    only: bool,
+    only: bool = False,
     deadline: float | None,
-) -> _Prepared:
+    frozen: CudaWork | None = None,
+) -> Prepared:
+    """Look at the job, and make ready what a dump takes. Changes nothing. ``frozen``: the job is, and stays so."""
     job = found.job
     found.require_one_tree()
     if only and len(job.processes) > 1:
@@ -197,20 +190,22 @@ def _prepare(
     if persist not in get_args(Persist):
         raise InvalidRequest(f"persist is {persist!r}", hint="give one of " + ", ".join(get_args(Persist)))
     preflight.require_privileges(job.root.pid)
-    uses = gpu_processes() if job.gang else ()
-    held = preflight.device_bytes_in_use(job, uses)
+    uses = gpu_processes() if job.gang and frozen is None else ()
+    held = preflight.device_bytes_in_use(job, uses) if frozen is None else frozen.device_bytes
     target = place.target(job, _total(held))
     criu = Criu(find_criu(), found.sandbox.pids if found.sandbox is not None else None)
     writer = DeviceWriter(target.sink)
-    cuda = None
-    if protection is not None:
+    cuda = frozen
+    if protection is not None and frozen is None:
         gently = leave_running and persist == "background"
         cuda = cuda_work(found, protection, held, writer, deadline=deadline, save_gently=gently)
     findings = (
         *selection.findings_before_freeze(
-            job, preflight.needs_of_dump(held, target.disk, job.pids, target.buffers_bytes)
+            # Of a frozen job device memory is in host memory already.
+            job,
+            preflight.needs_of_dump(held if frozen is None else {}, target.disk, job.pids, target.buffers_bytes),
         ),
-        *findings_of_traps(job, found.driver, uses),
+        *(findings_of_traps(job, found.driver, uses) if frozen is None else ()),
         *preflight.check_tracers(job),
         *preflight.check_session(job),
         *(preflight.check_namespace_init(job) if found.sandbox is None else ()),
@@ -227,6 +222,7 @@ def _prepare(
         writer=writer,
         cuda=cuda,
         leave_running=leave_running,
+        is_frozen=frozen is not None,
         deadline=deadline,
         criu=criu,
         options=choose_dump_options(job.pids, leave_running=leave_running, install=criu.install),
@@ -236,7 +232,7 @@ def _prepare(
         overruled=tuple(OverruledFinding(f.sentence(), f.consequence) for f in findings if f.severity == "blocking"),
     )
     steps, commit = _steps(context, persist)
-    return _Prepared(context, tuple(steps), findings, commit)
+    return Prepared(context, tuple(steps), findings, commit)
 
 
 def _steps(context: OwnDump, persist: Persist) -> tuple[list[Step], CommitSnapshot | CriuDump]:
@@ -244,17 +240,21 @@ def _steps(context: OwnDump, persist: Persist) -> tuple[list[Step], CommitSnapsh
     save = CommitSnapshot(context, criu)
     if cuda is None:
         return ([prepare, criu, save], save) if context.leave_running else ([prepare, criu], criu)
+    if context.is_frozen:
+        return [prepare, SaveDevice(context), criu, save], save
     freeze, thaw = cuda.steps_to_freeze()
-    begin: list[Step] = [prepare, AllocateStaging(cuda, leave_running=context.leave_running), *freeze, criu]
+    begin: list[Step] = [prepare, cuda.allocate(leave_running=context.leave_running), *freeze, criu]
     if not context.leave_running:
         return begin, criu
     return ([*begin, save, *thaw] if persist == "sync" else [*begin, *thaw, save]), save
 
 
-def _run(prepared: _Prepared, roll: Roll, running: Operation) -> DumpReport:
+def run_prepared(prepared: Prepared, running: Operation, roll: Roll | None) -> DumpReport:
+    """Dump. ``roll`` is None for a frozen job, which the guard must not bring back where this fails."""
     context = prepared.context
+    protection = context.protection if roll is not None else None
     try:
-        phases = running.run(prepared.steps, roll=roll, deadline=context.deadline, protection=context.protection)
+        phases = running.run(prepared.steps, roll=roll, deadline=context.deadline, protection=protection)
     finally:
         _close(context)
     sandbox = context.sandbox
@@ -264,7 +264,7 @@ def _run(prepared: _Prepared, roll: Roll, running: Operation) -> DumpReport:
     snapshot = prepared.commit.snapshot
     if snapshot is None:
         raise AssertionError("a dump without error has committed its snapshot")
-    if context.leave_running:
+    if context.leave_running and roll is not None:
         roll.require_gang(
             f"the snapshot {snapshot.where} is complete", hint="end what is left of the job and restore it"
         )
@@ -284,13 +284,13 @@ def _run(prepared: _Prepared, roll: Roll, running: Operation) -> DumpReport:
 def _close(context: OwnDump) -> None:
     """What fails here hides neither a success nor a job that could not be brought back."""
     context.writer.cancel()
-    if context.cuda is not None:
+    if context.cuda is not None and not context.is_frozen:
         context.cuda.staging.close()
     with contextlib.suppress(GpucrError, OSError):
         context.target.close()
 
 
-def _warnings(prepared: _Prepared) -> tuple[str, ...]:
+def _warnings(prepared: Prepared) -> tuple[str, ...]:
     note = prepared.context.note
     noted = (note.warning,) if note is not None and note.warning is not None else ()
     return (*(finding.sentence() for finding in prepared.findings), *noted, *_repairs(prepared.context))

@@ -26,7 +26,7 @@ from gpucr.jobs.sandbox import Sandbox
 from gpucr.linux import oom, processes
 from gpucr.linux.sockets import bound_socket_paths
 from gpucr.model import GangMember, Job, ProcessId, ProcessInfo
-from gpucr.operations.freeze import CudaWork
+from gpucr.operations.freeze_steps import CudaWork
 from gpucr.quantities import format_bytes
 from gpucr.snapshot import shared_files
 from gpucr.snapshot.destination import DumpTarget
@@ -60,7 +60,8 @@ _SANDBOX_END_LIMIT_S = _KILLED_LIMIT_S = 10.0
 class JobDump:
     """What is dumped, and where to, whoever writes the CPU's side. ``cuda`` is None for a job that does not use it.
 
-    Then nothing of the job depends on gpucr, since CRIU undoes by itself when gpucr dies.
+    Then nothing of the job depends on gpucr, since CRIU undoes by itself when gpucr dies. ``is_frozen``: all of it was
+    stopped before, with its device memory away, and stays so.
     """
 
     job: Job
@@ -68,6 +69,7 @@ class JobDump:
     writer: DeviceWriter
     cuda: CudaWork | None
     leave_running: bool
+    is_frozen: bool = False
     deadline: float | None = None
     note: DumpNote | None = None
     overruled: tuple[OverruledFinding, ...] = ()
@@ -122,6 +124,34 @@ class PrepareTarget:
                 raise LeftBehind(f"what was written to {context.target.where} could not be removed: {e}") from e
 
 
+class SaveDevice:
+    """Begin to save the device memory of a frozen job, which is all there."""
+
+    name = "read"
+
+    def __init__(self, context: JobDump) -> None:
+        self._context = context
+
+    def describe(self) -> str:
+        """How much."""
+        return f"begin to save {format_bytes(self._saved_bytes())} of device memory"
+
+    def run(self, interrupts: Interrupts, meter: Meter) -> int:
+        """Give the writer all that can be read; `commit` waits for it."""
+        if self._context.cuda is not None:
+            for each in self._context.cuda.staging.saved():
+                if (source := each.source) is not None:
+                    self._context.writer.add(source)
+                    self._context.writer.complete(each.part)
+        return 0
+
+    def undo(self) -> None:
+        """Nothing: what was written is PrepareTarget's to discard."""
+
+    def _saved_bytes(self) -> int:
+        return self._context.cuda.staging.saved_bytes if self._context.cuda is not None else 0
+
+
 class CriuDump:
     """CRIU writes the process tree; unless it is left running, the snapshot is committed before CRIU kills it."""
 
@@ -139,7 +169,8 @@ class CriuDump:
     def describe(self) -> str:
         """How many processes, where to, and what becomes of them."""
         count = len(self._context.job.processes)
-        after = "let them go on" if self._context.leave_running else "commit, then kill them"
+        left = "leave them frozen" if self._context.is_frozen else "let them go on"
+        after = left if self._context.leave_running else "commit, then kill them"
         return f"dump {count} process{'es' if count > 1 else ''} with CRIU to {self._context.target.images_at}, {after}"
 
     def run(self, interrupts: Interrupts, meter: Meter) -> int:
@@ -311,7 +342,7 @@ def started_cuda(context: JobDump) -> list[int]:
     tree = processes.tree(context.job.root.pid)
     cuda = context.cuda
     driver = cuda.gang.driver if cuda is not None else selection.load_driver_for(tree)
-    if driver is None:
+    if driver is None or context.is_frozen:  # which cannot be asked, and cannot start anything
         return []
     known = {member.id for member in cuda.gang.members} if cuda is not None else set()
     return [member.pid for member in gangs.discover(driver, [p for p in tree if p.id not in known])]

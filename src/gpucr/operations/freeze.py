@@ -1,142 +1,241 @@
-"""Freeze and thaw: the CUDA processes of a job stand still, their device memory in gpucr's hands, and go on again."""
+"""Freeze: a whole job stands still for as long as the caller wants, and is saved, thawed or ended from there.
+
+Where jobs of several machines are one program, each machine freezes its part; they meet; each saves; they meet again,
+and thaw or end. No message is lost between them, because nobody has sent one since the first meeting.
+"""
 
 from __future__ import annotations
 
-from collections.abc import Mapping
-from dataclasses import dataclass
+import contextlib
+import time
+from dataclasses import dataclass, field
+from types import TracebackType
+from typing import TYPE_CHECKING, Literal
 
-from gpucr.driver.gpus import list_gpus
-from gpucr.gang import Gang
-from gpucr.gang.threads import GangThreads
-from gpucr.gpu_state import kinds
-from gpucr.gpu_state.gang_staging import GangStaging
-from gpucr.gpu_state.placement import ProcessGpus, gpus_of
-from gpucr.gpu_state.recovery import GangProtection
-from gpucr.gpu_state.source import Saver
-from gpucr.gpu_state.steps import (
-    AttachStaging,
-    CheckpointGang,
-    DetachStaging,
-    HoldThreads,
-    LockGang,
-    ReleaseThreads,
-    RestoreGang,
-    StopThreads,
-    UnlockGang,
-)
-from gpucr.jobs.selection import FoundJob
-from gpucr.model import GangMember, Gpu
-from gpucr.quantities import format_bytes
-from gpucr.undo.interrupts import Interrupts
+from gpucr.criu.recovery import EndDump, EndRestored
+from gpucr.diagnosis import preflight
+from gpucr.diagnosis.traps import findings_of_traps
+from gpucr.driver.gpus import gpu_processes
+from gpucr.errors import InvalidRequest, JobDamaged, ProcessNotFound
+from gpucr.gang.threads import STOP_TIMEOUT_S
+from gpucr.gpu_state.recovery import BringBack
+from gpucr.gpu_state.source import SavedLater
+from gpucr.gpu_state.stop_others import StopOthers
+from gpucr.jobs import registered, selection
+from gpucr.jobs.selector import JobSelector
+from gpucr.jobs.taken import TakenJob, taken_job
+from gpucr.linux import processes
+from gpucr.model import GangLock
+from gpucr.operations.dump import KEEPER_LIMIT_S, DumpReport, prepare, run_prepared
+from gpucr.operations.freeze_steps import CudaWork, cuda_work
+from gpucr.snapshot.job_snapshot import JobSnapshot
+from gpucr.snapshot.location import Compress, Place, find_target
+from gpucr.snapshot.recovery import DiscardFolder, RemoveWorkingFolder
+from gpucr.undo.cancellation import Cancellation
+from gpucr.undo.events import OnProgress
+from gpucr.undo.operation import TO_MOVE, operation
 from gpucr.undo.protection import Protection
-from gpucr.undo.steps import Meter, Step
+from gpucr.undo.steps import Phase, Step
+
+if TYPE_CHECKING:
+    from gpucr.store.keys import Secret
 
 
-@dataclass(frozen=True, kw_only=True)
-class CudaWork:
-    """What a dump has to do with the processes of a job that use CUDA.
+def freeze(
+    pid: int | str | JobSelector,
+    *,
+    timeout_s: float | None = None,
+    force: bool = False,
+    on_progress: OnProgress | None = None,
+    cancel: Cancellation | None = None,
+) -> FrozenJob:
+    """Stop a whole job with CUDA, its device memory in host memory and its GPUs free, until `FrozenJob.thaw`.
 
-    ``device_bytes``: per pid and GPU UUID, read before anything was locked.
+    ``pid``, or the name of a registered job, stands for its whole tree; ``force`` overrules preflight. What runs is
+    stopped as by SIGSTOP, which its parent can see. When the calling process ends, the job is thawed. Needs root
+    (CAP_SYS_ADMIN and CAP_SYS_PTRACE).
+
+    Raises NotACudaProcess, NotPermitted, Unsupported (nothing was changed), LockTimeout, DeadlineExceeded, Interrupted,
+    DriverError or JobChanged (all undone), JobDamaged (not undone).
+    """
+    with (
+        operation("freeze", pid, on_progress=on_progress, cancel=cancel) as running,
+        contextlib.ExitStack() as opened,
+    ):
+        deadline = selection.deadline_after(timeout_s)
+        taken = opened.enter_context(taken_job(running, pid, TO_MOVE, force=force))
+        found, protection = taken.cuda()
+        found.require_one_tree()
+        preflight.require_privileges(found.job.root.pid)
+        uses = gpu_processes()
+        held = preflight.device_bytes_in_use(found.job, uses)
+        findings = (
+            *selection.findings_before_freeze(found.job, preflight.needs_of_suspend(held, in_files=True)),
+            *findings_of_traps(found.job, found.driver, uses),
+            *preflight.check_tracers(found.job),
+        )
+        preflight.require_no_blocking(findings, force=force)
+        cuda = cuda_work(found, protection, held, SavedLater(), deadline=deadline)
+        opened.callback(cuda.staging.close)
+        steps, thaw = cuda.steps_to_freeze(StopOthers(found.job, cuda.gang, cuda.guarded))
+        steps.insert(0, cuda.allocate(leave_running=True))
+        phases = running.run(steps, roll=taken.roll, deadline=deadline, protection=protection)
+        cuda.gang.deadline = None  # what comes from here on leads back to a job that runs
+        warnings = tuple(finding.sentence() for finding in findings)
+        return FrozenJob(_Hold(taken, cuda, protection, steps, thaw, opened.pop_all()), phases, warnings)
+
+
+@dataclass(frozen=True)
+class _Hold:
+    """What a frozen job is held with. ``opened`` is closed when it is over."""
+
+    taken: TakenJob
+    cuda: CudaWork
+    protection: Protection
+    frozen_by: list[Step]
+    thaw: list[Step]
+    opened: contextlib.ExitStack = field(repr=False)
+
+
+class FrozenJob:
+    """A job that stands still. Made by `freeze`; a context manager, at whose end a job that is still frozen is thawed.
+
+    That holds for an end by an exception, too. When this process dies, its guard thaws the job. Each method raises
+    InvalidRequest after the job was thawed or ended. One thread at a time may use it.
+
+    ``pid`` is the root's, ``size_bytes`` the device memory that is in host memory now, ``phases`` what the freeze took.
     """
 
-    gang: Gang
-    gpus: tuple[Gpu, ...]
-    device_bytes: Mapping[int, Mapping[str, int]]
-    staging: GangStaging
-    threads: GangThreads
-    guarded: GangProtection
-    checkpoint: CheckpointGang
+    def __init__(self, hold: _Hold, phases: tuple[Phase, ...], warnings: tuple[str, ...]) -> None:
+        self._hold = hold
+        self._state: Literal["frozen", "thawed", "ended", "lost"] = "frozen"
+        self._since = time.monotonic()
+        self._saved: JobSnapshot | None = None
+        self.phases = phases
+        self.warnings = warnings
+        self.pid: int = hold.taken.found.job.root.pid
+        self.size_bytes: int = hold.cuda.staging.total_bytes
+        self.lock: GangLock | None = hold.cuda.gang.first_lock
 
     @property
-    def protection(self) -> Protection:
-        """What the guard knows."""
-        return self.guarded.protection
+    def is_frozen(self) -> bool:
+        """Whether it was neither thawed nor ended."""
+        return self._state == "frozen"
 
-    def gpus_of(self, member: GangMember) -> ProcessGpus:
-        """The GPUs of one process."""
-        return gpus_of(member.id, self.gpus, used=self.device_bytes.get(member.pid, {}))
+    @property
+    def seconds(self) -> float:
+        """How long it has been frozen."""
+        return time.monotonic() - self._since
 
-    def steps_to_freeze(self) -> tuple[list[Step], list[Step]]:
-        """The steps after which CRIU may begin, and those after which the job runs as it was found."""
-        detach = DetachStaging(self.checkpoint, self.staging, self.guarded)
-        freeze: list[Step] = [
-            LockGang(self.gang, self.guarded),
-            self.checkpoint,
-            detach,
-            StopThreads(self.threads, self.gang, self.guarded),
-        ]
-        thaw: list[Step] = [
-            HoldThreads(self.threads),
-            AttachStaging(detach),
-            RestoreGang(self.gang, None, down_to=lambda member: member.found),
-            UnlockGang(self.gang, down_to=lambda member: member.found),
-            ReleaseThreads(self.threads, self.protection),
-        ]
-        return freeze, thaw
+    def save(
+        self,
+        to: Place,
+        *,
+        compress: Compress = "auto",
+        encrypt: bool = False,
+        trust_store: bool = False,
+        key: Secret | None = None,
+        timeout_s: float | None = None,
+        force: bool = False,
+        on_progress: OnProgress | None = None,
+        cancel: Cancellation | None = None,
+    ) -> DumpReport:
+        """Write a snapshot to ``to``, as `gpucr.dump` with ``leave_running`` does; the job stays frozen.
 
+        It may be saved again, to other places: all these snapshots are of the same moment. The report's ``downtime_s``
+        is the time that CRIU took. When this fails the job is frozen as before, and ``to`` is as it was. Raises as
+        `gpucr.dump`.
+        """
+        hold = self._require_frozen("saved")
+        found = hold.taken.found
+        with operation("save", self.pid, on_progress=on_progress, cancel=cancel) as running:
+            place = find_target(to, compress=compress, encrypt=encrypt, trust_store=trust_store, key=key)
+            running.require_descriptors(len(found.job.processes), len(found.job.gang), TO_MOVE)
+            try:
+                prepared = prepare(
+                    found,
+                    place,
+                    hold.protection,
+                    leave_running=True,
+                    persist="sync",
+                    deadline=selection.deadline_after(timeout_s),
+                    frozen=hold.cuda,
+                )
+                preflight.require_no_blocking(prepared.findings, force=force)
+                report = run_prepared(prepared, running, None)
+            finally:
+                # A thread that CRIU lets go of is on its way back into the stop.
+                with contextlib.suppress(ProcessNotFound):
+                    processes.wait_for_stop((each.pid for each in processes.tree(self.pid)), STOP_TIMEOUT_S)
+                hold.protection.withdraw(EndDump, DiscardFolder, RemoveWorkingFolder)
+        self._saved = report.snapshot
+        return report
 
-def cuda_work(
-    found: FoundJob,
-    protection: Protection,
-    held: Mapping[int, Mapping[str, int]],
-    saver: Saver,
-    *,
-    deadline: float | None = None,
-    save_gently: bool = False,
-) -> CudaWork:
-    """For a job that uses CUDA. ``held``: its device memory, per pid and GPU UUID. Changes nothing."""
-    if found.driver is None or not found.job.gang:
-        raise ValueError("the job does not use CUDA")
-    gang = Gang(found.driver, found.job.gang, deadline=deadline)
-    staging = GangStaging(
-        use_files=True,
-        writer=saver,
-        save_gently=save_gently,
-        over=lambda pid: kinds.stack_over(pid, protection),
-    )
-    gang.before_unlock = lambda: staging.give_back(gang.state)
-    threads, guarded = GangThreads(), GangProtection(protection)
-    expected_bytes = sum(sum(by_gpu.values()) for by_gpu in held.values())
-    return CudaWork(
-        gang=gang,
-        gpus=list_gpus(),
-        device_bytes=held,
-        staging=staging,
-        threads=threads,
-        guarded=guarded,
-        checkpoint=CheckpointGang(
-            gang, found.job.root_pids, staging, guarded, expected_bytes=expected_bytes, threads=threads
-        ),
-    )
+    def thaw(self, *, on_progress: OnProgress | None = None) -> tuple[Phase, ...]:
+        """The job runs again, as it was found. FROZEN → RUNNING. Cannot be interrupted. Returns what it took.
 
+        Raises DriverError and the like where a step has failed, but the job runs; JobDamaged where it does not.
+        """
+        hold = self._require_frozen("thawed")
+        with operation("thaw", self.pid, on_progress=on_progress, is_undo=True) as running:
+            # Not before: what a signal ends by then leaves the job frozen, with its guard.
+            self._state = "lost"
+            with hold.opened:
+                try:
+                    phases = running.run(
+                        hold.thaw, roll=hold.taken.roll, protection=hold.protection, begun_before=hold.frozen_by
+                    )
+                except JobDamaged:
+                    raise
+                except BaseException:
+                    self._state = "thawed"
+                    raise
+                self._state = "thawed"
+                hold.taken.roll.require_gang("the rest of the job runs")
+        return phases
 
-class AllocateStaging:
-    """Allocate the memory that will hold device memory, while the job still runs.
+    def end(self) -> None:
+        """Kill all processes of the job. FROZEN → gone, which only a snapshot brings back. Cannot be interrupted.
 
-    A job that will go on waits for it here and not when it stands still; for one that will be ended the allocation is
-    only begun, and goes on ahead of the driver.
-    """
+        Raises JobDamaged where one does not end: it hangs in the kernel.
+        """
+        hold = self._require_frozen("ended")
+        found = hold.taken.found
+        with operation("end", self.pid, is_undo=True), hold.opened:
+            self._state = "lost"
+            record = registered.record_of(found.job.root.id)
+            if record is not None and self._saved is not None:
+                registered.DumpNote(record).write(self._saved, left_running=False)
+            # A guard must not wake half of a job.
+            hold.protection.protect(EndRestored((found.job.root.id,)))
+            hold.protection.withdraw(BringBack)
+            left = processes.kill_tree(self.pid, including_root=True)
+            if left:
+                names = ", ".join(str(process.pid) for process in left)
+                raise JobDamaged(
+                    f"the job was killed, but these processes do not end: {names}",
+                    failures=[f"process {process.pid} does not end" for process in left],
+                    hint="they hang in the kernel, and end when they get out of there",
+                )
+            self._state = "ended"
+            if found.sandbox is not None and found.sandbox.root == found.job.root.id:
+                with contextlib.suppress(OSError):
+                    found.sandbox.wait_ended(KEEPER_LIMIT_S)  # a restore right after this would still see the job
 
-    name = "allocate"
+    def __enter__(self) -> FrozenJob:
+        return self
 
-    def __init__(self, cuda: CudaWork, *, leave_running: bool) -> None:
-        self._cuda = cuda
-        self._leave_running = leave_running
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        if self.is_frozen:
+            self.thaw()
 
-    def describe(self) -> str:
-        """How much."""
-        return f"allocate {format_bytes(self._expected_bytes())} of host memory for device memory"
-
-    def run(self, interrupts: Interrupts, meter: Meter) -> int:
-        """Allocate, or begin to, what the processes use now."""
-        sizes = {pid: sum(by_gpu.values()) for pid, by_gpu in self._cuda.device_bytes.items()}
-        self._cuda.staging.prepare(sizes)
-        if self._leave_running:
-            self._cuda.staging.wait_prepared()
-        return self._expected_bytes()
-
-    def undo(self) -> None:
-        """Nothing: closing the staging files gives it back."""
-
-    def _expected_bytes(self) -> int:
-        return sum(sum(by_gpu.values()) for by_gpu in self._cuda.device_bytes.values())
+    def _require_frozen(self, what: str) -> _Hold:
+        if self._state == "frozen":
+            return self._hold
+        became = "could not be thawed or ended" if self._state == "lost" else f"was {self._state}"
+        raise InvalidRequest(
+            f"the job {self.pid} cannot be {what}: it {became} before",
+            hint="freeze it again" if self._state == "thawed" else "see what `gpucr ps` says of it",
+        )

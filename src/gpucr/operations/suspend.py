@@ -10,24 +10,23 @@ from dataclasses import dataclass, field, replace
 
 from gpucr.diagnosis import preflight
 from gpucr.diagnosis.traps import findings_of_traps
-from gpucr.driver.gpus import gpu_processes, list_gpus, nvml_kept_open
-from gpucr.errors import GpucrError, NotACudaProcess
+from gpucr.driver.gpus import gpu_processes, list_gpus
+from gpucr.errors import GpucrError
 from gpucr.gang import Gang
 from gpucr.gpu_state import staging, suspended
-from gpucr.gpu_state.gang_staging import GangStaging
 from gpucr.gpu_state.gpu_choice import GpuRequest, GpuUser, choose_gpus
 from gpucr.gpu_state.placement import Placement, ProcessGpus, all_gpus, busy_gpus, gpus_of
 from gpucr.gpu_state.recovery import GangProtection
-from gpucr.gpu_state.steps import CheckpointGang, LockGang, RestoreGang, UnlockGang
+from gpucr.gpu_state.steps import RestoreGang, UnlockGang
 from gpucr.jobs import selection
 from gpucr.jobs.selector import JobSelector
+from gpucr.jobs.taken import TakenJob, taken_job
 from gpucr.linux import memory, processes
 from gpucr.model import CudaState, GangLock, GangMember, Gpu, GpuMap
+from gpucr.operations.freeze_steps import cuda_work
 from gpucr.undo.cancellation import Cancellation
 from gpucr.undo.events import OnProgress
 from gpucr.undo.operation import TO_CHANGE, Operation, operation
-from gpucr.undo.protection import Protection
-from gpucr.undo.roll import Roll
 from gpucr.undo.steps import Phase, Step
 
 
@@ -84,32 +83,22 @@ def suspend(
     """  # fmt: skip
     with operation("suspend", pid, on_progress=on_progress, cancel=cancel) as running, contextlib.ExitStack() as opened:
         deadline = selection.deadline_after(timeout_s)
-        found = opened.enter_context(selection.claimed_job(pid, only=only, force=force))
-        roll = opened.enter_context(Roll(found.job))
-        gang = _gang_of(found, deadline)
-        opened.enter_context(nvml_kept_open())
-        running.require_descriptors(len(found.job.processes), len(gang.members), TO_CHANGE)
-        protection = opened.enter_context(Protection(found.claims, found.job.processes))
+        taken = opened.enter_context(taken_job(running, pid, TO_CHANGE, only=only, force=force))
+        found, protection = taken.cuda()
         uses = gpu_processes()
         held = preflight.device_bytes_in_use(found.job, uses)
-        device_bytes = sum(sum(by_gpu.values()) for by_gpu in held.values())
         use_files = processes.can_checkpoint_processes()
         findings = selection.findings_before_freeze(found.job, preflight.needs_of_suspend(held, in_files=use_files))
         findings += findings_of_traps(found.job, found.driver, uses)
         preflight.require_no_blocking(findings, force=force)
-        staged = opened.enter_context(contextlib.closing(GangStaging(use_files=use_files)))
-        guarded = GangProtection(protection)
-        steps: list[Step] = [
-            LockGang(gang, guarded),
-            CheckpointGang(
-                gang, found.job.root_pids, staged, guarded, expected_bytes=device_bytes, whole_tree=not only
-            ),
-        ]
-        staged.prepare({pid: sum(by_gpu.values()) for pid, by_gpu in held.items()})
-        phases = running.run(steps, roll=roll, deadline=deadline, protection=protection)
+        work = cuda_work(found, protection, held, None, deadline=deadline, use_files=use_files, whole_tree=not only)
+        opened.callback(work.staging.close)
+        work.staging.prepare(work.sizes)
+        phases = running.run(work.steps_off_gpu(), roll=taken.roll, deadline=deadline, protection=protection)
+        gang = work.gang
         for member in gang.members:
             suspended.remember(member, held.get(member.pid, {}))
-        roll.require_gang("the rest of the job is suspended")
+        taken.roll.require_gang("the rest of the job is suspended")
         warnings = tuple(finding.sentence() for finding in findings)
         return replace(
             _report(found.job.root.pid, gang, phases, lambda _: CudaState.CHECKPOINTED),
@@ -143,25 +132,16 @@ def resume(
     with operation("resume", pid, on_progress=on_progress, cancel=cancel) as running, contextlib.ExitStack() as opened:
         deadline = selection.deadline_after(timeout_s)
         request = GpuRequest.of(gpu_map, gpu)
-        found = opened.enter_context(selection.claimed_job(pid, only=only, force=force))
-        roll = opened.enter_context(Roll(found.job))
-        gang = _gang_of(found, deadline)
-        opened.enter_context(nvml_kept_open())
-        running.require_descriptors(len(found.job.processes), len(gang.members), TO_CHANGE)
-        protection = opened.enter_context(Protection(found.claims, found.job.processes))
-        return _resume(found, gang, protection, roll, request, running, force=force)
+        taken = opened.enter_context(taken_job(running, pid, TO_CHANGE, only=only, force=force))
+        return _resume(taken, deadline, request, running, force=force)
 
 
 def _resume(
-    found: selection.FoundJob,
-    gang: Gang,
-    protection: Protection,
-    roll: Roll,
-    request: GpuRequest,
-    running: Operation,
-    *,
-    force: bool,
+    taken: TakenJob, deadline: float | None, request: GpuRequest, running: Operation, *, force: bool
 ) -> ChangeReport:
+    (found, protection), roll = taken.cuda(), taken.roll
+    assert found.driver is not None  # noqa: S101 - some of its processes use CUDA
+    gang = Gang(found.driver, found.job.gang, deadline=deadline)
     records = {member.pid: suspended.recall(member.id) for member in gang.members}
 
     def before_suspend(member: GangMember) -> CudaState:
@@ -222,20 +202,6 @@ def _place(
         users.append(GpuUser(member.pid, tuple(gpu.uuid for gpu in mine.known), held_bytes))
     busy = busy_gpus(gpu_processes(), [member.pid for member in gang.members]) if request.auto else ()
     return Placement(choose_gpus(request, all_gpus(gpus.values()), users, here, busy), gpus, here)
-
-
-def _gang_of(found: selection.FoundJob, deadline: float | None) -> Gang:
-    if found.driver is None or not found.job.gang:
-        root = found.job.root
-        count = len(found.job.processes)
-        raise NotACudaProcess(
-            f"process {root.pid} ({root.name}) does not use CUDA"
-            if count == 1
-            else f"none of the {count} processes in the tree of {root.pid} ({root.name}) uses CUDA",
-            pid=root.pid,
-            hint="`gpucr ps` lists the processes that do; `gpucr dump` also takes jobs without a GPU",
-        )
-    return Gang(found.driver, found.job.gang, deadline=deadline)
 
 
 def _report(pid: int, gang: Gang, phases: tuple[Phase, ...], led_to: Callable[[GangMember], CudaState]) -> ChangeReport:

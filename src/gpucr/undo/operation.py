@@ -62,6 +62,7 @@ class Operation:
         roll: Roll | None = None,
         deadline: float | None = None,
         protection: Protection | None = None,
+        begun_before: Sequence[Step] = (),
     ) -> tuple[Phase, ...]:
         """As `run_steps`. When it returns the operation has succeeded, and signals come too late."""
         try:
@@ -71,6 +72,7 @@ class Operation:
                 deadline=deadline,
                 listener=self._listener,
                 interrupts=self.interrupts,
+                begun_before=begun_before,
                 before_undo=self.release,
                 second_undo=protection.undo_by_guard if protection is not None else None,
             )
@@ -86,11 +88,16 @@ class Operation:
 
 @contextlib.contextmanager
 def operation(
-    name: str, subject: object, *, on_progress: OnProgress | None = None, cancel: Cancellation | None = None
+    name: str,
+    subject: object,
+    *,
+    on_progress: OnProgress | None = None,
+    cancel: Cancellation | None = None,
+    is_undo: bool = False,
 ) -> Iterator[Operation]:
     """The whole of an operation is in this block. Raises Interrupted and Unsupported (no open files left), too.
 
-    ``name`` and ``subject`` are for the events that tell of it (events.py).
+    ``name`` and ``subject`` are for the events that tell of it (events.py). One that ``is_undo`` cannot be interrupted.
     """
     listener = Listener(on_progress, name, subject)
     with (
@@ -100,7 +107,10 @@ def operation(
     ):
         running = Operation(listener, interrupts)
         try:
-            interrupts.raise_at_once()
+            if is_undo:
+                interrupts.commit()
+            else:
+                interrupts.raise_at_once()
             yield running
         except KeyboardInterrupt as e:
             raise interrupted(e, "the job is as it was found") from e

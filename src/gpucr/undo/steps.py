@@ -180,12 +180,14 @@ def run_steps(
     on_progress: OnProgress | None = None,
     listener: Listener | None = None,
     interrupts: Interrupts | None = None,
+    begun_before: Sequence[Step] = (),
     before_undo: Callable[[], None] = lambda: None,
     second_undo: Callable[[], bool] | None = None,
 ) -> tuple[Phase, ...]:
     """Run the steps in order; on any failure undo those that were begun, in reverse order.
 
-    ``roll``: the processes of the job that must all be there after an undo.
+    ``roll``: the processes of the job that must all be there after an undo. ``begun_before``: steps of an earlier run,
+    which are undone as well.
 
     Raises the step's own error when the undo succeeded, Interrupted after Ctrl-C or SIGTERM, DeadlineExceeded when
     ``deadline`` (time.monotonic()) passed between steps before one of them committed, and JobDamaged when the undo
@@ -199,7 +201,7 @@ def run_steps(
         with Interrupts(listener.tell_ignored) as interrupts:
             return run_steps(steps, deadline=deadline, listener=listener, interrupts=interrupts)
     interrupts.postpone()
-    begun: list[Step] = []
+    begun: list[Step] = list(begun_before)
     phases: list[Phase] = []
     try:
         for step in steps:

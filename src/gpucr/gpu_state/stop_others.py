@@ -1,0 +1,56 @@
+"""The rest of a job stands still while its gang is off the GPU."""
+
+from __future__ import annotations
+
+import signal
+
+from gpucr.gang import Gang
+from gpucr.gang.threads import STOP_TIMEOUT_S
+from gpucr.gpu_state.recovery import GangProtection
+from gpucr.linux import processes
+from gpucr.model import Job, ProcessId
+from gpucr.undo.interrupts import Interrupts
+from gpucr.undo.steps import Meter
+
+
+class StopOthers:
+    """The processes of a job that do not use CUDA: running → stopped by SIGSTOP.
+
+    Those that were found stopped stay so in the end.
+    """
+
+    name = "halt"
+
+    def __init__(self, job: Job, gang: Gang, protection: GangProtection) -> None:
+        self._job = job
+        self._gang = gang
+        self._protection = protection
+        self._stopped: list[ProcessId] = []
+
+    def stopped(self) -> tuple[ProcessId, ...]:
+        """Those that this has stopped."""
+        return tuple(self._stopped)
+
+    def describe(self) -> str:
+        """What is stopped."""
+        return "stop the processes that do not use CUDA"
+
+    def run(self, interrupts: Interrupts, meter: Meter) -> int:
+        """Stop them, until there is no new one: one that still runs may fork."""
+        members = [member.id for member in self._gang.members]
+        while new := self._running({*members, *self._stopped}):
+            interrupts.check()
+            self._stopped += new
+            self._protection.stopped([*members, *self._stopped])
+            for process in new:
+                processes.send_signal(process, signal.SIGSTOP)
+            processes.wait_for_stop([process.pid for process in new], STOP_TIMEOUT_S)
+        return 0
+
+    def undo(self) -> None:
+        """End the stop."""
+        processes.continue_stopped(self._stopped)
+
+    def _running(self, known: set[ProcessId]) -> list[ProcessId]:
+        tree = processes.tree(self._job.root.pid)
+        return [process.id for process in tree if process.id not in known and process.status not in "TtZX"]

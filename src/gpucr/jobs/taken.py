@@ -1,0 +1,57 @@
+"""A job that an operation works on: claimed, under guard, and with a roll of its processes."""
+
+from __future__ import annotations
+
+import contextlib
+from collections.abc import Iterator
+from dataclasses import dataclass
+
+from gpucr.driver.gpus import nvml_kept_open
+from gpucr.errors import NotACudaProcess
+from gpucr.jobs import selection
+from gpucr.jobs.selection import FoundJob
+from gpucr.jobs.selector import JobSelector
+from gpucr.undo.operation import Operation
+from gpucr.undo.protection import Protection
+from gpucr.undo.roll import Roll
+
+
+@dataclass(frozen=True, kw_only=True)
+class TakenJob:
+    """A job that this gpucr works on, and no other one. ``protection`` is None for a job without CUDA.
+
+    Such a job does not depend on gpucr: CRIU undoes by itself when gpucr dies.
+    """
+
+    found: FoundJob
+    roll: Roll
+    protection: Protection | None
+
+    def cuda(self) -> tuple[FoundJob, Protection]:
+        """The job and its guard. Raises NotACudaProcess."""
+        if self.protection is not None:
+            return self.found, self.protection
+        root, count = self.found.job.root, len(self.found.job.processes)
+        raise NotACudaProcess(
+            f"process {root.pid} ({root.name}) does not use CUDA"
+            if count == 1
+            else f"none of the {count} processes in the tree of {root.pid} ({root.name}) uses CUDA",
+            pid=root.pid,
+            hint="`gpucr ps` lists the processes that do; `gpucr dump` also takes jobs without a GPU",
+        )
+
+
+@contextlib.contextmanager
+def taken_job(
+    running: Operation, pid: int | str | JobSelector, each: int, *, only: bool = False, force: bool = False
+) -> Iterator[TakenJob]:
+    """The job is this operation's in the block. ``each``: TO_CHANGE or TO_MOVE. Raises as `selection.claimed_job`."""
+    with contextlib.ExitStack() as opened:
+        found = opened.enter_context(selection.claimed_job(pid, only=only, force=force))
+        roll = opened.enter_context(Roll(found.job))
+        running.require_descriptors(len(found.job.processes), len(found.job.gang), each)
+        protection = None
+        if found.job.gang:
+            protection = opened.enter_context(Protection(found.claims, found.job.processes))
+            opened.enter_context(nvml_kept_open())
+        yield TakenJob(found=found, roll=roll, protection=protection)

@@ -1,0 +1,136 @@
+"""The steps of freeze and thaw: a job stands still, its device memory in gpucr's hands, and runs again.
+
+Suspend, dump, the container hook and `gpucr.freeze` are made of them.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+
+from gpucr.driver.gpus import list_gpus
+from gpucr.gang import Gang
+from gpucr.gang.threads import GangThreads
+from gpucr.gpu_state import kinds
+from gpucr.gpu_state.gang_staging import AllocateStaging, GangStaging
+from gpucr.gpu_state.placement import ProcessGpus, gpus_of
+from gpucr.gpu_state.recovery import GangProtection
+from gpucr.gpu_state.source import Saver
+from gpucr.gpu_state.steps import (
+    AttachStaging,
+    CheckpointGang,
+    DetachStaging,
+    HoldThreads,
+    LockGang,
+    ReleaseThreads,
+    RestoreGang,
+    StopThreads,
+    UnlockGang,
+)
+from gpucr.gpu_state.stop_others import StopOthers
+from gpucr.jobs.selection import FoundJob
+from gpucr.model import GangMember, Gpu
+from gpucr.undo.protection import Protection
+from gpucr.undo.steps import Step
+
+
+@dataclass(frozen=True, kw_only=True)
+class CudaWork:
+    """What an operation has to do with the processes of a job that use CUDA.
+
+    ``device_bytes``: per pid and GPU UUID, read before anything was locked.
+    """
+
+    gang: Gang
+    gpus: tuple[Gpu, ...]
+    device_bytes: Mapping[int, Mapping[str, int]]
+    staging: GangStaging
+    threads: GangThreads
+    guarded: GangProtection
+    checkpoint: CheckpointGang
+
+    @property
+    def protection(self) -> Protection:
+        """What the guard knows."""
+        return self.guarded.protection
+
+    def gpus_of(self, member: GangMember) -> ProcessGpus:
+        """The GPUs of one process."""
+        return gpus_of(member.id, self.gpus, used=self.device_bytes.get(member.pid, {}))
+
+    @property
+    def sizes(self) -> dict[int, int]:
+        """Device memory per pid."""
+        return {pid: sum(by_gpu.values()) for pid, by_gpu in self.device_bytes.items()}
+
+    def allocate(self, *, leave_running: bool) -> AllocateStaging:
+        """The step before the first one that stops anything."""
+        return AllocateStaging(self.staging, self.sizes, leave_running=leave_running)
+
+    def steps_off_gpu(self) -> list[Step]:
+        """The steps after which device memory is in host memory, and the GPUs are free."""
+        return [LockGang(self.gang, self.guarded), self.checkpoint]
+
+    def steps_to_freeze(self, others: StopOthers | None = None) -> tuple[list[Step], list[Step]]:
+        """The steps after which CRIU may begin, and those after which the job runs as it was found.
+
+        With ``others`` the rest of the job stands still as well, from the last of the first ones on.
+        """
+        detach = DetachStaging(self.checkpoint, self.staging, self.guarded)
+        stop = StopThreads(self.threads, self.gang, self.guarded)
+        freeze = [*self.steps_off_gpu(), detach, stop, *([others] if others is not None else [])]
+        thaw: list[Step] = [
+            HoldThreads(self.threads),
+            AttachStaging(detach),
+            RestoreGang(self.gang, None, down_to=lambda member: member.found),
+            UnlockGang(self.gang, down_to=lambda member: member.found),
+            ReleaseThreads(self.threads, self.protection, others.stopped if others is not None else tuple),
+        ]
+        return freeze, thaw
+
+
+def cuda_work(
+    found: FoundJob,
+    protection: Protection,
+    held: Mapping[int, Mapping[str, int]],
+    saver: Saver | None,
+    *,
+    deadline: float | None = None,
+    save_gently: bool = False,
+    use_files: bool = True,
+    whole_tree: bool = True,
+) -> CudaWork:
+    """For a job that uses CUDA. ``held``: its device memory, per pid and GPU UUID. Changes nothing.
+
+    Without a ``saver`` the CPU threads go on, and nothing is taken that only gpucr could give back: the job may stay
+    so when the operation is over (suspend). ``use_files``, ``whole_tree``: as in GangStaging and CheckpointGang.
+    """
+    if found.driver is None or not found.job.gang:
+        raise ValueError("the job does not use CUDA")
+    gang = Gang(found.driver, found.job.gang, deadline=deadline)
+    staging = GangStaging(
+        use_files=use_files,
+        writer=saver,
+        save_gently=save_gently,
+        over=(lambda pid: kinds.stack_over(pid, protection)) if saver is not None else (lambda pid: ()),
+    )
+    gang.before_unlock = lambda: staging.give_back(gang.state)
+    threads, guarded = GangThreads(), GangProtection(protection)
+    expected_bytes = sum(sum(by_gpu.values()) for by_gpu in held.values())
+    return CudaWork(
+        gang=gang,
+        gpus=list_gpus(),
+        device_bytes=held,
+        staging=staging,
+        threads=threads,
+        guarded=guarded,
+        checkpoint=CheckpointGang(
+            gang,
+            found.job.root_pids,
+            staging,
+            guarded,
+            expected_bytes=expected_bytes,
+            whole_tree=whole_tree,
+            threads=threads if saver is not None else None,
+        ),
+    )

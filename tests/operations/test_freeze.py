@@ -1,0 +1,407 @@
+"""A job stands still for as long as its `FrozenJob` lasts; two programs freeze one each, and meet."""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import signal
+import subprocess
+import sys
+from collections.abc import Callable, Iterator
+from pathlib import Path
+
+import pytest
+
+import gpucr
+from gpucr.criu.engine import Criu
+from gpucr.driver.cuda import CudaDriver
+from gpucr.gang import Gang
+from gpucr.linux import processes
+from gpucr.model import CudaState
+from gpucr.sim import build as simulator
+from gpucr.undo import guard as guards
+from tests.counter import Counter, CounterFactory, wait_until
+from tests.operations.stepping import StartJob
+
+pytestmark = pytest.mark.criu
+
+RUNNING = CudaState.RUNNING
+
+
+def states(pids: list[int]) -> set[str]:
+    """What the threads of these processes are in."""
+    found = [processes.read_stat(tid) for pid in pids for tid in processes.threads(pid)]
+    return {stat.status for stat in found if stat is not None}
+
+
+def assert_runs(job: Counter, driver: CudaDriver) -> None:
+    for pid in job.processes():
+        assert "T" not in states([pid])
+        assert driver.state(pid) is RUNNING
+    assert job.send("verify") == "ok"
+
+
+# --- one program -------------------------------------------------------------------------------------------------
+
+
+def test_a_frozen_job_stands_still_until_it_is_thawed(counter: CounterFactory, driver: CudaDriver) -> None:
+    job = counter("--mib", "4", "--fork", "1")
+    with gpucr.freeze(job.pid) as frozen:
+        assert frozen.is_frozen
+        assert states(job.processes()) == {"T"}
+        assert frozen.size_bytes >= 2 * (4 << 20)
+        job.post("hello")
+        thawed = frozen.thaw()
+        assert not frozen.is_frozen
+    assert job.answer() == "101"
+    assert [phase.name for phase in frozen.phases] == ["allocate", "lock", "checkpoint", "detach", "stop", "halt"]
+    assert [phase.name for phase in thawed] == ["hold", "attach", "restore", "unlock", "release"]
+    assert_runs(job, driver)
+
+
+def test_the_end_of_the_block_thaws(counter: CounterFactory, driver: CudaDriver) -> None:
+    job = counter("--mib", "1")
+    with gpucr.freeze(job.pid):
+        assert states([job.pid]) == {"T"}
+    assert_runs(job, driver)
+    with gpucr.freeze(job.pid):  # its claims are free again
+        pass
+    assert_runs(job, driver)
+
+
+@pytest.mark.parametrize("error", [ZeroDivisionError, KeyboardInterrupt, SystemExit])
+def test_an_exception_in_the_block_thaws(
+    counter: CounterFactory, driver: CudaDriver, error: type[BaseException]
+) -> None:
+    job = counter("--mib", "1")
+
+    def fail() -> None:
+        with gpucr.freeze(job.pid):
+            assert states([job.pid]) == {"T"}
+            raise error
+
+    with pytest.raises(error):
+        fail()
+    assert_runs(job, driver)
+
+
+def test_ctrl_c_in_the_block_thaws(counter: CounterFactory, driver: CudaDriver) -> None:
+    job = counter("--mib", "1")
+
+    def be_interrupted() -> None:
+        with gpucr.freeze(job.pid):
+            os.kill(os.getpid(), signal.SIGINT)
+            wait_until(lambda: False, "the signal")
+
+    with pytest.raises(KeyboardInterrupt):
+        be_interrupted()
+    assert_runs(job, driver)
+
+
+def test_ctrl_c_does_not_cut_a_thaw_off(counter: CounterFactory, driver: CudaDriver) -> None:
+    job, met = counter("--mib", "1"), list[str]()
+
+    def interrupt(progress: gpucr.Progress) -> None:
+        if (progress.event, progress.phase) == ("begin", "attach"):
+            os.kill(os.getpid(), signal.SIGINT)
+        met.append(progress.event)
+
+    with gpucr.freeze(job.pid) as frozen:
+        frozen.thaw(on_progress=interrupt)
+    assert "signal-ignored" in met
+    assert_runs(job, driver)
+
+
+def test_a_job_that_is_saved_twice_comes_back_from_both(
+    counter: CounterFactory, driver: CudaDriver, tmp_path: Path
+) -> None:
+    job = counter("--mib", "4", "--fork", "1")
+    assert job.ask() == 101
+    gpucr.init_store(tmp_path / "store")
+    with gpucr.freeze(job.pid) as frozen:
+        first = frozen.save(tmp_path / "a")
+        second = frozen.save(f"{tmp_path}/store#b")
+        assert states(job.processes()) == {"T"}
+        assert first.left_running
+        assert first.size_bytes > 4 << 20
+    assert job.ask() == 102
+    assert_runs(job, driver)
+    job.kill()
+    for report in (first, second):
+        gpucr.restore(report.snapshot)
+        assert job.ask() == 102
+        assert job.send("verify") == "ok"
+        job.kill()
+
+
+def test_the_end_after_a_save(counter: CounterFactory, tmp_path: Path) -> None:
+    job = counter("--mib", "1", "--fork", "1")
+    with gpucr.freeze(job.pid) as frozen:
+        frozen.save(tmp_path / "s")
+        frozen.end()
+        assert job.processes() == []
+        assert not frozen.is_frozen
+    job.reap()
+    gpucr.restore(tmp_path / "s")
+    assert job.ask() == 101
+
+
+def test_the_registry_knows_a_job_that_was_saved_and_ended(
+    driver: CudaDriver, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("XDG_STATE_HOME", str(tmp_path / "state"))
+    program = str(simulator.build() / "counter")
+    started = gpucr.run_job([program, "--port", "0", "--mib", "1"], name="frozen")
+    wait_until(lambda: driver.state(started.record.pid) is RUNNING, "the job to use CUDA")
+    with gpucr.freeze("frozen") as frozen:
+        frozen.save(tmp_path / "s")
+        frozen.end()
+    (listed,) = gpucr.list_jobs()
+    assert listed.state.word == "dumped"
+    gpucr.forget_job("frozen", force=True)
+
+
+def test_what_is_over_is_over(counter: CounterFactory, tmp_path: Path) -> None:
+    job = counter("--mib", "1")
+    frozen = gpucr.freeze(job.pid)
+    frozen.thaw()
+    calls: list[Callable[[], object]] = [lambda: frozen.save(tmp_path / "s"), frozen.thaw, frozen.end]
+    for call in calls:
+        with pytest.raises(gpucr.InvalidRequest, match=f"job {job.pid} cannot be .*: it was thawed before"):
+            call()
+    assert not (tmp_path / "s").exists()
+    assert job.ask() == 101
+    with gpucr.freeze(job.pid) as frozen:
+        frozen.end()
+    with pytest.raises(gpucr.InvalidRequest, match="it was ended before"):
+        frozen.thaw()
+
+
+def test_processes_without_cuda_stand_still_too_and_come_back(
+    start: StartJob, driver: CudaDriver, tmp_path: Path
+) -> None:
+    program = str(simulator.build() / "counter")
+    job = start(f"""
+import subprocess
+child = subprocess.Popen([{program!r}, "--port", "0", "--mib", "1"], stdout=open("stdout", "wb"))
+sleeper = subprocess.Popen(["sleep", "1000"])
+done(child.pid)
+while True:
+    step()
+    done(turn)
+""")
+    child = int((job.folder / "done-0").read_text())
+    wait_until(lambda: driver.state(child) is RUNNING, "the child to use CUDA")
+    assert job.go_on() == "1"
+    with gpucr.freeze(job.pid) as frozen:
+        assert len(job.pids()) == 3
+        assert states(job.pids()) == {"T"}
+        frozen.save(tmp_path / "s")
+        assert states(job.pids()) == {"T"}
+    assert "T" not in states(job.pids())
+    assert job.go_on() == "2"
+    job.kill()
+    job.forget(1)
+    gpucr.restore(tmp_path / "s")
+    assert job.go_on() == "2"
+    assert "T" not in states(job.pids())
+
+
+def test_a_job_without_cuda_is_refused(start: StartJob) -> None:
+    job = start("done()\nwhile True:\n    step()\n    done(turn)\n")
+    with pytest.raises(gpucr.NotACudaProcess):
+        gpucr.freeze(job.pid)
+    assert job.go_on() == "1"
+
+
+def test_nobody_else_may_work_on_it(counter: CounterFactory, driver: CudaDriver) -> None:
+    job = counter("--mib", "1")
+    with gpucr.freeze(job.pid), pytest.raises(gpucr.Unsupported):
+        gpucr.suspend(job.pid)
+    assert_runs(job, driver)
+
+
+# --- what fails ---------------------------------------------------------------------------------------------------
+
+
+def test_a_freeze_that_fails_is_undone(counter: CounterFactory, driver: CudaDriver) -> None:
+    job, cancel = counter("--mib", "1", "--fork", "1"), gpucr.Cancellation()
+
+    def listen(progress: gpucr.Progress) -> None:
+        if (progress.event, progress.phase) == ("end", "halt"):
+            cancel.cancel()
+
+    with pytest.raises(gpucr.Interrupted):
+        gpucr.freeze(job.pid, cancel=cancel, on_progress=listen)
+    assert_runs(job, driver)
+
+
+@pytest.mark.parametrize("phase", ["prepare", "read", "dump", "save"])
+def test_a_save_that_is_cancelled_leaves_the_job_frozen(
+    counter: CounterFactory, driver: CudaDriver, tmp_path: Path, phase: str
+) -> None:
+    job, cancel = counter("--mib", "1"), gpucr.Cancellation()
+
+    def listen(progress: gpucr.Progress) -> None:
+        if (progress.event, progress.phase) == ("begin", phase):
+            cancel.cancel()
+
+    with gpucr.freeze(job.pid) as frozen:
+        with pytest.raises(gpucr.Interrupted):
+            frozen.save(tmp_path / "s", cancel=cancel, on_progress=listen)
+        assert states([job.pid]) == {"T"}
+        assert not (tmp_path / "s").exists()
+        frozen.save(tmp_path / "s")
+    assert_runs(job, driver)
+    assert gpucr.open_snapshot(tmp_path / "s").manifest.processes
+
+
+def test_an_exception_in_criu_leaves_the_job_frozen(
+    counter: CounterFactory, driver: CudaDriver, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    job = counter("--mib", "1")
+
+    def fail(*arguments: object, **options: object) -> None:
+        raise gpucr.CriuError("it cannot", phase="dump")
+
+    with gpucr.freeze(job.pid) as frozen:
+        with monkeypatch.context() as patched:
+            patched.setattr(Criu, "dump", fail)
+            with pytest.raises(gpucr.CriuError):
+                frozen.save(tmp_path / "s")
+        assert frozen.is_frozen
+        assert states([job.pid]) == {"T"}
+    assert_runs(job, driver)
+
+
+def test_a_thaw_whose_restore_fails_once_is_undone_into_a_running_job(
+    counter: CounterFactory, driver: CudaDriver, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    job, real = counter("--mib", "1"), Gang.restore
+    failures = [gpucr.DriverError("broken", pid=job.pid, action="restore", result=999)]
+
+    def restore(self: Gang, *arguments: object, **options: object) -> None:
+        if failures:
+            raise failures.pop()
+        real(self, *arguments, **options)  # type: ignore[arg-type]
+
+    monkeypatch.setattr(Gang, "restore", restore)
+    frozen = gpucr.freeze(job.pid)
+    with pytest.raises(gpucr.DriverError, match="broken"):
+        frozen.thaw()
+    assert not frozen.is_frozen
+    assert_runs(job, driver)
+
+
+# --- programs that die, and programs that meet ----------------------------------------------------------------------
+
+_PROGRAM = """
+import sys
+import gpucr
+pid, to = int(sys.argv[1]), sys.argv[2]
+def meet(word):
+    print(word, flush=True)
+    assert sys.stdin.readline() == "go on\\n"
+with gpucr.freeze(pid) as job:
+    meet("frozen")
+    job.save(to)
+    meet("saved")
+meet("thawed")
+"""
+
+
+class Program:
+    """A Python of its own, which freezes a job and says how far it is."""
+
+    def __init__(self, pid: int, to: Path) -> None:
+        source = str(Path(guards.__file__).parents[2])
+        self._python = subprocess.Popen(
+            [sys.executable, "-c", _PROGRAM, str(pid), str(to)],
+            env={**os.environ, "PYTHONPATH": source},
+            stdin=subprocess.PIPE,
+            stdout=subprocess.PIPE,
+            text=True,
+        )
+
+    def wait_for(self, word: str) -> None:
+        assert self._python.stdout is not None
+        assert self._python.stdout.readline() == f"{word}\n"
+
+    def go_on(self) -> None:
+        assert self._python.stdin is not None
+        self._python.stdin.write("go on\n")
+        self._python.stdin.flush()
+
+    def kill(self) -> None:
+        self._python.kill()
+        self.wait()
+
+    def wait(self) -> int:
+        code = self._python.wait(60)
+        for stream in (self._python.stdin, self._python.stdout):
+            assert stream is not None
+            stream.close()
+        return code
+
+
+@pytest.fixture
+def program() -> Iterator[Callable[[int, Path], Program]]:
+    with contextlib.ExitStack() as opened:
+
+        def begin(pid: int, to: Path) -> Program:
+            begun = Program(pid, to)
+            opened.callback(begun.kill)
+            return begun
+
+        yield begin
+
+
+def test_two_programs_freeze_a_job_each_meet_save_meet_and_thaw(
+    counter: CounterFactory, driver: CudaDriver, program: Callable[[int, Path], Program], tmp_path: Path
+) -> None:
+    jobs = [counter("--mib", "2"), counter("--mib", "2", "--fork", "1")]
+    for expected in (101, 102):
+        assert [job.ask() for job in jobs] == [expected, expected]
+    programs = [program(job.pid, tmp_path / f"part-{number}") for number, job in enumerate(jobs)]
+    for word in ("frozen", "saved"):
+        for each in programs:  # the barrier: nobody goes on before all have said it
+            each.wait_for(word)
+        assert [states(job.processes()) for job in jobs] == [{"T"}, {"T"}]
+        for each in programs:
+            each.go_on()
+    for each in programs:
+        each.wait_for("thawed")
+    assert [job.ask() for job in jobs] == [103, 103]
+    for job in jobs:
+        assert_runs(job, driver)
+        job.kill()
+    for number in range(2):
+        gpucr.restore(tmp_path / f"part-{number}")
+    assert [job.ask() for job in jobs] == [103, 103]
+    for each in programs:
+        each.go_on()
+        assert each.wait() == 0
+
+
+@pytest.mark.parametrize("word", ["frozen", "saved"])
+def test_the_guard_thaws_the_job_of_a_program_that_is_killed(
+    counter: CounterFactory,
+    driver: CudaDriver,
+    program: Callable[[int, Path], Program],
+    tmp_path: Path,
+    word: str,
+) -> None:
+    job = counter("--mib", "2", "--fork", "1")
+    holder = program(job.pid, tmp_path / "s")
+    holder.wait_for("frozen")
+    if word == "saved":
+        holder.go_on()
+        holder.wait_for("saved")
+    assert states(job.processes()) == {"T"}
+    job.post("hello")
+    holder.kill()
+    assert job.answer() == "101"
+    wait_until(lambda: {driver.state(pid) for pid in job.processes()} == {RUNNING}, "the guard to thaw all")
+    assert (tmp_path / "s").exists() == (word == "saved")
+    if word == "saved":
+        assert gpucr.open_snapshot(tmp_path / "s").manifest.processes
