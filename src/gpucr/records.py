@@ -7,6 +7,7 @@ of its type and in its range, and there is no other. The error says where it is 
 from __future__ import annotations
 
 import json
+import os
 import re
 from typing import Annotated, Any, TypeVar
 
@@ -32,6 +33,11 @@ class RecordError(ValueError):
 
 class Record(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     """Base of the records that gpucr keeps in files of its own."""
+
+
+def to_json(record: object) -> Any:
+    """The record, of whatever kind, as what JSON knows. Paths become text."""
+    return msgspec.to_builtins(record, enc_hook=os.fspath, str_keys=True)
 
 
 def encode(record: object) -> bytes:

@@ -23,6 +23,7 @@ from gpucr.driver.cuda import CudaDriver
 from gpucr.driver.gpus import gpu_processes, list_gpus
 from gpucr.linux import processes
 from gpucr.model import CudaState
+from gpucr.snapshot.folder import MANIFEST_NAME
 from gpucr.undo.events import Progress
 from tests import command
 from tests.counter import Counter, CounterFactory, wait_until
@@ -244,10 +245,11 @@ def test_the_commit_comes_before_the_kill(
 ) -> None:
     job = counter()
 
-    def no_space(*args: object) -> None:
+    def no_space(path: Path, *args: object, **options: object) -> None:
+        assert path.name == MANIFEST_NAME
         raise OSError(28, "No space left on device", str(tmp_path))
 
-    monkeypatch.setattr("gpucr.snapshot.folder._write_atomically", no_space)
+    monkeypatch.setattr("gpucr.linux.durable.write", no_space)
     with pytest.raises(gpucr.SnapshotError, match="could not be completed: No space left on device"):
         gpucr.dump(job.pid, tmp_path / "s")
     assert driver.state(job.pid) is RUNNING

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Collection
-from dataclasses import asdict
 from typing import TYPE_CHECKING, Any
 
 import click
@@ -42,6 +41,8 @@ def print_container(kind: str, report: ContainerReport, *, as_json: bool, quiet:
 
 
 def _fields(report: ContainerReport) -> dict[str, Any]:
-    fields = asdict(report)
-    renamed = {"snapshot": str(fields.pop("folder")), "has_gpu_state": fields.pop("has_gpu_part")}
+    from gpucr.records import to_json
+
+    fields = to_json(report)
+    renamed = {"snapshot": fields.pop("folder"), "has_gpu_state": fields.pop("has_gpu_part")}
     return {**renamed, **fields}

@@ -11,7 +11,7 @@ import sys
 import tempfile
 import time
 from collections.abc import Iterator
-from dataclasses import asdict, dataclass, field
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import NoReturn
 
@@ -276,8 +276,8 @@ def command(*, mib: int, keep: Path | None, as_json: bool) -> None:
             {
                 "driver": story.driver,
                 "ok": story.ok,
-                "checks": [asdict(check) for check in story.checks],
-                "phases": [asdict(phase) for phase in story.phases],
+                "checks": story.checks,
+                "phases": story.phases,
             },
         )
     else:

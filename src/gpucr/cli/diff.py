@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from dataclasses import asdict
 from pathlib import Path
 from typing import TYPE_CHECKING
 
@@ -46,7 +45,7 @@ def command(*, before: str, after: str, key_file: Path | None, as_json: bool, ve
 
     found = with_key(key_file, lambda key: diff_snapshots(before, after, key=key))
     if as_json:
-        print_json("diff", {"differences": [asdict(each) for each in found]})
+        print_json("diff", {"differences": found})
         return
     if not found:
         click.echo("no difference")

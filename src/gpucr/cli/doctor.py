@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from collections import Counter
 from collections.abc import Iterator, Sequence
-from dataclasses import asdict
 from typing import Any
 
 import click
@@ -126,8 +125,8 @@ def _end(blocking: Sequence[Finding]) -> None:
 def _as_json(report: DoctorReport) -> dict[str, Any]:
     return {
         "blocked": bool(report.blocking),
-        "checkups": [asdict(each) for each in report.checkups],
-        "repairs": [asdict(each) for each in report.repairs],
+        "checkups": report.checkups,
+        "repairs": report.repairs,
         "probe": _probe_as_json(report.probe),
     }
 

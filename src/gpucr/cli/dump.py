@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from dataclasses import asdict
 from pathlib import Path
 from typing import TypedDict, get_args
 
@@ -30,6 +29,7 @@ from gpucr.errors import InvalidRequest, Unsupported
 from gpucr.jobs.selector import JobSelector
 from gpucr.operations.dump import DumpPlan, Persist, dump, plan_dump
 from gpucr.quantities import format_bytes
+from gpucr.records import to_json
 from gpucr.snapshot.folder import Snapshot
 from gpucr.snapshot.location import Compress, is_store
 
@@ -165,7 +165,7 @@ def command(
                 "left_running": report.left_running,
                 "lock": lock_fields(report.lock),
                 "process_count": len(report.snapshot.manifest.processes),
-                **asdict(report.counts),
+                **to_json(report.counts),
             },
         )
     if as_json or quiet:
@@ -184,8 +184,7 @@ def command(
 
 def _print_plan(plan: DumpPlan, *, as_json: bool, quiet: bool) -> None:
     if as_json:
-        findings = [asdict(finding) for finding in plan.findings]
-        print_json("dump.plan", {"pid": plan.pid, "steps": list(plan.steps), "findings": findings})
+        print_json("dump.plan", {"pid": plan.pid, "steps": plan.steps, "findings": plan.findings})
         return
     for number, step in enumerate(plan.steps, 1):
         if not quiet:

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import os
-from dataclasses import asdict
 from pathlib import Path
 
 import click
@@ -127,7 +126,7 @@ def run() -> None:
 
 def _tell(kind: str, changes: tuple[Change, ...], *, as_json: bool) -> None:
     if as_json:
-        print_json(kind, {"changes": [{**asdict(change), "path": str(change.path)} for change in changes]})
+        print_json(kind, {"changes": changes})
         return
     for change in changes:
         click.echo(f"{change.path}: {change.what}")

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import pwd
 from collections.abc import Iterable, Iterator, Mapping, Sequence
-from dataclasses import asdict
 from typing import Any
 
 from gpucr.cli.columns import Column, fit, wrapped
@@ -72,7 +71,7 @@ def as_json_records(jobs: Sequence[GpuJob]) -> dict[str, Any]:
                 "resident_bytes": job.resident_bytes,
                 "age_s": round(job.age_s, 2),
                 "checkpointable": job.is_checkpointable,
-                "findings": None if job.findings is None else [asdict(finding) for finding in job.findings],
+                "findings": job.findings,
             }
             for job in jobs
         ],

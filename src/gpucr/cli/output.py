@@ -26,12 +26,17 @@ class JsonWanted:
 
 
 def print_json(kind: str, data: Mapping[str, Any]) -> None:
-    """Print one JSON object on stdout. ``kind`` names the command; every object says its schema and version."""
+    """Print one JSON object on stdout. ``kind`` names the command; every object says its schema and version.
+
+    What is in ``data`` may be records and paths.
+    """
+    from gpucr.records import to_json
+
     context = click.get_current_context(silent=True)
     wanted = context.find_object(JsonWanted) if context is not None else None
     if wanted is not None:
         wanted.is_printed = True
-    click.echo(json.dumps({"schema": f"gpucr.{kind}", "schema_version": SCHEMA_VERSION, **data}, indent=2))
+    click.echo(json.dumps(to_json({"schema": f"gpucr.{kind}", "schema_version": SCHEMA_VERSION, **data}), indent=2))
 
 
 class _Stdout(io.FileIO):

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import asdict
 from typing import TYPE_CHECKING, Any
 
 import click
@@ -43,7 +42,7 @@ def report_fields(report: DumpReport | RestoreReport) -> dict[str, Any]:
         "pid": report.pid,
         "snapshot": snapshot_text(report.snapshot),
         "size_bytes": report.size_bytes,
-        "phases": [asdict(phase) for phase in report.phases],
+        "phases": report.phases,
         "warnings": list(report.warnings),
     }
 
@@ -88,7 +87,7 @@ def print_change(command: str, report: ChangeReport, *, as_json: bool, quiet: bo
             }
             for change in report.processes
         ]
-        phases = [asdict(phase) for phase in report.phases]
+        phases = report.phases
         data = {"pid": report.pid, "processes": processes, "phases": phases, "host_bytes": report.size_bytes}
         data |= {"seconds": report.seconds, "lock": lock_fields(report.lock), "warnings": list(report.warnings)}
         print_json(command, {**data, **gpu_fields(report)})

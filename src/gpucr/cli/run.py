@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from dataclasses import asdict
 from pathlib import Path
 from typing import Any, get_args
 
@@ -12,6 +11,7 @@ from gpucr.cli.options import complete_file, complete_folder, json_option
 from gpucr.cli.output import print_json, printable, say
 from gpucr.jobs.record import Network
 from gpucr.operations.launch import LaunchPlan, plan_job, run_job
+from gpucr.records import to_json
 
 
 @click.command("run", context_settings={"allow_interspersed_args": False})
@@ -115,9 +115,9 @@ def _print_plan(plan: LaunchPlan, *, as_json: bool) -> None:
 
 
 def _plan_fields(plan: LaunchPlan) -> dict[str, Any]:
-    fields = asdict(plan)
+    fields = to_json(plan)
     fields["command_line"] = fields.pop("command")
     fields["io_uring_refused"] = fields.pop("io_uring_is_refused")
-    fields["environment_changes"] = [{**asdict(change), "set": change.is_set} for change in plan.environment]
+    fields["environment_changes"] = [{**to_json(change), "set": change.is_set} for change in plan.environment]
     del fields["environment"]
     return {**fields, "warnings": list(plan.warnings)}

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections import Counter
 from collections.abc import Iterator
-from dataclasses import asdict, dataclass, field
+from dataclasses import dataclass, field
 from typing import Any
 
 from gpucr.cli.output import printable
@@ -13,6 +13,7 @@ from gpucr.criu.imaged_files import OpenDescriptor
 from gpucr.criu.imaged_memory import MemoryUse
 from gpucr.operations.inspect import ProcessContents, SnapshotContents
 from gpucr.quantities import counted, format_bytes
+from gpucr.records import to_json
 
 _SOCKETS = ("tcp", "udp", "internet", "unix", "packet", "netlink")
 
@@ -119,12 +120,12 @@ def as_json_record(contents: SnapshotContents) -> dict[str, Any]:
         "processes": [
             {
                 "pid": process.pid,
-                "memory": [asdict(use) for use in process.memory],
-                "descriptors": [asdict(each) for each in process.descriptors],
+                "memory": process.memory,
+                "descriptors": process.descriptors,
             }
             for process in contents.processes
         ],
-        "memory": [asdict(use) for use in contents.memory],
+        "memory": contents.memory,
         "shared_memory": [_shared_record(each) for each in contents.shared],
         "packed_bytes": contents.packed_bytes,
         "problems": list(contents.problems),
@@ -132,5 +133,5 @@ def as_json_record(contents: SnapshotContents) -> dict[str, Any]:
 
 
 def _shared_record(each: SharedMemory) -> dict[str, Any]:
-    fields = asdict(each)
+    fields = to_json(each)
     return {"image_id": fields.pop("id"), **fields}

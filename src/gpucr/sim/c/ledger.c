@@ -80,9 +80,9 @@ static bool read_entry(const struct machine *machine, int folder, const char *na
     if (pid_namespace != own_pid_namespace()) {
         /* As NVML does, which tells each caller the pids of its own namespace. */
         pid = pid_from_inner(pid_namespace, pid);
+        holding->pid = pid < 0 ? 0 : pid;
         if (pid < 0) /* not to be seen from here: it counts until someone can tell that it is gone */
             return good && own_pid_namespace() != FIRST_PID_NAMESPACE;
-        holding->pid = pid;
     }
     return good && process_start_ms(pid, &start_now) && same_start(start_now, start);
 }

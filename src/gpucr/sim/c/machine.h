@@ -56,7 +56,7 @@ char thread_state(pid_t leader, pid_t tid); /* R, S, T, t, Z, ...; X: no such th
 
 /* ledger.c: one small file per process that holds device memory. All return 0 or a negative errno. */
 struct holding {
-    pid_t pid;
+    pid_t pid; /* 0: not to be seen from here */
     bool mine; /* pids of several namespaces can be equal */
     uint64_t bytes[MAX_GPUS]; /* by index in the machine */
 };

@@ -299,7 +299,7 @@ EXPORT int nvmlDeviceGetComputeRunningProcesses_v3(const struct gpu *gpu, unsign
         return UNKNOWN;
     for (size_t i = 0; i < held; i++) {
         uint64_t used = holdings[i].bytes[index_of(gpu)];
-        if (used == 0)
+        if (used == 0 || holdings[i].pid == 0)
             continue;
         if (found < *count && processes != NULL)
             processes[found] = (struct process){(unsigned)holdings[i].pid, used, UINT32_MAX, UINT32_MAX};
