@@ -54,7 +54,7 @@ def check_inside(path: str) -> None:
     """Raise RecordError where this is not a relative path in its shortest form that stays below its folder."""
     pure = PurePosixPath(path)
     if pure.is_absolute() or ".." in pure.parts or not pure.parts or "\0" in path or str(pure) != path:
-        raise RecordError(f"the path {path!r} leads outside")
+        raise RecordError(f"the path {path!r} leads outside the snapshot")
     try:
         os.fsencode(path)
     except UnicodeEncodeError as e:
