@@ -9,6 +9,7 @@ import re
 import shutil
 import signal
 import subprocess
+import sys
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -198,6 +199,45 @@ def test_a_dump_that_is_interrupted_leaves_the_container_and_no_folder(
     assert not to.exists()
     assert made.ask() == 102
     assert made.verify() == ["ok"] * 2
+
+
+CANCELLED = """
+import sys, threading, time
+from pathlib import Path
+import gpucr
+from gpucr.containers.by_runtime import dump_container
+container, runtime_root, to = sys.argv[1], *map(Path, sys.argv[2:])
+cancel = gpucr.Cancellation()
+def cancel_once_begun():
+    while not (to / "images").exists():
+        time.sleep(0.01)
+    cancel.cancel("the machine is wanted")
+threading.Thread(target=cancel_once_begun, daemon=True).start()
+try:
+    dump_container(container, to, runtime_root=runtime_root, cancel=cancel)
+except gpucr.Interrupted as error:
+    print(error.message)
+"""
+
+
+def test_a_dump_that_is_cancelled_leaves_the_container_and_no_folder(
+    container: StartContainer, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("GPUCR_SIM_FIXED_COST_MS", "1500")
+    made = container("--mib", "4", with_hook=False)
+    made.ask()
+    to = tmp_path / "snapshot"
+    done = subprocess.run(
+        in_cgroup2([sys.executable, "-c", CANCELLED, made.name, os.fspath(made.runtime_root), os.fspath(to)]),
+        env=made.environment,
+        capture_output=True,
+        text=True,
+        timeout=command.TIMEOUT_S,
+        check=False,
+    )
+    assert done.stdout == "the machine is wanted; the container is as it was\n", done.stderr
+    assert not to.exists()
+    assert made.ask() == 102
 
 
 def test_a_restore_that_is_interrupted_is_completed(container: StartContainer, tmp_path: Path) -> None:

@@ -67,7 +67,7 @@ def nothing_stays_open() -> Iterator[None]:
     before = len(os.listdir("/proc/self/fd"))
     yield
     assert [thread.name for thread in threading.enumerate() if thread.name.startswith("device-")] == []
-    assert len(os.listdir("/proc/self/fd")) == before
+    assert len(os.listdir("/proc/self/fd")) <= before  # fewer: an earlier test's have been closed
 
 
 def some_memory(size_bytes: int, *, seed: int = 1, zero_share: float = 0.3) -> bytes:

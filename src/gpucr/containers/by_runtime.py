@@ -23,7 +23,8 @@ from gpucr.linux import processes, trusted_paths
 from gpucr.model import CudaState, Job, ProcessId
 from gpucr.snapshot import files
 from gpucr.snapshot.folder import GPU_PART_NAME, check_target, completed
-from gpucr.undo.interrupts import Interrupts
+from gpucr.undo.cancellation import Cancellation
+from gpucr.undo.operation import all_or_nothing
 from gpucr.undo.roll import Roll
 
 _THAW_LIMIT_S = 600.0
@@ -54,6 +55,7 @@ def dump_container(
     runtime: Runtime | None = None,
     runtime_root: Path | None = None,
     leave_running: bool = False,
+    cancel: Cancellation | None = None,
 ) -> ContainerReport:
     """Have its runtime write a container to the folder ``to`` and end it, or with ``leave_running`` let it go on.
 
@@ -62,8 +64,8 @@ def dump_container(
 
     Raises InvalidRequest, SnapshotExists, SnapshotError (another user could put a folder of his own in the place of
     ``to``), CriuUnavailable (nothing was changed); CriuError (the container is as it was,
-    ``to`` is gone); KeyboardInterrupt (likewise: Ctrl-C or SIGTERM); SnapshotError (``to`` cannot be made or written);
-    JobDamaged (its GPU state is not back, or it has ended and ``to`` is not complete).
+    ``to`` is gone); Interrupted (likewise: Ctrl-C, SIGTERM, ``cancel``); SnapshotError (``to`` cannot be made or
+    written); JobDamaged (its GPU state is not back, or it has ended and ``to`` is not complete).
     """
     begin = time.monotonic()
     check_target(to)
@@ -76,7 +78,10 @@ def dump_container(
     record = ContainerRecord(found.runtime, root, found.container, found.bundle, options)
     existed = to.exists()
     checkpoint = podman.checkpoint if found.runtime == "podman" else oci.checkpoint
-    with Interrupts() as interrupts, Roll(job) as roll:
+    with (
+        all_or_nothing("dump", container, cancel, state="the container is as it was", at_once=False) as interrupts,
+        Roll(job) as roll,
+    ):
         images = _make_folder(to)
         try:
             checkpoint(record, images.resolve(), interrupts, leave_running=leave_running)
