@@ -9,6 +9,7 @@ from __future__ import annotations
 import json
 import os
 import re
+import threading
 from typing import Annotated, Any, TypeVar
 
 import msgspec
@@ -69,8 +70,26 @@ def of_format(value: object, **expected: str | int) -> dict[str, Any]:
     return value
 
 
+def decoder(kind: type[T]) -> msgspec.json.Decoder[T]:
+    """msgspec's decoder of a type, one for all.
+
+    msgspec reads the annotations of a type when the type is first used; two threads that do so at once crash (seen with
+    0.22.0: a null pointer). So nothing else in gpucr calls what would be the first use.
+    """
+    found = _decoders.get(kind)
+    if found is None:
+        with _building:
+            found = _decoders.setdefault(kind, msgspec.json.Decoder(kind))
+    return found
+
+
+_building = threading.Lock()
+_decoders: dict[object, msgspec.json.Decoder[Any]] = {}
+
+
 def convert(value: object, kind: type[T]) -> T:
     """A record from JSON that was parsed. Raises RecordError."""
+    decoder(kind)
     try:
         record = msgspec.convert(value, kind)
     except msgspec.ValidationError as e:

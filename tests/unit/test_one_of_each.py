@@ -21,6 +21,7 @@ ONLY_IN = {
     r"\bos\.f(data)?sync\b": (
         "linux/durable.py", "linux/cut_back.py", "snapshot/device/folder_sink.py", "store/local.py",
     ),
+    r"\bmsgspec\.(convert\(|(json|msgpack)\.([dD]ecode|Decoder))": ("records.py",),
     r"\bos\.replace\(|\bmkstemp\(": (),
 }  # fmt: skip
 

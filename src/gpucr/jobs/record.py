@@ -17,7 +17,7 @@ from gpucr import records
 from gpucr.jobs.names import is_name
 from gpucr.linux import processes
 from gpucr.model import ProcessId
-from gpucr.records import Count, Record, RecordError, Text
+from gpucr.records import Count, Record, RecordError, Text, decoder
 
 FORMAT_VERSION = 1
 MAX_RECORD_BYTES = 16 << 20
@@ -131,7 +131,7 @@ def _read_status(record: JobRecord) -> JobState | None:
     """How it ended, as its keeper wrote it; None where there is no such file, or one that cannot be used."""
     with contextlib.suppress(OSError, UnicodeDecodeError, RecursionError, msgspec.MsgspecError):
         with Path(record.status_path).open("rb") as file:
-            ended = msgspec.json.decode(file.read(_MAX_STATUS_BYTES), type=_Status)
+            ended = decoder(_Status).decode(file.read(_MAX_STATUS_BYTES))
         if (ended.exit_code is None) != (ended.signal is None):
             return JobState("ended", exit_code=ended.exit_code, signal=ended.signal)
     return None

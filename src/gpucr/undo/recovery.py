@@ -20,6 +20,7 @@ import msgspec
 
 from gpucr.linux import ends, processes
 from gpucr.model import ProcessId
+from gpucr.records import decoder
 from gpucr.undo.logs import append_to_log, remove_logs_of
 
 _KIND = re.compile(r"(gpucr(?:\.[a-z_]+)*\.recovery):([A-Za-z]+)")
@@ -80,7 +81,7 @@ def encode(record: Record) -> bytes:
 def decode(data: bytes) -> Record:
     """The inverse of `encode`. Raises ValueError for anything else."""
     try:
-        return msgspec.json.decode(data, type=Record)
+        return decoder(Record).decode(data)
     except (msgspec.MsgspecError, UnicodeDecodeError, RecursionError) as e:
         raise ValueError(f"not a recovery record: {e}") from e
 
@@ -98,7 +99,7 @@ def _action(each: Entry) -> Action:
     if not (isinstance(cls, type) and issubclass(cls, Action)):
         raise ValueError(f"{each.kind!r} is not a recovery action")
     try:
-        return msgspec.json.decode(each.data, type=cls)
+        return decoder(cls).decode(each.data)
     except msgspec.MsgspecError as e:
         raise ValueError(f"the data of {each.kind}: {e}") from e
 
