@@ -68,7 +68,8 @@ def test_a_dump_that_is_done_again_can_be_restored(container: StartContainer) ->
     made = container("--mib", "4", sabotage=twice)
     assert made.checkpoint().returncode != 0
     assert_runs_on(made, 101)
-    assert made.checkpoint().returncode == 0
+    again = made.checkpoint()
+    assert again.returncode == 0, again.stderr
     assert_comes_back(made, 102)
 
 

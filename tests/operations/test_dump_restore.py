@@ -481,7 +481,7 @@ def test_no_file_is_opened_for_the_job_behind_a_link_of_another_user(tmp_path: P
         assert refused.returncode == 3, refused.stderr
         assert f"the restored job would have {victim}" in refused.stderr
         assert "GPUCR-UNTRUSTED-PATH" in refused.stderr
-        assert processes.read_stat(job.pid) is None
+        wait_until(lambda: processes.read_stat(job.pid) is None, "what was restored to be gone")
         os.chown(home, 0, 0)
         os.chown(log.parent, 0, 0)
         gpucr.restore(tmp_path / "s")  # what only root can have moved is followed
