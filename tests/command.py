@@ -2,31 +2,20 @@
 
 from __future__ import annotations
 
-import functools
 import json
 import os
 import subprocess
 import sys
 from typing import Any
 
-from tests.loaded import Loaded
-
 TIMEOUT_S = 60
-
-
-@functools.cache
-def _loaded() -> Loaded:
-    return Loaded()
 
 
 def run(*arguments: object, env: dict[str, str] | None = None) -> subprocess.CompletedProcess[str]:
     """Run `gpucr ARGUMENTS` to its end. ``env`` is added to this process's environment."""
-    environment = {**os.environ, **(env or {})}
-    if (loaded := _loaded()).fits(environment):
-        return loaded.run([str(argument) for argument in arguments], environment, TIMEOUT_S)
     return subprocess.run(
         command(*arguments),
-        env=environment,
+        env={**os.environ, **(env or {})},
         stdin=subprocess.DEVNULL,
         capture_output=True,
         text=True,
