@@ -110,7 +110,7 @@ class GangStaging:
 
     @contextlib.contextmanager
     def taken(self, restore_threads: Mapping[int, int], meter: Meter, deadline: float | None = None) -> Iterator[None]:
-        """In the block the driver checkpoints these processes (pid → restore thread), all of which are LOCKED.
+        """In the block the driver checkpoints these processes (pid → restore thread); all are LOCKED.
 
         Before it, what lies over the driver's takes its memory, level by level. After it all that there is can be read.
         """

@@ -36,9 +36,9 @@ class Action(msgspec.Struct):
         """Do it. ``descriptors`` are those that were given with it, in their order.
 
         Returns whether the job has ended, or is being ended, as it should. May raise anything: the other actions are
-        done all the same.
+        still done.
         """
-        raise NotImplementedError
+        raise TypeError(f"{kind_of(self)} does not say how it recovers")
 
 
 class Entry(msgspec.Struct, frozen=True):
@@ -52,7 +52,7 @@ class Entry(msgspec.Struct, frozen=True):
 class Record(msgspec.Struct, frozen=True):
     """Everything that has to be as before; an empty one: nothing.
 
-    ``tree``: all processes of the job, of which none may be missing afterwards. ``entries``: the first one first.
+    ``tree``: all processes of the job; none may be missing afterwards. ``entries``: the first one first.
     """
 
     tree: tuple[ProcessId, ...] = ()

@@ -12,7 +12,7 @@ from gpucr.model import DevicePart
 
 
 class Piece(NamedTuple):
-    """A piece of device memory: of which part, and its number there."""
+    """A piece of device memory: the part it belongs to, and its number there."""
 
     part: DevicePart
     number: int
