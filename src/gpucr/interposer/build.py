@@ -1,0 +1,38 @@
+"""Compile the interposer: a shared library for LD_PRELOAD, which needs the C library alone."""
+
+from __future__ import annotations
+
+import os
+import platform
+import re
+import subprocess
+from pathlib import Path
+
+SOURCES = Path(__file__).parent / "native"
+LIBRARY = "libgpucr-interposer.so"
+_SLOT_BYTES, _FREE_STUBS = 32, 1024
+FLAGS = (
+    "-std=c11", "-D_GNU_SOURCE", "-O2", "-g", "-Wall", "-Wextra", "-Werror", "-fPIC", "-fvisibility=hidden",
+    "-fexceptions",  # unwinding passes through: pthread_cancel and pthread_exit inside a driver call
+    "-fno-strict-aliasing", f"-DSLOT_BYTES={_SLOT_BYTES}", f"-DFREE_STUBS={_FREE_STUBS}", "-pthread",
+)  # fmt: skip
+LINK_FLAGS = ("-shared", "-Wl,-z,defs", "-Wl,-z,relro,-z,now", "-Wl,-z,noexecstack", "-Wl,-z,nodelete")
+_TIMEOUT_S = 120
+
+
+def compile_library(folder: Path, *, compiler: str | None = None, machine: str | None = None) -> Path:
+    """The library, made in ``folder``. ``compiler`` defaults to ``$CC`` or cc, ``machine`` to this one's processor.
+
+    Raises OSError where there is no compiler, and RuntimeError with its first error where it fails.
+    """
+    output = folder / LIBRARY
+    gate = f"gate_{machine or platform.machine()}.S"
+    sources = [*sorted(path for path in SOURCES.glob("*.c")), SOURCES / gate]
+    command = [compiler or os.environ.get("CC") or "cc", *FLAGS, *LINK_FLAGS, "-o", str(output), *map(str, sources)]
+    done = subprocess.run(
+        [*command, "-ldl"], capture_output=True, text=True, check=False, timeout=_TIMEOUT_S, cwd=SOURCES
+    )
+    if done.returncode != 0:
+        error = re.search(r"^.*error.*$", done.stderr, re.MULTILINE)
+        raise RuntimeError(f"the interposer cannot be compiled: {error[0] if error else done.stderr.strip()}")
+    return output

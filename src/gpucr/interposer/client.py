@@ -1,0 +1,237 @@
+"""Speak with the agent of one process: close its gate, take its device memory over, and give it back."""
+
+from __future__ import annotations
+
+import array
+import os
+import socket
+import stat
+import struct
+from collections.abc import Iterator, Sequence
+from contextlib import suppress
+from dataclasses import dataclass
+from pathlib import Path
+from types import TracebackType
+
+from gpucr.interposer.protocol import (
+    MOST_BYTES,
+    MOST_RECORDS,
+    Answer,
+    BadAnswer,
+    Block,
+    Code,
+    Operation,
+    Refused,
+    Status,
+    parse,
+    request,
+)
+
+FOLDER_VARIABLE = "GPUCR_INTERPOSER_DIR"
+_ANSWER_S = 30.0
+_UNIX_PATH_BYTES = 107
+
+
+@dataclass
+class Held:
+    """A block whose memory is kept alive by ``descriptor``, which belongs to whoever has this."""
+
+    block: Block
+    descriptor: int
+
+    def close(self) -> None:
+        """Let go of the memory."""
+        if self.descriptor >= 0:
+            os.close(self.descriptor)
+            self.descriptor = -1
+
+
+@dataclass(frozen=True)
+class Closed:
+    """What the gate of a process was found at after closing it."""
+
+    inside: int
+    captures: int
+
+    @property
+    def is_empty(self) -> bool:
+        """Nobody is inside the driver, and nothing is captured."""
+        return self.inside == 0 and self.captures == 0
+
+
+def socket_path(pid: int) -> Path:
+    """Where the agent of the process listens, seen from here. It may not be there.
+
+    Raises OSError where the process is gone or not ours to look into.
+    """
+    process = Path("/proc") / str(pid)
+    status = dict(line.split(":\t", 1) for line in (process / "status").read_text().splitlines() if ":\t" in line)
+    own_pid, owner = int(status["NSpid"].split()[-1]), int(status["Uid"].split()[1])
+    folder = _environment(process).get(FOLDER_VARIABLE) or f"/tmp/gpucr-interposer-{owner}"  # noqa: S108 (0700, checked)
+    return process / "root" / folder.lstrip("/") / str(own_pid)
+
+
+def _environment(process: Path) -> dict[str, str]:
+    entries = os.fsdecode((process / "environ").read_bytes()).split("\0")
+    return dict(entry.split("=", 1) for entry in entries if "=" in entry)
+
+
+class Agent:
+    """A connection to the agent of process ``pid``. While it lasts no other client is served.
+
+    When it is closed, or this process dies, a closed gate opens, but for where memory is away.
+    """
+
+    def __init__(self, pid: int) -> None:
+        """Connect. Raises OSError where nobody listens, PermissionError where it is not the process, Refused if busy."""
+        self.pid = pid
+        self._socket = socket.socket(socket.AF_UNIX, socket.SOCK_SEQPACKET | socket.SOCK_CLOEXEC)
+        try:
+            self._socket.settimeout(_ANSWER_S)
+            self._connect()
+            hello = self._ask(Operation.HELLO)
+        except BaseException:
+            self._socket.close()
+            raise
+        self.own_pid, self.thread = hello.a, hello.b
+
+    def _connect(self) -> None:
+        """By a descriptor of the folder: its path may be longer than a socket's, and nobody can exchange it meanwhile."""
+        path = socket_path(self.pid)
+        owner = (Path("/proc") / str(self.pid)).stat().st_uid
+        folder = os.open(path.parent, os.O_PATH | os.O_DIRECTORY | os.O_NOFOLLOW | os.O_CLOEXEC)
+        try:
+            status = os.fstat(folder)
+            if stat.S_IMODE(status.st_mode) & 0o077 or status.st_uid not in (owner, 0):
+                raise PermissionError(f"{path.parent} is not the private folder of the owner of process {self.pid}")
+            self._socket.connect(f"/proc/self/fd/{folder}/{path.name}")
+        finally:
+            os.close(folder)
+        peer = self._socket.getsockopt(socket.SOL_SOCKET, socket.SO_PEERCRED, struct.calcsize("3i"))
+        listener = struct.unpack("3i", peer)[0]
+        if listener != self.pid:
+            raise PermissionError(f"{path} belongs to process {listener}, not to {self.pid}")
+
+    def __enter__(self) -> Agent:
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        self.close()
+
+    def close(self) -> None:
+        """Hang up."""
+        self._socket.close()
+
+    def _receive(self, operation: Operation) -> tuple[Answer, list[int]]:
+        size = array.array("i").itemsize
+        packet, control, flags, _ = self._socket.recvmsg(
+            MOST_BYTES + 1, socket.CMSG_SPACE(MOST_RECORDS * size), socket.MSG_CMSG_CLOEXEC
+        )
+        descriptors = array.array("i")
+        for level, kind, data in control:
+            if level == socket.SOL_SOCKET and kind == socket.SCM_RIGHTS:
+                descriptors.frombytes(data[: len(data) - len(data) % size])
+        try:
+            if not packet:
+                raise BadAnswer(f"the agent of process {self.pid} hung up")
+            if flags & (socket.MSG_TRUNC | socket.MSG_CTRUNC):
+                raise BadAnswer("the agent's answer did not arrive whole: too few descriptors are free here")
+            return parse(packet, operation), list(descriptors)
+        except BadAnswer:
+            _close_all(descriptors)
+            raise
+
+    def _exchange(
+        self, operation: Operation, a: int = 0, blocks: Sequence[Block] = (), descriptors: Sequence[int] = ()
+    ) -> tuple[Answer, list[int]]:
+        packet = request(operation, a, blocks=blocks)
+        if descriptors:
+            socket.send_fds(self._socket, [packet], list(descriptors))
+        else:
+            self._socket.send(packet)
+        return self._receive(operation)
+
+    def _ask(self, operation: Operation, a: int = 0) -> Answer:
+        answer, descriptors = self._exchange(operation, a)
+        _close_all(descriptors)
+        if answer.code != Code.DONE:
+            raise Refused(operation, answer.code)
+        return answer
+
+    def status(self) -> Status:
+        """What the process has."""
+        return self._ask(Operation.STATUS).status()
+
+    def close_gate(self, wait_s: float) -> Closed:
+        """No driver call begins any more; wait until those under way have ended, ``wait_s`` at most.
+
+        The gate stays closed in each case: `open_gate`, or hang up.
+        """
+        self._socket.settimeout(_ANSWER_S + wait_s)
+        try:
+            answer = self._ask(Operation.CLOSE, int(wait_s * 1000))
+        finally:
+            self._socket.settimeout(_ANSWER_S)
+        return Closed(answer.a, answer.b)
+
+    def open_gate(self) -> None:
+        """Let the process go on. Raises Refused while memory is away."""
+        self._ask(Operation.OPEN)
+
+    def export(self) -> Iterator[list[Held]]:
+        """Descriptors of all memory that can leave, a batch at a time; the caller closes them."""
+        first, last = 0, 0
+        while not last:
+            answer, descriptors = self._exchange(Operation.EXPORT, first)
+            if answer.code != Code.DONE:
+                _close_all(descriptors)
+                raise Refused(Operation.EXPORT, answer.code)
+            blocks = answer.blocks()
+            if len(blocks) != len(descriptors) or (not blocks and not answer.b):
+                _close_all(descriptors)
+                raise BadAnswer("the agent's descriptors are not those of its records")
+            first, last = answer.a, answer.b
+            yield [Held(block, descriptor) for block, descriptor in zip(blocks, descriptors, strict=True)]
+
+    def drop(self) -> None:
+        """Unmap and release what was exported on this connection. From here on only the descriptors hold it."""
+        self._ask(Operation.DROP)
+
+    def give_back(self, held: Sequence[Held], *, renew: bool) -> None:
+        """Map memory at its addresses again. What the agent has is closed here, batch by batch.
+
+        ``renew``: the process copies it into memory of its own, so that it can be exported another time. Without room for
+        that on the GPU it keeps what it got.
+
+        Raises Refused; what is back by then has a descriptor of -1.
+        """
+        for start in range(0, len(held), 8 if renew else MOST_RECORDS):
+            batch = held[start : start + (8 if renew else MOST_RECORDS)]
+            answer, descriptors = self._exchange(
+                Operation.IMPORT, int(renew), [each.block for each in batch], [each.descriptor for each in batch]
+            )
+            _close_all(descriptors)
+            for each in batch[: answer.count]:
+                each.close()
+            if answer.code != Code.DONE:
+                raise Refused(Operation.IMPORT, answer.code)
+
+    def create(self, blocks: Sequence[Block]) -> Iterator[list[Held]]:
+        """New memory at the blocks' addresses, and descriptors by which to fill it, a batch at a time."""
+        for start in range(0, len(blocks), MOST_RECORDS):
+            batch = blocks[start : start + MOST_RECORDS]
+            answer, descriptors = self._exchange(Operation.CREATE, 0, batch)
+            made = [Held(block, descriptor) for block, descriptor in zip(batch, descriptors, strict=False)]
+            if answer.code != Code.DONE or len(made) != len(batch):
+                for each in made:
+                    each.close()
+                raise Refused(Operation.CREATE, answer.code)
+            yield made
+
+
+def _close_all(descriptors: Sequence[int] | array.array[int]) -> None:
+    for descriptor in descriptors:
+        with suppress(OSError):
+            os.close(descriptor)

@@ -1,0 +1,284 @@
+/* The one thread of the interposer: it answers what is asked on the socket. One client at a time. */
+#include "carry.h"
+#include "socket.h"
+
+#include <poll.h>
+#include <pthread.h>
+#include <signal.h>
+#include <string.h>
+#include <sys/syscall.h>
+#include <unistd.h>
+
+#define LONGEST_CLOSE_MS 60000
+#define LOOK_EVERY_MS 1000
+
+static _Atomic bool started;
+static int listening = -1, client = -1;
+static struct packet asked, answer; /* the agent's alone; too large for a stack that somebody else may have chosen */
+
+static void count_ranges(struct status *status) {
+    for (size_t i = 0; i < ranges.count; i++) {
+        const struct range *range = sorted_at(&ranges, i);
+        if (range->kind == SMALL) {
+            status->small++;
+            status->small_bytes += range->bytes;
+        } else if (range->kind == MANAGED) {
+            status->managed++;
+            status->managed_bytes += range->bytes;
+        }
+    }
+}
+
+static void count_blocks(struct status *status) {
+    for (uint32_t i = 0; i < block_count(); i++) {
+        const struct block *block = block_at(i);
+        if (!block->live)
+            continue;
+        status->away += block->dropped;
+        if (block->imported) {
+            status->imported++;
+        } else if (block->exportable || block->dropped) {
+            status->blocks++;
+            status->block_bytes += block->bytes;
+        } else {
+            status->stuck++;
+            status->stuck_bytes += block->bytes;
+        }
+    }
+}
+
+static struct status status_now(void) {
+    struct status status = {.gate_closed = gate_is_closed(), .inside = gate_inside(), .captures = captures_open()};
+    uint64_t *counted = &status.multicast;
+    count_ranges(&status);
+    count_blocks(&status);
+    for (int i = 0; i < COUNTERS; i++)
+        counted[i] = (uint64_t)atomic_load(&counters[i]);
+    return status;
+}
+
+static uint32_t do_close(void) {
+    uint64_t wait_ms = asked.head.a < LONGEST_CLOSE_MS ? asked.head.a : LONGEST_CLOSE_MS;
+    gate_close();
+    gate_wait_empty((unsigned)wait_ms);
+    answer.head.a = gate_inside();
+    answer.head.b = captures_open();
+    return DONE;
+}
+
+static uint32_t do_open(void) {
+    if (carry_anything_away())
+        return MEMORY_IS_AWAY;
+    carry_forget_exports();
+    gate_open();
+    return DONE;
+}
+
+static void add(const struct block *block) {
+    answer.records[answer.head.count++] = carry_record(block);
+}
+
+/* As many as a message holds, or as there are descriptors for. */
+static uint32_t do_export(void) {
+    uint64_t index = asked.head.a;
+    uint32_t code = DONE;
+    for (; index < block_count() && answer.head.count < MOST_RECORDS; index++) {
+        struct block *block = block_at((uint32_t)index);
+        if (!block->live || block->imported || !block->exportable || block->dropped)
+            continue;
+        code = carry_export(block, &answer.descriptors[answer.descriptor_count]);
+        if (code != DONE)
+            break;
+        answer.descriptor_count++;
+        add(block);
+    }
+    answer.head.a = index;
+    answer.head.b = index >= block_count();
+    return answer.head.count > 0 ? DONE : code; /* what did not go now is tried again with the next batch */
+}
+
+static uint32_t bring_back(const struct record *record, unsigned place) {
+    struct block *block = block_number(record->block, (uint16_t)record->generation);
+    if (block == NULL)
+        return UNKNOWN_BLOCK;
+    uint32_t code;
+    if (asked.head.operation == IMPORT) {
+        code = carry_import(block, asked.descriptors[place], asked.head.a == 1);
+        close(asked.descriptors[place]); /* at once: the memory behind it may be needed for the next one */
+        asked.descriptors[place] = -1;
+    } else {
+        code = carry_create(block, &answer.descriptors[answer.descriptor_count]);
+        if (code == DONE)
+            answer.descriptor_count++;
+    }
+    if (code == DONE)
+        add(block);
+    return code;
+}
+
+/* In the order of the records, up to the first failure: the answer has those that are back. */
+static uint32_t do_bring_back(void) {
+    uint32_t code = DONE;
+    if (asked.head.operation == IMPORT && asked.descriptor_count != asked.head.count)
+        return NO_DESCRIPTORS;
+    for (unsigned i = 0; i < asked.head.count && code == DONE; i++)
+        code = bring_back(&asked.records[i], i);
+    return code;
+}
+
+static uint32_t on_memory(void) {
+    if (!gate_is_closed())
+        return GATE_NOT_CLOSED;
+    if (gate_inside() != 0 || captures_open() != 0)
+        return SOMEBODY_INSIDE;
+    if (asked.head.operation == EXPORT)
+        return do_export();
+    return asked.head.operation == DROP ? carry_drop() : do_bring_back();
+}
+
+static uint32_t answer_hello(void) {
+    answer.head.a = (uint64_t)getpid();
+    answer.head.b = (uint64_t)syscall(SYS_gettid);
+    return DONE;
+}
+
+/* With the table locked, but for CLOSE: threads inside may wait for it. */
+static uint32_t perform(void) {
+    switch (asked.head.operation) {
+    case HELLO:
+        return answer_hello();
+    case STATUS:
+        return DONE;
+    case OPEN:
+        return do_open();
+    case EXPORT:
+    case DROP:
+    case IMPORT:
+    case CREATE:
+        return on_memory();
+    default:
+        return MALFORMED;
+    }
+}
+
+static bool reply(void) {
+    struct status status;
+    const void *payload = answer.records;
+    unsigned bytes = answer.head.count * (unsigned)sizeof(struct record);
+    if (asked.head.operation == STATUS && answer.head.code == DONE) {
+        status = status_now();
+        payload = &status;
+        bytes = sizeof status;
+    }
+    return socket_send(client, &answer, payload, bytes);
+}
+
+static void close_rest(void) {
+    for (unsigned i = 0; i < asked.descriptor_count; i++)
+        if (asked.descriptors[i] >= 0)
+            close(asked.descriptors[i]);
+    asked.descriptor_count = 0;
+    packet_close(&answer);
+}
+
+static uint32_t refusal(enum received received) {
+    if (received == BAD)
+        return MALFORMED;
+    return asked.head.version == PROTOCOL_VERSION ? DONE : WRONG_VERSION;
+}
+
+/* False: the client is gone. The table is locked while descriptors are open, so that no forked child inherits one. */
+static bool serve_one(void) {
+    table_lock();
+    enum received received = socket_receive(client, &asked);
+    bool here = received != GONE;
+    if (received == WELL || received == BAD) {
+        memset(&answer.head, 0, sizeof answer.head);
+        answer.descriptor_count = 0;
+        answer.head = (struct message){PROTOCOL_MAGIC, PROTOCOL_VERSION, asked.head.operation, 0, 0, 0, 0};
+        answer.head.code = refusal(received);
+        if (answer.head.code == DONE && asked.head.operation == CLOSE) {
+            table_unlock();
+            answer.head.code = do_close();
+            table_lock();
+        } else if (answer.head.code == DONE) {
+            answer.head.code = perform();
+        }
+        here = reply();
+    }
+    close_rest();
+    table_unlock();
+    return here;
+}
+
+/* A closed gate is a lease. Where memory is away, it stays closed for the next client. */
+static void client_gone(void) {
+    close(client);
+    client = -1;
+    table_lock();
+    do_open();
+    table_unlock();
+}
+
+static void refuse_second(int second) {
+    struct packet *busy = &answer;
+    busy->head = (struct message){PROTOCOL_MAGIC, PROTOCOL_VERSION, HELLO, BUSY, 0, 0, 0};
+    busy->descriptor_count = 0;
+    socket_send(second, busy, NULL, 0);
+    close(second);
+}
+
+static void welcome(void) {
+    int other = socket_accept(listening);
+    if (other >= 0 && client >= 0)
+        refuse_second(other);
+    else
+        client = other >= 0 ? other : client;
+}
+
+static void *serve(void *unused) {
+    (void)unused;
+    gate_pass_always();
+    pthread_setname_np(pthread_self(), "gpucr-agent");
+    while (true) {
+        struct pollfd watched[] = {{listening, POLLIN, 0}, {client, POLLIN, 0}};
+        if (poll(watched, 2, LOOK_EVERY_MS) <= 0)
+            continue;
+        if (client >= 0 && watched[1].revents != 0 && !serve_one())
+            client_gone();
+        if (watched[0].revents != 0)
+            welcome();
+    }
+    return NULL;
+}
+
+static bool start_thread(void) {
+    sigset_t all, before;
+    pthread_t thread;
+    sigfillset(&all); /* the program's handlers run on the program's threads */
+    pthread_sigmask(SIG_SETMASK, &all, &before);
+    int error = pthread_create(&thread, NULL, serve, NULL);
+    pthread_sigmask(SIG_SETMASK, &before, NULL);
+    if (error == 0)
+        pthread_detach(thread);
+    return error == 0;
+}
+
+void agent_start(void) {
+    if (atomic_exchange(&started, true))
+        return;
+    listening = socket_listen();
+    if (listening >= 0 && !start_thread()) {
+        close(listening);
+        listening = -1;
+    }
+}
+
+void agent_in_child(void) {
+    if (listening >= 0)
+        close(listening);
+    if (client >= 0)
+        close(client);
+    listening = client = -1;
+    atomic_store(&started, false);
+}

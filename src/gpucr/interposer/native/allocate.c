@@ -1,0 +1,239 @@
+/*
+ * cuMemAlloc and its like, backed by VMM memory. Allocations below the granularity stay with the driver, which puts many of
+ * them into one page; there are few, and its own checkpoint takes them.
+ */
+#include "replaced.h"
+
+#include <string.h>
+
+#define PITCH_BYTES 512 /* what cuMemAllocPitch aligns rows to */
+
+static bool any_put_off; /* ranges that were freed while a capture was under way */
+
+static size_t rounded(size_t bytes, size_t to) {
+    return (bytes + to - 1) / to * to;
+}
+
+static void take_apart(address start, size_t reserved) {
+    size_t place = sorted_place(&mappings, start);
+    while (place < mappings.count) {
+        const struct mapping *mapping = sorted_at(&mappings, place);
+        if (mapping->start >= start + reserved)
+            break;
+        if (!block_at(mapping->block)->dropped)
+            real.cuMemUnmap(mapping->start, mapping->bytes);
+        mapping_remove(place);
+    }
+    real.cuMemAddressFree(start, reserved);
+}
+
+static result add_chunk(address start, size_t bytes, int device) {
+    const struct properties properties = {.type = PINNED, .location_type = ON_DEVICE, .location = device};
+    const struct access access = {ON_DEVICE, device, READ_WRITE};
+    handle made;
+    bool exportable;
+    result result = create_exportable(&made, bytes, &properties, &exportable);
+    if (result != SUCCESS)
+        return result;
+    struct block *block = block_new(made, bytes, &properties);
+    if (block == NULL) {
+        real.cuMemRelease(made);
+        return OUT_OF_MEMORY;
+    }
+    block->exportable = exportable;
+    struct mapping *mapping = NULL;
+    result = real.cuMemMap(start, bytes, 0, made, 0);
+    if (result == SUCCESS && (mapping = mapping_add(start, bytes, 0, block)) == NULL) {
+        real.cuMemUnmap(start, bytes);
+        result = OUT_OF_MEMORY;
+    }
+    block->references = 0; /* the mapping keeps it; the program has no handle */
+    if (result != SUCCESS) {
+        block_forget_unused(block);
+        return result;
+    }
+    result = real.cuMemSetAccess(start, bytes, &access, 1);
+    return result == SUCCESS && !mapping_set_access(mapping, &access, 1) ? OUT_OF_MEMORY : result;
+}
+
+static result back_with_chunks(address start, size_t reserved, int device) {
+    for (size_t done = 0; done < reserved;) {
+        size_t bytes = reserved - done < CHUNK_BYTES ? reserved - done : CHUNK_BYTES;
+        result result = add_chunk(start + done, bytes, device);
+        if (result != SUCCESS)
+            return result;
+        done += bytes;
+    }
+    return SUCCESS;
+}
+
+static result allocate(address *pointer, size_t bytes, int device, context current) {
+    size_t reserved = rounded(bytes, GRANULARITY);
+    address start;
+    result result = real.cuMemAddressReserve(&start, reserved, 0, 0, 0);
+    if (result != SUCCESS)
+        return result;
+    result = back_with_chunks(start, reserved, device);
+    struct range *range = result == SUCCESS ? sorted_insert(&ranges, start) : NULL;
+    if (range == NULL) {
+        take_apart(start, reserved);
+        return result == SUCCESS ? OUT_OF_MEMORY : result;
+    }
+    range->bytes = bytes;
+    range->reserved = reserved;
+    range->context = current;
+    range->device = device;
+    *pointer = start;
+    return SUCCESS;
+}
+
+static void note_native(address start, size_t bytes, enum kind kind) {
+    struct range *range = sorted_insert(&ranges, start);
+    if (range == NULL)
+        return; /* counted only */
+    range->bytes = bytes;
+    range->kind = kind;
+}
+
+static result allocate_native(address *pointer, size_t bytes) {
+    result result = real.cuMemAlloc_v2(pointer, bytes);
+    if (result == SUCCESS)
+        note_native(*pointer, bytes, SMALL);
+    return result;
+}
+
+/* OUT_OF_MEMORY means the same here and there. Any other failure: the driver may know a way. */
+static result allocate_large(address *pointer, size_t bytes) {
+    int device;
+    context current = NULL;
+    if (real.cuCtxGetDevice(&device) != SUCCESS || real.cuCtxGetCurrent(&current) != SUCCESS)
+        return real.cuMemAlloc_v2(pointer, bytes);
+    context_note(device, current);
+    result result = allocate(pointer, bytes, device, current);
+    return result == SUCCESS || result == OUT_OF_MEMORY ? result : allocate_native(pointer, bytes);
+}
+
+result replaced_cuMemAlloc_v2(address *pointer, size_t bytes) {
+    if (pointer == NULL)
+        return real.cuMemAlloc_v2(pointer, bytes);
+    table_lock();
+    free_what_was_put_off();
+    bool small = bytes < GRANULARITY || bytes > SIZE_MAX - GRANULARITY;
+    result result = small ? allocate_native(pointer, bytes) : allocate_large(pointer, bytes);
+    table_unlock();
+    return result;
+}
+
+result replaced_cuMemAllocPitch_v2(address *pointer, size_t *pitch, size_t width, size_t height, unsigned element) {
+    size_t row = width <= SIZE_MAX - PITCH_BYTES ? rounded(width, PITCH_BYTES) : 0, bytes;
+    bool known_element = element == 4 || element == 8 || element == 16;
+    if (pointer == NULL || pitch == NULL || row == 0 || !known_element || __builtin_mul_overflow(row, height, &bytes) ||
+        bytes < GRANULARITY || bytes > SIZE_MAX - GRANULARITY)
+        return real.cuMemAllocPitch_v2(pointer, pitch, width, height, element);
+    result result = replaced_cuMemAlloc_v2(pointer, bytes);
+    if (result == SUCCESS)
+        *pitch = row;
+    return result;
+}
+
+result replaced_cuMemAllocManaged(address *pointer, size_t bytes, unsigned flags) {
+    result result = real.cuMemAllocManaged(pointer, bytes, flags);
+    if (result == SUCCESS) {
+        table_lock();
+        note_native(*pointer, bytes, MANAGED);
+        table_unlock();
+    }
+    return result;
+}
+
+/* As cuMemFree does: work that may use the memory is waited for, in the context that it belongs to. */
+static result synchronize(context owner) {
+    context current = NULL;
+    real.cuCtxGetCurrent(&current);
+    result result = real.cuCtxSetCurrent(owner);
+    if (result == SUCCESS)
+        result = real.cuCtxSynchronize();
+    real.cuCtxSetCurrent(current);
+    return result;
+}
+
+static void remove_own(const struct range *range) {
+    address start = range->start;
+    size_t reserved = range->reserved;
+    sorted_remove(&ranges, sorted_place(&ranges, start));
+    take_apart(start, reserved);
+}
+
+static result free_own(struct range *range) {
+    if (range->freed)
+        return INVALID_VALUE;
+    if (captures_open() > 0) { /* to wait now would invalidate the capture */
+        range->freed = true;
+        any_put_off = true;
+        return SUCCESS;
+    }
+    address start = range->start;
+    context owner = range->context;
+    result result = synchronize(owner);
+    if (result == SUCCESS)
+        remove_own(range_of(start));
+    return result;
+}
+
+static result free_native(address pointer) {
+    result result = real.cuMemFree_v2(pointer);
+    struct range *range = result == SUCCESS && pointer != 0 ? range_of(pointer) : NULL;
+    if (range != NULL && range->start == pointer)
+        sorted_remove(&ranges, sorted_place(&ranges, pointer));
+    return result;
+}
+
+result replaced_cuMemFree_v2(address pointer) {
+    table_lock();
+    free_what_was_put_off();
+    struct range *range = range_of(pointer);
+    result result;
+    if (range == NULL || range->kind != OWN)
+        result = free_native(pointer);
+    else
+        result = range->start == pointer ? free_own(range) : INVALID_VALUE;
+    table_unlock();
+    return result;
+}
+
+void free_what_was_put_off(void) {
+    if (!any_put_off || captures_open() > 0)
+        return;
+    any_put_off = false;
+    for (size_t place = 0; place < ranges.count;) {
+        struct range *range = sorted_at(&ranges, place);
+        if (!range->freed) {
+            place++;
+            continue;
+        }
+        synchronize(range->context);
+        remove_own(sorted_at(&ranges, place));
+    }
+}
+
+/* A primary context that others still use has not gone. */
+static bool is_gone(context owner) {
+    return captures_open() == 0 && synchronize(owner) != SUCCESS;
+}
+
+void forget_context(context destroyed, int device) {
+    table_lock();
+    for (size_t place = 0; place < ranges.count;) {
+        const struct range *range = sorted_at(&ranges, place);
+        bool affected = destroyed != NULL ? range->context == destroyed : range->device == device;
+        if (range->kind != OWN || !affected || (destroyed == NULL && !is_gone(range->context))) {
+            place++;
+            continue;
+        }
+        context_forget(range->context);
+        remove_own(range);
+    }
+    if (destroyed != NULL)
+        context_forget(destroyed);
+    table_unlock();
+}

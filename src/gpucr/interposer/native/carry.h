@@ -1,0 +1,16 @@
+/* carry.c: blocks leave the process and come back. Everything wants the table locked and the gate closed and empty. */
+#ifndef GPUCR_INTERPOSER_CARRY_H
+#define GPUCR_INTERPOSER_CARRY_H
+
+#include "interposer.h"
+#include "protocol.h"
+
+uint32_t carry_export(struct block *block, int *descriptor); /* an enum code, as all of these */
+uint32_t carry_drop(void);             /* what was exported to this client */
+uint32_t carry_import(struct block *block, int descriptor, bool renew);
+uint32_t carry_create(struct block *block, int *descriptor);
+void carry_forget_exports(void);       /* the client is gone */
+bool carry_anything_away(void);
+struct record carry_record(const struct block *block);
+
+#endif

@@ -1,0 +1,45 @@
+/*
+ * The gate that every driver call passes. A call is made through a stub (gate_x86_64.S, gate_aarch64.S) with a frame of its
+ * own, between gate_enter and gate_leave. While the gate is closed calls wait in gate_enter.
+ */
+#ifndef GPUCR_INTERPOSER_GATE_H
+#define GPUCR_INTERPOSER_GATE_H
+
+#include "driver.h"
+
+#include <stdbool.h>
+
+/* What a stub kept of the call: the registers that hold its first arguments. The address is that of the stub's frame. */
+struct frame {
+    uint64_t arguments[6];
+};
+
+enum role { ORDINARY, BEGINS_CAPTURE, ENDS_CAPTURE, DESTROYS_STREAM, DESTROYS_CONTEXT, DESTROYS_PRIMARY, STARTS_CUDA, COUNTED };
+
+struct slot { /* one gated function; the stub knows its number */
+    void *_Atomic target; /* what is called: the driver's function, or the one that replaces it. NULL: not looked up yet */
+    const char *name;
+    enum role role;
+    int counter, delta; /* role COUNTED */
+};
+
+extern struct slot gate_slots[]; /* first those of the named stubs (names.inc), then those of the free ones */
+void *gate_enter(struct slot *slot, const struct frame *frame);
+void gate_leave(const struct slot *slot, const struct frame *frame, result result);
+void gate_close(void);
+void gate_open(void);
+bool gate_is_closed(void);
+bool gate_wait_empty(unsigned timeout_ms); /* nobody inside, no capture under way */
+unsigned gate_inside(void);
+void gate_pass_always(void); /* this thread: the agent */
+void gate_in_child(void);
+
+/* captures.c: the streams that are being captured */
+void capture_began(stream stream);
+void capture_ended(stream stream, result result);
+void capture_forget(stream stream);
+void captures_forget_all(void);
+unsigned captures_open(void);
+bool capture_is_mine(void); /* this thread began one of them */
+
+#endif

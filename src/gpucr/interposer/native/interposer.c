@@ -1,0 +1,53 @@
+/* What follows a driver call, fork, and the counters. */
+#include "interposer.h"
+
+#include <pthread.h>
+#include <time.h>
+
+_Atomic int64_t counters[COUNTERS];
+
+uint64_t now_ns(void) {
+    struct timespec now;
+    clock_gettime(CLOCK_MONOTONIC, &now);
+    return (uint64_t)now.tv_sec * 1000000000u + (uint64_t)now.tv_nsec;
+}
+
+/* Still counted as inside: the gate is not found empty before this is done. */
+void after_call(const struct slot *slot, const struct frame *frame, result result) {
+    uint64_t first = frame->arguments[0];
+    if (slot->role == ENDS_CAPTURE)
+        capture_ended((stream)(uintptr_t)first, result);
+    if (result != SUCCESS)
+        return;
+    if (slot->role == BEGINS_CAPTURE)
+        capture_began((stream)(uintptr_t)first);
+    else if (slot->role == DESTROYS_STREAM)
+        capture_forget((stream)(uintptr_t)first);
+    else if (slot->role == COUNTED)
+        atomic_fetch_add(&counters[slot->counter], slot->delta);
+    else if (symbols_complete() && slot->role == STARTS_CUDA)
+        agent_start();
+    else if (symbols_complete() && slot->role == DESTROYS_CONTEXT)
+        forget_context((context)(uintptr_t)first, 0);
+    else if (symbols_complete() && slot->role == DESTROYS_PRIMARY)
+        forget_context(NULL, (int)first);
+}
+
+/* No descriptor of memory is open, and no table half changed, when the process forks. */
+static void before_fork(void) {
+    table_lock();
+}
+
+static void in_parent(void) {
+    table_unlock();
+}
+
+static void in_child(void) {
+    table_in_child();
+    gate_in_child();
+    agent_in_child();
+}
+
+__attribute__((constructor)) static void prepare(void) {
+    pthread_atfork(before_fork, in_parent, in_child);
+}

@@ -1,0 +1,97 @@
+/* What the parts of the interposer need of each other. */
+#ifndef GPUCR_INTERPOSER_H
+#define GPUCR_INTERPOSER_H
+
+#include "gate.h"
+
+#include <stdatomic.h>
+#include <sys/types.h>
+
+#define GRANULARITY ((size_t)2 << 20) /* of VMM memory, on every GPU so far */
+#define CHUNK_BYTES ((size_t)1 << 30) /* a large allocation is made of several blocks, so that one can be renewed at a time */
+#define MAX_DEVICES 64
+
+/* What stays with the driver is counted, so that gpucr knows of it. */
+enum counter { MULTICAST, ARRAYS, POOLS, POOL_ALLOCATIONS, IPC_MEMORY, IPC_EVENTS, PEER_ACCESS, EXTERNAL, DMA_BUF, COUNTERS };
+extern _Atomic int64_t counters[COUNTERS];
+
+/* interposer.c */
+uint64_t now_ns(void);
+void after_call(const struct slot *slot, const struct frame *frame, result result);
+
+/* symbols.c */
+void symbols_describe(struct slot *slot);   /* its role, by its name */
+void *symbols_resolve(struct slot *slot); /* the target of a stub that a program was linked with */
+bool symbols_complete(void);              /* the driver has every function that is needed */
+
+/* table.c: blocks of physical memory, where they are mapped, and address ranges that were given out */
+struct block {
+    handle real;
+    size_t bytes; /* 0: not known (imported) */
+    struct properties asked;
+    bool live, imported, exportable;
+    bool given, dropped; /* to the client of the agent; away */
+    uint16_t generation;
+    uint32_t index;
+    unsigned references, mappings; /* the program's handles, and addresses that show it */
+};
+struct mapping {
+    address start;
+    size_t bytes, offset;
+    uint32_t block;
+    unsigned access_count;
+    struct access *access;
+};
+enum kind { OWN, SMALL, MANAGED };
+struct range {
+    address start;
+    size_t bytes, reserved;
+    enum kind kind;
+    context context;
+    int device;
+    bool freed; /* by the program, while a capture was under way */
+};
+struct sorted { /* records that begin with an address */
+    size_t width, count, room;
+    char *records;
+};
+extern struct sorted mappings, ranges;
+
+void table_lock(void);
+void table_unlock(void);
+void table_in_child(void);
+void *sorted_at(const struct sorted *list, size_t place);
+size_t sorted_place(const struct sorted *list, address start); /* of the first record at or behind `start` */
+void *sorted_insert(struct sorted *list, address start);       /* zeroed but for its start. NULL: no memory */
+void sorted_remove(struct sorted *list, size_t place);
+struct range *range_of(address pointer); /* that holds the pointer; NULL */
+struct mapping *mapping_of(address pointer);
+
+struct block *block_new(handle real, size_t bytes, const struct properties *asked); /* NULL: no memory */
+struct block *block_of(handle virtual);
+struct block *block_number(uint32_t index, uint16_t generation);
+uint32_t block_index(const struct block *block);
+uint32_t block_count(void); /* one more than the highest index */
+struct block *block_at(uint32_t index); /* of a live block */
+handle block_handle(const struct block *block);
+void block_forget_unused(struct block *block); /* releases it when nothing refers to it any more */
+struct mapping *mapping_add(address start, size_t bytes, size_t offset, struct block *block);
+void mapping_remove(size_t place);
+bool mapping_set_access(struct mapping *mapping, const struct access *access, size_t count);
+void context_note(int device, context context);
+context context_of(int device); /* any of the device's that is alive; NULL */
+void context_forget(context context);
+
+/* vmm.c */
+result create_exportable(handle *made, size_t bytes, const struct properties *asked, bool *exportable);
+
+/* allocate.c */
+void free_what_was_put_off(void); /* with the table locked */
+/* The memory of a context goes with it: of the one that was destroyed, or (NULL) of a device's that are gone. */
+void forget_context(context destroyed, int device);
+
+/* agent.c */
+void agent_start(void);
+void agent_in_child(void);
+
+#endif

@@ -1,0 +1,69 @@
+/*
+ * What is spoken on the agent's socket: SOCK_SEQPACKET, one message a packet, little-endian as the machine. A message is a
+ * `struct message` and `count` records; descriptors travel beside it, one for each record that says so.
+ */
+#ifndef GPUCR_INTERPOSER_PROTOCOL_H
+#define GPUCR_INTERPOSER_PROTOCOL_H
+
+#include <stdint.h>
+
+#define PROTOCOL_MAGIC 0x49555047u /* "GPUI" */
+#define PROTOCOL_VERSION 1
+#define MOST_RECORDS 128 /* a message; the kernel passes at most 253 descriptors */
+
+enum operation {
+    HELLO = 1,  /* answer: a = process id as it sees itself, b = thread id of the agent */
+    STATUS,     /* answer: the numbers of `struct status` */
+    CLOSE,      /* a = milliseconds to wait. Answer: a = threads inside, b = captures; the gate is closed whatever they are */
+    OPEN,
+    EXPORT,     /* a = first block. Answer: records with a descriptor each; a = the next block, b = 1: that was all */
+    DROP,       /* everything is unmapped and released; the addresses stay reserved */
+    IMPORT,     /* records with a descriptor each; a = 1: the blocks are renewed, so that they can be exported again */
+    CREATE,     /* records: made anew, empty, at their addresses. Answer: a descriptor for each */
+};
+
+enum code { /* above DRIVER_ERROR: CUresult + DRIVER_ERROR */
+    DONE = 0,
+    MALFORMED = 1,
+    WRONG_VERSION = 2,
+    BUSY = 3,
+    GATE_NOT_CLOSED = 4,
+    SOMEBODY_INSIDE = 5,
+    MEMORY_IS_AWAY = 6,
+    UNKNOWN_BLOCK = 7,
+    NOT_AWAY = 8,
+    NO_DESCRIPTORS = 9,
+    NO_MEMORY = 10,
+    NO_DRIVER = 11,
+    DRIVER_ERROR = 0x10000,
+};
+
+struct message {
+    uint32_t magic;
+    uint16_t version, operation;
+    uint32_t code, count;
+    uint64_t a, b;
+};
+_Static_assert(sizeof(struct message) == 32, "struct message");
+
+enum flag { IMPORTED = 1, CANNOT_LEAVE = 2, AWAY = 4 };
+
+struct record { /* one block */
+    uint32_t block, generation;
+    uint64_t bytes;
+    int32_t location_type, location;
+    uint32_t flags, mappings;
+};
+_Static_assert(sizeof(struct record) == 32, "struct record");
+
+struct status {
+    uint64_t gate_closed, inside, captures;
+    uint64_t blocks, block_bytes;       /* that can leave */
+    uint64_t imported, stuck, stuck_bytes; /* of other processes; that cannot leave */
+    uint64_t away;
+    uint64_t small, small_bytes, managed, managed_bytes;
+    uint64_t multicast, arrays, pools, pool_allocations, ipc_memory, ipc_events, peer_access, external, dma_buf;
+};
+_Static_assert(sizeof(struct status) == 22 * 8, "struct status");
+
+#endif

@@ -1,0 +1,49 @@
+/* The functions that take the place of the driver's. REPLACED(base name, exported name, by base name too) */
+#ifndef GPUCR_INTERPOSER_REPLACED_H
+#define GPUCR_INTERPOSER_REPLACED_H
+
+#include "interposer.h"
+
+/*
+ * cuGetProcAddress knows a function by its base name. Where the address that it gives is not the exported function's, the
+ * base name decides; BY_ADDRESS: only the address does, because newer drivers have another function of that name.
+ */
+#define REPLACEMENTS(X)                                             \
+    X(cuMemAlloc, cuMemAlloc_v2)                                    \
+    X(cuMemAllocPitch, cuMemAllocPitch_v2)                          \
+    X(cuMemAllocManaged, cuMemAllocManaged)                         \
+    X(cuMemFree, cuMemFree_v2)                                      \
+    X(cuMemGetAddressRange, cuMemGetAddressRange_v2)                \
+    X(cuMemCreate, cuMemCreate)                                     \
+    X(cuMemRelease, cuMemRelease)                                   \
+    X(cuMemMap, cuMemMap)                                           \
+    X(cuMemUnmap, cuMemUnmap)                                       \
+    X(cuMemSetAccess, cuMemSetAccess)                               \
+    X(cuMemExportToShareableHandle, cuMemExportToShareableHandle)   \
+    X(cuMemImportFromShareableHandle, cuMemImportFromShareableHandle) \
+    X(cuMemRetainAllocationHandle, cuMemRetainAllocationHandle)     \
+    X(cuMemGetAllocationPropertiesFromHandle, cuMemGetAllocationPropertiesFromHandle) \
+    X(cuPointerGetAttribute, cuPointerGetAttribute)                 \
+    X(cuPointerGetAttributes, cuPointerGetAttributes)               \
+    X(BY_ADDRESS, cuMulticastBindMem)
+
+result replaced_cuMemAlloc_v2(address *pointer, size_t bytes);
+result replaced_cuMemAllocPitch_v2(address *pointer, size_t *pitch, size_t width, size_t height, unsigned element);
+result replaced_cuMemAllocManaged(address *pointer, size_t bytes, unsigned flags);
+result replaced_cuMemFree_v2(address pointer);
+result replaced_cuMemGetAddressRange_v2(address *start, size_t *bytes, address pointer);
+result replaced_cuMemCreate(handle *virtual, size_t bytes, const struct properties *asked, unsigned long long flags);
+result replaced_cuMemRelease(handle virtual);
+result replaced_cuMemMap(address start, size_t bytes, size_t offset, handle virtual, unsigned long long flags);
+result replaced_cuMemUnmap(address start, size_t bytes);
+result replaced_cuMemSetAccess(address start, size_t bytes, const struct access *access, size_t count);
+result replaced_cuMemExportToShareableHandle(void *shareable, handle virtual, int type, unsigned long long flags);
+result replaced_cuMemImportFromShareableHandle(handle *virtual, void *shareable, int type);
+result replaced_cuMemRetainAllocationHandle(handle *virtual, void *pointer);
+result replaced_cuMemGetAllocationPropertiesFromHandle(struct properties *properties, handle virtual);
+result replaced_cuMulticastBindMem(handle multicast, size_t multicast_offset, handle virtual, size_t offset,
+                                   size_t bytes, unsigned long long flags);
+result replaced_cuPointerGetAttribute(void *data, int attribute, address pointer);
+result replaced_cuPointerGetAttributes(unsigned count, int *attributes, void **data, address pointer);
+
+#endif

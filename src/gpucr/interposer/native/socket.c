@@ -1,0 +1,111 @@
+#include "socket.h"
+
+#include <errno.h>
+#include <fcntl.h>
+#include <stdio.h>
+#include <stdlib.h>
+#include <string.h>
+#include <sys/socket.h>
+#include <sys/stat.h>
+#include <sys/un.h>
+#include <unistd.h>
+
+#define FOLDER_VARIABLE "GPUCR_INTERPOSER_DIR"
+
+/* Ours alone, and no link that somebody else put there. */
+static bool open_folder(const char *path, int *folder) {
+    struct stat status;
+    if (mkdir(path, 0700) < 0 && errno != EEXIST)
+        return false;
+    *folder = open(path, O_PATH | O_DIRECTORY | O_NOFOLLOW | O_CLOEXEC);
+    if (*folder < 0)
+        return false;
+    if (fstat(*folder, &status) == 0 && status.st_uid == geteuid() && (status.st_mode & 077) == 0)
+        return true;
+    close(*folder);
+    return false;
+}
+
+int socket_listen(void) {
+    struct sockaddr_un address = {.sun_family = AF_UNIX};
+    char path[sizeof address.sun_path - sizeof "/4294967295"], name[32];
+    const char *wanted = getenv(FOLDER_VARIABLE);
+    int length = wanted != NULL ? snprintf(path, sizeof path, "%s", wanted)
+                                : snprintf(path, sizeof path, "/tmp/gpucr-interposer-%u", geteuid());
+    int folder, listening;
+    if (length < 0 || (size_t)length >= sizeof path || path[0] != '/' || !open_folder(path, &folder))
+        return -1;
+    snprintf(name, sizeof name, "%d", getpid());
+    unlinkat(folder, name, 0); /* of a process that had this number */
+    close(folder);
+    strcpy(stpcpy(stpcpy(address.sun_path, path), "/"), name); /* there is room: see `path` */
+    listening = socket(AF_UNIX, SOCK_SEQPACKET | SOCK_CLOEXEC | SOCK_NONBLOCK, 0);
+    if (listening < 0)
+        return -1;
+    if (bind(listening, (const struct sockaddr *)&address, sizeof address) < 0 || listen(listening, 4) < 0) {
+        close(listening);
+        return -1;
+    }
+    return listening;
+}
+
+int socket_accept(int listening) {
+    struct ucred peer;
+    socklen_t size = sizeof peer;
+    int client = accept4(listening, NULL, NULL, SOCK_CLOEXEC);
+    if (client < 0)
+        return -1;
+    if (getsockopt(client, SOL_SOCKET, SO_PEERCRED, &peer, &size) == 0 && (peer.uid == 0 || peer.uid == geteuid()))
+        return client;
+    close(client);
+    return -1;
+}
+
+void packet_close(struct packet *packet) {
+    while (packet->descriptor_count > 0)
+        close(packet->descriptors[--packet->descriptor_count]);
+}
+
+/* The control buffer holds MOST_RECORDS; the kernel closes what does not fit. */
+static void take_descriptors(struct msghdr *message, struct packet *packet) {
+    for (struct cmsghdr *control = CMSG_FIRSTHDR(message); control != NULL; control = CMSG_NXTHDR(message, control)) {
+        if (control->cmsg_level != SOL_SOCKET || control->cmsg_type != SCM_RIGHTS)
+            continue;
+        packet->descriptor_count = (unsigned)((control->cmsg_len - CMSG_LEN(0)) / sizeof(int));
+        memcpy(packet->descriptors, CMSG_DATA(control), packet->descriptor_count * sizeof(int));
+    }
+}
+
+enum received socket_receive(int client, struct packet *packet) {
+    _Alignas(struct cmsghdr) char control[CMSG_SPACE(sizeof packet->descriptors)];
+    struct iovec parts[] = {{&packet->head, sizeof packet->head}, {packet->records, sizeof packet->records}};
+    struct msghdr message = {.msg_iov = parts, .msg_iovlen = 2, .msg_control = control, .msg_controllen = sizeof control};
+    packet->descriptor_count = 0;
+    ssize_t got = recvmsg(client, &message, MSG_CMSG_CLOEXEC | MSG_DONTWAIT);
+    if (got < 0)
+        return errno == EAGAIN || errno == EINTR ? NOTHING : GONE;
+    if (got == 0)
+        return GONE;
+    take_descriptors(&message, packet);
+    const struct message *head = &packet->head;
+    bool well = (message.msg_flags & MSG_TRUNC) == 0 && (size_t)got >= sizeof *head && head->magic == PROTOCOL_MAGIC &&
+                head->count <= MOST_RECORDS && (size_t)got == sizeof *head + head->count * sizeof(struct record);
+    return well ? WELL : BAD;
+}
+
+bool socket_send(int client, const struct packet *packet, const void *payload, unsigned payload_bytes) {
+    _Alignas(struct cmsghdr) char control[CMSG_SPACE(sizeof packet->descriptors)] = {0};
+    struct iovec parts[] = {{(void *)&packet->head, sizeof packet->head}, {(void *)payload, payload_bytes}};
+    struct msghdr message = {.msg_iov = parts, .msg_iovlen = 2};
+    if (packet->descriptor_count > 0) {
+        size_t bytes = packet->descriptor_count * sizeof(int);
+        message.msg_control = control;
+        message.msg_controllen = CMSG_SPACE(bytes);
+        struct cmsghdr *first = CMSG_FIRSTHDR(&message);
+        first->cmsg_level = SOL_SOCKET;
+        first->cmsg_type = SCM_RIGHTS;
+        first->cmsg_len = CMSG_LEN(bytes);
+        memcpy(CMSG_DATA(first), packet->descriptors, bytes);
+    }
+    return sendmsg(client, &message, MSG_NOSIGNAL) >= 0;
+}

@@ -1,0 +1,22 @@
+/* socket.c: the agent's socket, and messages on it. */
+#ifndef GPUCR_INTERPOSER_SOCKET_H
+#define GPUCR_INTERPOSER_SOCKET_H
+
+#include "protocol.h"
+
+#include <stdbool.h>
+
+struct packet {
+    struct message head;
+    struct record records[MOST_RECORDS];
+    int descriptors[MOST_RECORDS];
+    unsigned descriptor_count;
+};
+
+int socket_listen(void); /* -1: there is no folder for it that only its owner can use */
+int socket_accept(int listening); /* -1: nobody who may */
+enum received { GONE, WELL, BAD, NOTHING } socket_receive(int client, struct packet *packet);
+bool socket_send(int client, const struct packet *packet, const void *payload, unsigned payload_bytes);
+void packet_close(struct packet *packet); /* its descriptors */
+
+#endif

@@ -1,0 +1,176 @@
+"""Messages on the agent's socket, as native/protocol.h lays them out."""
+
+from __future__ import annotations
+
+import enum
+import struct
+from collections.abc import Sequence
+from dataclasses import dataclass, fields
+
+MAGIC = 0x49555047
+VERSION = 1
+MOST_RECORDS = 128
+DRIVER_ERROR = 0x10000
+
+_HEAD = struct.Struct("<IHHIIQQ")
+_RECORD = struct.Struct("<IIQiiII")
+MOST_BYTES = _HEAD.size + MOST_RECORDS * _RECORD.size
+
+
+class Operation(enum.IntEnum):
+    """What can be asked."""
+
+    HELLO = 1
+    STATUS = 2
+    CLOSE = 3
+    OPEN = 4
+    EXPORT = 5
+    DROP = 6
+    IMPORT = 7
+    CREATE = 8
+
+
+class Code(enum.IntEnum):
+    """Why something was not done."""
+
+    DONE = 0
+    MALFORMED = 1
+    WRONG_VERSION = 2
+    BUSY = 3
+    GATE_NOT_CLOSED = 4
+    SOMEBODY_INSIDE = 5
+    MEMORY_IS_AWAY = 6
+    UNKNOWN_BLOCK = 7
+    NOT_AWAY = 8
+    NO_DESCRIPTORS = 9
+    NO_MEMORY = 10
+    NO_DRIVER = 11
+
+
+class Flag(enum.IntFlag):
+    """What a block is besides memory of this process that can leave."""
+
+    IMPORTED = 1
+    CANNOT_LEAVE = 2
+    AWAY = 4
+
+
+class Refused(Exception):
+    """The agent did not do it: ``code`` is a Code, or the driver's CUresult above DRIVER_ERROR."""
+
+    def __init__(self, operation: Operation, code: int) -> None:
+        self.operation, self.code = operation, code
+        super().__init__(f"the agent did not {operation.name.lower()}: {self.reason}")
+
+    @property
+    def result(self) -> int | None:
+        """The driver's result; None: it was not the driver."""
+        return self.code - DRIVER_ERROR if self.code >= DRIVER_ERROR else None
+
+    @property
+    def reason(self) -> str:
+        """In words."""
+        if self.result is not None:
+            return f"the driver's result was {self.result}"
+        try:
+            return Code(self.code).name.lower().replace("_", " ")
+        except ValueError:
+            return f"unknown code {self.code}"
+
+
+class BadAnswer(Exception):
+    """What came is not of this protocol."""
+
+
+@dataclass(frozen=True)
+class Block:
+    """One piece of physical memory of the process. ``bytes`` is 0 where it was imported."""
+
+    index: int
+    generation: int
+    bytes: int
+    location_type: int
+    location: int
+    flags: Flag
+    mappings: int
+
+    def pack(self) -> bytes:
+        """As the agent reads it."""
+        return _RECORD.pack(
+            self.index, self.generation, self.bytes, self.location_type, self.location, self.flags, self.mappings
+        )
+
+
+@dataclass(frozen=True)
+class Status:
+    """What the process has, and where its gate stands."""
+
+    gate_closed: int
+    inside: int
+    captures: int
+    blocks: int
+    block_bytes: int
+    imported: int
+    stuck: int
+    stuck_bytes: int
+    away: int
+    small: int
+    small_bytes: int
+    managed: int
+    managed_bytes: int
+    multicast: int
+    arrays: int
+    pools: int
+    pool_allocations: int
+    ipc_memory: int
+    ipc_events: int
+    peer_access: int
+    external: int
+    dma_buf: int
+
+
+@dataclass(frozen=True)
+class Answer:
+    """A message of the agent's: its two numbers and what follows them."""
+
+    code: int
+    a: int
+    b: int
+    count: int
+    payload: bytes
+
+    def blocks(self) -> list[Block]:
+        """The records. Raises BadAnswer where there are fewer than it says."""
+        if len(self.payload) != self.count * _RECORD.size:
+            raise BadAnswer("the agent's records are cut short")
+        return [
+            Block(index, generation, size, kind, location, Flag(flags), mappings)
+            for index, generation, size, kind, location, flags, mappings in _RECORD.iter_unpack(self.payload)
+        ]
+
+    def status(self) -> Status:
+        """The numbers of a status. Raises BadAnswer."""
+        layout = struct.Struct(f"<{len(fields(Status))}Q")
+        if len(self.payload) != layout.size:
+            raise BadAnswer("the agent's status has another length")
+        return Status(*layout.unpack(self.payload))
+
+
+def request(operation: Operation, a: int = 0, b: int = 0, blocks: Sequence[Block] = ()) -> bytes:
+    """A packet for the agent."""
+    head = _HEAD.pack(MAGIC, VERSION, operation, 0, len(blocks), a, b)
+    return head + b"".join(block.pack() for block in blocks)
+
+
+def parse(packet: bytes, operation: Operation) -> Answer:
+    """The agent's packet. Raises BadAnswer where it is none, or the answer to something else."""
+    if len(packet) < _HEAD.size:
+        raise BadAnswer("the agent's answer is cut short")
+    magic, version, answered, code, count, a, b = _HEAD.unpack_from(packet)
+    if magic != MAGIC or count > MOST_RECORDS:
+        raise BadAnswer("what answers is not an agent")
+    if code == Code.BUSY:
+        return Answer(code, a, b, count, b"")
+    if version != VERSION or (answered != operation and code == Code.DONE):
+        raise BadAnswer(f"the agent answers {answered} in version {version}, asked was {operation} in {VERSION}")
+    return Answer(code, a, b, count, packet[_HEAD.size :])
