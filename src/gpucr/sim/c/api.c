@@ -200,6 +200,8 @@ EXPORT int cuCtxGetDevice(int *ordinal) {
 static enum result synchronize(void) {
     if (current_device() == NULL)
         return INVALID_CONTEXT;
+    if (graph_forbids())
+        return STREAM_CAPTURE_UNSUPPORTED;
     streams_wait_all(false);
     return SUCCESS;
 }
@@ -230,7 +232,10 @@ EXPORT int cuMemAllocManaged(uint64_t *pointer, size_t bytes, unsigned flags) {
 }
 
 /* Synchronous calls wait for the default stream, which waits for all streams that are not NON_BLOCKING. */
-#define IN_ORDER(call) (current_device() == NULL ? INVALID_CONTEXT : (streams_wait_all(true), (call)))
+#define IN_ORDER(call)                                  \
+    (current_device() == NULL ? INVALID_CONTEXT         \
+     : graph_forbids()        ? STREAM_CAPTURE_UNSUPPORTED \
+                              : (streams_wait_all(true), (call)))
 
 EXPORT int cuMemFree_v2(uint64_t pointer) {
     GATED(IN_ORDER(memory_free(pointer)));
@@ -250,6 +255,22 @@ EXPORT int cuMemcpyDtoD_v2(uint64_t to, uint64_t from, size_t bytes) {
 
 EXPORT int cuMemsetD8_v2(uint64_t pointer, unsigned char value, size_t bytes) {
     GATED(IN_ORDER(memory_set(pointer, value, bytes)));
+}
+
+static enum result address_range(uint64_t *start, size_t *bytes, uint64_t pointer) {
+    struct location at;
+    uint64_t size_bytes;
+    if (!memory_locate(pointer, &at, &size_bytes))
+        return INVALID_VALUE;
+    if (start != NULL)
+        *start = at.base + at.offset;
+    if (bytes != NULL)
+        *bytes = size_bytes;
+    return SUCCESS;
+}
+
+EXPORT int cuMemGetAddressRange_v2(uint64_t *start, size_t *bytes, uint64_t pointer) {
+    GATED(address_range(start, bytes, pointer));
 }
 
 static enum result get_info(size_t *free_bytes, size_t *total_bytes) {

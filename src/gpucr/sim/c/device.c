@@ -63,6 +63,7 @@ static void in_child(void) {
     forked = true;
     memory_close_files();
     views_close_files();
+    vmm_close_files();
 #ifndef GPUCR_SIM_OLD_DRIVER
     control_close_in_child();
 #endif

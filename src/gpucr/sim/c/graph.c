@@ -18,9 +18,15 @@ struct graph {
 /* One capture at a time: it is a property of the stream, and the simulator's streams do not know of graphs. */
 static struct stream *capturing;
 static struct graph *captured;
+static bool spoilt; /* by a call that may not be made meanwhile; the capture goes on until its end is asked for */
 
 bool graph_captures(const struct stream *stream) {
     return capturing != NULL && stream == capturing;
+}
+
+bool graph_forbids(void) {
+    spoilt = capturing != NULL;
+    return spoilt;
 }
 
 enum result graph_take(void *function, uint64_t threads, void **parameters) {
@@ -55,25 +61,13 @@ static enum result begin(struct stream *stream) {
     if (captured == NULL)
         return OUT_OF_MEMORY;
     capturing = stream;
+    spoilt = false;
     return SUCCESS;
 }
 
 EXPORT int cuStreamBeginCapture_v2(struct stream *stream, int mode) {
     (void)mode;
     GATED(current_device() == NULL ? INVALID_CONTEXT : begin(stream));
-}
-
-static enum result end(struct stream *stream, struct graph **graph) {
-    if (!graph_captures(stream))
-        return INVALID_VALUE;
-    *graph = captured;
-    capturing = NULL;
-    captured = NULL;
-    return SUCCESS;
-}
-
-EXPORT int cuStreamEndCapture(struct stream *stream, struct graph **graph) {
-    GATED(graph == NULL ? INVALID_VALUE : end(stream, graph));
 }
 
 static void destroy(struct graph *graph) {
@@ -83,6 +77,30 @@ static void destroy(struct graph *graph) {
         free(node);
     }
     free(graph);
+}
+
+static enum result end(struct stream *stream, struct graph **graph) {
+    if (!graph_captures(stream))
+        return INVALID_VALUE;
+    *graph = spoilt ? NULL : captured;
+    if (spoilt)
+        destroy(captured);
+    capturing = NULL;
+    captured = NULL;
+    return spoilt ? STREAM_CAPTURE_INVALIDATED : SUCCESS;
+}
+
+static enum result is_capturing(const struct stream *stream, int *status) {
+    *status = !graph_captures(stream) ? 0 : spoilt ? 2 : 1;
+    return SUCCESS;
+}
+
+EXPORT int cuStreamIsCapturing(struct stream *stream, int *status) {
+    GATED(status == NULL ? INVALID_VALUE : is_capturing(stream, status));
+}
+
+EXPORT int cuStreamEndCapture(struct stream *stream, struct graph **graph) {
+    GATED(graph == NULL ? INVALID_VALUE : end(stream, graph));
 }
 
 /* An executable graph is a copy: the graph that it was made of may go. */

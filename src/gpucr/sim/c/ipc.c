@@ -36,7 +36,7 @@ static enum result open_handle(uint64_t *pointer, const struct ipc_handle *handl
     if (reserved == MAP_FAILED)
         return OUT_OF_MEMORY;
     *pointer = (uint64_t)(uintptr_t)reserved;
-    return view_add(*pointer, handle->size_bytes, &handle->at, VIEW_IPC);
+    return view_add(*pointer, handle->size_bytes, &handle->at, VIEW_IPC, NULL);
 }
 
 EXPORT int cuIpcOpenMemHandle_v2(uint64_t *pointer, struct ipc_handle handle, unsigned flags) {

@@ -45,6 +45,7 @@
     X(cuMemAllocManaged, 6000, )               \
     X(cuMemFree, 3020, _v2)                    \
     X(cuMemGetInfo, 3020, _v2)                 \
+    X(cuMemGetAddressRange, 3020, _v2)         \
     X(cuMemcpyHtoD, 3020, _v2)                 \
     X(cuMemcpyDtoH, 3020, _v2)                 \
     X(cuMemcpyDtoD, 3020, _v2)                 \
@@ -70,6 +71,8 @@
     X(cuMemSetAccess, 10020, )                 \
     X(cuMemExportToShareableHandle, 10020, )   \
     X(cuMemImportFromShareableHandle, 10020, ) \
+    X(cuMemRetainAllocationHandle, 11000, )    \
+    X(cuMemGetAllocationPropertiesFromHandle, 10020, ) \
     X(cuModuleLoadData, 2000, )                \
     X(cuModuleGetFunction, 2000, )             \
     X(cuLaunchKernel, 4000, )                  \
@@ -88,6 +91,7 @@
     X(cuStreamQuery, 2000, )                   \
     X(cuStreamBeginCapture, 10010, _v2)        \
     X(cuStreamEndCapture, 10000, )             \
+    X(cuStreamIsCapturing, 10000, )            \
     X(cuGraphInstantiateWithFlags, 11040, )    \
     X(cuGraphLaunch, 10000, )                  \
     X(cuGraphExecDestroy, 10000, )             \

@@ -54,7 +54,9 @@ static enum result do_checkpoint(const struct fault *fault) {
     if (memory_has_managed())
         return NOT_SUPPORTED;
     sleep_ms(fixed_cost_ms);
-    enum result result = staging_fill(midway, fault);
+    enum result result = vmm_take_back();
+    if (result == SUCCESS)
+        result = staging_fill(midway, fault);
     if (result != SUCCESS)
         return result;
     streams_forget_time();

@@ -31,6 +31,7 @@ enum result {
     HOST_MEMORY_NOT_REGISTERED = 713,
     NOT_SUPPORTED = 801,
     STREAM_CAPTURE_UNSUPPORTED = 900,
+    STREAM_CAPTURE_INVALIDATED = 901,
     UNKNOWN = 999,
 };
 
@@ -135,9 +136,11 @@ enum result memory_claim(const struct machine *machine, const uint32_t *machine_
 /* view.c: addresses of device memory that was mapped there */
 bool view_reachable(const struct location *at);
 enum view_kind { VIEW_OWN, VIEW_IMPORTED, VIEW_IPC }; /* the first two are mapped with the VMM calls */
-enum result view_add(uint64_t address, uint64_t size_bytes, const struct location *at, enum view_kind kind);
+enum result view_add(uint64_t address, uint64_t size_bytes, const struct location *at, enum view_kind kind,
+                     const int *shared);
 bool view_remove(uint64_t address, enum view_kind kind); /* mapped with the VMM calls, or opened by CUDA IPC */
 bool view_is_open(enum view_kind kind);
+bool view_at(uint64_t address, struct location *at); /* what the VMM calls have mapped there */
 bool view_shows(const struct location *at);
 bool view_find(uint64_t pointer, uint64_t size_bytes, int *fd, uint64_t *offset);
 void views_close_files(void);
@@ -147,6 +150,9 @@ bool host_memory_holds(uint64_t pointer, uint64_t size_bytes);
 void peer_note_copy(uint64_t to, uint64_t from);
 bool peer_was_used(void);
 bool vmm_is_imported(void);
+enum result vmm_take_back(void); /* exported memory into the process's own: the driver saves it like any other */
+void vmm_close_files(void);
+bool graph_forbids(void); /* a call that may not be made while a stream is captured: the capture is spoilt */
 void events_forget_time(void);
 
 /* context.c */

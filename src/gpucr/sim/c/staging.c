@@ -76,6 +76,7 @@ void hardware_look(void) {
 void hardware_close(void) {
     memory_close_files();
     views_close_files();
+    vmm_close_files();
     if (hardware_fd >= 0)
         close(hardware_fd);
     hardware_fd = -1;

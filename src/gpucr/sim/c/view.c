@@ -21,6 +21,7 @@ struct view {
     struct location at;
     enum view_kind kind;
     int fd; /* of another process's memory; -1: not open */
+    const int *shared; /* memory that has a file of its own (VMM); NULL, or -1 behind it: it has not */
     struct view *next;
 };
 
@@ -54,11 +55,12 @@ bool view_reachable(const struct location *at) {
     return fd >= 0;
 }
 
-enum result view_add(uint64_t address, uint64_t size_bytes, const struct location *at, enum view_kind kind) {
+enum result view_add(uint64_t address, uint64_t size_bytes, const struct location *at, enum view_kind kind,
+                     const int *shared) {
     struct view *made = calloc(1, sizeof *made);
     if (made == NULL)
         return OUT_OF_MEMORY;
-    *made = (struct view){address, size_bytes, *at, kind, -1, views};
+    *made = (struct view){address, size_bytes, *at, kind, -1, shared, views};
     views = made;
     return SUCCESS;
 }
@@ -91,13 +93,25 @@ bool view_shows(const struct location *at) {
     return false;
 }
 
+bool view_at(uint64_t address, struct location *at) {
+    for (const struct view *view = views; view != NULL; view = view->next)
+        if (view->kind != VIEW_IPC && address >= view->address && address - view->address < view->size_bytes) {
+            *at = view->at;
+            return true;
+        }
+    return false;
+}
+
 bool view_find(uint64_t pointer, uint64_t size_bytes, int *fd, uint64_t *offset) {
     for (struct view *view = views; view != NULL; view = view->next) {
         if (pointer < view->address || pointer - view->address >= view->size_bytes ||
             size_bytes > view->size_bytes - (pointer - view->address))
             continue;
         *offset = view->at.offset + (pointer - view->address);
-        if (view->at.owner == getpid()) {
+        if (view->shared != NULL && *view->shared >= 0) {
+            *offset = pointer - view->address;
+            *fd = *view->shared;
+        } else if (view->at.owner == getpid()) {
             *fd = memory_file(view->at.base);
         } else {
             if (view->fd < 0)

@@ -1,9 +1,12 @@
 /* The VMM calls: physical memory without an address, addresses without memory, and handles that travel as descriptors. */
 #include "calls.h"
 
+#include <errno.h>
+#include <fcntl.h>
 #include <stdlib.h>
 #include <string.h>
 #include <sys/mman.h>
+#include <sys/stat.h>
 #include <unistd.h>
 
 #define GRANULARITY_BYTES (2u << 20)
@@ -18,31 +21,33 @@ struct properties { /* CUmemAllocationProp */
 _Static_assert(sizeof(struct properties) == 32, "CUmemAllocationProp");
 
 struct allocation {
-    struct location at;
+    struct location at; /* owner 0: imported, and `offset` tells it from others */
     uint64_t size_bytes;
     uint64_t pointer; /* of our own memory; 0: imported */
-    bool may_leave;
-    bool released; /* and kept until it is unmapped, as the driver does */
+    struct properties properties;
+    int shared; /* the file that holds the bytes since it was exported, or imported; -1: they are in our own memory */
+    unsigned references; /* 0: released, and kept until it is unmapped, as the driver does */
     struct allocation *next;
 };
 
-struct shared_memory { /* what the descriptor holds */
+struct shared_memory { /* behind the bytes in that file */
     uint64_t magic, size_bytes;
-    struct location at;
+    struct properties properties;
 };
 
 static struct allocation *allocations;
+static uint64_t imports;
 
 bool vmm_is_imported(void) {
     for (const struct allocation *each = allocations; each != NULL; each = each->next)
-        if (each->pointer == 0 && !each->released)
+        if (each->pointer == 0 && each->references > 0)
             return true;
     return view_is_open(VIEW_IMPORTED);
 }
 
 static struct allocation *known(uint64_t handle) {
     for (struct allocation *each = allocations; each != NULL; each = each->next)
-        if ((uint64_t)(uintptr_t)each == handle && !each->released)
+        if ((uint64_t)(uintptr_t)each == handle && each->references > 0)
             return each;
     return NULL;
 }
@@ -72,7 +77,7 @@ EXPORT int cuMemGetAllocationGranularity(size_t *bytes, const struct properties 
 
 static enum result create(uint64_t *handle, uint64_t size_bytes, const struct properties *properties) {
     struct device *device = device_at(properties->location);
-    struct allocation allocation = {.size_bytes = size_bytes};
+    struct allocation allocation = {.size_bytes = size_bytes, .properties = *properties, .shared = -1, .references = 1};
     uint64_t whole;
     if (device == NULL || !valid_size(size_bytes))
         return INVALID_VALUE;
@@ -80,7 +85,6 @@ static enum result create(uint64_t *handle, uint64_t size_bytes, const struct pr
     if (result != SUCCESS)
         return result;
     memory_locate(allocation.pointer, &allocation.at, &whole);
-    allocation.may_leave = (properties->handle_types & POSIX_DESCRIPTOR) != 0;
     return remember(&allocation, handle);
 }
 
@@ -92,13 +96,15 @@ EXPORT int cuMemCreate(uint64_t *handle, size_t bytes, const struct properties *
 static void forget_unused(void) {
     for (struct allocation **link = &allocations; *link != NULL;) {
         struct allocation *each = *link;
-        if (!each->released || view_shows(&each->at)) {
+        if (each->references > 0 || view_shows(&each->at)) {
             link = &each->next;
             continue;
         }
         *link = each->next;
         if (each->pointer != 0)
             memory_free(each->pointer);
+        if (each->shared >= 0)
+            close(each->shared);
         free(each);
     }
 }
@@ -107,7 +113,7 @@ static enum result release(uint64_t handle) {
     struct allocation *allocation = known(handle);
     if (allocation == NULL)
         return INVALID_VALUE;
-    allocation->released = true;
+    allocation->references--;
     forget_unused();
     return SUCCESS;
 }
@@ -143,7 +149,8 @@ static enum result map(uint64_t address, uint64_t size_bytes, uint64_t offset, u
     const struct allocation *allocation = known(handle);
     if (allocation == NULL || offset != 0 || size_bytes != allocation->size_bytes)
         return INVALID_VALUE;
-    return view_add(address, size_bytes, &allocation->at, allocation->pointer == 0 ? VIEW_IMPORTED : VIEW_OWN);
+    return view_add(address, size_bytes, &allocation->at, allocation->pointer == 0 ? VIEW_IMPORTED : VIEW_OWN,
+                    &allocation->shared);
 }
 
 EXPORT int cuMemMap(uint64_t address, size_t bytes, size_t offset, uint64_t handle, unsigned long long flags) {
@@ -172,20 +179,67 @@ EXPORT int cuMemSetAccess(uint64_t address, size_t bytes, const void *descriptor
     GATED(count == 0 ? INVALID_VALUE : set_access(address, bytes, descriptors));
 }
 
-static enum result export_memory(int *descriptor, uint64_t handle) {
-    const struct allocation *allocation = known(handle);
-    if (allocation == NULL || !allocation->may_leave)
-        return INVALID_VALUE;
-    struct shared_memory content = {SHARED_MAGIC, allocation->size_bytes, allocation->at};
-    int fd = memfd_create("gpucr-sim-shared", MFD_CLOEXEC);
+/* As much as there is data: device memory is large and mostly empty. */
+static bool copy_bytes(int to, uint64_t to_offset, int from, uint64_t from_offset, uint64_t size_bytes) {
+    static char buffer[1 << 20];
+    const off_t end = (off_t)(from_offset + size_bytes);
+    for (off_t at = (off_t)from_offset; at < end;) {
+        off_t data = lseek(from, at, SEEK_DATA);
+        if (data < 0 || data >= end)
+            return data >= 0 || errno == ENXIO;
+        size_t part = (uint64_t)(end - data) < sizeof buffer ? (size_t)(end - data) : sizeof buffer;
+        ssize_t got = pread(from, buffer, part, data);
+        if (got <= 0 || pwrite(to, buffer, (size_t)got, (off_t)to_offset + data - (off_t)from_offset) != got)
+            return false;
+        at = data + got;
+    }
+    return true;
+}
+
+/* From now on the bytes are in a file of their own: whoever has it keeps them, whatever becomes of this process. */
+static enum result share(struct allocation *allocation) {
+    struct shared_memory content = {SHARED_MAGIC, allocation->size_bytes, allocation->properties};
+    int fd = memfd_create("gpucr-sim-vmm", MFD_CLOEXEC);
     if (fd < 0)
         return OPERATING_SYSTEM;
-    if (pwrite(fd, &content, sizeof content, 0) != (ssize_t)sizeof content) {
+    if (pwrite(fd, &content, sizeof content, (off_t)allocation->size_bytes) != (ssize_t)sizeof content ||
+        !copy_bytes(fd, 0, memory_file(allocation->at.base), allocation->at.offset, allocation->size_bytes)) {
         close(fd);
         return OPERATING_SYSTEM;
     }
-    *descriptor = fd;
+    allocation->shared = fd;
     return SUCCESS;
+}
+
+static enum result export_memory(int *descriptor, uint64_t handle) {
+    struct allocation *allocation = known(handle);
+    if (allocation == NULL || allocation->pointer == 0 || (allocation->properties.handle_types & POSIX_DESCRIPTOR) == 0)
+        return INVALID_VALUE; /* also what was imported (measured, driver 580) */
+    enum result result = allocation->shared < 0 ? share(allocation) : SUCCESS;
+    if (result != SUCCESS)
+        return result;
+    *descriptor = fcntl(allocation->shared, F_DUPFD_CLOEXEC, 3);
+    return *descriptor < 0 ? OPERATING_SYSTEM : SUCCESS;
+}
+
+enum result vmm_take_back(void) {
+    for (struct allocation *each = allocations; each != NULL; each = each->next) {
+        if (each->shared < 0 || each->pointer == 0)
+            continue;
+        if (!copy_bytes(memory_file(each->at.base), each->at.offset, each->shared, 0, each->size_bytes))
+            return UNKNOWN;
+        close(each->shared);
+        each->shared = -1;
+    }
+    return SUCCESS;
+}
+
+void vmm_close_files(void) {
+    for (struct allocation *each = allocations; each != NULL; each = each->next) {
+        if (each->shared >= 0)
+            close(each->shared);
+        each->shared = -1;
+    }
 }
 
 EXPORT int cuMemExportToShareableHandle(void *shareable, uint64_t handle, int type, unsigned long long flags) {
@@ -195,14 +249,51 @@ EXPORT int cuMemExportToShareableHandle(void *shareable, uint64_t handle, int ty
 
 static enum result import_memory(uint64_t *handle, int descriptor) {
     struct shared_memory content;
-    if (pread(descriptor, &content, sizeof content, 0) != (ssize_t)sizeof content || content.magic != SHARED_MAGIC ||
-        !view_reachable(&content.at))
+    struct stat status;
+    if (fstat(descriptor, &status) < 0 || status.st_size <= (off_t)sizeof content ||
+        pread(descriptor, &content, sizeof content, status.st_size - (off_t)sizeof content) != (ssize_t)sizeof content ||
+        content.magic != SHARED_MAGIC || content.size_bytes != (uint64_t)status.st_size - sizeof content)
         return INVALID_VALUE;
-    struct allocation allocation = {.at = content.at, .size_bytes = content.size_bytes};
-    return remember(&allocation, handle);
+    struct allocation allocation = {.at = {.offset = ++imports}, .size_bytes = content.size_bytes, .references = 1,
+                                    .properties = content.properties, .shared = fcntl(descriptor, F_DUPFD_CLOEXEC, 3)};
+    if (allocation.shared < 0)
+        return OPERATING_SYSTEM;
+    enum result result = remember(&allocation, handle);
+    if (result != SUCCESS)
+        close(allocation.shared);
+    return result;
 }
 
 EXPORT int cuMemImportFromShareableHandle(uint64_t *handle, void *shareable, int type) {
     GATED(handle == NULL || type != POSIX_DESCRIPTOR ? INVALID_VALUE
                                                      : import_memory(handle, (int)(intptr_t)shareable));
+}
+
+static enum result retain(uint64_t *handle, uint64_t address) {
+    struct location at;
+    if (!view_at(address, &at))
+        return INVALID_VALUE;
+    for (struct allocation *each = allocations; each != NULL; each = each->next)
+        if (each->at.base == at.base && each->at.offset == at.offset && each->at.owner == at.owner) {
+            each->references++;
+            *handle = (uint64_t)(uintptr_t)each;
+            return SUCCESS;
+        }
+    return INVALID_VALUE;
+}
+
+EXPORT int cuMemRetainAllocationHandle(uint64_t *handle, void *address) {
+    GATED(handle == NULL ? INVALID_VALUE : retain(handle, (uint64_t)(uintptr_t)address));
+}
+
+static enum result tell_properties(struct properties *properties, uint64_t handle) {
+    const struct allocation *allocation = known(handle);
+    if (allocation == NULL)
+        return INVALID_VALUE;
+    *properties = allocation->properties;
+    return SUCCESS;
+}
+
+EXPORT int cuMemGetAllocationPropertiesFromHandle(struct properties *properties, uint64_t handle) {
+    GATED(properties == NULL ? INVALID_VALUE : tell_properties(properties, handle));
 }
