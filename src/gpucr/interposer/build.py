@@ -12,7 +12,7 @@ SOURCES = Path(__file__).parent / "native"
 LIBRARY = "libgpucr-interposer.so"
 _SLOT_BYTES, _FREE_STUBS = 32, 1024
 FLAGS = (
-    "-std=c11", "-D_GNU_SOURCE", "-O2", "-g", "-Wall", "-Wextra", "-Werror", "-fPIC", "-fvisibility=hidden",
+    "-std=c11", "-D_GNU_SOURCE", "-O2", "-g", "-Wall", "-Wextra", "-fPIC", "-fvisibility=hidden",
     "-fexceptions",  # unwinding passes through: pthread_cancel and pthread_exit inside a driver call
     "-fno-strict-aliasing", f"-DSLOT_BYTES={_SLOT_BYTES}", f"-DFREE_STUBS={_FREE_STUBS}", "-pthread",
 )  # fmt: skip

@@ -101,6 +101,16 @@ static unsigned live_depth(const struct record *record, const struct frame *fram
     return depth;
 }
 
+void gate_left_up_to(uintptr_t stack_pointer) {
+    struct record *record = mine;
+    if (record == NULL)
+        return;
+    unsigned depth = atomic_load_explicit(&record->depth, memory_order_relaxed);
+    while (depth > 0 && depth <= DEEPEST && (uintptr_t)record->frames[depth - 1] < stack_pointer)
+        depth--;
+    atomic_store_explicit(&record->depth, depth, memory_order_release);
+}
+
 static bool must_wait(const struct slot *slot) {
     if (!atomic_load(&closed))
         return false;

@@ -32,7 +32,9 @@ bool gate_is_closed(void);
 bool gate_wait_empty(unsigned timeout_ms); /* nobody inside, no capture under way */
 unsigned gate_inside(void);
 void gate_pass_always(void); /* this thread: the agent */
+void gate_left_up_to(uintptr_t stack_pointer); /* calls of this thread whose frames lie below it */
 void gate_in_child(void);
+void symbols_find_libc(void); /* symbols.c: dlsym, dlvsym and longjmp */
 
 /* captures.c: the streams that are being captured */
 void capture_began(stream stream);

@@ -44,10 +44,12 @@ static void in_parent(void) {
 
 static void in_child(void) {
     table_in_child();
+    symbols_in_child();
     gate_in_child();
     agent_in_child();
 }
 
 __attribute__((constructor)) static void prepare(void) {
+    symbols_find_libc(); /* before anybody is in a signal handler */
     pthread_atfork(before_fork, in_parent, in_child);
 }

@@ -22,6 +22,7 @@ void after_call(const struct slot *slot, const struct frame *frame, result resul
 /* symbols.c */
 void symbols_describe(struct slot *slot);   /* its role, by its name */
 void *symbols_resolve(struct slot *slot); /* the target of a stub that a program was linked with */
+void symbols_in_child(void);
 bool symbols_complete(void);              /* the driver has every function that is needed */
 
 /* table.c: blocks of physical memory, where they are mapped, and address ranges that were given out */

@@ -8,6 +8,7 @@
 #include <elf.h>
 #include <link.h>
 #include <pthread.h>
+#include <setjmp.h>
 #include <string.h>
 
 #define LIBRARY "libcuda.so.1"
@@ -28,6 +29,7 @@ _Static_assert(sizeof(struct slot) == SLOT_BYTES, "the stubs count in SLOT_BYTES
 
 extern char gate_named_stubs[], gate_free_stubs[];
 __attribute__((visibility("hidden"))) void *(*real_dlsym)(void *, const char *);
+extern __attribute__((visibility("hidden"))) void (*real_longjmp)(struct __jmp_buf_tag *, int);
 __attribute__((visibility("hidden"))) void *(*real_dlvsym)(void *, const char *, const char *);
 
 static pthread_once_t look_up_once = PTHREAD_ONCE_INIT;
@@ -91,12 +93,18 @@ static int find_in_object(struct dl_phdr_info *info, size_t size, void *unused) 
             real_dlsym = (void *(*)(void *, const char *))(info->dlpi_addr + symbol->st_value);
         else if (strcmp(name, "dlvsym") == 0)
             real_dlvsym = (void *(*)(void *, const char *, const char *))(info->dlpi_addr + symbol->st_value);
+        else if (strcmp(name, "siglongjmp") == 0)
+            real_longjmp = (void (*)(struct __jmp_buf_tag *, int))(info->dlpi_addr + symbol->st_value);
     }
-    return real_dlsym != NULL && real_dlvsym != NULL;
+    return real_dlsym != NULL && real_dlvsym != NULL && real_longjmp != NULL;
 }
 
 static void look_up(void) {
     dl_iterate_phdr(find_in_object, NULL);
+}
+
+void symbols_find_libc(void) {
+    pthread_once(&look_up_once, look_up);
 }
 
 /* --- what takes a function's place ---------------------------------------------------------------------------------- */
@@ -149,6 +157,10 @@ static void *libcuda(void) {
     }
     pthread_mutex_unlock(&mutex);
     return handle;
+}
+
+void symbols_in_child(void) {
+    pthread_mutex_init(&mutex, NULL);
 }
 
 bool symbols_complete(void) {
@@ -264,7 +276,7 @@ static bool of_libcuda(const void *function) {
 }
 
 static bool is_candidate(void *handle, const char *name) {
-    pthread_once(&look_up_once, look_up);
+    symbols_find_libc();
     return name != NULL && name[0] == 'c' && name[1] == 'u' && name[2] >= 'A' && name[2] <= 'Z' && handle != RTLD_NEXT &&
            handle != RTLD_DEFAULT;
 }

@@ -1,0 +1,61 @@
+"""The interposer, a driver of its own for the gate's tests, and programs started with both."""
+
+from __future__ import annotations
+
+import os
+import subprocess
+from collections.abc import Callable, Iterator
+from pathlib import Path
+
+import pytest
+
+from gpucr.interposer.build import compile_library
+
+NATIVE = Path(__file__).parent / "native"
+Start = Callable[..., "subprocess.Popen[str]"]
+
+
+def _compile(output: Path, source: str, *flags: str) -> Path:
+    subprocess.run(
+        ["cc", "-O1", "-g", "-Wall", "-Werror", "-D_GNU_SOURCE", "-o", str(output), str(NATIVE / source), *flags],
+        check=True,
+        timeout=60,
+    )
+    return output
+
+
+@pytest.fixture(scope="session")
+def library(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """The interposer."""
+    return compile_library(tmp_path_factory.mktemp("interposer"))
+
+
+@pytest.fixture(scope="session")
+def gate_program(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """gate_cases, and beside it the libcuda.so.1 that it is for."""
+    folder = tmp_path_factory.mktemp("gate")
+    _compile(folder / "libcuda.so.1", "fake_driver.c", "-shared", "-fPIC", "-fexceptions", "-Wl,-soname,libcuda.so.1")
+    return _compile(folder / "gate_cases", "gate_cases.c", "-pthread", "-ldl")
+
+
+@pytest.fixture
+def start(library: Path, tmp_path: Path) -> Iterator[Start]:
+    """Starts a program under the interposer; what still runs at the end is killed."""
+    started: list[subprocess.Popen[str]] = []
+
+    def begin(*command: str, **environment: str) -> subprocess.Popen[str]:
+        variables = {"LD_PRELOAD": str(library), "GPUCR_INTERPOSER_DIR": str(tmp_path / "agents")}
+        process = subprocess.Popen(
+            command,
+            env={**os.environ, **variables, **environment},
+            stdin=subprocess.PIPE,
+            stdout=subprocess.PIPE,
+            text=True,
+        )
+        started.append(process)
+        return process
+
+    yield begin
+    for process in started:
+        process.kill()
+        process.communicate()

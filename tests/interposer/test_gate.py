@@ -1,0 +1,88 @@
+"""The gate: whoever leaves a driver call, in whatever way, is out; who waits goes on when it opens."""
+
+from __future__ import annotations
+
+import subprocess
+from pathlib import Path
+
+import pytest
+
+from gpucr.interposer.client import Agent
+from tests.interposer.conftest import Start
+
+
+def begin(start: Start, gate_program: Path, case: str) -> subprocess.Popen[str]:
+    return start(str(gate_program), case, LD_LIBRARY_PATH=str(gate_program.parent))
+
+
+def line(process: subprocess.Popen[str]) -> str:
+    assert process.stdout is not None
+    return process.stdout.readline().strip()
+
+
+def go_on(process: subprocess.Popen[str]) -> None:
+    assert process.stdin is not None
+    process.stdin.write("\n")
+    process.stdin.flush()
+
+
+@pytest.mark.parametrize(
+    "case",
+    ["longjmp", "longjmp-twice", "longjmp-from-signal-stack", "pthread-exit", "raw-exit", "cancel", "many-threads",
+     "failed-capture", "capture-of-destroyed-stream"],
+)  # fmt: skip
+def test_a_call_that_was_left_in_an_unusual_way_does_not_count(start: Start, gate_program: Path, case: str) -> None:
+    process = begin(start, gate_program, case)
+    assert line(process) == "ready"
+    with Agent(process.pid) as agent:
+        assert agent.close_gate(5).is_empty
+        agent.open_gate()
+    go_on(process)
+    assert (line(process), process.wait(10)) == ("done", 0)
+
+
+def test_arguments_frames_and_no_writable_code(start: Start, gate_program: Path) -> None:
+    process = begin(start, gate_program, "arguments")
+    weighted = sum(i * i for i in range(1, 17)) + 50 + 250
+    assert [line(process) for _ in range(4)] == [f"sum {weighted}", f"struct 7 {3 * 64}", "frames enough", "rwx 0"]
+
+
+def test_a_call_from_a_callback_passes_the_closed_gate(start: Start, gate_program: Path) -> None:
+    process = begin(start, gate_program, "nested")
+    assert line(process) == "inside"
+    with Agent(process.pid) as agent:
+        assert agent.close_gate(0).inside == 1
+        go_on(process)
+        assert (line(process), line(process)) == ("nested", "ready")
+        assert agent.close_gate(5).is_empty
+
+
+def test_while_a_stream_is_captured_calls_pass(start: Start, gate_program: Path) -> None:
+    process = begin(start, gate_program, "capture")
+    assert line(process) == "ready"
+    with Agent(process.pid) as agent:
+        assert agent.close_gate(0).captures == 1
+        go_on(process)
+        assert line(process) == "passed"
+        assert agent.close_gate(5).is_empty  # the capture has ended; the last call waits in front of the gate
+        agent.open_gate()
+        assert line(process) == "done"
+
+
+def test_a_forked_child_has_an_open_gate(start: Start, gate_program: Path) -> None:
+    process = begin(start, gate_program, "fork")
+    assert line(process) == "ready"
+    with Agent(process.pid) as agent:
+        assert agent.close_gate(5).is_empty
+        go_on(process)
+        assert line(process) == "child passed"
+
+
+def test_a_closed_gate_is_a_lease(start: Start, gate_program: Path) -> None:
+    process = begin(start, gate_program, "none")
+    assert line(process) == "ready"
+    with Agent(process.pid) as agent:
+        assert agent.close_gate(5).is_empty
+        go_on(process)
+        assert (agent.status().gate_closed, agent.status().inside) == (1, 0)
+    assert (line(process), process.wait(10)) == ("done", 0)
