@@ -272,7 +272,7 @@ def on_alarm(_signal: int, _frame: Any) -> None:
 
 
 def commands(options: argparse.Namespace, folder: Path) -> dict[str, Callable[[], list[str]]]:
-    steps = str(options.steps or 20 + 12 * options.cycles)
+    steps = str(options.steps or 20 + 12 * options.cycles + (200 + int(10 * options.gib) if options.host else 0))
 
     def cuda() -> list[str]:
         program = folder / "recurrence"
