@@ -11,6 +11,7 @@
 
 #define LONGEST_CLOSE_MS 60000
 #define LOOK_EVERY_MS 1000
+#define REFUSAL_MS 100
 
 static _Atomic bool started;
 static int listening = -1, client = -1;
@@ -173,12 +174,11 @@ static bool reply(void) {
     return socket_send(client, &answer, payload, bytes);
 }
 
-static void close_rest(void) {
+static void close_asked(void) {
     for (unsigned i = 0; i < asked.descriptor_count; i++)
         if (asked.descriptors[i] >= 0)
             close(asked.descriptors[i]);
     asked.descriptor_count = 0;
-    packet_close(&answer);
 }
 
 static uint32_t refusal(enum received received) {
@@ -204,9 +204,11 @@ static bool serve_one(void) {
         } else if (answer.head.code == DONE) {
             answer.head.code = perform();
         }
+        close_asked(); /* when the client has the answer, nothing of it is held here */
         here = reply();
+        packet_close(&answer);
     }
-    close_rest();
+    close_asked();
     table_unlock();
     return here;
 }
@@ -220,8 +222,12 @@ static void client_gone(void) {
     table_unlock();
 }
 
+/* What it asks is read first: a socket that is closed with something unread takes the answer with it. */
 static void refuse_second(int second) {
     struct packet *busy = &answer;
+    struct pollfd asking = {second, POLLIN, 0};
+    if (poll(&asking, 1, REFUSAL_MS) > 0 && socket_receive(second, &asked) != GONE)
+        packet_close(&asked);
     busy->head = (struct message){PROTOCOL_MAGIC, PROTOCOL_VERSION, HELLO, BUSY, 0, 0, 0};
     busy->descriptor_count = 0;
     socket_send(second, busy, NULL, 0);
@@ -230,10 +236,13 @@ static void refuse_second(int second) {
 
 static void welcome(void) {
     int other = socket_accept(listening);
-    if (other >= 0 && client >= 0)
+    if (other >= 0 && client >= 0) {
+        table_lock(); /* as in serve_one */
         refuse_second(other);
-    else
-        client = other >= 0 ? other : client;
+        table_unlock();
+    } else if (other >= 0) {
+        client = other;
+    }
 }
 
 static void *serve(void *unused) {

@@ -1,0 +1,256 @@
+"""The agent's socket: who is served, what is refused, and what becomes of a job whose client goes."""
+
+from __future__ import annotations
+
+import os
+import random
+import socket
+import struct
+import subprocess
+import sys
+from collections.abc import Callable, Iterator
+from pathlib import Path
+
+import pytest
+
+from gpucr.interposer.client import Agent, Held, socket_path
+from gpucr.interposer.protocol import MOST_BYTES, Code, Operation, Refused, parse, request
+from tests.interposer.conftest import Start
+from tests.sim.libcuda import Libcuda
+
+PROGRAM = """
+import ctypes, hashlib, os, sys
+cuda = ctypes.CDLL("libcuda.so.1")
+context, number = ctypes.c_void_p(), ctypes.c_uint64
+cuda.cuInit(0), cuda.cuDevicePrimaryCtxRetain(ctypes.byref(context), 0), cuda.cuCtxSetCurrent(context)
+sizes = [int(word) for word in sys.argv[1:]]
+pointers = []
+for place, size in enumerate(sizes):
+    pointer = number()
+    assert cuda.cuMemAlloc_v2(ctypes.byref(pointer), ctypes.c_size_t(size)) == 0
+    assert cuda.cuMemcpyHtoD_v2(pointer, bytes([place % 255 + 1]) * min(size, 4096), ctypes.c_size_t(min(size, 4096))) == 0
+    pointers.append(pointer)
+print("ready", flush=True)
+for line in sys.stdin:
+    part = ctypes.create_string_buffer(4096)
+    if line.strip() == "fork":
+        child = os.fork()
+        if child == 0:
+            print(sum("memfd:gpucr-sim-vmm" in os.readlink(f"/proc/self/fd/{fd}") for fd in os.listdir("/proc/self/fd")
+                      if os.path.exists(f"/proc/self/fd/{fd}")), flush=True)
+            os._exit(0)
+        os.waitpid(child, 0)
+        continue
+    right = []
+    for place, pointer in enumerate(pointers):
+        base, size = number(), ctypes.c_size_t()
+        assert cuda.cuMemcpyDtoH_v2(part, pointer, ctypes.c_size_t(min(sizes[place], 4096))) == 0
+        assert cuda.cuMemGetAddressRange_v2(ctypes.byref(base), ctypes.byref(size), number(pointer.value + 1)) == 0
+        right.append(part.raw[0] == place % 255 + 1 and base.value == pointer.value)
+    print("right" if all(right) else right, flush=True)
+"""
+MIB = 1 << 20
+
+
+class Job:
+    """A program with device memory, and whether it is still right."""
+
+    def __init__(self, process: subprocess.Popen[str]) -> None:
+        self.process, self.pid = process, process.pid
+
+    def say(self, line: str) -> str:
+        assert self.process.stdin is not None
+        assert self.process.stdout is not None
+        self.process.stdin.write(f"{line}\n")
+        self.process.stdin.flush()
+        return self.process.stdout.readline().strip()
+
+    def is_right(self) -> bool:
+        return self.say("check") == "right"
+
+
+@pytest.fixture
+def job(
+    start: Start, sim_only: None, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> Iterator[Callable[..., Job]]:
+    monkeypatch.setenv("GPUCR_SIM_STATE", str(tmp_path / "state"))
+    monkeypatch.setenv("GPUCR_SIM_FIXED_COST_MS", "1")
+
+    def begin(*sizes: int, prefix: tuple[str, ...] = ()) -> Job:
+        process = start(*prefix, sys.executable, "-c", PROGRAM, *map(str, sizes))
+        assert process.stdout is not None
+        assert process.stdout.readline().strip() == "ready"
+        return Job(process)
+
+    return begin
+
+
+def taken(agent: Agent) -> list[Held]:
+    """Everything, out of the process."""
+    assert agent.close_gate(5).is_empty
+    held = [each for batch in agent.export() for each in batch]
+    agent.drop()
+    return held
+
+
+def test_memory_goes_through_the_drivers_checkpoint_outside_of_the_process(job: Callable[..., Job]) -> None:
+    process, driver = job(5 * MIB, 4096, 1100 * MIB), Libcuda()
+    with Agent(process.pid) as agent:
+        status = agent.status()
+        assert (status.blocks, status.block_bytes, status.small, status.small_bytes) == (3, 1106 * MIB, 1, 4096)
+        for _ in range(2):
+            held = taken(agent)
+            driver.suspend(process.pid)
+            driver.resume(process.pid)
+            agent.give_back(held, renew=True)
+            agent.open_gate()
+            assert process.is_right()
+
+
+def test_without_renewal_memory_cannot_leave_a_second_time_and_that_is_told(job: Callable[..., Job]) -> None:
+    process = job(5 * MIB)
+    with Agent(process.pid) as agent:
+        agent.give_back(taken(agent), renew=False)
+        assert (agent.status().stuck, agent.status().blocks) == (1, 0)
+        assert list(agent.export()) == [[]]
+        agent.open_gate()
+        assert process.is_right()
+
+
+def test_a_client_that_goes_before_anything_is_dropped_leaves_the_job_running(job: Callable[..., Job]) -> None:
+    process = job(5 * MIB)
+    with Agent(process.pid) as agent:
+        assert agent.close_gate(5).is_empty
+        for batch in agent.export():
+            for each in batch:
+                each.close()
+    assert process.is_right()
+
+
+def test_memory_that_is_away_keeps_the_gate_closed_for_the_next_client(job: Callable[..., Job]) -> None:
+    process = job(5 * MIB, 3 * MIB)
+    with Agent(process.pid) as agent:
+        held = taken(agent)
+    with Agent(process.pid) as agent:
+        assert (agent.status().gate_closed, agent.status().away) == (1, 2)
+        with pytest.raises(Refused, match="memory is away"):
+            agent.open_gate()
+        agent.give_back(held, renew=True)
+        agent.open_gate()
+    assert process.is_right()
+
+
+def test_one_client_at_a_time(job: Callable[..., Job]) -> None:
+    process = job(5 * MIB)
+    with Agent(process.pid), pytest.raises(Refused, match="busy"):
+        Agent(process.pid)
+    with Agent(process.pid) as agent:
+        assert agent.status().blocks == 1
+
+
+def test_what_needs_a_closed_gate_is_refused_while_it_is_open(job: Callable[..., Job]) -> None:
+    process = job(5 * MIB)
+    with Agent(process.pid) as agent:
+        with pytest.raises(Refused, match="gate not closed"):
+            agent.drop()
+        with pytest.raises(Refused, match="gate not closed"):
+            list(agent.export())
+    assert process.is_right()
+
+
+def test_more_blocks_than_the_process_may_have_descriptors(job: Callable[..., Job]) -> None:
+    process = job(*[2 * MIB] * 400, prefix=("prlimit", "--nofile=480:480"))  # the simulator takes one for each
+    with Agent(process.pid) as agent:
+        held = taken(agent)
+        assert len(held) == 400
+        agent.give_back(held, renew=True)
+        agent.open_gate()
+    assert process.is_right()
+
+
+def connected(process: Job) -> socket.socket:
+    link = socket.socket(socket.AF_UNIX, socket.SOCK_SEQPACKET)
+    link.settimeout(10)
+    link.connect(str(socket_path(process.pid)))
+    return link
+
+
+def test_garbage_is_refused_and_changes_nothing(job: Callable[..., Job]) -> None:
+    process = job(5 * MIB)
+    chance = random.Random(15)
+    whole = request(Operation.STATUS)
+    packets = [whole[:n] for n in range(1, len(whole))] + [whole + b"x", request(Operation.HELLO) + bytes(31)]
+    packets += [chance.randbytes(chance.randrange(1, 2 * MOST_BYTES)) for _ in range(200)]
+    packets += [struct.pack("<IHHIIQQ", 0x49555047, 1, kind, 0, 4096, 0, 0) for kind in range(12)]
+    with connected(process) as link:
+        for packet in packets:
+            link.send(packet)
+            assert parse(link.recv(MOST_BYTES), Operation.HELLO).code == Code.MALFORMED
+        link.send(struct.pack("<IHHIIQQ", 0x49555047, 2, Operation.HELLO, 0, 0, 0, 0))
+        assert struct.unpack_from("<I", link.recv(MOST_BYTES), 8)[0] == Code.WRONG_VERSION
+        link.send(struct.pack("<IHHIIQQ", 0x49555047, 1, 77, 0, 0, 0, 0))
+        assert parse(link.recv(MOST_BYTES), Operation.HELLO).code == Code.MALFORMED
+    assert process.is_right()
+
+
+def test_descriptors_that_nobody_asked_for_are_closed(job: Callable[..., Job]) -> None:
+    process = job(5 * MIB)
+    with connected(process) as link, Path(os.devnull).open() as nothing:
+        link.send(request(Operation.HELLO))
+        link.recv(MOST_BYTES)
+        before = len(os.listdir(f"/proc/{process.pid}/fd"))
+        for _ in range(20):
+            socket.send_fds(link, [request(Operation.HELLO)], [nothing.fileno()] * 100)
+            link.recv(MOST_BYTES)
+        assert len(os.listdir(f"/proc/{process.pid}/fd")) == before
+
+
+def test_foreign_descriptors_and_unknown_blocks_bring_nothing_back(job: Callable[..., Job]) -> None:
+    process = job(5 * MIB)
+    with Agent(process.pid) as agent:
+        held = taken(agent)
+        with Path(os.devnull).open() as nothing, pytest.raises(Refused) as refused:
+            agent.give_back([Held(held[0].block, os.dup(nothing.fileno()))], renew=True)
+        assert refused.value.result == 1
+        unknown = Held(type(held[0].block)(99, 1, 5 * MIB, 1, 0, held[0].block.flags, 1), os.dup(held[0].descriptor))
+        with pytest.raises(Refused, match="unknown block"):
+            agent.give_back([unknown], renew=True)
+        assert agent.status().away == 1
+        agent.give_back(held, renew=True)
+        agent.open_gate()
+    assert process.is_right()
+
+
+def test_forked_children_inherit_no_memory(job: Callable[..., Job]) -> None:
+    process = job(5 * MIB)
+    with Agent(process.pid) as agent:
+        agent.give_back(taken(agent), renew=True)
+        agent.open_gate()
+        assert process.say("fork") == "0"
+    assert process.is_right()
+
+
+def test_the_socket_lies_in_a_folder_of_the_owner_alone(job: Callable[..., Job], tmp_path: Path) -> None:
+    process = job(5 * MIB)
+    folder = socket_path(process.pid).parent
+    assert folder.stat().st_mode & 0o777 == 0o700
+    folder.chmod(0o755)
+    with pytest.raises(PermissionError, match="private folder"):
+        Agent(process.pid)
+
+
+def test_another_process_that_listens_in_its_place_is_not_believed(job: Callable[..., Job]) -> None:
+    process = job(5 * MIB)
+    path = socket_path(process.pid)
+    path.unlink()
+    with socket.socket(socket.AF_UNIX, socket.SOCK_SEQPACKET) as impostor:
+        impostor.bind(str(path))
+        impostor.listen()
+        with pytest.raises(PermissionError, match="belongs to process"):
+            Agent(process.pid)
+
+
+def test_nothing_happens_in_a_program_without_cuda(start: Start, tmp_path: Path) -> None:
+    process = start("sh", "-c", "cat /proc/self/status | grep Threads")
+    assert process.communicate(timeout=10)[0].split() == ["Threads:", "1"]
+    assert not (tmp_path / "agents").exists()
