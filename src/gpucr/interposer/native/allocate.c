@@ -29,7 +29,8 @@ static void take_apart(address start, size_t reserved) {
 
 static result add_chunk(address start, size_t bytes, int device) {
     const struct properties properties = {.type = PINNED, .location_type = ON_DEVICE, .location = device};
-    const struct access access = {ON_DEVICE, device, READ_WRITE};
+    struct access access[MAX_DEVICES];
+    unsigned access_count = peers_access(device, access);
     handle made;
     bool exportable;
     result result = create_exportable(&made, bytes, &properties, &exportable);
@@ -52,8 +53,8 @@ static result add_chunk(address start, size_t bytes, int device) {
         block_forget_unused(block);
         return result;
     }
-    result = real.cuMemSetAccess(start, bytes, &access, 1);
-    return result == SUCCESS && !mapping_set_access(mapping, &access, 1) ? OUT_OF_MEMORY : result;
+    result = real.cuMemSetAccess(start, bytes, access, access_count);
+    return result == SUCCESS && !mapping_set_access(mapping, access, access_count) ? OUT_OF_MEMORY : result;
 }
 
 static result back_with_chunks(address start, size_t reserved, int device) {

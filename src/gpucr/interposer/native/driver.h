@@ -66,6 +66,8 @@ _Static_assert(sizeof(struct access) == 12, "CUmemAccessDesc");
     X(cuMemMapArrayAsync_ptsz, (void *, unsigned, stream))                                  \
     X(cuPointerGetAttribute, (void *, int, address))                                        \
     X(cuPointerGetAttributes, (unsigned, int *, void **, address))                          \
+    X(cuCtxEnablePeerAccess, (context, unsigned))                                           \
+    X(cuCtxDisablePeerAccess, (context))                                                    \
     X(cuStreamIsCapturing, (stream, int *))                                                 \
     X(cuDevicePrimaryCtxGetState, (int, unsigned *, int *))                                 \
     X(cuGetProcAddress, (const char *, void **, int, uint64_t))                             \

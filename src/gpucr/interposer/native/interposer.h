@@ -91,6 +91,9 @@ void free_what_was_put_off(void); /* with the table locked */
 /* The memory of a context goes with it: of the one that was destroyed, or (NULL) of a device's that are gone. */
 void forget_context(context destroyed, int device);
 
+/* peers.c: who may reach the memory of a device: itself, and those with peer access */
+unsigned peers_access(int owner, struct access access[MAX_DEVICES]);
+
 /* agent.c */
 void agent_start(void);
 void agent_in_child(void);

@@ -25,6 +25,8 @@
     X(cuMemGetAllocationPropertiesFromHandle, cuMemGetAllocationPropertiesFromHandle) \
     X(cuPointerGetAttribute, cuPointerGetAttribute)                 \
     X(cuPointerGetAttributes, cuPointerGetAttributes)               \
+    X(cuCtxEnablePeerAccess, cuCtxEnablePeerAccess)                 \
+    X(cuCtxDisablePeerAccess, cuCtxDisablePeerAccess)               \
     X(BY_ADDRESS, cuMulticastBindMem)
 
 result replaced_cuMemAlloc_v2(address *pointer, size_t bytes);
@@ -45,5 +47,7 @@ result replaced_cuMulticastBindMem(handle multicast, size_t multicast_offset, ha
                                    size_t bytes, unsigned long long flags);
 result replaced_cuPointerGetAttribute(void *data, int attribute, address pointer);
 result replaced_cuPointerGetAttributes(unsigned count, int *attributes, void **data, address pointer);
+result replaced_cuCtxEnablePeerAccess(context peer, unsigned flags);
+result replaced_cuCtxDisablePeerAccess(context peer);
 
 #endif
