@@ -67,12 +67,11 @@ static uint32_t do_close(void) {
     return DONE;
 }
 
-static uint32_t do_open(void) {
+static void open_if_whole(void) {
     if (carry_anything_away())
-        return MEMORY_IS_AWAY;
+        return;
     carry_forget_exports();
     gate_open();
-    return DONE;
 }
 
 static void add(const struct block *block) {
@@ -150,8 +149,8 @@ static uint32_t perform(void) {
         return answer_hello();
     case STATUS:
         return DONE;
-    case OPEN:
-        return do_open();
+    case OPEN: /* opened after the answer: the program may end at once, and the agent with it */
+        return carry_anything_away() ? MEMORY_IS_AWAY : DONE;
     case EXPORT:
     case DROP:
     case IMPORT:
@@ -207,6 +206,8 @@ static bool serve_one(void) {
         close_asked(); /* when the client has the answer, nothing of it is held here */
         here = reply();
         packet_close(&answer);
+        if (asked.head.operation == OPEN && answer.head.code == DONE)
+            open_if_whole();
     }
     close_asked();
     table_unlock();
@@ -218,7 +219,7 @@ static void client_gone(void) {
     close(client);
     client = -1;
     table_lock();
-    do_open();
+    open_if_whole();
     table_unlock();
 }
 
