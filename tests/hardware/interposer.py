@@ -2,13 +2,13 @@
 
     python3 tests/hardware/interposer.py [--cycles N] [--gib N] [--only cuda|torch] [--json FILE]
 
-Needs nvcc (for the CUDA program), torch (for the other), a C compiler, and numpy-free Python 3.10; no network. Each program
-runs twice: undisturbed, without the interposer, and under it while its memory is taken away and given back N times. A cycle:
+Needs nvcc (for the CUDA program), torch (for the other), a C compiler and Python 3.10; no network. Each program runs
+twice: undisturbed, without the interposer, and under it while its memory is taken away and given back N times. A cycle:
 
     close gate, driver lock, driver unlock, gate empty, export, drop, lock, checkpoint, restore, unlock, give back, open
 
-Then the same with the memory carried to the host and back (vault), where `--host` is given. Prints the time of every step,
-and says for each program whether every line is the undisturbed one's. Exit code 1: one is not.
+With `--host` the memory is carried to the host and back (vault). Prints the time of every step, and says for each
+program whether every line is the undisturbed one's. Exit code 1: one is not.
 """
 
 from __future__ import annotations
@@ -33,9 +33,9 @@ from typing import Any
 ROOT = Path(__file__).resolve().parents[2]
 sys.path.insert(0, str(ROOT / "src"))
 
-from gpucr.interposer.build import compile_library
-from gpucr.interposer.client import Agent, Held
-from gpucr.interposer.protocol import Refused
+from gpucr.interposer.build import compile_library  # noqa: E402
+from gpucr.interposer.client import Agent  # noqa: E402
+from gpucr.interposer.protocol import Refused  # noqa: E402
 
 PROGRAMS = Path(__file__).parent / "interposed"
 STEP_LIMIT_S = 60.0
@@ -98,7 +98,7 @@ class Program:
 
     def __init__(self, command: Sequence[str], environment: dict[str, str]) -> None:
         self.lines: list[str] = []
-        self.errors = tempfile.TemporaryFile("w+")
+        self.errors = tempfile.TemporaryFile("w+")  # noqa: SIM115 (open as long as the program)
         self._changed = threading.Condition()
         self.process = subprocess.Popen(
             command, stdout=subprocess.PIPE, stderr=self.errors, text=True, env={**os.environ, **environment}
@@ -299,12 +299,11 @@ def main() -> int:
     parser.add_argument("--json", type=Path)
     options = parser.parse_args()
     signal.signal(signal.SIGALRM, on_alarm)
-    outcomes = []
-    with tempfile.TemporaryDirectory() as name:
-        folder = Path(name)
+    with tempfile.TemporaryDirectory() as made:
+        folder = Path(made)
         library = compile_library(folder)
-        for program in options.only or ["cuda", "torch"]:
-            outcomes.append(try_program(program, commands(options, folder)[program](), library, options))
+        ways = commands(options, folder)
+        outcomes = [try_program(name, ways[name](), library, options) for name in options.only or ["cuda", "torch"]]
     if options.json is not None:
         options.json.write_text(json.dumps(outcomes, indent=1))
     return 0 if all(each["same"] and "error" not in each for each in outcomes) else 1

@@ -28,7 +28,8 @@ pointers = []
 for place, size in enumerate(sizes):
     pointer = number()
     assert cuda.cuMemAlloc_v2(ctypes.byref(pointer), ctypes.c_size_t(size)) == 0
-    assert cuda.cuMemcpyHtoD_v2(pointer, bytes([place % 255 + 1]) * min(size, 4096), ctypes.c_size_t(min(size, 4096))) == 0
+    part = bytes([place % 255 + 1]) * min(size, 4096)
+    assert cuda.cuMemcpyHtoD_v2(pointer, part, ctypes.c_size_t(len(part))) == 0
     pointers.append(pointer)
 print("ready", flush=True)
 for line in sys.stdin:
@@ -36,8 +37,8 @@ for line in sys.stdin:
     if line.strip() == "fork":
         child = os.fork()
         if child == 0:
-            print(sum("memfd:gpucr-sim-vmm" in os.readlink(f"/proc/self/fd/{fd}") for fd in os.listdir("/proc/self/fd")
-                      if os.path.exists(f"/proc/self/fd/{fd}")), flush=True)
+            found = [f"/proc/self/fd/{fd}" for fd in os.listdir("/proc/self/fd")]
+            print(sum("gpucr-sim-vmm" in os.readlink(path) for path in found if os.path.lexists(path)), flush=True)
             os._exit(0)
         os.waitpid(child, 0)
         continue
@@ -70,9 +71,7 @@ class Job:
 
 
 @pytest.fixture
-def job(
-    start: Start, sim_only: None, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
-) -> Iterator[Callable[..., Job]]:
+def job(start: Start, sim_only: None, monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> Iterator[Callable[..., Job]]:
     monkeypatch.setenv("GPUCR_SIM_STATE", str(tmp_path / "state"))
     monkeypatch.setenv("GPUCR_SIM_FIXED_COST_MS", "1")
 
@@ -177,7 +176,7 @@ def connected(process: Job) -> socket.socket:
 
 def test_garbage_is_refused_and_changes_nothing(job: Callable[..., Job]) -> None:
     process = job(5 * MIB)
-    chance = random.Random(15)
+    chance = random.Random(15)  # noqa: S311
     whole = request(Operation.STATUS)
     packets = [whole[:n] for n in range(1, len(whole))] + [whole + b"x", request(Operation.HELLO) + bytes(31)]
     packets += [chance.randbytes(chance.randrange(1, 2 * MOST_BYTES)) for _ in range(200)]

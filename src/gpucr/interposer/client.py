@@ -29,7 +29,6 @@ from gpucr.interposer.protocol import (
 
 FOLDER_VARIABLE = "GPUCR_INTERPOSER_DIR"
 _ANSWER_S = 30.0
-_UNIX_PATH_BYTES = 107
 
 
 @dataclass
@@ -83,7 +82,10 @@ class Agent:
     """
 
     def __init__(self, pid: int) -> None:
-        """Connect. Raises OSError where nobody listens, PermissionError where it is not the process, Refused if busy."""
+        """Connect.
+
+        Raises OSError where nobody listens, PermissionError where another process does, Refused where it is busy.
+        """
         self.pid = pid
         self._socket = socket.socket(socket.AF_UNIX, socket.SOCK_SEQPACKET | socket.SOCK_CLOEXEC)
         try:
@@ -96,7 +98,7 @@ class Agent:
         self.own_pid, self.thread = hello.a, hello.b
 
     def _connect(self) -> None:
-        """By a descriptor of the folder: its path may be longer than a socket's, and nobody can exchange it meanwhile."""
+        """By a descriptor of the folder: its path may be longer than a socket's, and nobody exchanges it meanwhile."""
         path = socket_path(self.pid)
         owner = (Path("/proc") / str(self.pid)).stat().st_uid
         folder = os.open(path.parent, os.O_PATH | os.O_DIRECTORY | os.O_NOFOLLOW | os.O_CLOEXEC)
@@ -202,8 +204,8 @@ class Agent:
     def give_back(self, held: Sequence[Held], *, renew: bool) -> None:
         """Map memory at its addresses again. What the agent has is closed here, batch by batch.
 
-        ``renew``: the process copies it into memory of its own, so that it can be exported another time. Without room for
-        that on the GPU it keeps what it got.
+        ``renew``: the process copies it into memory of its own, so that it can be exported another time. Without room
+        for that on the GPU it keeps what it got.
 
         Raises Refused; what is back by then has a descriptor of -1.
         """

@@ -12,6 +12,7 @@ import queue
 import threading
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from typing import Any, ClassVar
 
 from gpucr.interposer.client import Held
 
@@ -43,7 +44,7 @@ class _Piece:
 class _Library:
     """libcuda with argument types, and errors for results."""
 
-    _TYPES: dict[str, tuple[object, ...]] = {
+    _TYPES: ClassVar[dict[str, tuple[Any, ...]]] = {
         "cuInit": (ctypes.c_uint,),
         "cuDevicePrimaryCtxRetain": (_POINTER, ctypes.c_int),
         "cuCtxSetCurrent": (_POINTER,),
@@ -94,7 +95,7 @@ class Vault:
         self._saved: dict[tuple[int, int], int] = {}
 
     def make_room(self, size: int) -> None:
-        """Host memory in huge pages, populated: best while the job still runs. Raises OSError where there is too little."""
+        """Host memory in huge pages, populated: best while the job runs. Raises OSError where there is too little."""
         size = -(-size // _HUGE_PAGE_BYTES) * _HUGE_PAGE_BYTES
         self._map = mmap.mmap(-1, size + _HUGE_PAGE_BYTES, mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)
         start = ctypes.addressof(ctypes.c_char.from_buffer(self._map))

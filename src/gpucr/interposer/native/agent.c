@@ -14,6 +14,7 @@
 #define REFUSAL_MS 100
 
 static _Atomic bool started;
+static pthread_mutex_t descriptors_open = PTHREAD_MUTEX_INITIALIZER; /* while it is held nobody forks */
 static int listening = -1, client = -1;
 static struct packet asked, answer; /* the agent's alone; too large for a stack that somebody else may have chosen */
 
@@ -142,7 +143,13 @@ static uint32_t answer_hello(void) {
     return DONE;
 }
 
-/* With the table locked, but for CLOSE: threads inside may wait for it. */
+static uint32_t on_memory_locked(void) {
+    table_lock();
+    uint32_t code = on_memory();
+    table_unlock();
+    return code;
+}
+
 static uint32_t perform(void) {
     switch (asked.head.operation) {
     case HELLO:
@@ -155,7 +162,7 @@ static uint32_t perform(void) {
     case DROP:
     case IMPORT:
     case CREATE:
-        return on_memory();
+        return on_memory_locked();
     default:
         return MALFORMED;
     }
@@ -166,7 +173,9 @@ static bool reply(void) {
     const void *payload = answer.records;
     unsigned bytes = answer.head.count * (unsigned)sizeof(struct record);
     if (asked.head.operation == STATUS && answer.head.code == DONE) {
+        table_lock();
         status = status_now();
+        table_unlock();
         payload = &status;
         bytes = sizeof status;
     }
@@ -186,9 +195,9 @@ static uint32_t refusal(enum received received) {
     return asked.head.version == PROTOCOL_VERSION ? DONE : WRONG_VERSION;
 }
 
-/* False: the client is gone. The table is locked while descriptors are open, so that no forked child inherits one. */
+/* False: the client is gone. No forked child inherits a descriptor: nobody forks while one is open. */
 static bool serve_one(void) {
-    table_lock();
+    pthread_mutex_lock(&descriptors_open);
     enum received received = socket_receive(client, &asked);
     bool here = received != GONE;
     if (received == WELL || received == BAD) {
@@ -197,9 +206,10 @@ static bool serve_one(void) {
         answer.head = (struct message){PROTOCOL_MAGIC, PROTOCOL_VERSION, asked.head.operation, 0, 0, 0, 0};
         answer.head.code = refusal(received);
         if (answer.head.code == DONE && asked.head.operation == CLOSE) {
-            table_unlock();
+            close_asked();
+            pthread_mutex_unlock(&descriptors_open); /* it may take long */
             answer.head.code = do_close();
-            table_lock();
+            pthread_mutex_lock(&descriptors_open);
         } else if (answer.head.code == DONE) {
             answer.head.code = perform();
         }
@@ -210,7 +220,7 @@ static bool serve_one(void) {
             open_if_whole();
     }
     close_asked();
-    table_unlock();
+    pthread_mutex_unlock(&descriptors_open);
     return here;
 }
 
@@ -218,9 +228,7 @@ static bool serve_one(void) {
 static void client_gone(void) {
     close(client);
     client = -1;
-    table_lock();
     open_if_whole();
-    table_unlock();
 }
 
 /* What it asks is read first: a socket that is closed with something unread takes the answer with it. */
@@ -238,9 +246,9 @@ static void refuse_second(int second) {
 static void welcome(void) {
     int other = socket_accept(listening);
     if (other >= 0 && client >= 0) {
-        table_lock(); /* as in serve_one */
+        pthread_mutex_lock(&descriptors_open);
         refuse_second(other);
-        table_unlock();
+        pthread_mutex_unlock(&descriptors_open);
     } else if (other >= 0) {
         client = other;
     }
@@ -284,7 +292,16 @@ void agent_start(void) {
     }
 }
 
+void agent_before_fork(void) {
+    pthread_mutex_lock(&descriptors_open);
+}
+
+void agent_in_parent(void) {
+    pthread_mutex_unlock(&descriptors_open);
+}
+
 void agent_in_child(void) {
+    pthread_mutex_init(&descriptors_open, NULL);
     if (listening >= 0)
         close(listening);
     if (client >= 0)

@@ -165,27 +165,38 @@ static void remove_own(const struct range *range) {
     take_apart(start, reserved);
 }
 
-static result free_own(struct range *range) {
-    if (range->freed)
+/* The driver waits for the GPU in here, and perhaps for a peer's: not with the table locked. */
+static result free_native(address pointer) {
+    struct range *range = range_of(pointer), before = {0};
+    if (range != NULL && range->start == pointer) {
+        before = *range;
+        sorted_remove(&ranges, sorted_place(&ranges, pointer));
+    }
+    table_unlock();
+    result result = real.cuMemFree_v2(pointer);
+    table_lock();
+    if (result != SUCCESS && before.start != 0)
+        note_native(before.start, before.bytes, before.kind);
+    return result;
+}
+
+static result free_own(address pointer, struct range *range) {
+    if (range->start != pointer || range->freed)
         return INVALID_VALUE;
     if (captures_open() > 0) { /* to wait now would invalidate the capture */
         range->freed = true;
         any_put_off = true;
         return SUCCESS;
     }
-    address start = range->start;
     context owner = range->context;
+    table_unlock();
     result result = synchronize(owner);
+    table_lock();
+    range = range_of(pointer); /* two threads may have freed it */
+    if (result == SUCCESS && (range == NULL || range->kind != OWN || range->start != pointer || range->freed))
+        return INVALID_VALUE;
     if (result == SUCCESS)
-        remove_own(range_of(start));
-    return result;
-}
-
-static result free_native(address pointer) {
-    result result = real.cuMemFree_v2(pointer);
-    struct range *range = result == SUCCESS && pointer != 0 ? range_of(pointer) : NULL;
-    if (range != NULL && range->start == pointer)
-        sorted_remove(&ranges, sorted_place(&ranges, pointer));
+        remove_own(range);
     return result;
 }
 
@@ -193,11 +204,8 @@ result replaced_cuMemFree_v2(address pointer) {
     table_lock();
     free_what_was_put_off();
     struct range *range = range_of(pointer);
-    result result;
-    if (range == NULL || range->kind != OWN)
-        result = free_native(pointer);
-    else
-        result = range->start == pointer ? free_own(range) : INVALID_VALUE;
+    bool own = range != NULL && range->kind == OWN;
+    result result = own ? free_own(pointer, range) : free_native(pointer);
     table_unlock();
     return result;
 }

@@ -1,6 +1,6 @@
 #include "carry.h"
 
-static uint32_t away;
+static uint32_t away, client = 1; /* the agent's alone: no lock is needed to look */
 
 bool carry_anything_away(void) {
     return away > 0;
@@ -41,13 +41,12 @@ uint32_t carry_export(struct block *block, int *descriptor) {
     result result = use_context(block);
     if (result == SUCCESS)
         result = real.cuMemExportToShareableHandle(descriptor, block->real, POSIX_DESCRIPTOR, 0);
-    block->given = result == SUCCESS;
+    block->given = result == SUCCESS ? client : 0;
     return code_of(result);
 }
 
 void carry_forget_exports(void) {
-    for (uint32_t i = 0; i < block_count(); i++)
-        block_at(i)->given = false;
+    client++;
 }
 
 static result show(const struct mapping *mapping, handle made) {
@@ -116,7 +115,7 @@ static result drop(struct block *block) {
 uint32_t carry_drop(void) {
     for (uint32_t i = 0; i < block_count(); i++) {
         struct block *block = block_at(i);
-        result result = block->live && block->given && !block->dropped ? drop(block) : SUCCESS;
+        result result = block->live && block->given == client && !block->dropped ? drop(block) : SUCCESS;
         if (result != SUCCESS)
             return code_of(result);
     }
@@ -132,7 +131,7 @@ static uint32_t bring_back(struct block *block, handle made, bool exportable) {
     }
     block->real = made;
     block->exportable = exportable;
-    block->given = false;
+    block->given = 0;
     block->dropped = false;
     away--;
     return DONE;

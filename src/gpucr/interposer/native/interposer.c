@@ -33,15 +33,7 @@ void after_call(const struct slot *slot, const struct frame *frame, result resul
         forget_context(NULL, (int)first);
 }
 
-/* No descriptor of memory is open, and no table half changed, when the process forks. */
-static void before_fork(void) {
-    table_lock();
-}
-
-static void in_parent(void) {
-    table_unlock();
-}
-
+/* A child of a process with CUDA has none: what its tables say does not matter, only that nobody waits for a lock. */
 static void in_child(void) {
     table_in_child();
     symbols_in_child();
@@ -51,5 +43,5 @@ static void in_child(void) {
 
 __attribute__((constructor)) static void prepare(void) {
     symbols_find_libc(); /* before anybody is in a signal handler */
-    pthread_atfork(before_fork, in_parent, in_child);
+    pthread_atfork(agent_before_fork, agent_in_parent, in_child);
 }

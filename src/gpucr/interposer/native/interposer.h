@@ -31,7 +31,8 @@ struct block {
     size_t bytes; /* 0: not known (imported) */
     struct properties asked;
     bool live, imported, exportable;
-    bool given, dropped; /* to the client of the agent; away */
+    bool dropped;    /* away */
+    uint32_t given;  /* to which client of the agent (carry.c counts them) */
     uint16_t generation;
     uint32_t index;
     unsigned references, mappings; /* the program's handles, and addresses that show it */
@@ -96,6 +97,8 @@ unsigned peers_access(int owner, struct access access[MAX_DEVICES]);
 
 /* agent.c */
 void agent_start(void);
+void agent_before_fork(void);
+void agent_in_parent(void);
 void agent_in_child(void);
 
 #endif
