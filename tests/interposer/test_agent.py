@@ -8,7 +8,8 @@ import socket
 import struct
 import subprocess
 import sys
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
@@ -71,7 +72,7 @@ class Job:
 
 
 @pytest.fixture
-def job(start: Start, sim_only: None, monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> Iterator[Callable[..., Job]]:
+def job(start: Start, sim_only: None, monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> Callable[..., Job]:
     monkeypatch.setenv("GPUCR_SIM_STATE", str(tmp_path / "state"))
     monkeypatch.setenv("GPUCR_SIM_FIXED_COST_MS", "1")
 
@@ -211,7 +212,7 @@ def test_foreign_descriptors_and_unknown_blocks_bring_nothing_back(job: Callable
         with Path(os.devnull).open() as nothing, pytest.raises(Refused) as refused:
             agent.give_back([Held(held[0].block, os.dup(nothing.fileno()))], renew=True)
         assert refused.value.result == 1
-        unknown = Held(type(held[0].block)(99, 1, 5 * MIB, 1, 0, held[0].block.flags, 1), os.dup(held[0].descriptor))
+        unknown = Held(replace(held[0].block, index=99), os.dup(held[0].descriptor))
         with pytest.raises(Refused, match="unknown block"):
             agent.give_back([unknown], renew=True)
         assert agent.status().away == 1

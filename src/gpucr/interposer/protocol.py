@@ -84,11 +84,11 @@ class BadAnswer(Exception):
 
 @dataclass(frozen=True)
 class Block:
-    """One piece of physical memory of the process. ``bytes`` is 0 where it was imported."""
+    """One piece of physical memory of the process. ``size_bytes`` is 0 where it was imported."""
 
     index: int
     generation: int
-    bytes: int
+    size_bytes: int
     location_type: int
     location: int
     flags: Flag
@@ -97,7 +97,7 @@ class Block:
     def pack(self) -> bytes:
         """As the agent reads it."""
         return _RECORD.pack(
-            self.index, self.generation, self.bytes, self.location_type, self.location, self.flags, self.mappings
+            self.index, self.generation, self.size_bytes, self.location_type, self.location, self.flags, self.mappings
         )
 
 

@@ -7,6 +7,7 @@ workers the bus is always busy, and what is pinned stays small whatever the size
 from __future__ import annotations
 
 import ctypes
+import functools
 import mmap
 import queue
 import threading
@@ -84,7 +85,7 @@ class Vault:
         self._cuda("cuInit", 0)
         self._cuda("cuDevicePrimaryCtxRetain", ctypes.byref(self._context), ordinal)
         self._cuda("cuCtxSetCurrent", self._context)
-        self._slots: list[tuple[int, _POINTER]] = []  # where the slot is, its stream
+        self._slots: list[tuple[int, ctypes.c_void_p]] = []  # where the slot is, its stream
         for _ in range(WORKERS):
             slot, stream = _POINTER(), _POINTER()
             self._cuda("cuMemHostAlloc", ctypes.byref(slot), SLOT_BYTES, 0)
@@ -105,7 +106,7 @@ class Vault:
         self._map.madvise(mmap.MADV_HUGEPAGE)
         part = -(-size // _POPULATE_THREADS // _HUGE_PAGE_BYTES) * _HUGE_PAGE_BYTES
         parts = [(first + at, min(part, size - at)) for at in range(0, size, part)]
-        _in_parallel([lambda at=at, length=length: self._populate(at, length) for at, length in parts])
+        _in_parallel([functools.partial(self._populate, at, length) for at, length in parts])
 
     def _populate(self, offset: int, length: int) -> None:
         libc = ctypes.CDLL(None, use_errno=True)  # the mmap module holds the GIL in madvise
@@ -116,13 +117,13 @@ class Vault:
 
     def save(self, held: Sequence[Held]) -> None:
         """Copy to the room. Raises VaultFailed; ValueError where the room is too small."""
-        if sum(each.block.bytes for each in held) > self._room_bytes:
+        if sum(each.block.size_bytes for each in held) > self._room_bytes:
             raise ValueError("the room is smaller than the memory")
         self._saved = {}
         offset = 0
         for each in held:
             self._saved[each.block.index, each.block.generation] = offset
-            offset += each.block.bytes
+            offset += each.block.size_bytes
         self._carry(held, self._down)
 
     def load(self, made: Sequence[Held]) -> None:
@@ -135,7 +136,7 @@ class Vault:
         for each in held:
             each.close()
 
-    def _carry(self, held: Sequence[Held], copy: Callable[[_Piece, int, _POINTER], None]) -> None:
+    def _carry(self, held: Sequence[Held], copy: Callable[[_Piece, int, ctypes.c_void_p], None]) -> None:
         mapped: list[tuple[int, int, int]] = []  # address, size, handle
         self._cuda("cuCtxSetCurrent", self._context)
         try:
@@ -143,10 +144,10 @@ class Vault:
             for each in held:
                 offset = self._saved[each.block.index, each.block.generation]
                 address = self._see(each, mapped)
-                for at in range(0, each.block.bytes, SLOT_BYTES):
-                    size = min(SLOT_BYTES, each.block.bytes - at)
+                for at in range(0, each.block.size_bytes, SLOT_BYTES):
+                    size = min(SLOT_BYTES, each.block.size_bytes - at)
                     pieces.put(_Piece(address + at, offset + at, size))
-            _in_parallel([lambda slot=slot: self._work(pieces, slot, copy) for slot in self._slots])
+            _in_parallel([functools.partial(self._work, pieces, slot, copy) for slot in self._slots])
         finally:
             for address, size, handle in mapped:
                 self._cuda("cuMemUnmap", address, size)
@@ -155,7 +156,7 @@ class Vault:
 
     def _see(self, held: Held, mapped: list[tuple[int, int, int]]) -> int:
         """The address at which the block shows in this process."""
-        handle, address, size = _LONG(), _LONG(), held.block.bytes
+        handle, address, size = _LONG(), _LONG(), held.block.size_bytes
         access = _Access(_ON_DEVICE, self._ordinal, _READ_WRITE)
         self._cuda("cuMemImportFromShareableHandle", ctypes.byref(handle), held.descriptor, _POSIX_DESCRIPTOR)
         self._cuda("cuMemAddressReserve", ctypes.byref(address), size, 0, 0, 0)
@@ -167,8 +168,8 @@ class Vault:
     def _work(
         self,
         pieces: queue.SimpleQueue[_Piece],
-        slot: tuple[int, _POINTER],
-        copy: Callable[[_Piece, int, _POINTER], None],
+        slot: tuple[int, ctypes.c_void_p],
+        copy: Callable[[_Piece, int, ctypes.c_void_p], None],
     ) -> None:
         self._cuda("cuCtxSetCurrent", self._context)
         while True:
@@ -178,12 +179,12 @@ class Vault:
                 return
             copy(piece, *slot)
 
-    def _down(self, piece: _Piece, slot: int, stream: _POINTER) -> None:
+    def _down(self, piece: _Piece, slot: int, stream: ctypes.c_void_p) -> None:
         self._cuda("cuMemcpyDtoHAsync_v2", slot, piece.device, piece.size, stream)
         self._cuda("cuStreamSynchronize", stream)
         ctypes.memmove(self._room + piece.offset, slot, piece.size)
 
-    def _up(self, piece: _Piece, slot: int, stream: _POINTER) -> None:
+    def _up(self, piece: _Piece, slot: int, stream: ctypes.c_void_p) -> None:
         ctypes.memmove(slot, self._room + piece.offset, piece.size)
         self._cuda("cuMemcpyHtoDAsync_v2", piece.device, slot, piece.size, stream)
         self._cuda("cuStreamSynchronize", stream)
