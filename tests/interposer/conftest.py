@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import shutil
 import subprocess
 from collections.abc import Callable, Iterator
 from pathlib import Path
@@ -15,9 +16,9 @@ NATIVE = Path(__file__).parent / "native"
 Start = Callable[..., "subprocess.Popen[str]"]
 
 
-def _compile(output: Path, source: str, *flags: str) -> Path:
+def _compile(output: Path, source: str, *flags: str, compiler: str = "cc") -> Path:
     subprocess.run(
-        ["cc", "-O1", "-g", "-Wall", "-Werror", "-D_GNU_SOURCE", "-o", str(output), str(NATIVE / source), *flags],
+        [compiler, "-O1", "-g", "-Wall", "-Werror", "-D_GNU_SOURCE", "-o", str(output), str(NATIVE / source), *flags],
         check=True,
         timeout=60,
     )
@@ -35,6 +36,8 @@ def gate_program(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """gate_cases, and beside it the libcuda.so.1 that it is for."""
     folder = tmp_path_factory.mktemp("gate")
     _compile(folder / "libcuda.so.1", "fake_driver.c", "-shared", "-fPIC", "-fexceptions", "-Wl,-soname,libcuda.so.1")
+    if shutil.which("c++"):
+        _compile(folder / "throws", "throws.cc", "-ldl", compiler="c++")
     return _compile(folder / "gate_cases", "gate_cases.c", "-pthread", "-ldl")
 
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import shutil
 import subprocess
 from pathlib import Path
 
@@ -39,6 +40,14 @@ def test_a_call_that_was_left_in_an_unusual_way_does_not_count(start: Start, gat
         agent.open_gate()
     go_on(process)
     assert (line(process), process.wait(10)) == ("done", 0)
+
+
+@pytest.mark.skipif(shutil.which("c++") is None, reason="needs a C++ compiler")
+def test_an_exception_takes_the_call_that_it_leaves_out_of_the_count(start: Start, gate_program: Path) -> None:
+    process = start(str(gate_program.with_name("throws")), LD_LIBRARY_PATH=str(gate_program.parent))
+    assert line(process) == "ready"
+    with Agent(process.pid) as agent:
+        assert agent.close_gate(5).is_empty
 
 
 def test_arguments_frames_and_no_writable_code(start: Start, gate_program: Path) -> None:
