@@ -254,3 +254,20 @@ def test_nothing_happens_in_a_program_without_cuda(start: Start, tmp_path: Path)
     process = start("sh", "-c", "cat /proc/self/status | grep Threads")
     assert process.communicate(timeout=10)[0].split() == ["Threads:", "1"]
     assert not (tmp_path / "agents").exists()
+
+
+def test_a_thread_that_waits_at_the_drivers_lock_is_inside(job: Callable[..., Job]) -> None:
+    process, driver = job(5 * MIB), Libcuda()
+    assert driver.lock(process.pid) == 0
+    assert process.process.stdin is not None
+    process.process.stdin.write("check\n")
+    process.process.stdin.flush()
+    with Agent(process.pid) as agent:
+        while agent.status().inside == 0:
+            pass
+        assert agent.close_gate(0).inside == 1
+        assert driver.act("unlock", process.pid) == 0
+        assert agent.close_gate(5).is_empty  # it left; its next call waits in front of the gate
+        agent.open_gate()
+    assert process.process.stdout is not None
+    assert process.process.stdout.readline().strip() == "right"
