@@ -2,13 +2,15 @@
 
 from __future__ import annotations
 
+import subprocess
 import sys
 from pathlib import Path
 
 import pytest
 
 from gpucr.interposer.client import Agent
-from tests.interposer.conftest import Start
+from gpucr.sim.build import build
+from tests.interposer.conftest import NATIVE, Start
 
 PRELUDE = """
 import ctypes, sys
@@ -177,3 +179,20 @@ stop()
         for each in (*held, *made):
             each.close()
         assert (agent.status().away, agent.status().blocks) == (0, 3)
+
+
+def test_a_program_that_is_linked_with_libcuda(start: Start, tmp_path: Path) -> None:
+    program, simulator = tmp_path / "linked", build()
+    subprocess.run(
+        ["cc", "-o", str(program), str(NATIVE / "linked.c"), str(simulator / "libcuda.so.1")], check=True, timeout=60
+    )
+    process = start(str(program))
+    assert process.stdout is not None
+    assert process.stdout.readline().strip() == "ready"
+    with Agent(process.pid) as agent:
+        assert agent.close_gate(5).is_empty
+        assert agent.status().blocks == 1
+    assert process.stdin is not None
+    process.stdin.write("\n")
+    process.stdin.flush()
+    assert process.wait(10) == 0
