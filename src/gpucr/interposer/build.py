@@ -14,6 +14,7 @@ _SLOT_BYTES, _FREE_STUBS = 32, 1024
 FLAGS = (
     "-std=c11", "-D_GNU_SOURCE", "-O2", "-g", "-Wall", "-Wextra", "-fPIC", "-fvisibility=hidden",
     "-fexceptions",  # unwinding passes through: pthread_cancel and pthread_exit inside a driver call
+    "-U_FORTIFY_SOURCE",  # Ubuntu's gcc defines it: longjmp would be compiled as a second __longjmp_chk
     "-fno-strict-aliasing", f"-DSLOT_BYTES={_SLOT_BYTES}", f"-DFREE_STUBS={_FREE_STUBS}", "-pthread",
 )  # fmt: skip
 LINK_FLAGS = ("-shared", "-Wl,-z,defs", "-Wl,-z,relro,-z,now", "-Wl,-z,noexecstack", "-Wl,-z,nodelete")
