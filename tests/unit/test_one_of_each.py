@@ -14,7 +14,7 @@ CANARIES = "diagnosis/canaries/programs/"
 """They run by themselves, with the standard library alone, and on any libcuda."""
 
 ONLY_IN = {
-    r"\bCDLL\(|\bget_errno\(": ("linux/libc.py", "driver/libcuda.py", "cli/sim.py", CANARIES),
+    r"\bCDLL\(|\bget_errno\(": ("linux/libc.py", "driver/libcuda.py", "interposer/vault.py", "cli/sim.py", CANARIES),
     r"\bfcntl\.(flock|lockf)\(": ("linux/locks.py",),
     r"\bF_OFD_\w+LK\b": ("linux/claims.py",),
     # Whoever writes much does it in a way of its own: device memory, the objects of a store, the end of a job's file.

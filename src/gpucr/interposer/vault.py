@@ -16,6 +16,7 @@ from dataclasses import dataclass
 from typing import Any, ClassVar
 
 from gpucr.interposer.client import Held
+from gpucr.linux import libc
 
 SLOT_BYTES = 32 << 20
 WORKERS = 12
@@ -25,6 +26,8 @@ _MADV_POPULATE_WRITE = 23
 _READ_WRITE, _ON_DEVICE, _POSIX_DESCRIPTOR, _NON_BLOCKING = 3, 1, 1, 1
 
 _POINTER, _SIZE, _LONG = ctypes.c_void_p, ctypes.c_size_t, ctypes.c_uint64
+
+_madvise = libc.function("madvise", _POINTER, _SIZE, ctypes.c_int)  # the mmap module's holds the GIL
 
 
 class VaultFailed(Exception):
@@ -109,11 +112,8 @@ class Vault:
         _in_parallel([functools.partial(self._populate, at, length) for at, length in parts])
 
     def _populate(self, offset: int, length: int) -> None:
-        libc = ctypes.CDLL(None, use_errno=True)  # the mmap module holds the GIL in madvise
-        libc.madvise.argtypes = (_POINTER, _SIZE, ctypes.c_int)
         start = ctypes.addressof(ctypes.c_char.from_buffer(self._map))  # type: ignore[arg-type]
-        if libc.madvise(start + offset, length, _MADV_POPULATE_WRITE) != 0:
-            raise OSError(ctypes.get_errno(), "host memory cannot be populated")
+        libc.check(_madvise(start + offset, length, _MADV_POPULATE_WRITE), "madvise")
 
     def save(self, held: Sequence[Held]) -> None:
         """Copy to the room. Raises VaultFailed; ValueError where the room is too small."""
