@@ -65,14 +65,15 @@ class Terminal:
             return "\n".join(self._screen.display)
 
     def wait_for(self, condition: str | Callable[[str], bool], what: str | None = None) -> str:
-        """Wait until the screen shows this, and return it."""
+        """Wait until the screen shows this, wherever its lines are broken (at a longer pid, say), and return it."""
         deadline = time.monotonic() + DEADLINE_S
+        shows = condition if callable(condition) else lambda text: " ".join(condition.split()) in " ".join(text.split())
         while True:
             code = self.process.poll()
             if code is not None:
                 self._wait_drained()  # what it said last may not have been read yet
             text = self.text()
-            if condition in text if isinstance(condition, str) else condition(text):
+            if shows(text):
                 return text
             if time.monotonic() > deadline or code is not None:
                 ended = f"; it ended with {code}" if code is not None else ""

@@ -19,6 +19,7 @@ from gpucr.model import Gpu
 from gpucr.operations.gpu_jobs import GpuJob, findings_of
 from gpucr.operations.suspend import ChangeReport, resume, suspend
 from gpucr.quantities import format_bytes
+from gpucr.undo.cancellation import Cancellation
 from gpucr.undo.events import Progress
 
 
@@ -124,13 +125,13 @@ class Work:
 
     def __init__(self, news: NewsQueue, operate: Operate) -> None:
         self._news, self._operate = news, operate
-        self._is_cancelled = False
+        self._cancellation = Cancellation()
         self._thread = threading.Thread(target=self._run, name=f"gpucr top: {operate.action}")
         self._thread.start()
 
     def cancel(self) -> None:
         """Have it undone as soon as it can be left."""
-        self._is_cancelled = True
+        self._cancellation.cancel()
 
     def is_over(self, timeout_s: float) -> bool:
         """Whether it has ended, or does within this time."""
@@ -143,7 +144,7 @@ class Work:
                 pid = self._operate.root.pid
                 raise JobChanged(f"process {pid} has ended", pids=(pid,), hint="choose another job")
             change = suspend if self._operate.action == "suspend" else resume
-            report = change(self._operate.root.pid, on_progress=self._listen)
+            report = change(self._operate.root.pid, on_progress=self._news.put, cancel=self._cancellation)
             self._news.put(Ended(self._operate, Notice((_outcome(report), *_warnings(report)))))
         except GpucrError as e:
             what = f"{self._operate.action} {self._operate.root.pid}: {e.message}"
@@ -151,11 +152,6 @@ class Work:
             self._news.put(Ended(self._operate, Notice(lines, is_error=True), e))
         except BaseException as e:  # noqa: BLE001 - raised by the command when the screen is gone
             self._news.put(Ended(self._operate, Notice((f"{type(e).__name__}: {e}",), is_error=True), e))
-
-    def _listen(self, progress: Progress) -> None:
-        if self._is_cancelled and progress.event not in ("undo", "signal-ignored"):
-            raise KeyboardInterrupt  # as Ctrl-C does: the operation undoes what it has done
-        self._news.put(progress)
 
 
 def _outcome(report: ChangeReport) -> str:
