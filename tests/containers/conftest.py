@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import functools
+import secrets
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
@@ -61,7 +62,8 @@ def container(
     def start(*arguments: str, criu: CriuInstall = criu_install, **options: Any) -> Container:
         folder = tmp_path / f"container-{len(started)}"
         folder.mkdir()
-        name = f"gpucr-{tmp_path.parent.name}-{tmp_path.name}-{len(started)}".replace("_", "-")
+        # It names a cgroup, and the kernel has one tree of them for all who run these tests on the machine.
+        name = f"gpucr-{tmp_path.name}-{secrets.token_hex(4)}".replace("_", "-")
         made = Container(folder, name, runtime, criu, arguments, **options)
         started.append(made)
         made.start()

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import secrets
 from collections.abc import Iterator
 from pathlib import Path
 
@@ -28,7 +29,7 @@ def containerd(sim_only: None, criu_install: CriuInstall, tmp_path: Path) -> Ite
         check_containerd()
     except RuntimeMissing as e:
         skip_or_fail("containerd", str(e))
-    started = Containerd(tmp_path, f"gpucr-{tmp_path.parent.name}-{tmp_path.name}".replace("_", "-"), criu_install)
+    started = Containerd(tmp_path, f"gpucr-{secrets.token_hex(8)}", criu_install)
     yield started
     started.close()
 
