@@ -281,16 +281,13 @@ main()
 """Makes a file while the driver does not answer the nth question for the state of a process."""
 
 FAILING = """
-from gpucr.cli import top_screen
 from gpucr.cli.main import main
+from gpucr.cli.top_state import TopState
 import sys
-draw, count = top_screen._draw, []
-def fail(*arguments):
-    draw(*arguments)
-    count.append(1)
-    if len(count) == 3:
+def fail(state, key):
+    if key == "s":
         raise RuntimeError("a defect")
-top_screen._draw = fail
+TopState.press = fail
 sys.argv[:] = ["gpucr", "top", "--interval", "0.1", *sys.argv[1:]]
 main()
 """
@@ -298,6 +295,7 @@ main()
 
 def test_a_defect_gives_the_terminal_back(counter: CounterFactory, top: Top) -> None:
     terminal = top(program=[sys.executable, "-c", FAILING, str(counter("--mib", "1").pid)])
+    terminal.press("s")
     assert terminal.wait_ended() == 1
     assert "RuntimeError: a defect" in terminal.text()
     assert_given_back(terminal)

@@ -76,7 +76,8 @@ void hardware_look(void) {
 void hardware_close(void) {
     memory_close_files();
     views_close_files();
-    vmm_close_files();
+    if (driver_generation() < DRIVER_FUTURE)
+        vmm_close_files();
     if (hardware_fd >= 0)
         close(hardware_fd);
     hardware_fd = -1;
