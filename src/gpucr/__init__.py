@@ -86,7 +86,8 @@ if TYPE_CHECKING:
     from gpucr.snapshot.manifest import Manifest, ProcessRecord
     from gpucr.store.keys import Secret
     from gpucr.store.opened import Store
-    from gpucr.store.prune import LaterSpace, PruneReport, PruneRules
+    from gpucr.store.prune import LaterSpace, PruneReport
+    from gpucr.store.retention import PruneRules
     from gpucr.store.snapshots import Listing
     from gpucr.store.stored_snapshot import StoredSnapshot
     from gpucr.store.verify import VerifyReport
@@ -143,7 +144,8 @@ _HOMES = {
     "gpucr.snapshot.manifest": ("Manifest", "ProcessRecord"),
     "gpucr.store.keys": ("Secret",),
     "gpucr.store.opened": ("Store",),
-    "gpucr.store.prune": ("LaterSpace", "PruneReport", "PruneRules"),
+    "gpucr.store.prune": ("LaterSpace", "PruneReport"),
+    "gpucr.store.retention": ("PruneRules",),
     "gpucr.store.snapshots": ("Listing",),
     "gpucr.store.stored_snapshot": ("StoredSnapshot",),
     "gpucr.store.verify": ("VerifyReport",),

@@ -20,7 +20,8 @@ from gpucr.store.keys import Secret
 from gpucr.store.local import INCOMING_NAME, LocalBackend
 from gpucr.store.opened import Store
 from gpucr.store.pack import pack_name
-from gpucr.store.prune import PruneRules, prune
+from gpucr.store.prune import prune
+from gpucr.store.retention import PruneRules
 from gpucr.store.session import WriteSession
 from gpucr.store.verify import verify
 from tests.store.dumps import NEVER_S, PIECE_BYTES, content, dump, new_store, restore

@@ -18,7 +18,8 @@ from gpucr.store import config, snapshots, writers
 from gpucr.store.keys import Secret
 from gpucr.store.local import LocalBackend
 from gpucr.store.opened import Store
-from gpucr.store.prune import PruneRules, prune
+from gpucr.store.prune import prune
+from gpucr.store.retention import PruneRules
 from tests.store.dumps import content, dump, restore
 
 AREAS = {"a": content(*range(1, 101))}

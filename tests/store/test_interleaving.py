@@ -18,7 +18,8 @@ from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, ru
 from gpucr.errors import GpucrError
 from gpucr.store import snapshots
 from gpucr.store.opened import Store
-from gpucr.store.prune import PruneRules, prune
+from gpucr.store.prune import prune
+from gpucr.store.retention import PruneRules
 from tests.store.dumps import PIECE_BYTES, content, dump, new_store, restore
 from tests.store.memory import FaultyBackend, Killed, MemoryBackend
 from tests.storm import IS_STORM

@@ -20,7 +20,8 @@ from gpucr.store.keys import Secret
 from gpucr.store.local import LocalBackend
 from gpucr.store.objects import ObjectsBackend, Patience
 from gpucr.store.opened import Store
-from gpucr.store.prune import PruneRules, prune
+from gpucr.store.prune import prune
+from gpucr.store.retention import PruneRules
 from gpucr.store.upload import SINGLE_BYTES
 from gpucr.store.verify import verify
 from tests.store.dumps import content, dump, new_store, restore

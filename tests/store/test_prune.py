@@ -19,7 +19,8 @@ from gpucr.store import index as indexes
 from gpucr.store import retired, snapshots, writers
 from gpucr.store.keys import Secret
 from gpucr.store.opened import Store
-from gpucr.store.prune import PruneReport, PruneRules, prune
+from gpucr.store.prune import PruneReport, prune
+from gpucr.store.retention import PruneRules
 from gpucr.store.session import WriteSession
 from gpucr.store.stored_snapshot import StoredSnapshot
 from gpucr.store.verify import verify

@@ -15,7 +15,8 @@ from gpucr.store.index import Index
 from gpucr.store.keys import Secret
 from gpucr.store.opened import Store
 from gpucr.store.pack import pack_name
-from gpucr.store.prune import PruneRules, prune
+from gpucr.store.prune import prune
+from gpucr.store.retention import PruneRules
 from gpucr.store.session import WriteSession
 from gpucr.store.stored_snapshot import StoredSnapshot
 from gpucr.store.verify import verify

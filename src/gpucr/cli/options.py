@@ -159,6 +159,17 @@ json_option = click.option(
     callback=_note_json,
     help="Print the result as JSON on stdout.",
 )
+
+
+def keep_options(command: F) -> F:
+    """Which snapshots to keep: options that `prune`, `run` and `supervise` share."""
+    for option, what in (("--keep-daily", "latest of each of N days"), ("--keep-hourly", "latest of each of N hours")):
+        text = f"Keep the {what} that have one."
+        command = click.option(option, type=click.IntRange(min=0), metavar="N", help=text)(command)
+    latest = click.option("--keep-last", type=click.IntRange(min=0), metavar="N", help="Keep the N latest snapshots.")
+    return latest(command)
+
+
 only_option = click.option("--only", is_flag=True, help="Act on this one process, not on its whole tree.")
 force_option = click.option(
     "--force", is_flag=True, help="Go on although preflight found something blocking, or what was named is not one job."

@@ -2,44 +2,39 @@
 
 from __future__ import annotations
 
-import re
 from datetime import datetime, timezone
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import click
 
+from gpucr.cli.durations import Duration
 from gpucr.cli.keys import key_file_option, with_key
 from gpucr.cli.ls import snapshot_fields
-from gpucr.cli.options import complete_folder, json_option, quiet_option
+from gpucr.cli.options import complete_folder, json_option, keep_options, quiet_option
 from gpucr.cli.output import print_json
 from gpucr.quantities import counted, format_bytes
 
 if TYPE_CHECKING:
     from gpucr.store.prune import LaterSpace
 
-_UNITS = {"s": 1.0, "m": 60.0, "h": 3600.0, "d": 86400.0, "w": 7 * 86400.0}
-
-
-class Duration(click.ParamType):  # type: ignore[type-arg]  # click 8.1 knows no arguments
-    """A time like ``90s``, ``10m``, ``12h``, ``7d`` or ``2w``: a float, in seconds."""
-
-    name = "duration"
-
-    def convert(self, value: Any, param: click.Parameter | None, ctx: click.Context | None) -> float:
-        """Raises click's usage error where it is none."""
-        if isinstance(value, float):
-            return value
-        found = re.fullmatch(r"(\d+(?:\.\d+)?)([smhdw])", str(value))
-        if found is None:
-            self.fail(f"{value!r} is no time: write 90s, 10m, 12h, 7d or 2w", param, ctx)
-        return float(found[1]) * _UNITS[found[2]]
-
 
 @click.command("prune")
 @click.argument("store", metavar="STORE", shell_complete=complete_folder)
-@click.option("--keep-last", type=click.IntRange(min=0), metavar="N", help="Keep the N latest snapshots.")
+@keep_options
 @click.option("--keep-within", type=Duration(), metavar="TIME", help="Keep what is younger: 12h, 7d, 2w.")
+@click.option("--keep-weekly", type=click.IntRange(min=0), metavar="N", help="Keep the latest of each of N weeks.")
+@click.option("--keep-monthly", type=click.IntRange(min=0), metavar="N", help="Keep the latest of each of N months.")
+@click.option(
+    "--name",
+    "names",
+    multiple=True,
+    metavar="PATTERN",
+    help="Let these rules be for snapshots of this name only (train-*); all others are kept. May be repeated.",
+)
+@click.option(
+    "--per-name", is_flag=True, help="Count the snapshots of each name by themselves, and always keep the latest of it."
+)
 @click.option(
     "--grace",
     type=Duration(),
@@ -65,7 +60,13 @@ def command(
     *,
     store: str,
     keep_last: int | None,
+    keep_hourly: int | None,
+    keep_daily: int | None,
     keep_within: float | None,
+    keep_weekly: int | None,
+    keep_monthly: int | None,
+    names: tuple[str, ...],
+    per_name: bool,
     grace: float,
     dead_after: float,
     repack: bool,
@@ -76,20 +77,22 @@ def command(
 ) -> None:
     """Remove snapshots that need not be kept, and what dumps that died left behind. Dumps and restores may be at work.
 
-    A snapshot is kept if --keep-last or --keep-within says so; without both all are. Space comes back with a later
+    A snapshot is kept if one of the --keep options says so; without any all are. Space comes back with a later
     prune: data that nothing needs is first retired, and deleted when no dump can rely on it any more and --grace has
     passed. The last lines say how much, and when.
 
     \b
     Example:
       gpucr prune /var/snapshots/store --keep-last 5 --keep-within 7d
+      gpucr prune /var/snapshots/store --per-name --keep-last 3 --keep-daily 7
     """  # fmt: skip
     from gpucr.operations.stores import prune_store
-    from gpucr.store.prune import PruneRules
+    from gpucr.store.retention import PruneRules
 
     rules = PruneRules(
-        keep_last=keep_last, keep_within_s=keep_within, grace_s=grace, dead_after_s=dead_after,
-        repack_below=0.5 if repack else 0.0,
+        keep_last=keep_last, keep_within_s=keep_within, keep_hourly=keep_hourly, keep_daily=keep_daily,
+        keep_weekly=keep_weekly, keep_monthly=keep_monthly, names=names, per_name=per_name, grace_s=grace,
+        dead_after_s=dead_after, repack_below=0.5 if repack else 0.0,
     )  # fmt: skip
     report = with_key(key_file, lambda key: prune_store(store, rules, dry_run=dry_run, key=key))
     if as_json:

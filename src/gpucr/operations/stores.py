@@ -16,7 +16,8 @@ from gpucr.store.keys import Secret
 from gpucr.store.local import INCOMING_NAME
 from gpucr.store.location import backend_at
 from gpucr.store.opened import KEYS_PREFIX, Store
-from gpucr.store.prune import PruneReport, PruneRules
+from gpucr.store.prune import PruneReport
+from gpucr.store.retention import PruneRules
 from gpucr.store.snapshots import Listing
 from gpucr.store.stored_snapshot import StoredSnapshot
 from gpucr.store.verify import VerifyReport

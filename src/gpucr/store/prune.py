@@ -19,32 +19,14 @@ from gpucr.store.opened import DISK_FULL, NO_SPACE, Store
 from gpucr.store.pack import Entry, Place, iter_entries, pack_name
 from gpucr.store.pieces import PieceRef
 from gpucr.store.reader import StoreReader
+from gpucr.store.retention import DEAD_AFTER_S, PruneRules, choose
 from gpucr.store.retired import Batch, Inventory, Pack
 from gpucr.store.snapshots import Listing
 from gpucr.store.stored_snapshot import StoredSnapshot
 from gpucr.store.writer import StoreWriter
 
-GRACE_S = 24 * 3600.0
-DEAD_AFTER_S = 3600.0
 _TOMBSTONE_S = 30 * 24 * 3600.0
 """A writer would have to sleep for so long, and then commit at once, to do harm."""
-
-
-@dataclass(frozen=True)
-class PruneRules:
-    """What to keep, and how patient to be.
-
-    A snapshot is kept that is among the ``keep_last`` latest or younger than ``keep_within_s``; where both are None all
-    are kept. ``grace_s``: how long a retired pack stays, for those who still read a snapshot that was removed.
-    ``dead_after_s``: a writer without a sign of life for so long will not be let commit. ``repack_below``: packs of
-    which less than this part is needed are emptied into new ones (0: none).
-    """
-
-    keep_last: int | None = None
-    keep_within_s: float | None = None
-    grace_s: float = GRACE_S
-    dead_after_s: float = DEAD_AFTER_S
-    repack_below: float = 0.0
 
 
 @dataclass(frozen=True)
@@ -99,19 +81,6 @@ def prune(
             raise
         hint = "free some KiB there by other means, and prune again: what is to go is written down before it goes"
         raise StoreError(e.message, path=e.path, hint=hint, code=NO_SPACE) from e
-
-
-def choose(
-    found: Sequence[StoredSnapshot], rules: PruneRules, now_s: float
-) -> tuple[list[StoredSnapshot], list[StoredSnapshot]]:
-    """Which of the snapshots, oldest first, to keep and which to remove."""
-    if rules.keep_last is None and rules.keep_within_s is None:
-        return list(found), []
-    last = {each.id for each in found[max(0, len(found) - (rules.keep_last or 0)) :]}
-    within_s = rules.keep_within_s if rules.keep_within_s is not None else -1.0
-    kept = [each for each in found if each.id in last or now_s - each.created_s <= within_s]
-    ids = {each.id for each in kept}
-    return kept, [each for each in found if each.id not in ids]
 
 
 class _Prune:

@@ -1,0 +1,87 @@
+"""Which snapshots of a store to keep: a pure function of what there is, the rules and the time."""
+
+from __future__ import annotations
+
+import fnmatch
+from collections.abc import Collection, Iterable, Iterator, Sequence
+from dataclasses import dataclass
+from datetime import datetime, timezone
+
+from gpucr.store.stored_snapshot import StoredSnapshot
+
+GRACE_S = 24 * 3600.0
+DEAD_AFTER_S = 3600.0
+
+
+@dataclass(frozen=True)
+class PruneRules:
+    """What to keep, and how patient to be.
+
+    A snapshot is kept if one of the ``keep_`` rules says so; where there is none all are kept. ``keep_last``: the N
+    latest. ``keep_within_s``: those that are younger. ``keep_hourly`` and the others: of the N latest hours (days,
+    weeks, months; in UTC) that have one, the latest of each. ``names``: patterns as of a shell; the rules are for
+    snapshots whose name fits one of them, all others are kept. ``per_name``: each name is counted by itself, and the
+    latest of each is always kept. ``protected`` ids are always kept.
+
+    ``grace_s``: how long a retired pack stays, for those who still read a snapshot that was removed. ``dead_after_s``:
+    a writer without a sign of life for so long will not be let commit. ``repack_below``: packs of which less than this
+    part is needed are emptied into new ones (0: none).
+    """
+
+    keep_last: int | None = None
+    keep_within_s: float | None = None
+    keep_hourly: int | None = None
+    keep_daily: int | None = None
+    keep_weekly: int | None = None
+    keep_monthly: int | None = None
+    names: tuple[str, ...] = ()
+    per_name: bool = False
+    protected: tuple[str, ...] = ()
+    grace_s: float = GRACE_S
+    dead_after_s: float = DEAD_AFTER_S
+    repack_below: float = 0.0
+
+    @property
+    def keeps_all(self) -> bool:
+        """Whether no rule lets a snapshot go."""
+        counted = (self.keep_last, self.keep_hourly, self.keep_daily, self.keep_weekly, self.keep_monthly)
+        return self.keep_within_s is None and all(count is None for count in counted)
+
+
+def choose(
+    found: Sequence[StoredSnapshot], rules: PruneRules, now_s: float
+) -> tuple[list[StoredSnapshot], list[StoredSnapshot]]:
+    """Which of the snapshots, oldest first, to keep and which to remove."""
+    if rules.keeps_all:
+        return list(found), []
+    kept = set(rules.protected)
+    for group in _groups(found, rules, kept):
+        kept.update(each.id for each in _kept(group, rules, now_s))
+    return [each for each in found if each.id in kept], [each for each in found if each.id not in kept]
+
+
+def _groups(found: Iterable[StoredSnapshot], rules: PruneRules, kept: set[str]) -> Collection[Sequence[StoredSnapshot]]:
+    """Those that are counted together. What the rules are not for is added to ``kept``."""
+    groups: dict[str | None, list[StoredSnapshot]] = {}
+    for each in found:
+        if rules.names and not any(fnmatch.fnmatchcase(each.name or "", pattern) for pattern in rules.names):
+            kept.add(each.id)
+        else:
+            groups.setdefault(each.name if rules.per_name else None, []).append(each)
+    return groups.values()
+
+
+def _kept(group: Sequence[StoredSnapshot], rules: PruneRules, now_s: float) -> Iterator[StoredSnapshot]:
+    if rules.per_name:
+        yield group[-1]
+    yield from group[max(0, len(group) - (rules.keep_last or 0)) :]
+    if rules.keep_within_s is not None:
+        yield from (each for each in group if now_s - each.created_s <= rules.keep_within_s)
+    for count, period in (
+        (rules.keep_hourly, "%Y-%m-%d %H"),
+        (rules.keep_daily, "%Y-%m-%d"),
+        (rules.keep_weekly, "%G-%V"),
+        (rules.keep_monthly, "%Y-%m"),
+    ):
+        latest = {datetime.fromtimestamp(each.created_s, timezone.utc).strftime(period): each for each in group}
+        yield from list(latest.values())[max(0, len(latest) - (count or 0)) :]
