@@ -296,6 +296,13 @@ class Job:
         return (self.root.pid, *self.other_root_pids)
 
     @property
+    def trees(self) -> tuple[Job, ...]:
+        """Each of its trees as a job."""
+        starts = [number for number, each in enumerate(self.processes) if each.pid in self.root_pids]
+        trees = [self.processes[start:end] for start, end in zip(starts, [*starts[1:], None], strict=True)]
+        return tuple(Job(tree, tuple(m for m in self.gang if m.id in {p.id for p in tree})) for tree in trees)
+
+    @property
     def pids(self) -> tuple[int, ...]:
         """The pids of all processes, root first."""
         return tuple(process.pid for process in self.processes)

@@ -12,7 +12,7 @@ import pytest
 from gpucr.criu import images, images_pb2
 from gpucr.criu.image_entries import ImageError
 from gpucr.criu.images import FilesImage
-from gpucr.linux.sock_diag import TcpState
+from gpucr.linux.sock_diag import TcpState, outside_connections
 from gpucr.model import Connection, Endpoint
 
 from .conftest import StartProgram, Workspace
@@ -97,7 +97,7 @@ def test_only_connections_to_the_outside_are_closed() -> None:
     parsed = FilesImage.parse(image(*INSIDE, *OUTSIDE))
     before = parsed.tcp_sockets()
     assert before[3].connection == Connection(Endpoint("10.0.0.1", 700), Endpoint("10.0.0.2", 443))
-    parsed.close_outside_connections()
+    parsed.close_connections(outside_connections(parsed.tcp_sockets()))
     after = FilesImage.parse(parsed.encode()).tcp_sockets()
     assert after[:3] == before[:3]
     for each, unspecified in zip(after[3:], (ANY, "::"), strict=True):
@@ -107,7 +107,7 @@ def test_only_connections_to_the_outside_are_closed() -> None:
 
 def test_nothing_to_close_changes_nothing() -> None:
     parsed = FilesImage.parse(image(*INSIDE))
-    parsed.close_outside_connections()
+    parsed.close_connections(outside_connections(parsed.tcp_sockets()))
     assert not parsed.is_changed
 
 

@@ -16,6 +16,7 @@ from gpucr.criu.contents import read_contents
 from gpucr.criu.image_entries import ImageError
 from gpucr.criu.page_images import PageMap
 from gpucr.criu.pids import pids_in
+from gpucr.linux.sock_diag import outside_connections
 from gpucr.records import RecordError
 from gpucr.snapshot import manifest as manifests
 from tests.fuzz.damage import Json, damaged_bytes, damaged_json, written
@@ -69,7 +70,7 @@ def read_all(changed: dict[str, bytes]) -> None:
         assert all(pid > 0 for pid in pids_in(open_image))
     with contextlib.suppress(ImageError):
         files = images.FilesImage.parse(changed["files.img"])
-        files.close_outside_connections()
+        files.close_connections(outside_connections(files.tcp_sockets()))
         files.adapt_to_sizes({"/log": (0, 1)})
         assert images.FilesImage.parse(files.encode()).paths() == files.paths()
     with contextlib.suppress(ImageError):

@@ -207,13 +207,6 @@ while True:
     assert "T" not in states(job.pids())
 
 
-def test_a_job_without_cuda_is_refused(start: StartJob) -> None:
-    job = start("done()\nwhile True:\n    step()\n    done(turn)\n")
-    with pytest.raises(gpucr.NotACudaProcess):
-        gpucr.freeze(job.pid)
-    assert job.go_on() == "1"
-
-
 def test_nobody_else_may_work_on_it(counter: CounterFactory, driver: CudaDriver) -> None:
     job = counter("--mib", "1")
     with gpucr.freeze(job.pid), pytest.raises(gpucr.Unsupported):

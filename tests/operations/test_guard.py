@@ -434,7 +434,7 @@ def test_a_killed_restore_leaves_nothing(
     restore = f"""
     protect()
     def on_start(criu):
-        protection.protect(EndRestore(criu, task_pids(folder / "images")))
+        protection.protect(EndRestore((criu,), task_pids(folder / "images")))
     def on_notify(hook, _):
         if hook == {hook!r}:
             die()
@@ -748,7 +748,7 @@ _ACTIONS: tuple[Action, ...] = (
     DiscardFolder("/snapshots/a", 0o755),
     RemoveWorkingFolder("/tmp/gpucr-work-0"),
     EndDump(ProcessId(13, 14), "manifest.json"),
-    EndRestore(ProcessId(13, 14), (15, 16)),
+    EndRestore((ProcessId(13, 14),), (15, 16)),
     EndRestored((ProcessId(11, 12),)),
     EndSandbox(ProcessId(17, 18)),
 )

@@ -1,4 +1,4 @@
-"""A job that is named by several trees, or by its cgroup: one gang for suspend and resume, one tree for a dump."""
+"""A job that is named by several trees, or by its cgroup: one gang."""
 
 from __future__ import annotations
 
@@ -77,20 +77,6 @@ def test_trees_in_each_other_are_one_tree(counter: CounterFactory, tmp_path: Pat
     assert len(gpucr.job_states(JobSelector(job.pid, child))) == 2
 
 
-@pytest.mark.criu
-def test_a_dump_of_several_trees_is_refused(ranks: RanksFactory, counter: CounterFactory, tmp_path: Path) -> None:
-    job, other = ranks(2), counter()
-    for trees, what_to_do in ((job.ranks, f"{job.pid} (ranks)"), ((job.pid, other.pid), "under one parent")):
-        done = command.run("dump", *trees, "--as-one", "--to", tmp_path / "s")
-        assert done.returncode == 2
-        assert f"several trees (of processes {', '.join(map(str, trees))})" in done.stderr
-        assert what_to_do in done.stderr
-        assert done.stderr.endswith("code:  GPUCR-SEVERAL-TREES\n")
-    assert not (tmp_path / "s").exists()
-    assert other.ask() == 101
-    job.assert_goes_on()
-
-
 def test_several_users_are_not_one_job_either(counter: CounterFactory) -> None:
     mine = counter()
     several = pytest.raises(gpucr.InvalidRequest, match="users 5, 65534")
@@ -121,7 +107,7 @@ def _move(pid: int, folder: Path) -> None:
     (folder / "cgroup.procs").write_text(str(pid))
 
 
-def test_a_cgroup_is_a_job(counter: CounterFactory, driver: CudaDriver, cgroup: Path) -> None:
+def test_a_cgroup_is_a_job(counter: CounterFactory, driver: CudaDriver, cgroup: Path, tmp_path: Path) -> None:
     """As a batch system has it: what it started is in the cgroup, and in some below it."""
     below = cgroup / f"task-{secrets.token_hex(4)}"
     below.mkdir()
@@ -135,8 +121,8 @@ def test_a_cgroup_is_a_job(counter: CounterFactory, driver: CudaDriver, cgroup: 
         assert states(driver, outside) == {RUNNING}
         gpucr.resume(JobSelector(cgroup=cgroup))
         assert (first.ask(), second.ask()) == (101, 101)
-        with pytest.raises(gpucr.InvalidRequest, match="several trees"):
-            gpucr.plan_dump(JobSelector(cgroup=cgroup), "/nowhere/s")
+        plan = gpucr.plan_dump(JobSelector(cgroup=cgroup), tmp_path / "s", force=True)
+        assert any("3 processes in 2 trees" in step for step in plan.steps)
     finally:
         for job in (first, second):
             job.kill()

@@ -91,7 +91,7 @@ def test_what_is_left_becomes_its_own_and_its_end_is_known(keeper: BareKeeper, t
     stat = processes.read_stat(root)
     assert stat is not None
     assert stat.parent_pid == keeper.id.pid
-    keeper.adopt(root, inner_pid=root)
+    keeper.adopt([root], inner_pids=[root])
     keeper.end()
     assert sandbox.keeper_root(keeper.id.pid) == identity(root)
     assert sandbox.of(root) is None
@@ -157,6 +157,6 @@ def test_a_keeper_that_was_killed(keeper: BareKeeper, tmp_path: Path) -> None:
         with pytest.raises(BrokenInstall, match="the keeper process of the job ended"):
             keeper.exit_code(shell.pid)
         with pytest.raises(BrokenInstall, match="the keeper process of the job ended"):
-            keeper.adopt(shell.pid, inner_pid=shell.pid)
+            keeper.adopt([shell.pid], inner_pids=[shell.pid])
     with contextlib.suppress(ProcessLookupError):
         os.kill(shell.pid, signal.SIGKILL)

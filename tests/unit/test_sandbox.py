@@ -341,7 +341,7 @@ def test_a_process_is_adopted(place: Workplace) -> None:
         assert inner is not None
         assert inner > 5000
         assert made.sandbox.root is None
-        made.adopt(root, inner_pid=inner)
+        made.adopt([root], inner_pids=[inner])
         assert sandbox.keeper_root(made.sandbox.keeper.pid) == _identity(root)
 
 
@@ -350,7 +350,7 @@ def test_an_adopted_process_outlives_its_gpucr_and_its_end_is_known(place: Workp
     os.mkfifo(place.folder / "go")
     with empty(place) as made:
         root = spawn_in(made, place.folder, "read line < go; exit 6")
-        made.adopt(root, inner_pid=made.sandbox.pids.inner_pid(root) or 0)
+        made.adopt([root], inner_pids=[made.sandbox.pids.inner_pid(root) or 0])
     (place.folder / "go").write_text("go\n")
     assert place.ended()["exit_code"] == 6
 
@@ -363,7 +363,7 @@ def test_a_process_that_ended_before_it_was_adopted(place: Workplace) -> None:
         inner = made.sandbox.pids.inner_pid(root) or 0
         (place.folder / "go").write_text("go\n")
         wait_until(lambda: processes.read_stat(root) is None, "its end, collected by the keeper")
-        made.adopt(root, inner_pid=inner)
+        made.adopt([root], inner_pids=[inner])
     assert place.ended()["exit_code"] == 6
     wait_until(lambda: not processes.is_alive(made.sandbox.keeper), "the keeper's end")
 

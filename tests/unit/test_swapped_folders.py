@@ -78,10 +78,11 @@ def test_what_was_opened_is_read_to_the_end(theirs: Path, swap: Callable[[Path],
     opened.verify()
     source = FolderSource(opened)
     assert source.provide(None, Interrupts(), Meter("verify")) == sum(f.size_bytes for f in made.manifest.files)
-    with source.open_image("core-1.img") as stream:
+    with source.openers[0]("core-1.img") as stream:
         assert stream.read() == samples.IMAGES["core-1.img"]
-    (source.images / images.NAME).write_bytes(image(*OUTSIDE))
-    with images.changed_images(source.images, images.FilesImage.read(source.images)) as changed:
+    (folder,) = source.image_folders
+    (folder / images.NAME).write_bytes(image(*OUTSIDE))
+    with images.changed_images(folder, images.FilesImage.read(folder)) as changed:
         assert (changed / "core-1.img").read_bytes() == samples.IMAGES["core-1.img"]
         assert changed.resolve().parent == theirs / "a.aside"
 

@@ -40,6 +40,7 @@ def report_fields(report: DumpReport | RestoreReport) -> dict[str, Any]:
     """What the JSON of a dump and of a restore have in common."""
     return {
         "pid": report.pid,
+        "root_pids": report.root_pids,
         "snapshot": snapshot_text(report.snapshot),
         "size_bytes": report.size_bytes,
         "phases": report.phases,

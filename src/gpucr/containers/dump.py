@@ -170,7 +170,11 @@ def _prepare(
     writer = DeviceWriter(target.sink)
     cuda = cuda_work(found, protection, held, writer)
     # Left running, for all that is known: then nothing that the container may still need is given up early.
-    return JobDump(job=job, target=target, writer=writer, cuda=cuda, leave_running=True), cuda, findings
+    return (
+        JobDump(job=job, target=target, writer=writer, cuda=cuda, leave_running=True, protection=protection),
+        cuda,
+        findings,
+    )
 
 
 def _check_freezer(root_pid: int) -> list[preflight.Finding]:

@@ -133,9 +133,9 @@ class AdoptTree:
 
     def run(self, interrupts: Interrupts, meter: Meter) -> int:
         """Find them."""
-        self.tree.set(take_stock(self._root_pid, self._manifest, self._gang, self._protection))
+        self.tree.set(take_stock([self._root_pid], self._manifest, self._gang, self._protection))
         return 0
 
     def undo(self) -> None:
         """End every process of the tree."""
-        end_restored(self._root_pid, self.tree.if_known)
+        end_restored([self._root_pid], self.tree.if_known)

@@ -20,7 +20,7 @@ from pathlib import Path
 from gpucr.criu import images_pb2
 from gpucr.criu.image_entries import ImageError, ImageReader, encoded, head
 from gpucr.linux import trusted_paths
-from gpucr.linux.sock_diag import TcpSocket, TcpState, endpoint, outside_connections
+from gpucr.linux.sock_diag import TcpSocket, TcpState, endpoint
 
 NAME = "files.img"
 MAX_IMAGE_BYTES = 256 << 20
@@ -74,10 +74,6 @@ class FilesImage:
                 for address in (each.src_addr, each.dst_addr):
                     address[:] = [0] * len(address)
                 self.is_changed = True
-
-    def close_outside_connections(self) -> None:
-        """`close_connections` with those that have their other end outside the job."""
-        self.close_connections(outside_connections(self.tcp_sockets()))
 
     def adapt_to_sizes(self, sizes: Mapping[str, tuple[int, int]]) -> None:
         """Let CRIU take files that have another size now. ``sizes``: per path, that of the dump and that of now.

@@ -76,8 +76,14 @@ class RestoreOptions:
         )
 
 
-def choose_dump_options(pids: Sequence[int], *, leave_running: bool, install: CriuInstall | None = None) -> DumpOptions:
-    """The settings for a tree whose root is ``pids[0]``. Only reads /proc, as the tree's user or root.
+def choose_dump_options(
+    pids: Sequence[int],
+    *,
+    leave_running: bool,
+    install: CriuInstall | None = None,
+    other_root_pids: Sequence[int] = (),
+) -> DumpOptions:
+    """The settings for a tree whose root is ``pids[0]``, or for all trees of a job. Only reads /proc.
 
     ``install`` (default: the one that `find_criu` finds) is asked what it can lock a network with, where there are
     connections. Raises Unsupported where a deleted file is larger than CRIU's limit can say. A process that ends
@@ -85,7 +91,7 @@ def choose_dump_options(pids: Sequence[int], *, leave_running: bool, install: Cr
     """
     return DumpOptions(
         leave_running=leave_running,
-        shell_job=_session_leader_is_outside(pids),
+        shell_job=_session_leader_is_outside(pids) or any(map(_is_no_session_leader, other_root_pids)),
         ghost_limit_bytes=_ghost_limit(pids),
         network_lock=_choose_network_lock(install) if has_connections(pids) else "skip",
     )
@@ -96,6 +102,11 @@ def _session_leader_is_outside(pids: Sequence[int]) -> bool:
         return os.getsid(pids[0]) not in pids
     except ProcessLookupError:
         return False
+
+
+def _is_no_session_leader(root_pid: int) -> bool:
+    """A leader in another tree is outside, too: that tree is dumped by another CRIU."""
+    return _session_leader_is_outside([root_pid])
 
 
 def _ghost_limit(pids: Sequence[int]) -> int:

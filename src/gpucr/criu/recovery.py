@@ -31,14 +31,15 @@ class EndDump(Action):
 
 
 class EndRestore(Action):
-    """``criu`` ends, and so do the tasks of these ``pids`` that it has made."""
+    """These CRIUs, of which each waits for the next one, end, and so do the tasks of ``pids`` that they have made."""
 
-    criu: ProcessId
+    criu: tuple[ProcessId, ...]
     pids: tuple[int, ...]
 
     def recover(self, descriptors: Sequence[int]) -> bool:
-        """End it."""
-        abandoned.end_restore(self.criu, self.pids)
+        """End them."""
+        for each in reversed(self.criu):
+            abandoned.end_restore(each, self.pids)
         return False
 
 

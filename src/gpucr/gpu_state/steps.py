@@ -310,7 +310,7 @@ class ReleaseThreads:
     def __init__(
         self,
         threads: GangThreads,
-        protection: Protection,
+        protection: Protection | None,
         stopped: Callable[[], Iterable[ProcessId]] = tuple,
         *,
         is_result: bool = False,
@@ -330,7 +330,8 @@ class ReleaseThreads:
         processes.continue_stopped(self._stopped())
         if self._is_result:
             interrupts.commit()
-        self._protection.job_runs()
+        if self._protection is not None:
+            self._protection.job_runs()
         return 0
 
     def undo(self) -> None:

@@ -1,14 +1,14 @@
-"""The rest of a job stands still while its gang is off the GPU."""
+"""What of a job does not use CUDA stands still."""
 
 from __future__ import annotations
 
 import signal
+from collections.abc import Callable, Sequence
 
-from gpucr.gang import Gang
 from gpucr.gang.threads import STOP_TIMEOUT_S
 from gpucr.gpu_state.recovery import GangProtection
 from gpucr.linux import processes
-from gpucr.model import Job, ProcessId
+from gpucr.model import GangMember, Job, ProcessId
 from gpucr.undo.interrupts import Interrupts
 from gpucr.undo.steps import Meter
 
@@ -16,14 +16,14 @@ from gpucr.undo.steps import Meter
 class StopOthers:
     """The processes of a job that do not use CUDA: running → stopped by SIGSTOP.
 
-    Those that were found stopped stay so in the end.
+    ``members`` tells those that do, and are stopped before. Those that were found stopped stay so in the end.
     """
 
     name = "halt"
 
-    def __init__(self, job: Job, gang: Gang, protection: GangProtection) -> None:
+    def __init__(self, job: Job, members: Callable[[], Sequence[GangMember]], protection: GangProtection) -> None:
         self._job = job
-        self._gang = gang
+        self._members = members
         self._protection = protection
         self._stopped: list[ProcessId] = []
 
@@ -37,7 +37,7 @@ class StopOthers:
 
     def run(self, interrupts: Interrupts, meter: Meter) -> int:
         """Stop them, until there is no new one: one that still runs may fork."""
-        members = [member.id for member in self._gang.members]
+        members = [member.id for member in self._members()]
         while new := self._running({*members, *self._stopped}):
             interrupts.check()
             self._stopped += new
@@ -52,5 +52,5 @@ class StopOthers:
         processes.continue_stopped(self._stopped)
 
     def _running(self, known: set[ProcessId]) -> list[ProcessId]:
-        tree = processes.tree(self._job.root.pid)
-        return [process.id for process in tree if process.id not in known and process.status not in "TtZX"]
+        found = [process for tree in processes.trees(self._job.root_pids) for process in tree]
+        return [process.id for process in found if process.id not in known and process.status not in "TtZX"]

@@ -1,4 +1,4 @@
-"""What becomes of a sandbox that is being filled where gpucr dies."""
+"""What becomes of a job that is being ended, and of a sandbox that is being filled, where gpucr dies."""
 
 from __future__ import annotations
 
@@ -8,6 +8,18 @@ from gpucr.errors import JobChanged
 from gpucr.linux import processes
 from gpucr.model import ProcessId
 from gpucr.undo.recovery import Action
+
+
+class EndJob(Action):
+    """A job that stands still, and that is in a snapshot, ends. Half of it must not run."""
+
+    processes: tuple[ProcessId, ...]
+
+    def recover(self, descriptors: Sequence[int]) -> bool:
+        """Kill what is left of it. Raises JobChanged where one does not end."""
+        if left := processes.kill_and_wait(self.processes):
+            raise JobChanged(f"a job that was dumped does not end: {left[0].pid}", pids=[each.pid for each in left])
+        return True
 
 
 class EndSandbox(Action):

@@ -13,7 +13,7 @@ from gpucr.jobs.record import JobRecord, Network
 from gpucr.jobs.registry import ListedJob, Registry, Reservation, is_replaceable
 from gpucr.linux import processes, trusted_paths
 from gpucr.linux.private_folders import state_folder
-from gpucr.model import ProcessId
+from gpucr.model import Job, ProcessId
 from gpucr.snapshot.folder import MANIFEST_NAME
 from gpucr.snapshot.job_snapshot import JobSnapshot
 from gpucr.snapshot.manifest import LaunchRecord
@@ -148,30 +148,34 @@ def launch_record(record: JobRecord) -> LaunchRecord:
 class DumpNote:
     """What the registry is told of a dump. Where it cannot be told, there is a ``warning``: the snapshot is no worse.
 
-    Written as soon as the snapshot is committed, and before CRIU ends the job: whenever gpucr is killed, a job that was
-    ended for a snapshot is known as dumped. While it still runs, that is what counts (record.py).
+    Told of every tree of the job that is registered. Written as soon as the snapshot is committed, and before the job
+    is ended: whenever gpucr is killed, a job that was ended for a snapshot is known as dumped. While it still runs,
+    that is what counts (record.py).
     """
 
-    def __init__(self, record: JobRecord) -> None:
-        self._record = record
+    def __init__(self, job: Job) -> None:
+        roots = [tree.root.id for tree in job.trees]
+        self._records = [record for root in roots if (record := record_of(root)) is not None]
         self._is_written = False
         self.warning: str | None = None
 
     def write(self, snapshot: JobSnapshot, *, left_running: bool) -> None:
         """There is a snapshot of the job, which ends it unless it is left running."""
         self._is_written = True
-        self._update(snapshot=snapshot.where, dumped=not left_running)
+        for record in self._records:
+            self._update(record, snapshot=snapshot.where, dumped=not left_running)
 
     def withdraw(self) -> None:
         """The snapshot is removed again, if there was one, and the job goes on."""
         if self._is_written:
-            self._update(snapshot=self._record.snapshot, dumped=self._record.dumped)
+            for record in self._records:
+                self._update(record, snapshot=record.snapshot, dumped=record.dumped)
 
-    def _update(self, **changes: object) -> None:
+    def _update(self, record: JobRecord, **changes: object) -> None:
         try:
-            registry().update(self._record, **changes)
+            registry().update(record, **changes)
         except (OSError, GpucrError) as e:
-            self.warning = f"the record of the job {self._record.name} does not know of this snapshot: {e}"
+            self.warning = f"the record of the job {record.name} does not know of this snapshot: {e}"
 
 
 def restored_name_or_warning(

@@ -178,10 +178,14 @@ class RestoreSite:
 
 @dataclass(frozen=True)
 class RestoredTree:
-    """The processes that CRIU has made, the root first. ``pids``: which pid each of the manifest has now."""
+    """The processes that CRIU has made, the root first. ``pids``: which pid each of the manifest has now.
+
+    ``other_roots`` are the roots of all trees but the first.
+    """
 
     processes: tuple[ProcessId, ...]
     pids: Mapping[int, int]
+    other_roots: tuple[int, ...] = ()
 
     @property
     def root_pid(self) -> int:
@@ -314,8 +318,9 @@ class KeepJob:
             )
         if self._protection is not None:
             self._protection.withdraw(EndSandbox)
-        root = next(process for process in manifest.processes if process.pid == manifest.root_pid)
-        site.keeper.adopt(tree.root_pid, inner_pid=root.ns_pids[-1])  # it may have ended: then it cannot be asked
+        inner = {process.pid: process.ns_pids[-1] for process in manifest.processes}
+        roots = (tree.root_pid, *tree.other_roots)  # each may have ended: then it cannot be asked
+        site.keeper.adopt(roots, inner_pids=[inner[pid] for pid in manifest.root_pids])
         return 0
 
     def undo(self) -> None:
@@ -324,8 +329,9 @@ class KeepJob:
 
 def _last_pid(source: RestoreSource) -> int:
     """A pid above which CRIU's own processes get in the way of none of the job's."""
-    with images_read_from(source.images):
-        ids = [int(match[1]) for path in source.images.iterdir() if (match := _CORE_IMAGE.fullmatch(path.name))]
+    with images_read_from(source.image_folders[0]):
+        images = [path for folder in source.image_folders for path in folder.iterdir()]
+    ids = [int(match[1]) for path in images if (match := _CORE_IMAGE.fullmatch(path.name))]
     try:
         return last_pid_clear_of(ids)
     except ValueError as e:

@@ -43,21 +43,37 @@ class FoundJob:
     claims: tuple[int, ...] = ()
     has_us: bool = False
 
-    def require_one_tree(self) -> None:
-        """Raise InvalidRequest where a dump cannot take all of it: CRIU dumps one tree, and everything in it."""
+    def require_without_us(self) -> None:
+        """Raise InvalidRequest where the job cannot stand still as a whole, since this gpucr is in it."""
         if self.has_us:
             raise InvalidRequest(
                 "gpucr runs in the job, and a dump would stop it, too",
                 hint="run gpucr from outside the job; --force does not help here",
                 code="GPUCR-OWN-JOB",
             )
-        if self.job.other_root_pids:
+
+    def require_one_namespace(self) -> None:
+        """Raise InvalidRequest where its trees are in several pid namespaces: a restore has one for all of them."""
+        namespaces = {os.stat(processes.PROC / str(pid) / "ns" / "pid").st_ino for pid in self.job.root_pids}
+        if len(namespaces) > 1:
             roots = ", ".join(map(str, self.job.root_pids))
             raise InvalidRequest(
-                f"the job has several trees (of processes {roots}), and CRIU dumps one tree",
-                hint=_one_tree_instead(self.job.root_pids),
+                f"the trees of the job (of processes {roots}) are in several pid namespaces, or sandboxes of gpucr's",
+                hint=self.one_tree_instead(),
                 code="GPUCR-SEVERAL-TREES",
             )
+
+    def one_tree_instead(self) -> str:
+        """What to do where several trees cannot be dumped: their launcher may be the job."""
+        lines = [processes.ancestors(pid) for pid in self.job.root_pids]
+        for pid in sorted(set.intersection(*lines), key=lambda each: -len(processes.ancestors(each))):
+            with contextlib.suppress(GpucrError):
+                (tree,) = _trees_of(JobSelector(pid), only=False, force=False)
+                return f"dump the process that started them, with all that it started: {pid} ({tree[0].name})"
+        return (
+            "start them under one parent (`gpucr run -- sh -c 'FIRST & SECOND & wait'`), or dump each tree by itself; "
+            "`gpucr suspend --as-one` frees the GPUs of all"
+        )
 
 
 def find_job(job: int | str | JobSelector, *, only: bool = False, force: bool = False) -> FoundJob:
@@ -118,19 +134,6 @@ def _roots_in(cgroup: str) -> list[int]:
         raise InvalidRequest(f"no process runs in the cgroup {cgroup}", hint=hint)
     roots = [pid for pid, parent in parents.items() if parent not in parents]
     return roots if len(roots) > 1 else [_root_of(roots[0])]
-
-
-def _one_tree_instead(root_pids: Sequence[int]) -> str:
-    """What to do where several trees cannot be dumped: their launcher may be the job."""
-    lines = [processes.ancestors(pid) for pid in root_pids]
-    for pid in sorted(set.intersection(*lines), key=lambda each: -len(processes.ancestors(each))):
-        with contextlib.suppress(GpucrError):
-            (tree,) = _trees_of(JobSelector(pid), only=False, force=False)
-            return f"dump the process that started them, with all that it started: {pid} ({tree[0].name})"
-    return (
-        "start them under one parent (`gpucr run -- sh -c 'FIRST & SECOND & wait'`), or dump each tree by itself; "
-        "`gpucr suspend --as-one` frees the GPUs of all"
-    )
 
 
 def _is_there_still(process: ProcessInfo) -> bool:

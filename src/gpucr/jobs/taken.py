@@ -18,18 +18,24 @@ from gpucr.undo.roll import Roll
 
 @dataclass(frozen=True, kw_only=True)
 class TakenJob:
-    """A job that this gpucr works on, and no other one. ``protection`` is None for a job without CUDA.
+    """A job that this gpucr works on, and no other one. ``protection`` is None for one tree without CUDA.
 
-    Such a job does not depend on gpucr: CRIU undoes by itself when gpucr dies.
+    Such a job does not depend on gpucr: CRIU undoes by itself when gpucr dies. A job that is frozen as a whole does.
     """
 
     found: FoundJob
     roll: Roll
     protection: Protection | None
 
+    def guard(self) -> Protection:
+        """What the guard knows of a job that was taken ``guarded``."""
+        if self.protection is None:
+            raise ValueError("the job was not taken under guard")
+        return self.protection
+
     def cuda(self) -> tuple[FoundJob, Protection]:
         """The job and its guard. Raises NotACudaProcess."""
-        if self.protection is not None:
+        if self.protection is not None and self.found.job.gang:
             return self.found, self.protection
         root, count = self.found.job.root, len(self.found.job.processes)
         raise NotACudaProcess(
@@ -43,15 +49,25 @@ class TakenJob:
 
 @contextlib.contextmanager
 def taken_job(
-    running: Operation, pid: int | str | JobSelector, each: int, *, only: bool = False, force: bool = False
+    running: Operation,
+    pid: int | str | JobSelector,
+    each: int,
+    *,
+    only: bool = False,
+    force: bool = False,
+    guarded: bool = False,
 ) -> Iterator[TakenJob]:
-    """The job is this operation's in the block. ``each``: TO_CHANGE or TO_MOVE. Raises as `selection.claimed_job`."""
+    """The job is this operation's in the block. ``each``: TO_CHANGE or TO_MOVE. ``guarded``: also without CUDA.
+
+    Raises as `selection.claimed_job`.
+    """
     with contextlib.ExitStack() as opened:
         found = opened.enter_context(selection.claimed_job(pid, only=only, force=force))
         roll = opened.enter_context(Roll(found.job))
         running.require_descriptors(len(found.job.processes), len(found.job.gang), each)
         protection = None
-        if found.job.gang:
+        if found.job.gang or found.job.other_root_pids or guarded:
             protection = opened.enter_context(Protection(found.claims, found.job.processes))
+        if found.job.gang:
             opened.enter_context(nvml_kept_open())
         yield TakenJob(found=found, roll=roll, protection=protection)

@@ -15,11 +15,12 @@ from gpucr.diagnosis.traps import findings_of_traps
 from gpucr.driver.gpus import gpu_processes
 from gpucr.errors import CudaStarted, GpucrError, InvalidRequest
 from gpucr.jobs import registered, selection
+from gpucr.jobs.end_frozen import EndFrozenJob
 from gpucr.jobs.selector import JobSelector
 from gpucr.jobs.taken import taken_job
 from gpucr.model import GangLock
 from gpucr.operations.dump_steps import CommitSnapshot, CriuDump, OwnDump, PrepareTarget, SaveDevice
-from gpucr.operations.freeze_steps import CudaWork, cuda_work
+from gpucr.operations.freeze_steps import CudaWork, cuda_work, steps_to_freeze
 from gpucr.snapshot.destination import DumpCounts
 from gpucr.snapshot.device.writer import DeviceWriter
 from gpucr.snapshot.job_snapshot import JobSnapshot
@@ -47,7 +48,7 @@ ATTEMPTS = 3
 
 @dataclass(frozen=True)
 class DumpReport:
-    """What a dump did.
+    """What a dump did. ``root_pids`` are those of all trees, ``pid`` the first of them.
 
     ``downtime_s`` is the time from the first lock (without CUDA: from the start of CRIU's dump) until the job ran
     again or, where it was not left running, until it was gone. ``size_bytes`` is the size of what is in the snapshot,
@@ -57,6 +58,7 @@ class DumpReport:
 
     snapshot: JobSnapshot
     pid: int
+    root_pids: tuple[int, ...]
     left_running: bool
     phases: tuple[Phase, ...] = field(repr=False)
     size_bytes: int
@@ -97,9 +99,10 @@ def dump(
     (``persist="background"``), or only after the snapshot is on disk (``"sync"``: nothing that it does later is lost
     by a restore of an older state). Either way there is no snapshot, and no return, before everything is durable.
 
-    The tree of ``pid``, of the registered job of this name, or of a `JobSelector` that finds one tree, is locked,
-    checkpointed, dumped by CRIU, and the snapshot committed; only then are the processes killed. Whatever fails before
-    that, every process is as it was found and ``to`` is as it was. Needs root (CAP_SYS_ADMIN and CAP_SYS_PTRACE).
+    The tree of ``pid``, of the registered job of this name, or all trees of a `JobSelector`, are locked, checkpointed,
+    dumped by CRIU, and the snapshot committed; only then are the processes killed. Several trees stand still together
+    before the first is dumped. Whatever fails before the end, every process is as it was found and ``to`` is as it was.
+    Needs root (CAP_SYS_ADMIN and CAP_SYS_PTRACE).
     ``force`` takes what is not one job, too, and overrules preflight.
 
     ``to`` is a folder that does not exist, or is empty; or a store (``STORE#NAME``, where the name may be left out), in
@@ -152,8 +155,9 @@ def plan_dump(
     """What `dump` would do with the same arguments. Changes nothing; raises as `dump` does before its first step."""
     place = find_target(to, compress=compress, encrypt=encrypt, trust_store=trust_store, key=key)
     found = selection.find_job(pid, force=force)
-    protection = Protection() if found.job.gang else None
-    prepared = prepare(found, place, protection, leave_running=leave_running, persist=persist, only=only, deadline=None)
+    prepared = prepare(
+        found, place, Protection(), leave_running=leave_running, persist=persist, only=only, deadline=None
+    )
     steps = tuple(step.describe() for step in prepared.steps)
     return DumpPlan(prepared.context.job.root.pid, steps, prepared.findings)
 
@@ -177,11 +181,16 @@ def prepare(
     persist: Persist,
     only: bool = False,
     deadline: float | None,
+    is_frozen: bool = False,
     frozen: CudaWork | None = None,
 ) -> Prepared:
-    """Look at the job, and make ready what a dump takes. Changes nothing. ``frozen``: the job is, and stays so."""
+    """Look at the job, and make ready what a dump takes. Changes nothing. ``is_frozen``: the job is, and stays so.
+
+    ``frozen``: with this for its device memory, unless it does not use CUDA.
+    """
     job = found.job
-    found.require_one_tree()
+    found.require_without_us()
+    found.require_one_namespace()
     if only and len(job.processes) > 1:
         raise InvalidRequest(
             f"process {job.root.pid} has {len(job.processes) - 1} descendants, and a dump cannot leave them out",
@@ -190,61 +199,76 @@ def prepare(
     if persist not in get_args(Persist):
         raise InvalidRequest(f"persist is {persist!r}", hint="give one of " + ", ".join(get_args(Persist)))
     preflight.require_privileges(job.root.pid)
-    uses = gpu_processes() if job.gang and frozen is None else ()
+    uses = gpu_processes() if job.gang and not is_frozen else ()
     held = preflight.device_bytes_in_use(job, uses) if frozen is None else frozen.device_bytes
     target = place.target(job, _total(held))
     criu = Criu(find_criu(), found.sandbox.pids if found.sandbox is not None else None)
     writer = DeviceWriter(target.sink)
     cuda = frozen
-    if protection is not None and frozen is None:
+    if protection is not None and job.gang and not is_frozen:
         gently = leave_running and persist == "background"
         cuda = cuda_work(found, protection, held, writer, deadline=deadline, save_gently=gently)
     findings = (
         *selection.findings_before_freeze(
             # Of a frozen job device memory is in host memory already.
             job,
-            preflight.needs_of_dump(held if frozen is None else {}, target.disk, job.pids, target.buffers_bytes),
+            preflight.needs_of_dump({} if is_frozen else held, target.disk, job.pids, target.buffers_bytes),
         ),
-        *(findings_of_traps(job, found.driver, uses) if frozen is None else ()),
+        *(findings_of_traps(job, found.driver, uses) if not is_frozen else ()),
         *preflight.check_tracers(job),
-        *preflight.check_session(job),
+        *(each for tree in job.trees for each in preflight.check_session(tree)),
         *(preflight.check_namespace_init(job) if found.sandbox is None else ()),
+        *(preflight.check_between_trees(job, found.one_tree_instead()) if job.other_root_pids else ()),
         *preflight.check_open_files(job, is_sandboxed=found.sandbox is not None),
         *preflight.check_outside_connections(job),
         *(preflight.check_databases(job) if leave_running else ()),
-        *(preflight.check_terminal(job) if leave_running and job.gang else ()),
+        *(preflight.check_terminal(job) if leave_running and protection is not None else ()),
         *target.findings(job, _total(held)),
     )
     record = registered.record_of(job.root.id)
+    stands_still = is_frozen or bool(job.other_root_pids)
     context = OwnDump(
         job=job,
         target=target,
         writer=writer,
         cuda=cuda,
         leave_running=leave_running,
-        is_frozen=frozen is not None,
+        protection=protection,
+        is_frozen=stands_still,
         deadline=deadline,
         criu=criu,
-        options=choose_dump_options(job.pids, leave_running=leave_running, install=criu.install),
+        options=choose_dump_options(
+            job.pids,
+            leave_running=leave_running or stands_still,
+            install=criu.install,
+            other_root_pids=job.other_root_pids,
+        ),
         launch=registered.launch_record(record) if record is not None else None,
         sandbox=found.sandbox,
-        note=registered.DumpNote(record) if record is not None else None,
+        note=registered.DumpNote(job),
         overruled=tuple(OverruledFinding(f.sentence(), f.consequence) for f in findings if f.severity == "blocking"),
     )
-    steps, commit = _steps(context, persist)
+    steps, commit = _steps(context, persist, is_frozen=is_frozen)
     return Prepared(context, tuple(steps), findings, commit)
 
 
-def _steps(context: OwnDump, persist: Persist) -> tuple[list[Step], CommitSnapshot | CriuDump]:
+def _steps(context: OwnDump, persist: Persist, *, is_frozen: bool) -> tuple[list[Step], CommitSnapshot | CriuDump]:
     cuda, prepare, criu = context.cuda, PrepareTarget(context), CriuDump(context)
     save = CommitSnapshot(context, criu)
-    if cuda is None:
-        return ([prepare, criu, save], save) if context.leave_running else ([prepare, criu], criu)
-    if context.is_frozen:
+    if is_frozen:
         return [prepare, SaveDevice(context), criu, save], save
-    freeze, thaw = cuda.steps_to_freeze()
-    begin: list[Step] = [prepare, cuda.allocate(leave_running=context.leave_running), *freeze, criu]
+    begin: list[Step] = [prepare, *([cuda.allocate(leave_running=context.leave_running)] if cuda is not None else [])]
+    thaw: list[Step] = []
+    if context.is_frozen and context.protection is not None:
+        freeze, thaw = steps_to_freeze(context.job, cuda, context.protection)
+        begin += freeze
+    elif cuda is not None:
+        freeze, thaw = cuda.steps_to_freeze()
+        begin += freeze
+    begin.append(criu)
     if not context.leave_running:
+        if context.is_frozen and context.protection is not None:
+            return [*begin, save, EndFrozenJob(context.job, context.protection)], save
         return begin, criu
     return ([*begin, save, *thaw] if persist == "sync" else [*begin, *thaw, save]), save
 
@@ -256,7 +280,7 @@ def run_prepared(prepared: Prepared, running: Operation, roll: Roll | None) -> D
     try:
         phases = running.run(prepared.steps, roll=roll, deadline=context.deadline, protection=protection)
     finally:
-        _close(context)
+        _close(context, has_staging=roll is not None)
     sandbox = context.sandbox
     if sandbox is not None and not context.leave_running and sandbox.root == context.job.root.id:
         with contextlib.suppress(OSError):
@@ -271,6 +295,7 @@ def run_prepared(prepared: Prepared, running: Operation, roll: Roll | None) -> D
     return DumpReport(
         snapshot=snapshot,
         pid=context.job.root.pid,
+        root_pids=context.job.root_pids,
         left_running=context.leave_running,
         phases=phases,
         size_bytes=snapshot.manifest.size_bytes,
@@ -281,10 +306,10 @@ def run_prepared(prepared: Prepared, running: Operation, roll: Roll | None) -> D
     )
 
 
-def _close(context: OwnDump) -> None:
+def _close(context: OwnDump, *, has_staging: bool) -> None:
     """What fails here hides neither a success nor a job that could not be brought back."""
     context.writer.cancel()
-    if context.cuda is not None and not context.is_frozen:
+    if context.cuda is not None and has_staging:
         context.cuda.staging.close()
     with contextlib.suppress(GpucrError, OSError):
         context.target.close()
@@ -309,7 +334,7 @@ def _repairs(context: OwnDump) -> tuple[str, ...]:
 def _downtime_s(steps: Sequence[Step], phases: Sequence[Phase]) -> float:
     """From the first lock (without CUDA: CRIU's dump) to the last step but a save in the background."""
     names = [step.name for step in steps]
-    first = names.index("lock") if "lock" in names else names.index("dump")
+    first = next(names.index(name) for name in ("lock", "halt", "dump") if name in names)
     last = len(names) - 1 if names[-1] == "save" else len(names)
     return sum(phase.seconds for phase in phases[first:last])
 

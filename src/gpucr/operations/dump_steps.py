@@ -5,7 +5,6 @@ from __future__ import annotations
 import contextlib
 import datetime
 import platform
-import stat
 import time
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -24,24 +23,23 @@ from gpucr.jobs import selection
 from gpucr.jobs.registered import DumpNote
 from gpucr.jobs.sandbox import Sandbox
 from gpucr.linux import oom, processes
-from gpucr.linux.sockets import bound_socket_paths
 from gpucr.model import GangMember, Job, ProcessId, ProcessInfo
 from gpucr.operations.freeze_steps import CudaWork
-from gpucr.quantities import format_bytes
+from gpucr.quantities import counted, format_bytes
 from gpucr.snapshot import shared_files
 from gpucr.snapshot.destination import DumpTarget
 from gpucr.snapshot.device.writer import DeviceWriter
 from gpucr.snapshot.folder import MANIFEST_NAME
 from gpucr.snapshot.job_snapshot import JobSnapshot
 from gpucr.snapshot.manifest import (
-    FolderRecord,
     LaunchRecord,
     Manifest,
     OverruledFinding,
     ProcessRecord,
     SandboxRecord,
 )
-from gpucr.surroundings.observe import Outside, look_outside, remove_names
+from gpucr.surroundings.folders import socket_folders
+from gpucr.surroundings.observe import Outside, TreeFiles, look_at_files, look_outside, remove_names
 from gpucr.surroundings.scheduling import scheduling_of
 from gpucr.undo.interrupts import Interrupts
 from gpucr.undo.logs import log_kept_on_failure
@@ -60,8 +58,9 @@ _SANDBOX_END_LIMIT_S = _KILLED_LIMIT_S = 10.0
 class JobDump:
     """What is dumped, and where to, whoever writes the CPU's side. ``cuda`` is None for a job that does not use it.
 
-    Then nothing of the job depends on gpucr, since CRIU undoes by itself when gpucr dies. ``is_frozen``: all of it was
-    stopped before, with its device memory away, and stays so.
+    ``is_frozen``: all of it is stopped before CRIU begins, with its device memory away, and CRIU leaves it so; else it
+    is one tree. ``protection`` is what the guard knows; None where nothing of the job depends on gpucr, since CRIU
+    undoes by itself when gpucr dies.
     """
 
     job: Job
@@ -69,15 +68,11 @@ class JobDump:
     writer: DeviceWriter
     cuda: CudaWork | None
     leave_running: bool
+    protection: Protection | None
     is_frozen: bool = False
     deadline: float | None = None
     note: DumpNote | None = None
     overruled: tuple[OverruledFinding, ...] = ()
-
-    @property
-    def protection(self) -> Protection | None:
-        """What the guard knows; None: there is none."""
-        return self.cuda.protection if self.cuda is not None else None
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -153,7 +148,10 @@ class SaveDevice:
 
 
 class CriuDump:
-    """CRIU writes the process tree; unless it is left running, the snapshot is committed before CRIU kills it."""
+    """CRIU writes each tree of the job.
+
+    One that is not frozen, nor to be left running, is killed by CRIU, and the snapshot committed before that.
+    """
 
     name = "dump"
 
@@ -161,33 +159,26 @@ class CriuDump:
         self._context = context
         self._interrupts: Interrupts | None = None
         self._meter: Meter | None = None
-        self._frozen: frozenset[ProcessId] = frozenset()
-        self._passing_names: tuple[str, ...] = ()
+        self._seen: list[ProcessInfo] = []
+        self._files: list[TreeFiles] = []
+        self._outside: Outside | None = None
         self.draft: Manifest | None = None
         self.snapshot: JobSnapshot | None = None
 
     def describe(self) -> str:
         """How many processes, where to, and what becomes of them."""
-        count = len(self._context.job.processes)
-        left = "leave them frozen" if self._context.is_frozen else "let them go on"
-        after = left if self._context.leave_running else "commit, then kill them"
-        return f"dump {count} process{'es' if count > 1 else ''} with CRIU to {self._context.target.images_at}, {after}"
+        job = self._context.job
+        count = counted(len(job.processes), "process") + (f" in {len(job.trees)} trees" if job.other_root_pids else "")
+        left = "let them go on" if self._context.leave_running else "commit, then kill them"
+        after = "leave them frozen" if self._context.is_frozen else left
+        return f"dump {count} with CRIU to {self._context.target.images_at}, {after}"
 
     def run(self, interrupts: Interrupts, meter: Meter) -> int:
         """Dump. Returns the bytes of the images, and of the device memory that was saved until its end."""
         context, self._interrupts, self._meter = self._context, interrupts, meter
         try:
-            with interrupts.allowed(), log_kept_on_failure("dump") as log_path:
-                context.criu.dump(
-                    context.job.root.pid,
-                    context.target.folder.images,
-                    context.options,
-                    log_path=log_path,
-                    on_start=self._on_start,
-                    on_notify=self._on_notify,
-                    check=interrupts.check,
-                    deadline=context.deadline,
-                )
+            for number, root_pid in enumerate(context.job.root_pids):
+                self._dump_tree(root_pid, context.target.folder.make_images(number), interrupts)
         except CriuError as error:
             self._after_failure(error)
         if self.snapshot is not None:
@@ -196,11 +187,25 @@ class CriuDump:
             context.protection.withdraw(EndDump)
         return _images_bytes(context)
 
+    def _dump_tree(self, root_pid: int, images: Path, interrupts: Interrupts) -> None:
+        context = self._context
+        with interrupts.allowed(), log_kept_on_failure("dump") as log_path:
+            context.criu.dump(
+                root_pid,
+                images,
+                context.options,
+                log_path=log_path,
+                on_start=self._on_start,
+                on_notify=lambda hook, _: self._on_notify(hook, root_pid, images),
+                check=interrupts.check,
+                deadline=context.deadline,
+            )
+
     def _size_bytes_after_the_end(self) -> int:
         """Tidy up behind a job that is gone now. Nothing may fail any more: there is only the snapshot."""
         context = self._context
         with contextlib.suppress(OSError):
-            remove_names(self._passing_names)
+            remove_names(self._outside.passing_names if self._outside is not None else ())
             if self.draft is not None and context.sandbox is None:
                 shared_files.remove_remaps(shared_files.ROOT, self.draft.shared_files)
             return _images_bytes(context) + context.writer.seen_bytes
@@ -217,24 +222,35 @@ class CriuDump:
                 "a CRIU that is killed can take processes of the job with it"
             )
 
-    def _on_notify(self, hook: str, pid: int) -> None:
-        """After CRIU's last image, with the tree still frozen: what is true now is what was dumped."""
+    def _on_notify(self, hook: str, root_pid: int, images: Path) -> None:
+        """After CRIU's last image, with the tree still frozen: what is true now is what was dumped.
+
+        What is before this one of several trees is stopped as well, from before the first dump to the end.
+        """
         if hook != "post-dump":
             return
-        context = self._context
-        tree = processes.tree(context.job.root.pid)
-        self._frozen = frozenset(process.id for process in tree)
-        outside = look_outside(tree, context.target.folder, is_sandboxed=context.sandbox is not None)
-        self._passing_names = outside.passing_names
-        self.draft = _draft(context, tree, outside)
-        if not context.leave_running and self._interrupts is not None and self._meter is not None:
+        context, is_sandboxed = self._context, self._context.sandbox is not None
+        tree = processes.tree(root_pid)
+        self._seen += tree
+        self._files.append(look_at_files(tree, images, context.target.folder, is_sandboxed=is_sandboxed))
+        if len(self._files) < len(context.job.root_pids):
+            return
+        self._outside = look_outside(self._files, context.target.folder, is_sandboxed=is_sandboxed)
+        self.draft = _draft(context, self._seen, self._outside)
+        if (
+            not context.leave_running
+            and not context.is_frozen
+            and self._interrupts is not None
+            and self._meter is not None
+        ):
             self.snapshot = commit(context, self.draft, self._interrupts, self._meter)
 
     def _after_failure(self, error: CriuError) -> None:
         """Find the better explanation, and never let a job be lost whose snapshot is committed."""
         self._context.writer.wait(0)  # raises what ended the saving of device memory: the same disk, as a rule
         # Also those that were born between the look at the job and the freeze.
-        known = sorted({p.id for p in self._context.job.processes} | self._frozen, key=lambda each: each.pid)
+        ids = {process.id for process in (*self._context.job.processes, *self._seen)}
+        known = sorted(ids, key=lambda each: each.pid)
         if self.snapshot is not None:
             self._wait_for_the_killed(known)
         alive = [each.pid for each in known if processes.goes_on(each)]
@@ -276,7 +292,7 @@ def expect_criu(context: JobDump, criu: ProcessId) -> None:
 
 
 def _images_bytes(context: OwnDump) -> int:
-    return sum(file.stat().st_size for file in context.target.folder.images.iterdir())
+    return sum(file.stat().st_size for folder in context.target.folder.image_folders for file in folder.iterdir())
 
 
 class CommitSnapshot:
@@ -339,7 +355,7 @@ def commit(context: JobDump, draft: Manifest, interrupts: Interrupts, meter: Met
 
 def started_cuda(context: JobDump) -> list[int]:
     """Processes of the tree that use CUDA now and are not in the gang."""
-    tree = processes.tree(context.job.root.pid)
+    tree = [process for each in processes.trees(context.job.root_pids) for process in each]
     cuda = context.cuda
     driver = cuda.gang.driver if cuda is not None else selection.load_driver_for(tree)
     if driver is None or context.is_frozen:  # which cannot be asked, and cannot start anything
@@ -355,7 +371,7 @@ def _draft(context: OwnDump, tree: Sequence[ProcessInfo], outside: Outside) -> M
     return replace(
         draft,
         processes=tuple(replace(r, scheduling=scheduling_of(r.pid, r.threads)) for r in draft.processes),
-        folders=_socket_folders(tree, is_sandboxed=sandbox is not None),
+        folders=socket_folders(tree, is_sandboxed=sandbox is not None),
         launch=context.launch,
         sandbox=_sandbox_record(sandbox),
         open_files=outside.open_files,
@@ -380,6 +396,8 @@ def draft_of_gang(
     return Manifest(
         created=datetime.datetime.now(datetime.timezone.utc).isoformat(timespec="seconds"),
         root_pid=context.job.root.pid,
+        other_root_pids=context.job.other_root_pids,
+        was_frozen=context.is_frozen,
         processes=tuple(records),
         gpus=tuple(all_gpus(gpus.values())),
         cuda_version=capabilities.cuda_version if capabilities else None,
@@ -392,19 +410,6 @@ def draft_of_gang(
         left_running=context.leave_running,
         overruled=context.overruled,
     )
-
-
-def _socket_folders(tree: Sequence[ProcessInfo], *, is_sandboxed: bool) -> tuple[FolderRecord, ...]:
-    """The folders in which the tree's local sockets are bound, and those above them, outermost first."""
-    paths = bound_socket_paths((p.pid for p in tree), is_sandboxed=is_sandboxed)
-    folders = {parent for path in paths for parent in path.parents}
-    records: list[FolderRecord] = []
-    for folder in sorted(folders - {Path("/")}):
-        with contextlib.suppress(OSError, UnicodeEncodeError):  # it is gone by now, as the socket's name in it is
-            str(folder).encode()
-            found = folder.stat()
-            records.append(FolderRecord(str(folder), stat.S_IMODE(found.st_mode), found.st_uid, found.st_gid))
-    return tuple(records)
 
 
 def _record(job: Job, process: ProcessInfo) -> ProcessRecord:

@@ -6,28 +6,29 @@ and thaw or end. No message is lost between them, because nobody has sent one si
 
 from __future__ import annotations
 
+import atexit
 import contextlib
+import os
 import time
 from dataclasses import dataclass, field
 from types import TracebackType
 from typing import TYPE_CHECKING, Literal
 
-from gpucr.criu.recovery import EndDump, EndRestored
+from gpucr.criu.recovery import EndDump
 from gpucr.diagnosis import preflight
 from gpucr.diagnosis.traps import findings_of_traps
 from gpucr.driver.gpus import gpu_processes
 from gpucr.errors import InvalidRequest, JobDamaged, ProcessNotFound
 from gpucr.gang.threads import STOP_TIMEOUT_S
-from gpucr.gpu_state.recovery import BringBack
 from gpucr.gpu_state.source import SavedLater
-from gpucr.gpu_state.stop_others import StopOthers
 from gpucr.jobs import registered, selection
+from gpucr.jobs.end_frozen import EndFrozenJob
 from gpucr.jobs.selector import JobSelector
 from gpucr.jobs.taken import TakenJob, taken_job
 from gpucr.linux import processes
 from gpucr.model import GangLock
 from gpucr.operations.dump import KEEPER_LIMIT_S, DumpReport, prepare, run_prepared
-from gpucr.operations.freeze_steps import CudaWork, cuda_work
+from gpucr.operations.freeze_steps import CudaWork, cuda_work, steps_to_freeze
 from gpucr.snapshot.job_snapshot import JobSnapshot
 from gpucr.snapshot.location import Compress, Place, find_target
 from gpucr.snapshot.recovery import DiscardFolder, RemoveWorkingFolder
@@ -49,13 +50,14 @@ def freeze(
     on_progress: OnProgress | None = None,
     cancel: Cancellation | None = None,
 ) -> FrozenJob:
-    """Stop a whole job with CUDA, its device memory in host memory and its GPUs free, until `FrozenJob.thaw`.
+    """Stop a whole job, its device memory in host memory and its GPUs free, until `FrozenJob.thaw`.
 
-    ``pid``, or the name of a registered job, stands for its whole tree; ``force`` overrules preflight. What runs is
-    stopped as by SIGSTOP, which its parent can see. When the calling process ends, the job is thawed. Needs root
+    ``pid``, or the name of a registered job, stands for its whole tree, a `JobSelector` for all of its trees; they need
+    not use CUDA. ``force`` takes what is not one job, too, and overrules preflight. What runs is stopped as by SIGSTOP,
+    which its parent can see. When the calling process ends, however that is, the job is thawed. Needs root
     (CAP_SYS_ADMIN and CAP_SYS_PTRACE).
 
-    Raises NotACudaProcess, NotPermitted, Unsupported (nothing was changed), LockTimeout, DeadlineExceeded, Interrupted,
+    Raises ProcessNotFound, NotPermitted, Unsupported (nothing was changed), LockTimeout, DeadlineExceeded, Interrupted,
     DriverError or JobChanged (all undone), JobDamaged (not undone).
     """
     with (
@@ -63,11 +65,11 @@ def freeze(
         contextlib.ExitStack() as opened,
     ):
         deadline = selection.deadline_after(timeout_s)
-        taken = opened.enter_context(taken_job(running, pid, TO_MOVE, force=force))
-        found, protection = taken.cuda()
-        found.require_one_tree()
+        taken = opened.enter_context(taken_job(running, pid, TO_MOVE, force=force, guarded=True))
+        found, protection = taken.found, taken.guard()
+        found.require_without_us()
         preflight.require_privileges(found.job.root.pid)
-        uses = gpu_processes()
+        uses = gpu_processes() if found.job.gang else ()
         held = preflight.device_bytes_in_use(found.job, uses)
         findings = (
             *selection.findings_before_freeze(found.job, preflight.needs_of_suspend(held, in_files=True)),
@@ -75,26 +77,38 @@ def freeze(
             *preflight.check_tracers(found.job),
         )
         preflight.require_no_blocking(findings, force=force)
-        cuda = cuda_work(found, protection, held, SavedLater(), deadline=deadline)
-        opened.callback(cuda.staging.close)
-        steps, thaw = cuda.steps_to_freeze(StopOthers(found.job, cuda.gang, cuda.guarded))
-        steps.insert(0, cuda.allocate(leave_running=True))
+        cuda = cuda_work(found, protection, held, SavedLater(), deadline=deadline) if found.job.gang else None
+        steps, thaw = steps_to_freeze(found.job, cuda, protection)
+        if cuda is not None:
+            opened.callback(cuda.staging.close)
+            steps.insert(0, cuda.allocate(leave_running=True))
         phases = running.run(steps, roll=taken.roll, deadline=deadline, protection=protection)
-        cuda.gang.deadline = None  # what comes from here on leads back to a job that runs
+        if cuda is not None:
+            cuda.gang.deadline = None  # what comes from here on leads back to a job that runs
         warnings = tuple(finding.sentence() for finding in findings)
         return FrozenJob(_Hold(taken, cuda, protection, steps, thaw, opened.pop_all()), phases, warnings)
 
 
 @dataclass(frozen=True)
 class _Hold:
-    """What a frozen job is held with. ``opened`` is closed when it is over."""
+    """What a frozen job is held with. ``opened`` is closed when it is over. ``cuda`` is None for one without CUDA."""
 
     taken: TakenJob
-    cuda: CudaWork
+    cuda: CudaWork | None
     protection: Protection
     frozen_by: list[Step]
     thaw: list[Step]
     opened: contextlib.ExitStack = field(repr=False)
+
+
+_HELD: set[FrozenJob] = set()
+"""A job that its program forgets stays frozen, and under guard, until the program ends."""
+
+
+@atexit.register
+def _thaw_what_is_left() -> None:
+    for job in [job for job in _HELD if job.owner == os.getpid()]:  # a fork ends before its parent
+        job.thaw()
 
 
 class FrozenJob:
@@ -103,7 +117,8 @@ class FrozenJob:
     That holds for an end by an exception, too. When this process dies, its guard thaws the job. Each method raises
     InvalidRequest after the job was thawed or ended. One thread at a time may use it.
 
-    ``pid`` is the root's, ``size_bytes`` the device memory that is in host memory now, ``phases`` what the freeze took.
+    ``pid`` is the first tree's root, ``size_bytes`` the device memory that is in host memory now, ``phases`` what the
+    freeze took.
     """
 
     def __init__(self, hold: _Hold, phases: tuple[Phase, ...], warnings: tuple[str, ...]) -> None:
@@ -111,11 +126,13 @@ class FrozenJob:
         self._state: Literal["frozen", "thawed", "ended", "lost"] = "frozen"
         self._since = time.monotonic()
         self._saved: JobSnapshot | None = None
+        self.owner = os.getpid()
+        _HELD.add(self)
         self.phases = phases
         self.warnings = warnings
         self.pid: int = hold.taken.found.job.root.pid
-        self.size_bytes: int = hold.cuda.staging.total_bytes
-        self.lock: GangLock | None = hold.cuda.gang.first_lock
+        self.size_bytes: int = hold.cuda.staging.total_bytes if hold.cuda is not None else 0
+        self.lock: GangLock | None = hold.cuda.gang.first_lock if hold.cuda is not None else None
 
     @property
     def is_frozen(self) -> bool:
@@ -159,6 +176,7 @@ class FrozenJob:
                     leave_running=True,
                     persist="sync",
                     deadline=selection.deadline_after(timeout_s),
+                    is_frozen=True,
                     frozen=hold.cuda,
                 )
                 preflight.require_no_blocking(prepared.findings, force=force)
@@ -166,7 +184,8 @@ class FrozenJob:
             finally:
                 # A thread that CRIU lets go of is on its way back into the stop.
                 with contextlib.suppress(ProcessNotFound):
-                    processes.wait_for_stop((each.pid for each in processes.tree(self.pid)), STOP_TIMEOUT_S)
+                    trees = processes.trees(found.job.root_pids)
+                    processes.wait_for_stop((each.pid for tree in trees for each in tree), STOP_TIMEOUT_S)
                 hold.protection.withdraw(EndDump, DiscardFolder, RemoveWorkingFolder)
         self._saved = report.snapshot
         return report
@@ -179,7 +198,7 @@ class FrozenJob:
         hold = self._require_frozen("thawed")
         with operation("thaw", self.pid, on_progress=on_progress, is_undo=True) as running:
             # Not before: what a signal ends by then leaves the job frozen, with its guard.
-            self._state = "lost"
+            self._lose()
             with hold.opened:
                 try:
                     phases = running.run(
@@ -201,22 +220,11 @@ class FrozenJob:
         """
         hold = self._require_frozen("ended")
         found = hold.taken.found
-        with operation("end", self.pid, is_undo=True), hold.opened:
-            self._state = "lost"
-            record = registered.record_of(found.job.root.id)
-            if record is not None and self._saved is not None:
-                registered.DumpNote(record).write(self._saved, left_running=False)
-            # A guard must not wake half of a job.
-            hold.protection.protect(EndRestored((found.job.root.id,)))
-            hold.protection.withdraw(BringBack)
-            left = processes.kill_tree(self.pid, including_root=True)
-            if left:
-                names = ", ".join(str(process.pid) for process in left)
-                raise JobDamaged(
-                    f"the job was killed, but these processes do not end: {names}",
-                    failures=[f"process {process.pid} does not end" for process in left],
-                    hint="they hang in the kernel, and end when they get out of there",
-                )
+        with operation("end", self.pid, is_undo=True) as running, hold.opened:
+            self._lose()
+            if self._saved is not None:
+                registered.DumpNote(found.job).write(self._saved, left_running=False)
+            running.run([EndFrozenJob(found.job, hold.protection)])
             self._state = "ended"
             if found.sandbox is not None and found.sandbox.root == found.job.root.id:
                 with contextlib.suppress(OSError):
@@ -230,6 +238,11 @@ class FrozenJob:
     ) -> None:
         if self.is_frozen:
             self.thaw()
+
+    def _lose(self) -> None:
+        """From here on it is neither frozen nor anything else, until that has come true."""
+        self._state = "lost"
+        _HELD.discard(self)
 
     def _require_frozen(self, what: str) -> _Hold:
         if self._state == "frozen":

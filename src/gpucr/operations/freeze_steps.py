@@ -29,9 +29,17 @@ from gpucr.gpu_state.steps import (
 )
 from gpucr.gpu_state.stop_others import StopOthers
 from gpucr.jobs.selection import FoundJob
-from gpucr.model import GangMember, Gpu
+from gpucr.model import GangMember, Gpu, Job
 from gpucr.undo.protection import Protection
 from gpucr.undo.steps import Step
+
+
+def steps_to_freeze(job: Job, cuda: CudaWork | None, protection: Protection) -> tuple[list[Step], list[Step]]:
+    """The steps after which a whole job stands still, also without CUDA, and those after which it runs as found."""
+    if cuda is not None:
+        return cuda.steps_to_freeze(StopOthers(job, lambda: cuda.gang.members, cuda.guarded))
+    others = StopOthers(job, tuple, GangProtection(protection))
+    return [others], [ReleaseThreads(GangThreads(), protection, others.stopped)]
 
 
 @dataclass(frozen=True, kw_only=True)

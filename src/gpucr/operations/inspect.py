@@ -76,17 +76,17 @@ def inspect(snapshot: JobSnapshot | Place, *, key: Secret | None = None) -> Snap
         bare = tuple(_process(record, None, None) for record in records)
         return SnapshotContents(opened, bare, (), (f"pstree.img: {e.message}",))
     in_images = {record.ns_pids[-1]: record.staging for record in records if record.device_data is None}
-    contents = read_contents(source.open_image, in_images)
-    imaged = {process.pid: process for process in contents.processes}
-    problems = contents.problems
-    if contents.processes:
+    trees = [read_contents(open_image, in_images) for open_image in source.openers]
+    imaged = {process.pid: process for contents in trees for process in contents.processes}
+    problems = tuple(problem for contents in trees for problem in contents.problems)
+    if all(contents.processes for contents in trees):
         missing = [record.pid for record in records if record.ns_pids[-1] not in imaged]
         problems += tuple(f"pstree.img: it has no process {pid}" for pid in missing)
     outer = {record.ns_pids[-1]: record.pid for record in records}
     return SnapshotContents(
         snapshot=opened,
         processes=tuple(_process(record, imaged.get(record.ns_pids[-1]), source) for record in records),
-        shared=tuple(_with_outer_pids(each, outer) for each in contents.shared),
+        shared=tuple(_with_outer_pids(each, outer) for contents in trees for each in contents.shared),
         problems=problems,
         packed_bytes=source.packed_bytes(),
     )

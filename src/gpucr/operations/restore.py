@@ -45,8 +45,6 @@ from gpucr.model import Gpu, GpuMap
 from gpucr.operations.restore_steps import (
     CriuRestore,
     LoadDevice,
-    MakeFolders,
-    ProvideFiles,
     RestoreDevice,
     restore_threads,
     to_continue,
@@ -55,9 +53,10 @@ from gpucr.snapshot.folder import Snapshot
 from gpucr.snapshot.gpus import place_snapshot
 from gpucr.snapshot.job_snapshot import JobSnapshot
 from gpucr.snapshot.location import Place, open_snapshot, source_of
-from gpucr.snapshot.manifest import Manifest
-from gpucr.snapshot.origin import RestoreSource, device_bytes_of, private_bytes_of
+from gpucr.snapshot.manifest import Manifest, images_name
+from gpucr.snapshot.origin import ProvideFiles, RestoreSource, device_bytes_of, private_bytes_of
 from gpucr.snapshot.shared_files import ROOT, names_in_use
+from gpucr.surroundings.folders import MakeFolders
 from gpucr.surroundings.steps import AdaptFiles, FreePorts, PutBackSharedFiles, endpoints_to_bind, steps_before_criu
 from gpucr.undo.cancellation import Cancellation
 from gpucr.undo.events import OnProgress
@@ -74,14 +73,16 @@ REAPING_TIMEOUT_S = 10.0
 
 @dataclass(frozen=True)
 class RestoreReport:
-    """What a restore did. ``pid`` is the root's; ``seconds`` the time until the job ran, verification included.
+    """What a restore did. ``root_pids`` are those of all trees, ``pid`` the first.
 
-    ``name`` is the job's in the registry; None where no `gpucr run` had started it. ``gpu_map`` is None where every GPU
-    stayed; ``gpu_reasons`` say what of it gpucr chose itself, and why.
+    ``seconds`` is the time until the job ran, verification included. ``name`` is the job's in the registry; None where
+    no `gpucr run` had started it. ``gpu_map`` is None where every GPU stayed; ``gpu_reasons`` say what of it gpucr
+    chose itself, and why.
     """
 
     snapshot: JobSnapshot
     pid: int
+    root_pids: tuple[int, ...]
     processes: int
     phases: tuple[Phase, ...] = field(repr=False)
     size_bytes: int
@@ -178,7 +179,7 @@ def restore(
                 if plan is not None
                 else StartKeeper(install, registration, own_session=not options.shell_job)
             )
-            images = RestoreImages(source.images)
+            images = [RestoreImages(folder) for folder in source.image_folders]
             around = steps_before_criu(
                 source,
                 start.site,
@@ -231,8 +232,9 @@ def _run(
     if snapshot.manifest.folders:
         steps.append(MakeFolders(snapshot.manifest.folders))
     steps += [start, *around, criu]
-    if gang is not None and protection is not None:
-        threads, tree = GangThreads(), criu.tree
+    threads, tree = GangThreads(), criu.tree
+    release = ReleaseThreads(threads, protection, lambda: to_continue(snapshot.manifest, tree.value), is_result=True)
+    if gang is not None:
         restore_gang = RestoreGang(gang, placement, down_to=lambda member: member.found)
         loading = load.loading if load is not None else None
         # Restoring and unlocking are undone by CriuRestore, which ends the processes.
@@ -240,8 +242,10 @@ def _run(
             HoldThreads(threads, lambda: restore_threads(snapshot, tree.value)),
             RestoreDevice(snapshot, loading, tree, restore_gang, placement, deadline),
             WithoutUndo(UnlockGang(gang, down_to=lambda member: member.found)),
-            ReleaseThreads(threads, protection, lambda: to_continue(snapshot.manifest, tree.value), is_result=True),
+            release,
         ]
+    elif snapshot.manifest.was_frozen:
+        steps.append(release)
     steps.append(keep)
     try:
         phases = running.run(steps, deadline=deadline, protection=protection)
@@ -255,6 +259,7 @@ def _run(
     return RestoreReport(
         snapshot=snapshot,
         pid=restored.root_pid,
+        root_pids=(restored.root_pid, *restored.other_roots),
         processes=len(restored.processes),
         phases=phases,
         size_bytes=snapshot.manifest.size_bytes,
@@ -313,7 +318,8 @@ def _pids_needed_here(source: RestoreSource) -> set[int]:
         return set()
     pids = {tid for process in known for tid in (process.pid, *process.threads)}
     with contextlib.suppress(OSError, ImageError):  # a damaged image is an error of its own, when it is provided
-        pids.update(pids_in(source.open_image))
+        for open_image in source.openers:
+            pids.update(pids_in(open_image))
     return pids
 
 
@@ -323,10 +329,13 @@ def _findings(
     manifest = source.snapshot.manifest
     pids = _pids_needed_here(source) if plan is None else set()
     findings = preflight.check_free_pids(wait_for_reaping(pids, REAPING_TIMEOUT_S))
-    names = [PurePosixPath(file.path).name for file in manifest.files]
-    findings += preflight.check_clocks(are_in_images=have_clocks(names))
+    paths = [PurePosixPath(file.path) for file in manifest.files]
+    findings += preflight.check_clocks(are_in_images=have_clocks(path.name for path in paths))
     with contextlib.suppress(OSError, ImageError):  # a damaged image is an error of its own, when it is provided
-        wanted = capabilities_in(names, source.open_image)
+        wanted = 0
+        for tree, open_image in enumerate(source.openers):
+            names = [path.name for path in paths if path.parent.name == images_name(tree)]
+            wanted |= capabilities_in(names, open_image)
         findings += preflight.check_capabilities(wanted, capabilities.own().after_exec())
     needs = preflight.needs_of_restore(
         device_bytes_of(manifest),

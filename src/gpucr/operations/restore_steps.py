@@ -3,8 +3,6 @@
 from __future__ import annotations
 
 import contextlib
-import errno
-import os
 import time
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
@@ -20,7 +18,6 @@ from gpucr.errors import (
     JobDamaged,
     ProcessNotFound,
     SnapshotDamaged,
-    Unsupported,
 )
 from gpucr.gang import Gang
 from gpucr.gpu_state import kinds
@@ -28,12 +25,12 @@ from gpucr.gpu_state.backend import Return
 from gpucr.gpu_state.placement import Placement
 from gpucr.gpu_state.steps import RestoreGang
 from gpucr.jobs.sandbox_steps import RestoredTree, RestoreSite
-from gpucr.linux import processes, trusted_paths
+from gpucr.linux import processes
 from gpucr.model import CudaState, DevicePart, GangMember, ProcessId
 from gpucr.quantities import counted, format_bytes
 from gpucr.snapshot.device.reader import DeviceReader
 from gpucr.snapshot.job_snapshot import JobSnapshot
-from gpucr.snapshot.manifest import FolderRecord, Manifest, ProcessRecord
+from gpucr.snapshot.manifest import Manifest, ProcessRecord
 from gpucr.snapshot.origin import RestoreSource, images_read_from
 from gpucr.surroundings.opened_files import require_as_recorded
 from gpucr.surroundings.scheduling import restore_scheduling
@@ -91,76 +88,19 @@ class LoadDevice:
             each.close()
 
 
-class ProvideFiles:
-    """Every file of the snapshot is at hand and checked. Device memory is checked as it is read."""
-
-    def __init__(self, source: RestoreSource, protection: Protection | None) -> None:
-        self._source = source
-        self._protection = protection
-        self.name = source.provision[0]
-
-    def describe(self) -> str:
-        """From where."""
-        return self._source.provision[1]
-
-    def run(self, interrupts: Interrupts, meter: Meter) -> int:
-        """Verify or fetch. Returns the bytes of the files."""
-        return self._source.provide(self._protection, interrupts, meter)
-
-    def undo(self) -> None:
-        """Nothing: what was fetched goes when the operation ends."""
-
-
-class MakeFolders:
-    """Make the folders again in which the job's local sockets were bound, where they are missing."""
-
-    name = "folders"
-
-    def __init__(self, folders: Sequence[FolderRecord]) -> None:
-        self._folders = folders
-        self._made: list[str] = []
-
-    def describe(self) -> str:
-        """What for."""
-        return "make the missing folders of the job's sockets"
-
-    def run(self, interrupts: Interrupts, meter: Meter) -> int:
-        """Make them, outermost first, with the owner and mode that they had.
-
-        CRIU binds the sockets by their paths, as root: no folder, also none that is there, may be behind a link of
-        another user's.
-        """
-        for record in self._folders:
-            try:
-                with contextlib.suppress(FileNotFoundError):
-                    os.close(trusted_paths.open_file(record.path, os.O_PATH | os.O_DIRECTORY))
-                    continue
-                trusted_paths.make_folder_for(record.path, mode=record.mode, uid=record.uid, gid=record.gid)
-                self._made.append(record.path)
-            except OSError as e:
-                what = f"the folder {record.path}, in which the job has a socket, cannot be used: {e.strerror}"
-                if e.errno == errno.ELOOP:
-                    hint = "remove that link, or restore where the folder is not behind one"
-                    raise Unsupported(what, hint=hint, code="GPUCR-UNTRUSTED-PATH") from e
-                raise Unsupported(what, hint="make it, or restore where it can be made") from e
-        return 0
-
-    def undo(self) -> None:
-        """Remove those that were made and are empty."""
-        while self._made:
-            with contextlib.suppress(OSError):
-                trusted_paths.remove_empty_folder(self._made.pop())
-
-
 class CriuRestore:
-    """CRIU makes the process tree again; the CUDA processes (``gang``, None: none) come back CHECKPOINTED."""
+    """CRIU makes the process trees again; the CUDA processes (``gang``, None: none) come back CHECKPOINTED.
+
+    The CRIU of each tree waits at its hook post-restore, where all of its sockets are there and none has sent anything,
+    until the next tree is restored. So a connection between two trees meets its other end.
+    """
 
     name = "criu"
 
     def __init__(
         self,
         manifest: Manifest,
-        images: RestoreImages,
+        images: Sequence[RestoreImages],
         site: Result[RestoreSite],
         options: RestoreOptions,
         *,
@@ -175,76 +115,92 @@ class CriuRestore:
         self._gang = gang
         self._protection = protection
         self._deadline = deadline
-        self._root_pid = 0
+        self._is_left_stopped = gang is not None or manifest.was_frozen
+        self._crius: list[ProcessId] = []
+        self._root_pids: dict[int, int] = {}
         self.tree: Result[RestoredTree] = Result()
         self.warnings: tuple[str, ...] = ()
 
     def describe(self) -> str:
         """How many processes."""
         manifest = self._manifest
-        return f"restore {counted(len(manifest.processes), 'process')} with CRIU, root pid {manifest.root_pid}"
+        roots = f"root pid{'s' if manifest.other_root_pids else ''} {', '.join(map(str, manifest.root_pids))}"
+        return f"restore {counted(len(manifest.processes), 'process')} with CRIU, {roots}"
 
     def run(self, interrupts: Interrupts, meter: Meter) -> int:
         """Restore, then take stock of the restored processes."""
-        site = self._site.value
-        with interrupts.allowed(), log_kept_on_failure("restore") as log_path:
-            self._root_pid = site.criu.restore(
-                self._images.folder,
-                self._options,
-                log_path=log_path,
-                leave_stopped=self._gang is not None,
-                outputs=site.outputs,
-                on_start=self._on_start,
-                on_notify=lambda hook, pid: self._on_notify(hook, pid, interrupts),
-                check=interrupts.check,
-                deadline=self._deadline,
-            )
+        with interrupts.allowed():
+            self._restore_tree(0, interrupts)
             interrupts.postpone()
-        if self._gang is not None:
+        if self._is_left_stopped:
             self._take_stock()
         return sum(file.size_bytes for file in self._manifest.files)
 
+    def _restore_tree(self, number: int, interrupts: Interrupts) -> None:
+        site = self._site.value
+        with log_kept_on_failure("restore") as log_path:
+            self._root_pids[number] = site.criu.restore(
+                self._images[number].folder,
+                self._options,
+                log_path=log_path,
+                leave_stopped=self._is_left_stopped,
+                outputs=site.outputs,
+                on_start=self._on_start,
+                on_notify=lambda hook, pid: self._on_notify(number, hook, pid, interrupts),
+                check=interrupts.check,
+                deadline=self._deadline,
+            )
+
     def _take_stock(self) -> None:
-        self.tree.set(take_stock(self._root_pid, self._manifest, self._gang, self._protection))
+        roots = [self._root_pids[number] for number in range(len(self._images))]
+        self.tree.set(take_stock(roots, self._manifest, self._gang, self._protection))
 
     def _on_start(self, criu: ProcessId) -> None:
         # One in a sandbox ends with it, and so do the tasks that it makes, whose pids mean others here.
         if self._protection is not None and not self._site.value.criu.is_in_sandbox:
-            with images_read_from(self._images.original):
-                pids = task_pids(self._images.original)
-            self._protection.protect(EndRestore(criu, pids))
+            self._crius.append(criu)
+            with images_read_from(self._images[0].original):
+                pids = [pid for each in self._images for pid in task_pids(each.original)]
+            self._protection.protect(EndRestore(tuple(self._crius), tuple(pids)))
 
-    def _on_notify(self, hook: str, pid: int, interrupts: Interrupts) -> None:
-        """All threads are there, and stand before their first instruction: what they start inherits from them."""
-        if hook == "pre-resume":
-            with images_read_from(self._images.folder):
-                names = FilesImage.read(self._images.folder).paths().values()
+    def _on_notify(self, number: int, hook: str, pid: int, interrupts: Interrupts) -> None:
+        """Before pre-resume all threads are there, before their first instruction: what they start inherits from them.
+
+        A tree that runs from there on is the only one.
+        """
+        if hook == "post-restore" and number + 1 < len(self._images):
+            self._restore_tree(number + 1, interrupts)
+        elif hook == "pre-resume":
+            folder = self._images[number].folder
+            with images_read_from(folder):
+                names = FilesImage.read(folder).paths().values()
             pids = [process.pid for process in processes.tree(pid)]
             require_as_recorded(pids, {*names, *map(str, self._site.value.outputs.values())})
-            self._root_pid = pid
-            if self._gang is None:
+            self._root_pids[number] = pid
+            if not self._is_left_stopped:
                 self._take_stock()  # CRIU lets it run now, and it may have ended a moment later
-            self.warnings = tuple(restore_scheduling(self._manifest, pid))
-            if self._gang is None:
+            self.warnings += tuple(restore_scheduling(self._manifest, pid))
+            if not self._is_left_stopped:
                 interrupts.commit()
 
     def undo(self) -> None:
-        """End every process of the restored tree; the snapshot stays as it is."""
-        if self._root_pid:
-            end_restored(self._root_pid, self.tree.if_known)
+        """End every process of the restored trees; the snapshot stays as it is."""
+        end_restored(tuple(self._root_pids.values()), self.tree.if_known)
 
 
-def take_stock(root_pid: int, manifest: Manifest, gang: Gang | None, protection: Protection | None) -> RestoredTree:
-    """Find the processes of the manifest in the tree of ``root_pid``, which has just been restored.
+def take_stock(
+    root_pids: Sequence[int], manifest: Manifest, gang: Gang | None, protection: Protection | None
+) -> RestoredTree:
+    """Find the processes of the manifest in the trees of ``root_pids``, which have just been restored.
 
     Those with CUDA become the members of ``gang``.
     """
     try:
-        tree = processes.tree(root_pid)
+        tree = [process for each in processes.trees(root_pids) for process in each]
     except ProcessNotFound as e:
         raise JobChanged(
             "the job's first process ended while the job was restored",
-            pids=[root_pid],
+            pids=root_pids,
             hint="somebody may have killed it; the snapshot is intact",
         ) from e
     restored = tuple(process.id for process in tree)
@@ -260,16 +216,17 @@ def take_stock(root_pid: int, manifest: Manifest, gang: Gang | None, protection:
             pids[record.pid] = found.pid
         if gang is not None and record.found_state is not None:
             gang.add([_member(record, found)])
-    return RestoredTree(restored, pids)
+    return RestoredTree(restored, pids, tuple(root_pids[1:]))
 
 
-def end_restored(root_pid: int, tree: RestoredTree | None) -> None:
-    """End every process of the restored tree (None: it was not looked at yet). Raises JobDamaged where one lives."""
+def end_restored(root_pids: Sequence[int], tree: RestoredTree | None) -> None:
+    """End every process of the restored trees (None: not looked at yet). Raises JobDamaged where one lives."""
     known = tree.processes if tree is not None else ()
     now: set[ProcessId] = set()
-    with contextlib.suppress(ProcessNotFound):  # the root may have ended by itself, and its pid be another's by now
-        found = processes.tree(root_pid)
-        now = {process.id for process in found if not known or found[0].id == known[0]}
+    for root_pid in root_pids:
+        with contextlib.suppress(ProcessNotFound):  # a root may have ended by itself, and its pid be another's by now
+            found = processes.tree(root_pid)
+            now |= {process.id for process in found if not known or found[0].id in known}
     left = processes.kill_and_wait(now | set(known))
     if left:
         failures = [f"process {process.pid} does not end" for process in left]

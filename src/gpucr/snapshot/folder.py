@@ -3,7 +3,7 @@
 ::
 
     DIR/                 0700
-      images/            CRIU's image files, 0600
+      images/            CRIU's image files, 0600; those of a job's further trees are in images-1/ and so on
       device/            device memory of the CUDA processes, 0600 (see device/): only where CRIU's images lack it
       shared/            files of shared memory, 0600 (see shared_files.py): only where the job has any
       manifest.json      0600, written last: without it there is no snapshot
@@ -18,6 +18,7 @@ import shutil
 import stat
 from collections.abc import Callable, Collection, Iterator, Sequence
 from dataclasses import dataclass, field
+from itertools import count, takewhile
 from pathlib import Path
 
 from msgspec.structs import replace
@@ -27,10 +28,10 @@ from gpucr.linux import durable, locks, trusted_paths
 from gpucr.linux.held_folder import HeldFolder
 from gpucr.records import RecordError
 from gpucr.snapshot import device, files, manifest, shared_files
-from gpucr.snapshot.manifest import FileRecord, Manifest, SharedFileRecord
+from gpucr.snapshot.manifest import FileRecord, Manifest, SharedFileRecord, images_name
 
 MANIFEST_NAME = "manifest.json"
-IMAGES_NAME = "images"
+IMAGES_NAME = images_name(0)
 DEVICE_NAME = "device"
 GPU_PART_NAME = "gpucr"
 """The folder among a container's images that holds its GPU state: a manifest and device memory."""
@@ -118,8 +119,23 @@ class UnfinishedSnapshot:
 
     @property
     def images(self) -> Path:
-        """Where CRIU's images go."""
+        """Where CRIU's images of the first tree go."""
         return self.held.path / IMAGES_NAME
+
+    @property
+    def image_folders(self) -> tuple[Path, ...]:
+        """Where CRIU's images of each tree go, as far as that was made."""
+        paths = (self.held.path / images_name(tree) for tree in count())
+        return tuple(takewhile(Path.exists, paths))
+
+    def make_images(self, tree: int) -> Path:
+        """Where CRIU's images of this tree go: the folder of a further one is made. Raises SnapshotError."""
+        path = self.held.path / images_name(tree)
+        if tree:
+            with self.filled():
+                path.mkdir(mode=0o700)
+                path.chmod(0o700)
+        return path
 
     @property
     def device(self) -> Path:
@@ -193,7 +209,7 @@ class UnfinishedSnapshot:
         if self._sealed is None:
             paths = [
                 f"{folder.name}/{entry.name}"
-                for folder in (self.images, self.shared)
+                for folder in (*self.image_folders, self.shared)
                 if folder.exists()
                 for entry in os.scandir(folder)
                 if entry.is_file(follow_symlinks=False)
@@ -238,7 +254,7 @@ class UnfinishedSnapshot:
             # First, so that a half-removed folder is never taken for a snapshot.
             for name in (MANIFEST_NAME, _UNFINISHED_NAME):
                 (self._held.path / name).unlink(missing_ok=True)
-            for folder in (self.images, self.device, self.shared):
+            for folder in (*self.image_folders, self.device, self.shared):
                 if folder.exists():
                     shutil.rmtree(folder)
         with contextlib.suppress(OSError):
@@ -452,7 +468,7 @@ def _require_ours(manifest_file: Path, manifest_stat: os.stat_result) -> None:
     checked = [(str(folder), folder.stat()), (manifest_file.name, manifest_stat)]
     if manifest_file.name == SCATTERED_MANIFEST_NAME:
         checked += [(str(path), path.lstat()) for path in folder.iterdir()]
-    for inner in (folder / IMAGES_NAME, folder / DEVICE_NAME, folder / shared_files.FOLDER_NAME):
+    for inner in (*folder.glob(f"{IMAGES_NAME}*"), folder / DEVICE_NAME, folder / shared_files.FOLDER_NAME):
         if inner.is_dir() and not inner.is_symlink():  # `verify` tells where it is neither
             checked += [(str(path), path.lstat()) for path in (inner, *inner.iterdir())]
     for name, found in checked:

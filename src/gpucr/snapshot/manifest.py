@@ -44,6 +44,11 @@ Owner = Annotated[int, Meta(ge=0, lt=(1 << 32) - 1)]
 Size = Annotated[int, Meta(ge=0, le=(1 << 63) - 1)]
 
 
+def images_name(tree: int) -> str:
+    """The folder of a snapshot that has CRIU's images of this one of the job's trees, from 0."""
+    return f"images-{tree}" if tree else "images"
+
+
 def check_absolute(path: str) -> None:
     """Raise RecordError where this is not an absolute path."""
     if not PurePosixPath(path).is_absolute() or "\0" in path:
@@ -247,6 +252,8 @@ class OverruledFinding(Record, frozen=True):
 class Manifest(Record, frozen=True):
     """Everything that a restore must know before it starts.
 
+    ``other_root_pids``: the roots of all trees but the first, of which each has its images in a folder of its own
+    (`images_name`). ``was_frozen``: every process was stopped for the dump, so that CRIU restores them stopped.
     ``gpus`` are all GPUs that the job could see. ``criu_options`` is None where a container's runtime has them.
     ``folders``, outermost first, are those in which its local sockets are bound: programs that end remove them, and
     CRIU does not make them. ``launch`` is None where no `gpucr run` had started the job, ``sandbox`` where it was in
@@ -276,6 +283,13 @@ class Manifest(Record, frozen=True):
     connections: tuple[Connection, ...] = ()
     overruled: tuple[OverruledFinding, ...] = ()
     files: tuple[FileRecord, ...] = ()
+    other_root_pids: tuple[Pid, ...] = ()
+    was_frozen: bool = False
+
+    @property
+    def root_pids(self) -> tuple[int, ...]:
+        """The pids of the roots of all trees, that of the job first."""
+        return (self.root_pid, *self.other_root_pids)
 
     @property
     def has_gpu_state(self) -> bool:
@@ -400,8 +414,13 @@ def _with_state(process: Any, where: str) -> Any:
 def _check_whole(manifest: Manifest) -> None:
     """What concerns several members, or records that are not the manifest's alone."""
     pids = {process.pid for process in manifest.processes}
-    if manifest.root_pid not in pids:
-        raise RecordError(f"root_pid {manifest.root_pid} is not among its processes")
+    for root_pid in manifest.root_pids:
+        if root_pid not in pids:
+            raise RecordError(f"root_pid {root_pid} is not among its processes")
+    if len(set(manifest.root_pids)) != len(manifest.root_pids):
+        raise RecordError("two trees have the same root")
+    if manifest.other_root_pids and not manifest.was_frozen:
+        raise RecordError("it has several trees, which were not frozen")
     if len(pids) != len(manifest.processes):
         raise RecordError("two processes have the same pid")
     sizes = {file.path: file.size_bytes for file in manifest.files}

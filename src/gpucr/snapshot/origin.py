@@ -1,22 +1,24 @@
-"""What a restore gets a job from: a folder that is a snapshot, or a store (store_source.py)."""
+"""What a restore gets a job from: a folder that is a snapshot, or a store (store_origin.py)."""
 
 from __future__ import annotations
 
 import contextlib
+from abc import ABC, abstractmethod
 from collections.abc import Iterator
+from functools import partial
 from pathlib import Path, PurePosixPath
-from typing import TYPE_CHECKING, BinaryIO, Protocol
+from typing import TYPE_CHECKING, BinaryIO
 
-from gpucr.criu.image_entries import ImageError, images_in
+from gpucr.criu.image_entries import ImageError, OpenImage, images_in
 from gpucr.errors import SnapshotDamaged
 from gpucr.model import DevicePart
-from gpucr.snapshot.device.crew import buffers_bytes
+from gpucr.snapshot.device import crew
 from gpucr.snapshot.device.folder_pieces import FolderPieces
 from gpucr.snapshot.device.reader import StoredPieces
 from gpucr.snapshot.device.stripes import PIECE_BYTES
-from gpucr.snapshot.folder import IMAGES_NAME, Snapshot
+from gpucr.snapshot.folder import Snapshot
 from gpucr.snapshot.job_snapshot import JobSnapshot
-from gpucr.snapshot.manifest import Manifest
+from gpucr.snapshot.manifest import Manifest, images_name
 from gpucr.undo.interrupts import Interrupts
 from gpucr.undo.steps import Meter
 
@@ -50,102 +52,110 @@ def images_read_from(folder: Path) -> Iterator[None]:
         ) from e
 
 
-class RestoreSource(Protocol):
-    """A snapshot on its way into a job. ``folder`` holds its files (``images``, ``shared``) once `provide` has run.
+class RestoreSource(ABC):
+    """A snapshot on its way into a job. ``folder`` holds its files (images, ``shared``) once `provide` has run.
 
-    Nothing is made before that: `open_image` and `packed_bytes` are also for who only looks at a snapshot.
+    Nothing is made before that: `openers` and `packed_bytes` are also for who only looks at a snapshot. ``provision``
+    is the name of the step that runs `provide`, and one line that says what it does. ``provides_first``: the files are
+    to be there before device memory is read, as both come by the same way. ``buffers_bytes`` is the host memory that
+    those who read hold at most.
     """
 
-    folder: Path
+    provides_first: bool
+    buffers_bytes: int
+
+    def __init__(self, snapshot: JobSnapshot, folder: Path, provision: tuple[str, str]) -> None:
+        self.snapshot = snapshot
+        self.folder = folder
+        self.provision = provision
 
     @property
-    def snapshot(self) -> JobSnapshot:
-        """Which one."""
+    def image_folders(self) -> tuple[Path, ...]:
+        """The folders with CRIU's images, one for each tree of the job."""
+        return tuple(self.folder / images_name(tree) for tree in range(len(self.snapshot.manifest.root_pids)))
 
     @property
-    def images(self) -> Path:
-        """The folder with CRIU's images."""
+    def openers(self) -> tuple[OpenImage, ...]:
+        """What opens an image of each tree where it is stored, also before `provide`."""
+        trees = range(len(self.snapshot.manifest.root_pids))
+        return tuple(partial(self.open_image, images_name(tree)) for tree in trees)
 
     @property
-    def buffers_bytes(self) -> int:
-        """Host memory that those who read hold at most."""
+    def files_bytes(self) -> int:
+        """The size of all files."""
+        return sum(file.size_bytes for file in self.snapshot.manifest.files)
 
-    @property
-    def provides_first(self) -> bool:
-        """Whether the files are to be there before device memory is read: both come by the same way."""
-
-    @property
-    def provision(self) -> tuple[str, str]:
-        """The name of the step that runs `provide`, and one line that says what it does."""
-
+    @abstractmethod
     def provide(self, protection: Protection | None, interrupts: Interrupts, meter: Meter) -> int:
         """Have all files in ``folder``, checked. Returns their bytes. Raises SnapshotDamaged, StoreDamaged."""
 
+    @abstractmethod
     def pieces(self) -> StoredPieces:
         """All device memory, for a `DeviceReader`, which closes it. Raises SnapshotDamaged, StoreDamaged."""
 
-    def open_image(self, name: str) -> BinaryIO:
-        """An image of CRIU's where it is stored, also before `provide` (see `OpenImage`)."""
+    @abstractmethod
+    def open_image(self, folder: str, name: str) -> BinaryIO:
+        """An image of this folder of the snapshot, as `OpenImage` does."""
 
     def packed_bytes(self, part: DevicePart | None = None) -> int | None:
         """What this part of device memory takes there, or the whole snapshot; None: nothing is compressed."""
+        return None
 
+    @abstractmethod
     def close(self) -> None:
         """Remove what was needed only while the operation lasted. Idempotent."""
 
 
-class FolderSource:
-    """A folder that is a snapshot (see `RestoreSource`): everything is in its place, and has to be checked."""
+class FolderSource(RestoreSource):
+    """A folder that is a snapshot: everything is in its place, and has to be checked.
+
+    Device memory is read from the disk while the images are checked.
+    """
+
+    provides_first = False
+    buffers_bytes = crew.buffers_bytes(PIECE_BYTES)
 
     def __init__(self, snapshot: Snapshot) -> None:
+        super().__init__(snapshot, snapshot.held.path, ("verify", f"verify {snapshot.path}"))
         self._snapshot = snapshot
-        self.folder = snapshot.held.path
-
-    @property
-    def snapshot(self) -> JobSnapshot:
-        """The snapshot."""
-        return self._snapshot
-
-    @property
-    def images(self) -> Path:
-        """The snapshot's own."""
-        return self.folder / IMAGES_NAME
-
-    @property
-    def buffers_bytes(self) -> int:
-        """One piece a thread."""
-        return buffers_bytes(PIECE_BYTES)
-
-    @property
-    def provides_first(self) -> bool:
-        """No: device memory is read from the disk while the images are checked."""
-        return False
-
-    @property
-    def provision(self) -> tuple[str, str]:
-        """A verification."""
-        return "verify", f"verify {self._snapshot.path}"
 
     def provide(self, protection: Protection | None, interrupts: Interrupts, meter: Meter) -> int:
         """Check every file."""
         with interrupts.allowed():
             self._snapshot.verify_files(interrupts.check)
-        return sum(file.size_bytes for file in self._snapshot.manifest.files)
+        return self.files_bytes
 
     def pieces(self) -> StoredPieces:
         """The device folder."""
         snapshot = self._snapshot
         return FolderPieces(snapshot.device, snapshot.manifest.device_parts, prefix=snapshot.device_prefix)
 
-    def open_image(self, name: str) -> BinaryIO:
+    def open_image(self, folder: str, name: str) -> BinaryIO:
         """One of the snapshot's, or of the container whose GPU part it is: the part lies among them."""
+        images = self.folder / folder
         around = self.folder if self._snapshot.is_scattered else self.folder.resolve().parent
-        is_part = not self.images.exists() and (around / "pstree.img").is_file()
-        return images_in(around if is_part else self.images)(name)
-
-    def packed_bytes(self, part: DevicePart | None = None) -> int | None:
-        """None: a folder is not compressed."""
-        return None
+        is_part = not images.exists() and (around / "pstree.img").is_file()
+        return images_in(around if is_part else images)(name)
 
     def close(self) -> None:
         """Nothing: the folder is the snapshot."""
+
+
+class ProvideFiles:
+    """Every file of the snapshot is at hand and checked. Device memory is checked as it is read."""
+
+    def __init__(self, source: RestoreSource, protection: Protection | None) -> None:
+        self._source = source
+        self._protection = protection
+        self.name = source.provision[0]
+
+    def describe(self) -> str:
+        """From where."""
+        return self._source.provision[1]
+
+    def run(self, interrupts: Interrupts, meter: Meter) -> int:
+        """Verify or fetch. Returns the bytes of the files."""
+        return self._source.provide(self._protection, interrupts, meter)
+
+    def undo(self) -> None:
+        """Nothing: what was fetched goes when the operation ends."""

@@ -19,12 +19,11 @@ from gpucr.snapshot.destination import DumpCounts
 from gpucr.snapshot.device.crew import THREADS, PieceBuffer, buffers_bytes
 from gpucr.snapshot.device.sink import DeviceSink
 from gpucr.snapshot.device.writer import DeviceWriter
-from gpucr.snapshot.folder import IMAGES_NAME, UnfinishedSnapshot, completed
+from gpucr.snapshot.folder import UnfinishedSnapshot, completed
 from gpucr.snapshot.in_store import SnapshotInStore, device_area, snapshot_url
 from gpucr.snapshot.job_snapshot import JobSnapshot
 from gpucr.snapshot.manifest import DeviceData, FileRecord, Manifest, encode
 from gpucr.snapshot.recovery import RemoveWorkingFolder, discard_folder
-from gpucr.snapshot.shared_files import FOLDER_NAME
 from gpucr.snapshot.working_folder import WorkingFolder
 from gpucr.store import snapshots
 from gpucr.store.checks import Checks
@@ -196,17 +195,14 @@ class StoreTarget:
 
     def _files(self) -> Iterator[_File]:
         piece_bytes = self._store.config.piece_bytes
-        cuts = page_images.cuts(self.folder.images, piece_bytes)
-        for folder in (IMAGES_NAME, FOLDER_NAME):
-            path = self.folder.held.path / folder
+        for path in (*self.folder.image_folders, self.folder.shared):
+            cuts = page_images.cuts(path, piece_bytes)
             for name in sorted(os.listdir(path)) if path.is_dir() else ():
                 size_bytes = os.lstat(path / name).st_size
-                starts = tuple(range(0, size_bytes, piece_bytes))
-                if folder == IMAGES_NAME:
-                    starts = cuts.get(name, starts)
+                starts = cuts.get(name, tuple(range(0, size_bytes, piece_bytes)))
                 ends = [*starts[1:], size_bytes] if starts else []
                 parts = [_Part(path / name, start, end - start) for start, end in zip(starts, ends, strict=True)]
-                yield _File(f"{folder}/{name}", size_bytes, parts)
+                yield _File(f"{path.name}/{name}", size_bytes, parts)
 
 
 class _Part(NamedTuple):

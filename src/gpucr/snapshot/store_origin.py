@@ -16,8 +16,7 @@ from gpucr.model import DevicePart
 from gpucr.snapshot.device.reader import Deliver, Piece, StoredPieces
 from gpucr.snapshot.folder import IMAGES_NAME, not_written
 from gpucr.snapshot.in_store import SnapshotInStore, device_area
-from gpucr.snapshot.job_snapshot import JobSnapshot
-from gpucr.snapshot.origin import device_bytes_of, private_bytes_of
+from gpucr.snapshot.origin import RestoreSource, device_bytes_of, private_bytes_of
 from gpucr.snapshot.recovery import RemoveWorkingFolder
 from gpucr.snapshot.shared_files import FOLDER_NAME
 from gpucr.snapshot.working_folder import WorkingFolder
@@ -35,61 +34,41 @@ _SMALL_BYTES = 64 << 10
 _MAX_IMAGE_BYTES = 256 << 20
 
 
-class StoreSource:
-    """A snapshot in a store (see `RestoreSource`).
+class StoreSource(RestoreSource):
+    """A snapshot in a store: files are fetched first, since CRIU waits for them, and works while device memory comes.
 
     Made before anything starts: it looks that every piece that is needed is in the index. Raises StoreDamaged,
     StoreError.
     """
 
+    provides_first = True
+    buffers_bytes = MAX_READ_BYTES
+    """The reader looks ahead, and each of its threads has a range of a pack."""
+
     def __init__(self, snapshot: SnapshotInStore) -> None:
-        self._snapshot = snapshot
+        self._stored = snapshot.stored
         self._reader = snapshots.open_reader(snapshot.store, snapshot.stored)
         manifest = snapshot.manifest
         self._working = WorkingFolder(
             sum(file.size_bytes for file in manifest.files),
             besides_bytes=device_bytes_of(manifest) + private_bytes_of(manifest) + self.buffers_bytes,
         )
-        self.folder = self._working.snapshot
+        fetching = f"fetch CRIU's images of {snapshot.where} to {self._working.path.parent}"
+        super().__init__(snapshot, self._working.snapshot, ("fetch", fetching))
         self._small_images: dict[str, bytes] | None = None
-
-    @property
-    def snapshot(self) -> JobSnapshot:
-        """The snapshot."""
-        return self._snapshot
-
-    @property
-    def images(self) -> Path:
-        """In the working folder."""
-        return self.folder / IMAGES_NAME
-
-    @property
-    def buffers_bytes(self) -> int:
-        """The reader looks ahead, and each of its threads has a range of a pack."""
-        return MAX_READ_BYTES
-
-    @property
-    def provides_first(self) -> bool:
-        """Yes: CRIU waits for the images, and works while device memory comes."""
-        return True
-
-    @property
-    def provision(self) -> tuple[str, str]:
-        """Fetching."""
-        return "fetch", f"fetch CRIU's images of {self._snapshot.where} to {self._working.path.parent}"
 
     def provide(self, protection: Protection | None, interrupts: Interrupts, meter: Meter) -> int:
         """Fetch every file."""
         if protection is not None:
             protection.protect(RemoveWorkingFolder(str(self._working.path)))
         self._working.create()
-        meter.expect(sum(file.size_bytes for file in self._snapshot.manifest.files))
+        meter.expect(self.files_bytes)
         with self._explained():
-            for folder in (self.folder, self.images, self.folder / FOLDER_NAME):
+            for folder in (self.folder, *self.image_folders, self.folder / FOLDER_NAME):
                 folder.mkdir(mode=0o700)
             refs: list[PieceRef] = []
             places: list[tuple[Path, int]] = []
-            for file in self._snapshot.manifest.files:
+            for file in self.snapshot.manifest.files:
                 path = self.folder / file.path
                 with _opened(path, os.O_CREAT | os.O_EXCL) as fd:
                     os.ftruncate(fd, file.size_bytes)
@@ -107,23 +86,23 @@ class StoreSource:
                 meter.add(refs[number].length)
 
             self._reader.stream(refs, deliver)
-        return sum(file.size_bytes for file in self._snapshot.manifest.files)
+        return self.files_bytes
 
     def pieces(self) -> StoredPieces:
         """The areas of device memory."""
-        parts = self._snapshot.manifest.device_parts
+        parts = self.snapshot.manifest.device_parts
         return StorePieces(self._reader, {part: self._pieces(device_area(part)) for part in parts})
 
-    def open_image(self, name: str) -> BinaryIO:
+    def open_image(self, folder: str, name: str) -> BinaryIO:
         """The whole of it in memory. Small images are read with one request for many, when the first is opened."""
         if self._small_images is None:
             self._small_images = self._read_small_images()
-        path = f"{IMAGES_NAME}/{name}"
-        if path not in {area.name for area in self._snapshot.stored.areas}:
+        path = f"{folder}/{name}"
+        if path not in {area.name for area in self._stored.areas}:
             raise FileNotFoundError(errno.ENOENT, "it is not in the snapshot", path)
         data = self._small_images.get(path)
         if data is None:
-            if self._snapshot.stored.area(path).size_bytes > _MAX_IMAGE_BYTES:
+            if self._stored.area(path).size_bytes > _MAX_IMAGE_BYTES:
                 raise OSError(errno.EFBIG, f"it is larger than {_MAX_IMAGE_BYTES} bytes", path)
             try:
                 data = self._reader.read_all(self._pieces(path))
@@ -133,14 +112,14 @@ class StoreSource:
 
     def packed_bytes(self, part: DevicePart | None = None) -> int | None:
         """What the pieces take in their packs, each counted once."""
-        areas = self._snapshot.stored.areas if part is None else [self._snapshot.stored.area(device_area(part))]
+        areas = self._stored.areas if part is None else [self._stored.area(device_area(part))]
         return self._reader.stored_bytes(ref for area in areas for ref in area.pieces(self._reader))
 
     def _read_small_images(self) -> dict[str, bytes]:
         areas = [
             area
-            for area in self._snapshot.stored.areas
-            if area.name.startswith(f"{IMAGES_NAME}/") and len(area.listed) == 1 and area.size_bytes <= _SMALL_BYTES
+            for area in self._stored.areas
+            if area.name.startswith(IMAGES_NAME) and len(area.listed) == 1 and area.size_bytes <= _SMALL_BYTES
         ]
         found: dict[str, bytes] = {}
 
@@ -167,7 +146,7 @@ class StoreSource:
             raise not_written(message, e, path=str(e.filename or self.folder), hint=hint) from e
 
     def _pieces(self, area: str) -> Sequence[PieceRef]:
-        return self._snapshot.stored.area(area).pieces(self._reader)
+        return self._stored.area(area).pieces(self._reader)
 
 
 class StorePieces:

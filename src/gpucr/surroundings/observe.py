@@ -29,7 +29,7 @@ _NO_FILES = ("/proc/", "/sys/", "/dev/")
 
 @dataclass(frozen=True)
 class Outside:
-    """See the members of `gpucr.snapshot.manifest.Manifest`; ``passing_names`` is what `save_linked_files` returned."""
+    """See the members of `gpucr.snapshot.manifest.Manifest`; ``passing_names`` is what CRIU has named for the dump."""
 
     open_files: tuple[JobFile, ...]
     open_folders: tuple[str, ...]
@@ -39,35 +39,63 @@ class Outside:
     passing_names: tuple[str, ...]
 
 
-def look_outside(tree: Sequence[ProcessInfo], folder: UnfinishedSnapshot, *, is_sandboxed: bool = False) -> Outside:
-    """Record files and sockets of a frozen tree, and save what only the dump can see of its files into ``folder``.
+@dataclass(frozen=True)
+class TreeFiles:
+    """The files of one tree, as they were when CRIU had dumped it into ``images``. Made by `look_at_files`.
 
-    That is the content of its files of shared memory, and of those whose opened name is gone.
+    ``pids`` are those of the processes whose paths mean the same here.
+    """
+
+    root_pid: int
+    images: Path
+    pids: tuple[int, ...]
+    in_use: tuple[FileInUse, ...]
+    passing_names: tuple[str, ...]
+
+
+def look_at_files(
+    tree: Sequence[ProcessInfo], images: Path, folder: UnfinishedSnapshot, *, is_sandboxed: bool = False
+) -> TreeFiles:
+    """Look which files a frozen tree uses, and save the content of those whose opened name is gone into ``images``.
+
+    In CRIU's post-dump hook: the names that it gave those files are gone when it lets the tree go. Raises as
+    `look_outside`, and takes ``is_sandboxed`` as that does.
+    """
+    ours = tuple(process.pid for process in tree if is_sandboxed or sees_our_files(process.pid))
+    in_use = tuple(files_in_use(ours))
+    passing = _save_linked_files(images, folder, tree[0].pid, {file.inode for file in in_use})
+    return TreeFiles(tree[0].pid, images, ours, in_use, passing)
+
+
+def look_outside(trees: Sequence[TreeFiles], folder: UnfinishedSnapshot, *, is_sandboxed: bool = False) -> Outside:
+    """Record files and sockets of frozen trees, and save the content of their files of shared memory into ``folder``.
 
     In a mount namespace of its own, a container's, files have paths that mean something else here, and CRIU takes care
     of its /dev/shm: nothing is recorded of them. ``is_sandboxed``: the namespace is one that gpucr made, with the files
     of this machine and a /dev/shm that is the job's alone. Raises SnapshotError, CriuError.
     """
-    root_pid = tree[0].pid
+    root_pid = trees[0].root_pid
     shared_root = PROC / str(root_pid) / "root" / shared_files.ROOT.relative_to("/")
-    ours = [process.pid for process in tree if is_sandboxed or sees_our_files(process.pid)]
-    in_use = list(files_in_use(ours))
+    ours = [pid for tree in trees for pid in tree.pids]
+    in_use = [file for tree in trees for file in tree.in_use]
     device = shared_root.stat().st_dev if ours and shared_root.is_dir() else None
     inodes = {file.inode[1] for file in in_use if file.inode[0] == device}
     shared: tuple[SharedFileRecord, ...] = ()
     if inodes or (is_sandboxed and device is not None):
         shared = folder.save_shared_files(shared_root, None if is_sandboxed else inodes)
-    endpoints, connections = _network(folder.images, root_pid)
-    passing = _save_linked_files(folder, root_pid, {file.inode for file in in_use})
+    endpoints, connections = _network([tree.images for tree in trees], root_pid)
+    passing = tuple(name for tree in trees for name in tree.passing_names)
     return Outside(_job_files(in_use, device), _folders(ours), shared, endpoints, connections, passing)
 
 
-def _save_linked_files(folder: UnfinishedSnapshot, root_pid: int, inodes: Collection[Inode]) -> tuple[str, ...]:
+def _save_linked_files(
+    images: Path, folder: UnfinishedSnapshot, root_pid: int, inodes: Collection[Inode]
+) -> tuple[str, ...]:
     if not inodes:
         return ()
     root = PROC / str(root_pid) / "root"
     with _images_explained(), folder.filled():
-        return save_linked_files(folder.images, root, inodes, leave_out=str(shared_files.ROOT))
+        return save_linked_files(images, root, inodes, leave_out=str(shared_files.ROOT))
 
 
 def remove_names(names: Collection[str]) -> None:
@@ -118,10 +146,10 @@ def _images_explained() -> Iterator[None]:
         ) from e
 
 
-def _network(images: Path, root_pid: int) -> tuple[tuple[Endpoint, ...], tuple[Connection, ...]]:
+def _network(images: Sequence[Path], root_pid: int) -> tuple[tuple[Endpoint, ...], tuple[Connection, ...]]:
     """Where the job's TCP sockets are bound on this machine, and its connections to the outside."""
     with _images_explained():
-        sockets = FilesImage.read(images).tcp_sockets()
+        sockets = [each for folder in images for each in FilesImage.read(folder).tcp_sockets()]
     leading_out = outside_connections(sockets)
     connections = tuple(sorted({each.connection for each in leading_out}))
     if os.readlink(PROC / str(root_pid) / "ns" / "net") != os.readlink(PROC / "self" / "ns" / "net"):

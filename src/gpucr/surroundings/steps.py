@@ -32,14 +32,14 @@ _POLL_S = 0.1
 def steps_before_criu(
     source: RestoreSource,
     site: Result[RestoreSite],
-    images: RestoreImages,
+    images: Sequence[RestoreImages],
     files: FilesMode,
     tcp: TcpMode,
     *,
     in_our_network: bool,
     deadline: float | None,
 ) -> list[PutBackSharedFiles | FreePorts | AdaptFiles]:
-    """Those of the steps below that this snapshot needs, in their order."""
+    """Those of the steps below that this snapshot needs, in their order. ``images``: those of each tree."""
     manifest = source.snapshot.manifest
     steps: list[PutBackSharedFiles | FreePorts | AdaptFiles] = []
     if manifest.shared_files:
@@ -158,13 +158,18 @@ class AdaptFiles:
     """Files of other sizes than at the dump, and connections to the outside: what CRIU is told about them.
 
     A file that is cut back gets its rest again in the undo. The snapshot's images stay as they are: CRIU gets a folder
-    with a changed one.
+    with a changed one, for each tree where that is needed.
     """
 
     name = "files"
 
     def __init__(
-        self, manifest: Manifest, site: Result[RestoreSite], images: RestoreImages, files: FilesMode, tcp: TcpMode
+        self,
+        manifest: Manifest,
+        site: Result[RestoreSite],
+        images: Sequence[RestoreImages],
+        files: FilesMode,
+        tcp: TcpMode,
     ) -> None:
         self._manifest = manifest
         self._site = site
@@ -180,26 +185,34 @@ class AdaptFiles:
         return f"{files}; {'close' if self._tcp == 'close' else 'keep'} connections to the outside"
 
     def run(self, interrupts: Interrupts, meter: Meter) -> int:
-        """Cut back, and make the changed image. Returns the bytes that were cut off."""
-        original, outputs = self._images.original, self._site.value.outputs
+        """Cut back, and make the changed images. Returns the bytes that were cut off."""
+        original, outputs = self._images[0].original, self._site.value.outputs
         with images_read_from(original):
-            image = FilesImage.read(original)
+            images = [FilesImage.read(each.original) for each in self._images]
         files = [file for file in self._manifest.open_files if Path(file.path) not in outputs]
         if self._mode == "rewind":
             self._cut_back(files, meter)
         with images_read_from(original):
-            image.adapt_to_sizes(_changed_sizes(files))
-            if self._tcp == "close":
-                image.close_outside_connections()
+            sizes = _changed_sizes(files)
+            outside = sock_diag.outside_connections([each for image in images for each in image.tcp_sockets()])
+            for image in images:
+                image.adapt_to_sizes(sizes)
+                if self._tcp == "close":
+                    image.close_connections(outside)
+        for folder, image in zip(self._images, images, strict=True):
+            self._change(folder, image)
+        return sum(cut.kept_as.stat().st_size for cut in self._cut)
+
+    @staticmethod
+    def _change(folder: RestoreImages, image: FilesImage) -> None:
         if image.is_changed:
             try:
-                self._images.change(image)
+                folder.change(image)
             except OSError as e:
                 raise Unsupported(
                     f"no folder can be made for a changed image: {e.strerror} ({e.filename})",
                     hint="name a folder for temporary files with TMPDIR that has room, and that nobody else can change",
                 ) from e
-        return sum(cut.kept_as.stat().st_size for cut in self._cut)
 
     def undo(self) -> None:
         """Give the files their rest again."""
@@ -207,8 +220,9 @@ class AdaptFiles:
             cut_back.put_back(self._cut.pop())
 
     def close(self) -> None:
-        """Remove the folder with the changed image."""
-        self._images.close()
+        """Remove the folders with the changed images."""
+        for each in self._images:
+            each.close()
 
     def _cut_back(self, files: Sequence[JobFile], meter: Meter) -> None:
         stamp = time.strftime("%Y%m%dT%H%M%S")

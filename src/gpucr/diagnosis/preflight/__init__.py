@@ -22,6 +22,7 @@ from gpucr.diagnosis.preflight.room import (
     needs_of_restore,
     needs_of_suspend,
 )
+from gpucr.diagnosis.preflight.several_trees import check_between_trees
 from gpucr.diagnosis.preflight.surroundings import (
     FilesMode,
     TcpMode,
@@ -55,6 +56,7 @@ __all__ = [
     "MemoryNeed",
     "TcpMode",
     "check_basics",
+    "check_between_trees",
     "check_capabilities",
     "check_changed_databases",
     "check_clocks",

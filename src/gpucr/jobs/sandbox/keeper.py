@@ -3,7 +3,8 @@
 Started by spawn.py, with a specification and a socket to its gpucr. Messages on the socket, in JSON:
 
 - ``{"forked": PID}``: the first process is there and waits; on ``{"go": true}`` it becomes the job's program;
-- ``{"empty": true}`` instead, where a restore will make the job; ``{"adopt": PID}`` names the first process then;
+- ``{"empty": true}`` instead, where a restore will make the job; ``{"adopt": PID, "others": [PID, ...]}`` names the
+  first process then, and the roots of the job's other trees;
 - ``{"spawn": true}`` before that, without a sandbox, with three descriptors (a request, CRIU's socket, a file for its
   output): CRIU is started below the keeper, so that what it makes becomes the keeper's when it ends. It gets a session
   of its own, or stays in that of gpucr, with gpucr's standard input, where the specification says ``own_session``:
@@ -15,10 +16,10 @@ Started by spawn.py, with a specification and a socket to its gpucr. Messages on
 - ``{"error": TEXT, "part": PART}``: there is no job.
 
 Until the job runs, the keeper ends when its gpucr does, and everything below it with it: a sandbox's keeper is its pid
-1, any other one kills it. The keeper ends when the job's first process has ended; in a sandbox up to 5 s later, if
-somebody from outside is at work there (CRIU, `gpucr exec`). That ends the rest of a job in a sandbox; elsewhere what is
-left goes on as an orphan, as it would below any other parent. Signals that ask to end are ignored: as long as there is
-a first process, somebody has to wait for it.
+1, any other one kills it. The keeper ends when the job's first process has ended; in a sandbox when the roots of its
+other trees have, too, and up to 5 s later if somebody from outside is at work there (CRIU, `gpucr exec`). That ends the
+rest of a job in a sandbox; elsewhere what is left goes on as an orphan, as it would below any other parent. Signals
+that ask to end are ignored: as long as there is a first process, somebody has to wait for it.
 
 Only the standard library and gpucr.linux are needed here: a keeper takes 12 MiB as long as its job runs.
 """
@@ -101,7 +102,8 @@ class Keeper:
         self._status_fd = status_fd
         self._status_name = status_name
         self._root = 0
-        self._criu = 0
+        self._other_roots: list[int] = []
+        self._criu: list[int] = []
         self._received_fds: list[int] = []
         self._ended: dict[int, int] = {}
 
@@ -132,14 +134,21 @@ class Keeper:
                 self._end_what_is_below()
             return
         self._let_go_of_gpucr()
-        while self._root not in self._ended:
-            try:
-                self._reap(blocking=True)
-            except ChildProcessError:  # it was no child of ours
-                return
+        if not self._wait_for([self._root]):
+            return
         self._write_status(self._ended[self._root])
         if self._specification["isolate"]:
+            self._wait_for(self._other_roots)
             self._wait_for_visitors()
+
+    def _wait_for(self, pids: list[int]) -> bool:
+        """Wait until these have ended. False where one is no child of ours."""
+        while not set(pids) <= self._ended.keys():
+            try:
+                self._reap(blocking=True)
+            except ChildProcessError:
+                return False
+        return True
 
     # --- a job that is started ---
 
@@ -224,7 +233,7 @@ class Keeper:
                 if message is None:
                     return False
                 if "adopt" in message:
-                    self._root = int(message["adopt"])
+                    self._root, self._other_roots = int(message["adopt"]), list(map(int, message["others"]))
                     signal.set_wakeup_fd(-1)
                     self._show_tag()
                     _send(self._gpucr, started=self._root)
@@ -241,13 +250,14 @@ class Keeper:
             _send(self._gpucr, exit_code=os.waitstatus_to_exitcode(self._ended[pid]))
             return
         try:
-            self._criu = self._spawn(*self._received_fds)
+            criu = self._spawn(*self._received_fds)
         except OSError as e:
             _send(self._gpucr, failed=e.errno)
             return
-        pidfd = os.pidfd_open(self._criu)
+        self._criu.append(criu)
+        pidfd = os.pidfd_open(criu)
         with contextlib.suppress(ConnectionError):
-            socket.send_fds(self._gpucr, [json.dumps({"spawned": self._criu}).encode()], [pidfd])
+            socket.send_fds(self._gpucr, [json.dumps({"spawned": criu}).encode()], [pidfd])
         os.close(pidfd)
 
     def _spawn(self, request_fd: int, socket_fd: int, output_fd: int) -> int:
@@ -284,9 +294,10 @@ class Keeper:
         from gpucr.linux import processes  # only here
 
         end = time.monotonic() + _UNDO_LIMIT_S
-        while self._criu and self._criu not in self._ended and time.monotonic() < end:
-            processes.kill_tree(self._criu, including_root=False, timeout_s=0)
-            os.kill(self._criu, signal.SIGCONT)  # its gpucr may have been killed after stopping it
+        while (at_work := [pid for pid in self._criu if pid not in self._ended]) and time.monotonic() < end:
+            for pid in at_work:
+                processes.kill_tree(pid, including_root=False, timeout_s=0)
+                os.kill(pid, signal.SIGCONT)  # its gpucr may have been killed after stopping it
             with contextlib.suppress(ChildProcessError):
                 self._reap(blocking=False)
             time.sleep(_POLL_S)
@@ -331,7 +342,7 @@ class Keeper:
         if pid:
             self._ended[pid] = status
             if self._root:
-                self._ended = {p: s for p, s in self._ended.items() if p == self._root}
+                self._ended = {p: s for p, s in self._ended.items() if p in (self._root, *self._other_roots)}
         return bool(pid)
 
     def _wait_for_visitors(self) -> None:

@@ -160,19 +160,21 @@ class _Waiting:
         """The keeper's own identity."""
         return self._keeper.id
 
-    def adopt(self, root_pid: int, *, inner_pid: int) -> None:
-        """This process is the job's first: from now on the job does not depend on the caller.
+    def adopt(self, root_pids: Sequence[int], *, inner_pids: Sequence[int]) -> None:
+        """The first of these is the job's first process: from now on the job does not depend on the caller.
 
-        It may have ended already: then the keeper has collected it, and tells how. ``root_pid`` is the caller's pid for
-        it, ``inner_pid`` its own in a sandbox. Raises BrokenInstall where the keeper has ended.
+        It may have ended already: then the keeper has collected it, and tells how. The others are the roots of the
+        job's other trees. ``root_pids`` are the caller's pids for them, ``inner_pids`` their own in a sandbox. Raises
+        BrokenInstall where the keeper has ended.
         """
-        self._keeper.send(adopt=self._as_the_keeper_knows(root_pid, inner_pid))
+        first, *others = self._as_the_keeper_knows(root_pids, inner_pids)
+        self._keeper.send(adopt=first, others=others)
         self._keeper.receive("started")
         self._is_adopted = True
         self._keeper.close()
 
-    def _as_the_keeper_knows(self, pid: int, inner_pid: int) -> int:
-        return pid
+    def _as_the_keeper_knows(self, pids: Sequence[int], inner_pids: Sequence[int]) -> Sequence[int]:
+        return pids
 
     def end(self) -> bool:
         """End everything below it, unless it has been adopted. False where something hangs in the kernel."""
@@ -205,8 +207,8 @@ class EmptySandbox(_Waiting):
         super().__init__(keeper)
         self.sandbox = Sandbox(keeper.id, None, lineage, network, log_path)
 
-    def _as_the_keeper_knows(self, pid: int, inner_pid: int) -> int:
-        return inner_pid
+    def _as_the_keeper_knows(self, pids: Sequence[int], inner_pids: Sequence[int]) -> Sequence[int]:
+        return inner_pids
 
     def _kill(self) -> tuple[ProcessId, ...]:
         return processes.kill_and_wait([self.id])  # the kernel ends the rest, also what is not below it

@@ -1,0 +1,75 @@
+"""What trees of one job have in common, and would not have any more: CRIU dumps each tree by itself."""
+
+from __future__ import annotations
+
+import contextlib
+import os
+from collections.abc import Iterator
+
+from gpucr.diagnosis.preflight.findings import Finding
+from gpucr.linux import memory, processes
+from gpucr.linux.processes import PROC
+from gpucr.model import Job, ProcessInfo
+
+_NAMELESS = " (deleted)"
+"""What the kernel adds to the names of shared memory and files that have none. What has a name is opened again."""
+
+_READ, _WRITTEN = 0o400, 0o200  # the mode of a link in /proc/PID/fd
+
+
+def check_between_trees(job: Job, remedy: str) -> list[Finding]:
+    """Pipes from one tree to another, sockets that two have open, and memory and files without a name that they share.
+
+    A pipe that leads out of the job is lost with a single tree as well. Local sockets that are connected to each other
+    are CRIU's to find: it dumps none whose other end is elsewhere. ``remedy``: what to do instead.
+    """
+    found: list[Finding] = []
+    owners: dict[str, ProcessInfo] = {}
+    for tree in job.trees:
+        mine: dict[str, ProcessInfo] = {}
+        for process in tree.processes:
+            for name, others in _shared(process):
+                mine.setdefault(name, process)
+                other = next((owners[each] for each in others if each in owners), None)
+                if other is not None:
+                    found.append(_finding(process, other, name, remedy))
+        owners |= {name: process for name, process in mine.items() if name not in owners}
+    return found
+
+
+def _shared(process: ProcessInfo) -> Iterator[tuple[str, tuple[str, ...]]]:
+    """What this process has, and what somebody else would have of the same thing."""
+    folder = PROC / str(process.pid)
+    # What is not there any more has ended.
+    with contextlib.suppress(FileNotFoundError, ProcessLookupError):
+        for file in processes.open_files(process.pid):
+            if file.target.startswith("pipe:["):
+                mode = os.lstat(folder / "fd" / str(file.fd)).st_mode
+                ends = ("read", mode & _READ), ("written", mode & _WRITTEN)
+                for (end, is_mine), (other_end, _) in zip(ends, reversed(ends), strict=True):
+                    if is_mine:
+                        yield f"{file.target} ({end})", (f"{file.target} ({other_end})",)
+            elif file.target.startswith("socket:["):
+                yield file.target, (file.target,)
+            elif file.target.endswith(_NAMELESS):
+                yield _named(file.target, os.stat(folder / "fd" / str(file.fd)).st_ino)
+        for mapping in memory.read_maps(process.pid):
+            if mapping.permissions.endswith("s") and mapping.path.endswith(_NAMELESS):
+                yield _named(mapping.path, mapping.inode)
+
+
+def _named(path: str, inode: int) -> tuple[str, tuple[str]]:
+    name = f"{path.removesuffix(_NAMELESS)}, which has no name, with inode {inode}"
+    return name, (name,)
+
+
+def _finding(process: ProcessInfo, other: ProcessInfo, name: str, remedy: str) -> Finding:
+    return Finding(
+        "blocking",
+        f"processes {other.pid} ({other.name}) and {process.pid} ({process.name}), of different trees, share something",
+        name,
+        "CRIU dumps each tree by itself, and after a restore each would have its own",
+        remedy,
+        process.pid,
+        code="GPUCR-SEVERAL-TREES",
+    )

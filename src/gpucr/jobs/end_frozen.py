@@ -1,0 +1,45 @@
+"""The end of a job that stands still, when a snapshot has it."""
+
+from __future__ import annotations
+
+from gpucr.errors import JobDamaged
+from gpucr.gpu_state.recovery import BringBack
+from gpucr.jobs.recovery import EndJob
+from gpucr.linux import processes
+from gpucr.model import Job
+from gpucr.quantities import counted
+from gpucr.undo.interrupts import Interrupts
+from gpucr.undo.protection import Protection
+from gpucr.undo.steps import Meter
+
+
+class EndFrozenJob:
+    """A job that stands still, and is in a snapshot that is committed, ends: all of its trees."""
+
+    name = "end"
+
+    def __init__(self, job: Job, protection: Protection) -> None:
+        self._job = job
+        self._protection = protection
+
+    def describe(self) -> str:
+        """What is killed."""
+        return f"kill {counted(len(self._job.processes), 'process')}"
+
+    def run(self, interrupts: Interrupts, meter: Meter) -> int:
+        """Kill all processes. Raises JobDamaged where one does not end: it hangs in the kernel."""
+        ids = [process.id for tree in processes.trees(self._job.root_pids) for process in tree]
+        # A guard must not wake half of a job.
+        self._protection.protect(EndJob(tuple(ids)))
+        self._protection.withdraw(BringBack)
+        if left := processes.kill_and_wait(ids):
+            names = ", ".join(str(process.pid) for process in left)
+            raise JobDamaged(
+                f"the job was killed, but these processes do not end: {names}",
+                failures=[f"process {process.pid} does not end" for process in left],
+                hint="they hang in the kernel, and end when they get out of there",
+            )
+        return 0
+
+    def undo(self) -> None:
+        """Nothing: there is the snapshot."""

@@ -1,0 +1,72 @@
+"""The folders in which a job's local sockets are bound: programs that end remove them, and CRIU does not make them."""
+
+from __future__ import annotations
+
+import contextlib
+import errno
+import os
+import stat
+from collections.abc import Sequence
+from pathlib import Path
+
+from gpucr.errors import Unsupported
+from gpucr.linux import trusted_paths
+from gpucr.linux.sockets import bound_socket_paths
+from gpucr.model import ProcessInfo
+from gpucr.snapshot.manifest import FolderRecord
+from gpucr.undo.interrupts import Interrupts
+from gpucr.undo.steps import Meter
+
+
+def socket_folders(tree: Sequence[ProcessInfo], *, is_sandboxed: bool) -> tuple[FolderRecord, ...]:
+    """The folders in which the tree's local sockets are bound, and those above them, outermost first."""
+    paths = bound_socket_paths((p.pid for p in tree), is_sandboxed=is_sandboxed)
+    folders = {parent for path in paths for parent in path.parents}
+    records: list[FolderRecord] = []
+    for folder in sorted(folders - {Path("/")}):
+        with contextlib.suppress(OSError, UnicodeEncodeError):  # it is gone by now, as the socket's name in it is
+            str(folder).encode()
+            found = folder.stat()
+            records.append(FolderRecord(str(folder), stat.S_IMODE(found.st_mode), found.st_uid, found.st_gid))
+    return tuple(records)
+
+
+class MakeFolders:
+    """Make the folders again in which the job's local sockets were bound, where they are missing."""
+
+    name = "folders"
+
+    def __init__(self, folders: Sequence[FolderRecord]) -> None:
+        self._folders = folders
+        self._made: list[str] = []
+
+    def describe(self) -> str:
+        """What for."""
+        return "make the missing folders of the job's sockets"
+
+    def run(self, interrupts: Interrupts, meter: Meter) -> int:
+        """Make them, outermost first, with the owner and mode that they had.
+
+        CRIU binds the sockets by their paths, as root: no folder, also none that is there, may be behind a link of
+        another user's.
+        """
+        for record in self._folders:
+            try:
+                with contextlib.suppress(FileNotFoundError):
+                    os.close(trusted_paths.open_file(record.path, os.O_PATH | os.O_DIRECTORY))
+                    continue
+                trusted_paths.make_folder_for(record.path, mode=record.mode, uid=record.uid, gid=record.gid)
+                self._made.append(record.path)
+            except OSError as e:
+                what = f"the folder {record.path}, in which the job has a socket, cannot be used: {e.strerror}"
+                if e.errno == errno.ELOOP:
+                    hint = "remove that link, or restore where the folder is not behind one"
+                    raise Unsupported(what, hint=hint, code="GPUCR-UNTRUSTED-PATH") from e
+                raise Unsupported(what, hint="make it, or restore where it can be made") from e
+        return 0
+
+    def undo(self) -> None:
+        """Remove those that were made and are empty."""
+        while self._made:
+            with contextlib.suppress(OSError):
+                trusted_paths.remove_empty_folder(self._made.pop())
