@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 import random
+import signal
 import socket
 import struct
 import subprocess
@@ -14,7 +15,8 @@ from pathlib import Path
 
 import pytest
 
-from gpucr.interposer.client import Agent, Held, socket_path
+from gpucr.interposer import client
+from gpucr.interposer.client import Agent, Held, ask_status, socket_path
 from gpucr.interposer.protocol import MOST_BYTES, Code, Operation, Refused, parse, request
 from tests.interposer.conftest import Start
 from tests.sim.libcuda import Libcuda
@@ -146,6 +148,57 @@ def test_one_client_at_a_time(job: Callable[..., Job]) -> None:
         Agent(process.pid)
     with Agent(process.pid) as agent:
         assert agent.status().blocks == 1
+
+
+def test_a_second_client_waits_for_one_that_only_looks(
+    job: Callable[..., Job], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    process = job(5 * MIB)
+    first = Agent(process.pid)
+    monkeypatch.setattr("gpucr.interposer.client.time.sleep", lambda seconds: first.close())
+    with Agent(process.pid) as second:
+        assert second.status().blocks == 1
+
+
+def test_what_a_process_has_is_told_to_whoever_looks(job: Callable[..., Job], monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(client, "_LOOK_S", 0.1)
+    monkeypatch.setattr(client, "_BUSY_S", 0.1)
+    process = job(5 * MIB, 4096)
+    status = ask_status(process.pid)
+    assert status is not None
+    assert (status.blocks, status.small, status.gate_closed) == (1, 1, 0)
+    with Agent(process.pid):
+        assert ask_status(process.pid) is None, "somebody works on it"
+    os.kill(process.pid, signal.SIGSTOP)
+    assert ask_status(process.pid) is None, "it is stopped, and does not answer"
+    os.kill(process.pid, signal.SIGCONT)
+    assert process.is_right()
+    assert ask_status(os.getpid()) is None
+
+
+NONSENSE = """
+import os, socket, sys
+folder = os.environ["GPUCR_INTERPOSER_DIR"]
+os.mkdir(folder, 0o700)
+listener = socket.socket(socket.AF_UNIX, socket.SOCK_SEQPACKET)
+listener.bind(f"{folder}/{os.getpid()}")
+listener.listen()
+print("ready", flush=True)
+for answer in (b"", b"x", bytes(32), bytes(100), os.urandom(5000)):
+    client, _ = listener.accept()
+    client.recv(5000)
+    if answer:
+        client.send(answer)
+    client.close()
+"""
+
+
+def test_an_agent_that_answers_nonsense_is_as_good_as_none(start: Start) -> None:
+    process = start(sys.executable, "-c", NONSENSE)
+    assert process.stdout is not None
+    assert process.stdout.readline() == "ready\n"
+    assert [ask_status(process.pid) for _ in range(5)] == [None] * 5
+    assert process.wait(10) == 0
 
 
 def test_what_needs_a_closed_gate_is_refused_while_it_is_open(job: Callable[..., Job]) -> None:

@@ -5,7 +5,7 @@ from __future__ import annotations
 import os
 import socket
 from collections.abc import Mapping, Sequence
-from dataclasses import replace
+from dataclasses import fields, replace
 from pathlib import Path
 from typing import Any
 
@@ -14,6 +14,7 @@ import pytest
 from gpucr.diagnosis import preflight
 from gpucr.diagnosis.preflight import CudaTraits, Finding, JobTraits, Measurement, modes, sharing, traits
 from gpucr.driver.api import DriverCapabilities
+from gpucr.interposer.protocol import Status
 from gpucr.linux import processes
 from gpucr.model import CudaState, GangMember, Gpu, GpuMap, GpuUse, Job, ProcessId, ProcessInfo
 from tests.unit.children import Child, python
@@ -468,3 +469,62 @@ def test_the_environment_of_a_process_that_is_gone() -> None:
     with python(WAITING) as child:
         assert processes.environment(child.pid) is not None
     assert processes.environment(child.pid) is None
+
+
+# --- processes whose interposer tells ---------------------------------------------------------------------------
+
+
+def told(**counts: int) -> Status:
+    return Status(**{field.name: counts.get(field.name, 0) for field in fields(Status)})
+
+
+def interposed(pid: int, *gpus: str, counted: Status | None = None, **more: Any) -> CudaTraits:
+    return replace(rank(pid, *gpus, **more), counted=counted or told())
+
+
+def test_what_interposers_tell_takes_the_place_of_what_is_inferred() -> None:
+    """NCCL ranks, two processes on one GPU, one on two GPUs: each is refused where nobody tells."""
+    ranks = (interposed(7, A), interposed(8, B))
+    assert preflight.check_traps(job(*ranks), {}) == []
+    only(preflight.check_traps(job(ranks[0], rank(8, B)), {}))
+    beside = [replace(each, mapped=frozenset()) for each in (interposed(7, A), interposed(8, A))]
+    assert preflight.check_traps(job(*beside), {}) == []
+    only(preflight.check_traps(job(beside[0], replace(beside[1], counted=None)), {}))
+    across = replace(interposed(7, A, B), mapped=frozenset())
+    assert preflight.check_traps(job(across), {}) == []
+    only(preflight.check_traps(job(replace(across, counted=None)), {}))
+    closed = replace(interposed(8, A), mapped=frozenset((event_file(7),)))
+    assert preflight.check_traps(job(closed), {}) == [], "what was opened has been closed"
+
+
+def test_ranks_outside_of_the_job_are_inferred_as_before() -> None:
+    alone = interposed(7, A, environment={"LOCAL_WORLD_SIZE": "2"})
+    assert only(preflight.check_traps(job(alone), {})).code == "GPUCR-NCCL"
+
+
+@pytest.mark.parametrize(
+    ("count", "code", "canary"),
+    [
+        ("imported", "GPUCR-CUDA-IPC", "vmm_export"),
+        ("ipc_memory", "GPUCR-CUDA-IPC", "legacy_ipc"),
+        ("peer_access", "GPUCR-PEER-ACCESS", "peer_access"),
+    ],
+)
+def test_what_is_shared_now_is_refused_unless_it_was_seen_to_come_back(count: str, code: str, canary: str) -> None:
+    sharing = job(interposed(7, A), interposed(8, B, counted=told(**{count: 3})))
+    finding = only(preflight.check_traps(sharing, {}))
+    assert (finding.severity, finding.code, finding.pid) == ("blocking", code, 8)
+    assert only(preflight.check_traps(sharing, {canary: LOST})).evidence.endswith("lost")
+    assert preflight.check_traps(sharing, {canary: COMES_BACK}) == []
+
+
+@pytest.mark.parametrize("count", ["multicast", "dma_buf", "external"])
+def test_what_nothing_brings_back_is_refused_with_its_reason(count: str) -> None:
+    finding = only(preflight.check_traps(job(interposed(7, A, counted=told(**{count: 1}))), {}))
+    assert (finding.severity, finding.code) == ("blocking", "GPUCR-MEMORY-OUTSIDE")
+
+
+def test_managed_memory_is_counted() -> None:
+    finding = only(preflight.check_traps(job(interposed(7, A, counted=told(managed=2), uvm_mappings=2)), {}))
+    assert finding.severity == "warning"
+    assert "2 allocations" in finding.evidence

@@ -7,6 +7,7 @@ import os
 import socket
 import stat
 import struct
+import time
 from collections.abc import Iterator, Sequence
 from contextlib import suppress
 from dataclasses import dataclass
@@ -29,6 +30,11 @@ from gpucr.interposer.protocol import (
 
 FOLDER_VARIABLE = "GPUCR_INTERPOSER_DIR"
 _ANSWER_S = 30.0
+_BUSY_S = 1.0
+"""How long another client is waited for: one that only looks is soon gone."""
+
+_LOOK_S = 2.0
+_TRY_AGAIN_S = 0.01
 
 
 @dataclass
@@ -70,6 +76,15 @@ def socket_path(pid: int) -> Path:
     return process / "root" / folder.lstrip("/") / str(own_pid)
 
 
+def ask_status(pid: int) -> Status | None:
+    """What the interposer of the process counts now; None where it has none, or one that does not answer."""
+    try:
+        with Agent(pid, answer_s=_LOOK_S) as agent:
+            return agent.status()
+    except (OSError, Refused, BadAnswer):
+        return None
+
+
 def _environment(process: Path) -> dict[str, str]:
     entries = os.fsdecode((process / "environ").read_bytes()).split("\0")
     return dict(entry.split("=", 1) for entry in entries if "=" in entry)
@@ -81,15 +96,27 @@ class Agent:
     When it is closed, or this process dies, a closed gate opens, but for where memory is away.
     """
 
-    def __init__(self, pid: int) -> None:
-        """Connect.
+    def __init__(self, pid: int, *, answer_s: float = _ANSWER_S) -> None:
+        """Connect; each answer is waited for so long.
 
         Raises OSError where nobody listens, PermissionError where another process does, Refused where it is busy.
         """
         self.pid = pid
+        self._answer_s = answer_s
+        until = time.monotonic() + _BUSY_S
+        while True:
+            try:
+                self._open()
+                return
+            except Refused as e:
+                if e.code != Code.BUSY or time.monotonic() > until:
+                    raise
+                time.sleep(_TRY_AGAIN_S)
+
+    def _open(self) -> None:
         self._socket = socket.socket(socket.AF_UNIX, socket.SOCK_SEQPACKET | socket.SOCK_CLOEXEC)
         try:
-            self._socket.settimeout(_ANSWER_S)
+            self._socket.settimeout(self._answer_s)
             self._connect()
             hello = self._ask(Operation.HELLO)
         except BaseException:
@@ -171,11 +198,11 @@ class Agent:
 
         The gate stays closed in each case: `open_gate`, or hang up.
         """
-        self._socket.settimeout(_ANSWER_S + wait_s)
+        self._socket.settimeout(self._answer_s + wait_s)
         try:
             answer = self._ask(Operation.CLOSE, int(wait_s * 1000))
         finally:
-            self._socket.settimeout(_ANSWER_S)
+            self._socket.settimeout(self._answer_s)
         return Closed(answer.a, answer.b)
 
     def open_gate(self) -> None:

@@ -27,7 +27,7 @@ def check_nccl(job: JobTraits, measured: Measurements) -> list[Finding]:
     cuMem allocations.
     """
     ranks = [process for process in job.processes if process.mapped_with(_LIBRARY) is not None]
-    count = max([len(ranks), *map(_local_world_size, ranks)])
+    count = max([len(ranks), *map(local_world_size, ranks)])
     if count < 2 or (count == len(ranks) and _on_one_gpu(job, ranks)):
         return []
     p2p_off = all(map(_p2p_is_off, ranks)) or not _may_reach(job, ranks)
@@ -40,7 +40,7 @@ def check_nccl(job: JobTraits, measured: Measurements) -> list[Finding]:
     return [_blocking(job, ranks, measured, p2p_off=p2p_off)]
 
 
-def _local_world_size(rank: CudaTraits) -> int:
+def local_world_size(rank: CudaTraits) -> int:
     """How many ranks torchrun has started on this machine: some may be outside the tree that was named. 0: not told."""
     text = rank.setting("LOCAL_WORLD_SIZE") or ""
     return int(text) if text.isdecimal() and len(text) < 10 else 0
@@ -129,7 +129,7 @@ def check_shared_gpus(job: JobTraits) -> list[Finding]:
     NCCL refuses such ranks unless they say that they are on different hosts (NCCL_HOSTID); without that they more
     probably use something else, such as Gloo.
     """
-    ranks = [rank for rank in job.processes if rank.mapped_with(_LIBRARY) is not None and _local_world_size(rank) > 1]
+    ranks = [rank for rank in job.processes if rank.mapped_with(_LIBRARY) is not None and local_world_size(rank) > 1]
     found: list[Finding] = []
     for uuid in sorted(frozenset().union(*(rank.gpus or () for rank in ranks))):
         sharing = [rank for rank in ranks if uuid in (rank.gpus or ())]

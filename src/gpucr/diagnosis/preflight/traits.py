@@ -8,6 +8,8 @@ from dataclasses import dataclass
 
 from gpucr.driver import gpus
 from gpucr.errors import ProcessNotFound
+from gpucr.interposer.client import ask_status
+from gpucr.interposer.protocol import Status
 from gpucr.linux import memory, processes
 from gpucr.model import Gpu, GpuUse, Job, ProcessInfo
 
@@ -20,7 +22,8 @@ class CudaTraits:
 
     ``environment`` is that of its start (None: not readable), ``mapped`` the paths of the files that it has mapped,
     ``gpus`` the UUIDs of those on which it holds memory (None: NVML does not know the process, as in most containers),
-    ``uvm_mappings`` how often it has ``/dev/nvidia-uvm`` mapped.
+    ``uvm_mappings`` how often it has ``/dev/nvidia-uvm`` mapped, ``counted`` what its interposer tells (None: it has
+    none, or one that does not answer).
     """
 
     process: ProcessInfo
@@ -29,6 +32,7 @@ class CudaTraits:
     open_paths: frozenset[str]
     gpus: frozenset[str] | None
     uvm_mappings: int = 0
+    counted: Status | None = None
 
     @property
     def pid(self) -> int:
@@ -111,4 +115,5 @@ def _look_at(process: ProcessInfo, uses: Sequence[GpuUse]) -> CudaTraits:
         open_paths=frozenset(file.target for file in processes.open_files(process.pid)),
         gpus=frozenset(use.gpu_uuid for use in uses if use.pid == process.pid) or None,
         uvm_mappings=paths.count(_UVM_DEVICE),
+        counted=ask_status(process.pid),
     )

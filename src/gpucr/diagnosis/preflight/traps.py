@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from gpucr.diagnosis.preflight.findings import Finding
+from gpucr.diagnosis.preflight.interposed import check_interposed, knows_all
 from gpucr.diagnosis.preflight.ipc import check_cuda_ipc
 from gpucr.diagnosis.preflight.managed import check_managed
 from gpucr.diagnosis.preflight.measured import Measurements, check_basics
@@ -17,13 +18,20 @@ def check_traps(job: JobTraits, measured: Measurements) -> list[Finding]:
         return []
     return [
         *check_basics(measured),
-        *check_nccl(job, measured),
+        *(check_interposed(job, measured) if knows_all(job) else _inferred(job, measured)),
         *check_shared_gpus(job),
-        *check_peer_access(job, measured),
-        *check_cuda_ipc(job, measured),
-        *check_managed(job, measured),
         *check_imex(job),
         *check_mig(job),
         *check_mps(job),
         *check_profilers(job),
+    ]
+
+
+def _inferred(job: JobTraits, measured: Measurements) -> list[Finding]:
+    """What of it is shared, where nobody inside of every process tells."""
+    return [
+        *check_nccl(job, measured),
+        *check_peer_access(job, measured),
+        *check_cuda_ipc(job, measured),
+        *check_managed(job, measured),
     ]

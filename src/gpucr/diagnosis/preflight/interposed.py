@@ -1,0 +1,90 @@
+"""What the interposers of a job's processes tell: who shares device memory, and what cannot come back.
+
+They see every call, so no rule has to infer it. They count what is alive now: memory that was opened and closed is no
+obstacle.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+from gpucr.diagnosis.preflight.findings import Finding
+from gpucr.diagnosis.preflight.measured import Measurements, all_come_back, say
+from gpucr.diagnosis.preflight.sharing import LOSS, local_world_size
+from gpucr.diagnosis.preflight.traits import CudaTraits, JobTraits
+from gpucr.interposer.protocol import Status
+from gpucr.quantities import counted
+
+_TOLD_BY = "counted by its interposer"
+
+
+def knows_all(job: JobTraits) -> bool:
+    """Whether every process has told. Of ranks that torchrun has started outside the job nothing is known."""
+    ranks = max(map(local_world_size, job.processes), default=0)
+    return all(each.counted is not None for each in job.processes) and ranks <= len(job.processes)
+
+
+def check_interposed(job: JobTraits, measured: Measurements) -> list[Finding]:
+    """Of a job whose interposers have all told: what is alive in it that does not come back."""
+    found: list[Finding] = []
+    for each in job.processes:
+        if each.counted is not None:
+            found += _shared(each, each.counted, measured)
+            found += _outside(each, each.counted)
+    return found
+
+
+def _shared(process: CudaTraits, counts: Status, measured: Measurements) -> list[Finding]:
+    """What it shares with other processes or GPUs, which a canary may have shown to come back."""
+    name = f"process {process.pid} ({process.process.name})"
+    kinds: Sequence[tuple[int, str, str, str, str]] = (
+        (counts.imported, "vmm_export", "GPUCR-CUDA-IPC",
+         f"{name} has {counted(counts.imported, 'block')} of device memory of other processes mapped",
+         "start the job with NCCL_P2P_DISABLE=1 NCCL_CUMEM_ENABLE=0 NCCL_CUMEM_HOST_ENABLE=0, as `gpucr run` does, or "
+         "end the process that imported them"),
+        (counts.ipc_memory, "legacy_ipc", "GPUCR-CUDA-IPC",
+         f"{name} has {counted(counts.ipc_memory, 'allocation')} of other processes open over CUDA IPC",
+         "send tensors through host memory (`tensor.cpu()`), or end the process that opened them"),
+        (counts.peer_access, "peer_access", "GPUCR-PEER-ACCESS",
+         f"{name} has peer access between its GPUs enabled",
+         "give each GPU a process of its own"),
+    )  # fmt: skip
+    return [
+        Finding("blocking", what, f"{_TOLD_BY}; {say(measured, (canary,))}", LOSS, remedy, process.pid, code=code)
+        for count, canary, code, what, remedy in kinds
+        if count > 0 and not all_come_back(measured, (canary,))
+    ]
+
+
+def _outside(process: CudaTraits, counts: Status) -> list[Finding]:
+    """What hardware or other programs refer to, and what no canary speaks for."""
+    name = f"process {process.pid} ({process.process.name})"
+    kinds: Sequence[tuple[int, str, str, str]] = (
+        (counts.multicast, f"{name} has {counted(counts.multicast, 'multicast object')} (NCCL's NVLS)",
+         "no driver checkpoints multicast memory", "start the job with NCCL_NVLS_ENABLE=0, as `gpucr run` does"),
+        (counts.dma_buf, f"{name} has device memory registered with a network card or another device (dma-buf)",
+         "the device would go on writing to memory that the process has no more",
+         "end the connections between machines first, or keep NCCL from GPUDirect RDMA with NCCL_NET_GDR_LEVEL=LOC"),
+        (counts.external, f"{name} has memory of a graphics or video program imported",
+         LOSS, "end the part of the program that uses it"),
+    )  # fmt: skip
+    return [
+        Finding("blocking", what, _TOLD_BY, consequence, remedy, process.pid, code="GPUCR-MEMORY-OUTSIDE")
+        for count, what, consequence, remedy in kinds
+        if count > 0
+    ] + _managed(process, counts)
+
+
+def _managed(process: CudaTraits, counts: Status) -> list[Finding]:
+    if not counts.managed:
+        return []
+    return [
+        Finding(
+            "warning",
+            f"process {process.pid} ({process.process.name}) uses managed memory",
+            f"{counted(counts.managed, 'allocation')}, {_TOLD_BY}",
+            "the driver refuses to checkpoint managed memory (CUDA_ERROR_NOT_SUPPORTED), and the job keeps running",
+            "use cudaMalloc or cudaHostAlloc in place of cudaMallocManaged",
+            process.pid,
+        )
+    ]
