@@ -64,6 +64,7 @@ if TYPE_CHECKING:
     from gpucr.operations.inspect import ProcessContents, SnapshotContents, inspect
     from gpucr.operations.launch import LaunchPlan, StartedJob, forget_job, list_jobs, plan_job, run_job
     from gpucr.operations.listing import ProcessState, job_states, list_cuda_processes
+    from gpucr.operations.move import move
     from gpucr.operations.restore import RestoreReport, restore
     from gpucr.operations.store_diff import Difference, Range, diff_snapshots
     from gpucr.operations.stores import (
@@ -126,6 +127,7 @@ _HOMES = {
     "gpucr.operations.listing": ("ProcessState", "job_states", "list_cuda_processes"),
     "gpucr.snapshot.location": ("Compress", "Place", "open_snapshot"),
     "gpucr.diagnosis.probe": ("last_probe", "probe"),
+    "gpucr.operations.move": ("move",),
     "gpucr.operations.restore": ("RestoreReport", "restore"),
     "gpucr.undo.cancellation": ("Cancellation",),
     "gpucr.undo.events": ("Event", "OnEvent", "OnProgress", "Progress", "subscribe"),
@@ -265,6 +267,7 @@ __all__ = [
     "list_gpu_jobs",
     "list_jobs",
     "list_snapshots",
+    "move",
     "open_snapshot",
     "plan_dump",
     "plan_job",

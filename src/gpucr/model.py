@@ -141,6 +141,11 @@ class GpuMap:
         """The UUID that ``old_uuid`` maps to; itself where the map does not name it."""
         return dict(self.pairs).get(old_uuid, old_uuid)
 
+    @property
+    def reversed(self) -> GpuMap:
+        """The way back."""
+        return GpuMap(tuple((new, old) for old, new in self.pairs))
+
     def only(self, old_uuids: Iterable[str]) -> GpuMap:
         """The part of the map that is for these GPUs: the driver takes no pair of a GPU that a process has not."""
         chosen = set(old_uuids)

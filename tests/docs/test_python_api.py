@@ -24,6 +24,7 @@ def test_every_exported_name_is_described(name: str) -> None:
 OPERATIONS = [
     "suspend",
     "resume",
+    "move",
     "dump",
     "plan_dump",
     "freeze",

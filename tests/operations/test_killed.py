@@ -31,7 +31,7 @@ seen = []
 def listen(progress):
     if (progress.event, progress.phase) == (event, phase):
         os.kill(os.getpid(), signal.SIGKILL)
-options = {"leave_running": True} if operation == "keep" else {}
+options = {"keep": {"leave_running": True}, "move": {"gpu": "1"}}.get(operation, {})
 operation = {"keep": "dump", "sync": "dump"}.get(operation, operation)
 target = int(arguments[0]) if arguments[0].isdigit() else arguments[0]
 getattr(gpucr, operation)(target, *arguments[1:], on_progress=listen, **options)

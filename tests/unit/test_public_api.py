@@ -28,7 +28,7 @@ RepairName RestoreReport Runtime Secret Severity SharedMemory SimulatorUnavailab
 SnapshotDamaged SnapshotError SnapshotExists SnapshotInStore SnapshotUnfinished StartedJob StateChange StateWord Store
 StoreDamaged StoreError StoreKey StoredSnapshot TcpMode Unsupported VerifyReport WrongKey __version__ copy_snapshots
 diff_snapshots doctor dump find_container forget_job freeze init_store inspect job_states last_probe
-list_cuda_processes list_gpu_jobs list_jobs list_snapshots open_snapshot plan_dump plan_job probe prune_store
+list_cuda_processes list_gpu_jobs list_jobs list_snapshots move open_snapshot plan_dump plan_job probe prune_store
 remove_snapshot restore resume run_job store_keys subscribe suspend verify_snapshots
 """
 NAMES = _NAMES.split()

@@ -40,6 +40,7 @@ _COMMANDS = {
     "jobs": "list the jobs that gpucr started",
     "logs": "print what a job printed",
     "ls": "list the snapshots of a store",
+    "move": "take a running job to other GPUs",
     "prune": "remove old snapshots from a store, and what nothing needs any more",
     "ps": "list the processes that use CUDA",
     "restore": "bring a job back from a snapshot",

@@ -8,17 +8,17 @@ which belongs to the process and lasts until the next boot.
 from __future__ import annotations
 
 from collections.abc import Collection, Iterable, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 
-from gpucr.driver.gpus import gpus_with_device_file, visible_gpus
+from gpucr.driver.gpus import gpu_processes, gpus_with_device_file, list_gpus, visible_gpus
 from gpucr.errors import GpucrError
 from gpucr.gang import Gang
 from gpucr.gpu_state import suspended
-from gpucr.gpu_state.gpu_choice import GpuChoice
-from gpucr.linux import processes
+from gpucr.gpu_state.gpu_choice import GpuChoice, GpuRequest, GpuUser, choose_gpus
+from gpucr.linux import memory, processes
 from gpucr.linux.process_records import ProcessRecords
-from gpucr.model import CudaState, Gpu, GpuMap, GpuUse, ProcessId
+from gpucr.model import CudaState, GangMember, Gpu, GpuMap, GpuUse, ProcessId
 from gpucr.records import Record
 
 RECORDS = ProcessRecords("gpus")
@@ -85,12 +85,13 @@ def all_gpus(of: Iterable[ProcessGpus]) -> list[Gpu]:
 class Placement:
     """Takes the members of a gang to the GPUs that were chosen, and notes where they are then.
 
-    ``gpus``: those that each member had so far, by pid, also of those that are not restored.
+    ``gpus``: those that each member had so far, by pid, also of those that are not restored. ``here``: this machine's.
     """
 
     def __init__(self, choice: GpuChoice, gpus: Mapping[int, ProcessGpus], here: Sequence[Gpu]) -> None:
         self.choice = choice
         self._gpus = gpus
+        self.here = tuple(here)
         self._here = {gpu.uuid: gpu for gpu in here}
         self._pids: Mapping[int, int] | None = None
         self._narrowed: set[int] = set()
@@ -134,8 +135,20 @@ class Placement:
             if gpu_map is not None and _is_back(gang, member.pid):
                 gpus = ProcessGpus(self._moved(gpus.known, gpu_map), self._moved(gpus.visible, gpu_map))
                 suspended.moved(member.id, gpu_map)
-            RECORDS.remove(member.id)
-            RECORDS.write(member.id, _Noted(gpus.known, tuple(gpu.uuid for gpu in gpus.visible)))
+            self._write(member, gpus)
+
+    def moved(self, gang: Gang) -> dict[int, GpuMap]:
+        """The maps of those members that the driver has restored, by pid: they are on their new GPUs."""
+        return {pid: gpu_map for pid, gpu_map in self.maps(gang).items() if _is_back(gang, pid)}
+
+    def stayed(self, gang: Gang) -> None:
+        """Keep that the members have the GPUs that they had: they went back."""
+        for member in gang.members:
+            self._write(member, self._gpus[self._number(member.pid)])
+
+    def _write(self, member: GangMember, gpus: ProcessGpus) -> None:
+        RECORDS.remove(member.id)
+        RECORDS.write(member.id, _Noted(gpus.known, tuple(gpu.uuid for gpu in gpus.visible)))
 
     def _moved(self, gpus: Iterable[Gpu], gpu_map: GpuMap) -> tuple[Gpu, ...]:
         """Where they are now; without those that the map, which the driver has taken, does not name."""
@@ -153,6 +166,53 @@ def _is_back(gang: Gang, pid: int) -> bool:
         return not gang.is_stuck(pid) and gang.state(pid) in (CudaState.RUNNING, CudaState.LOCKED)
     except GpucrError:
         return False
+
+
+def place_moved(members: Sequence[GangMember], held: Mapping[int, Mapping[str, int]], request: GpuRequest) -> Placement:
+    """Where the members of a job go that runs. ``held``: its device memory, per pid and GPU UUID.
+
+    What it holds counts as free: it has left every GPU before it comes to another one. Raises as `choose_gpus`.
+    """
+    here = _without(held, list_gpus())
+    gpus = {member.pid: gpus_of(member.id, here, used=held.get(member.pid, {})) for member in members}
+    users = [
+        GpuUser(pid, tuple(gpu.uuid for gpu in each.known), each.held_bytes(held.get(pid, {}), 0))
+        for pid, each in gpus.items()
+    ]
+    busy = busy_gpus(gpu_processes(), list(gpus)) if request.auto else ()
+    return Placement(choose_gpus(request, all_gpus(gpus.values()), users, here, busy), gpus, here)
+
+
+def _without(held: Mapping[int, Mapping[str, int]], gpus: Sequence[Gpu]) -> tuple[Gpu, ...]:
+    """These GPUs as they are when the job is off them."""
+    return tuple(
+        replace(gpu, memory_free_bytes=gpu.memory_free_bytes + sum(each.get(gpu.uuid, 0) for each in held.values()))
+        for gpu in gpus
+    )
+
+
+def place_suspended(
+    members: Sequence[GangMember],
+    records: Mapping[int, suspended.SuspendedRecord | None],
+    request: GpuRequest,
+    here: Sequence[Gpu],
+    own_pids: Collection[int],
+) -> Placement:
+    """Where members of a job go that come back. ``records``: what their suspend has left, by pid.
+
+    ``own_pids``: the job's, which keep no GPU busy. Raises as `choose_gpus`.
+    """
+    gpus: dict[int, ProcessGpus] = {}
+    users: list[GpuUser] = []
+    for member in members:
+        record = records[member.pid]
+        figures = record.device_bytes if record is not None else {}
+        mine = gpus[member.pid] = gpus_of(member.id, here, used=figures)
+        # Suspended by another tool: staging is the largest mapping of nearly every process.
+        held_bytes = mine.held_bytes(figures, 0 if figures else memory.largest_anonymous_bytes(member.pid))
+        users.append(GpuUser(member.pid, tuple(gpu.uuid for gpu in mine.known), held_bytes))
+    busy = busy_gpus(gpu_processes(), own_pids) if request.auto else ()
+    return Placement(choose_gpus(request, all_gpus(gpus.values()), users, here, busy), gpus, here)
 
 
 class _Noted(Record, frozen=True):

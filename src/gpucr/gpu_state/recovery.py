@@ -12,7 +12,7 @@ from gpucr.errors import GpucrError, JobChanged
 from gpucr.gang import Gang
 from gpucr.gang.threads import GangThreads
 from gpucr.linux import memory, processes
-from gpucr.model import GangMember, ProcessId, StagedExtent
+from gpucr.model import CudaState, GangMember, GpuMap, ProcessId, StagedExtent
 from gpucr.undo.logs import append_to_log
 from gpucr.undo.protection import Protection
 from gpucr.undo.recovery import Action
@@ -37,12 +37,15 @@ class BringBack(Action):
     - ``restore_threads``: per pid of a member, the one thread that may run while device memory is away.
     - ``detached``: staging that is mapped back before the driver restores. The descriptors are its files, in order.
     - ``stopped``: processes that SIGSTOP may have stopped, and that go on.
+    - ``moving``: to which GPUs members may be on their way, by pid. When one has got there, the others follow: it may
+      stand where they had been.
     """
 
     members: tuple[GangMember, ...] = ()
     restore_threads: dict[int, int] = msgspec.field(default_factory=dict)
     detached: tuple[DetachedStaging, ...] = ()
     stopped: tuple[ProcessId, ...] = ()
+    moving: dict[int, GpuMap] = msgspec.field(default_factory=dict)
 
     def __post_init__(self) -> None:
         """Raise ValueError where staging could not be mapped back."""
@@ -59,7 +62,7 @@ class BringBack(Action):
                 # The driver answers only while its thread runs; all others are held, and do not notice.
                 processes.continue_stopped(set(self.stopped) & {member.id for member in members})
                 self._attach_all(members, descriptors)
-                _return_to_found(members)
+                _return_to_found(members, self.moving)
                 self._close_left_behind(members)
         finally:
             threads.release()
@@ -122,12 +125,13 @@ def _is_reservation(pid: int, extent: StagedExtent) -> bool:
     )
 
 
-def _return_to_found(members: Sequence[GangMember]) -> None:
+def _return_to_found(members: Sequence[GangMember], moving: Mapping[int, GpuMap]) -> None:
     """Every member back to its found state, also where the driver is still at work on the dead gpucr's call."""
     end = time.monotonic() + _DRIVER_LIMIT_S
     gang = Gang(load_driver(), members, deadline=end)
     while True:
         try:
+            _finish_move(gang, {member.pid: moving[member.pid] for member in members if member.pid in moving})
             gang.return_to_found()
             gang.wait_for_calls()
         except JobChanged:
@@ -136,6 +140,14 @@ def _return_to_found(members: Sequence[GangMember]) -> None:
             time.sleep(_LOOK_EVERY_S)
         else:
             return
+
+
+def _finish_move(gang: Gang, moving: Mapping[int, GpuMap]) -> None:
+    if any(gang.state(pid) not in (CudaState.CHECKPOINTED, None) for pid in moving):
+        try:
+            gang.restore(moving, down_to=lambda member: member.found)
+        except GpucrError as error:  # then back to where they were: the driver has changed nothing
+            append_to_log("guard", f"not moved to other GPUs: {error}")
 
 
 class GangProtection:
@@ -171,6 +183,11 @@ class GangProtection:
         """All staging is where the driver left it again."""
         self._action.detached, self._files = (), ()
         self.protection.amend(self._action)
+
+    def moving(self, maps: Mapping[int, GpuMap]) -> None:
+        """These members, by pid, go to other GPUs."""
+        self._action.moving = dict(maps)
+        self._tell()
 
     def stopped(self, stopped: Sequence[ProcessId]) -> None:
         """These may be stopped by SIGSTOP."""

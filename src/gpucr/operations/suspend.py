@@ -5,7 +5,7 @@ from __future__ import annotations
 import contextlib
 import os
 import threading
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable
 from dataclasses import dataclass, field, replace
 
 from gpucr.diagnosis import preflight
@@ -14,15 +14,15 @@ from gpucr.driver.gpus import gpu_processes, list_gpus
 from gpucr.errors import GpucrError
 from gpucr.gang import Gang
 from gpucr.gpu_state import staging, suspended
-from gpucr.gpu_state.gpu_choice import GpuRequest, GpuUser, choose_gpus
-from gpucr.gpu_state.placement import Placement, ProcessGpus, all_gpus, busy_gpus, gpus_of
+from gpucr.gpu_state.gpu_choice import GpuRequest
+from gpucr.gpu_state.placement import place_suspended
 from gpucr.gpu_state.recovery import GangProtection
 from gpucr.gpu_state.steps import RestoreGang, UnlockGang
 from gpucr.jobs import selection
 from gpucr.jobs.selector import JobSelector
 from gpucr.jobs.taken import TakenJob, taken_job
-from gpucr.linux import memory, processes
-from gpucr.model import CudaState, GangLock, GangMember, Gpu, GpuMap
+from gpucr.linux import processes
+from gpucr.model import CudaState, GangLock, GangMember, GpuMap
 from gpucr.operations.freeze_steps import cuda_work
 from gpucr.undo.cancellation import Cancellation
 from gpucr.undo.events import OnProgress
@@ -101,7 +101,7 @@ def suspend(
         taken.roll.require_gang("the rest of the job is suspended")
         warnings = tuple(finding.sentence() for finding in findings)
         return replace(
-            _report(found.job.root.pid, gang, phases, lambda _: CudaState.CHECKPOINTED),
+            change_report(found.job.root.pid, gang, phases, lambda _: CudaState.CHECKPOINTED),
             warnings=warnings,
             lock=gang.first_lock,
         )
@@ -150,7 +150,7 @@ def _resume(
 
     away = [m for m in gang.members if m.found is CudaState.CHECKPOINTED and before_suspend(m) is not m.found]
     here = list_gpus()
-    placement = _place(away, records, request, here, gang)
+    placement = place_suspended(away, records, request, here, [member.pid for member in gang.members])
     choice = placement.choice
     findings = preflight.check_states(found.job)
     findings += preflight.check_room(choice.needed_bytes, here, choice.gpu_map)
@@ -171,7 +171,7 @@ def _resume(
     for member in gang.members:
         suspended.forget(member.id)
     roll.require_gang("the rest of the job runs")
-    report = _report(found.job.root.pid, gang, phases, lambda member: min(member.found, before_suspend(member)))
+    report = change_report(found.job.root.pid, gang, phases, lambda member: min(member.found, before_suspend(member)))
     return replace(report, gpu_map=choice.gpu_map, gpu_reasons=choice.reasons)
 
 
@@ -183,28 +183,9 @@ def _keep_staging_file(member: GangMember, kept: contextlib.ExitStack) -> None:
             kept.callback(os.close, staging.open_file(member.pid, extents[0]))
 
 
-def _place(
-    away: Sequence[GangMember],
-    records: Mapping[int, suspended.SuspendedRecord | None],
-    request: GpuRequest,
-    here: Sequence[Gpu],
-    gang: Gang,
-) -> Placement:
-    """Where the members that come back go."""
-    gpus: dict[int, ProcessGpus] = {}
-    users: list[GpuUser] = []
-    for member in away:
-        record = records[member.pid]
-        figures = record.device_bytes if record is not None else {}
-        mine = gpus[member.pid] = gpus_of(member.id, here, used=figures)
-        # Suspended by another tool: staging is the largest mapping of nearly every process.
-        held_bytes = mine.held_bytes(figures, 0 if figures else memory.largest_anonymous_bytes(member.pid))
-        users.append(GpuUser(member.pid, tuple(gpu.uuid for gpu in mine.known), held_bytes))
-    busy = busy_gpus(gpu_processes(), [member.pid for member in gang.members]) if request.auto else ()
-    return Placement(choose_gpus(request, all_gpus(gpus.values()), users, here, busy), gpus, here)
-
-
-def _report(pid: int, gang: Gang, phases: tuple[Phase, ...], led_to: Callable[[GangMember], CudaState]) -> ChangeReport:
+def change_report(
+    pid: int, gang: Gang, phases: tuple[Phase, ...], led_to: Callable[[GangMember], CudaState]
+) -> ChangeReport:
     """What has been done, which no failure here may hide: where a process cannot be asked, the steps have told."""
 
     def now(member: GangMember) -> CudaState | None:

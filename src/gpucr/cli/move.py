@@ -1,0 +1,57 @@
+"""`gpucr move`: a running job to other GPUs of this machine."""
+
+from __future__ import annotations
+
+import click
+
+from gpucr.cli.options import (
+    force_option,
+    gpu_map_option,
+    gpu_option,
+    job_argument,
+    json_option,
+    only_option,
+    quiet_option,
+    timeout_option,
+    verbose_option,
+)
+from gpucr.cli.progress import progress_printer
+from gpucr.cli.reports import print_change
+from gpucr.jobs.selector import JobSelector
+from gpucr.operations.move import move
+
+
+@click.command("move")
+@job_argument()
+@gpu_option
+@gpu_map_option
+@only_option
+@timeout_option
+@force_option
+@json_option
+@quiet_option
+@verbose_option
+def command(
+    *,
+    job: int | str | JobSelector,
+    gpu: str | None,
+    gpu_map: str | None,
+    only: bool,
+    timeout_s: float | None,
+    force: bool,
+    as_json: bool,
+    quiet: bool,
+    verbose: bool,
+) -> None:
+    """Take PID and its whole tree, which run, to other GPUs of this machine.
+
+    If anything fails, the job runs as before on the GPUs that it had.
+
+    \b
+    Example:
+      gpucr move 4711 --gpu 1
+      gpucr move 4711 --gpu auto
+    """
+    on_progress = progress_printer(quiet=quiet or as_json, verbose=verbose)
+    report = move(job, gpu=gpu, gpu_map=gpu_map, only=only, timeout_s=timeout_s, force=force, on_progress=on_progress)
+    print_change("move", report, as_json=as_json, quiet=quiet)

@@ -1,0 +1,144 @@
+"""A running job goes to other GPUs, and stays where it was when something fails."""
+
+from __future__ import annotations
+
+import os
+import signal
+import subprocess
+from pathlib import Path
+
+import pytest
+
+import gpucr
+from gpucr.driver.cuda import CudaDriver
+from gpucr.driver.gpus import gpu_processes
+from gpucr.model import CudaState
+from gpucr.sim import build as simulator
+from tests import command
+from tests.counter import Counter, CounterFactory, wait_until
+from tests.operations.conftest import MakeMachine
+from tests.operations.test_killed import assert_goes_on, is_claimed, killed
+
+RUNNING = CudaState.RUNNING
+
+
+def places(job: Counter) -> dict[int, list[str]]:
+    """The UUIDs of the GPUs on which each of its processes holds memory."""
+    return {
+        pid: sorted(use.gpu_uuid for use in gpu_processes() if use.pid == pid and use.used_bytes)
+        for pid in job.processes()
+    }
+
+
+def test_a_job_goes_to_another_gpu_and_on(machine: MakeMachine, counter: CounterFactory, driver: CudaDriver) -> None:
+    uuids = machine("2x512MiB")
+    job = counter("--mib", "8", "--fork", "1")
+    pids = job.processes()
+    report = gpucr.move(job.pid, gpu="1")
+    assert places(job) == {pid: [uuids[1]] for pid in pids}
+    assert [(change.found, change.now) for change in report.processes] == [(RUNNING, RUNNING)] * 2
+    assert [phase.name for phase in report.phases] == ["lock", "checkpoint", "move", "unlock"]
+    assert_goes_on(job, driver, pids, 101)
+    gpucr.move(job.pid, gpu_map="1=0")
+    assert places(job) == {pid: [uuids[0]] for pid in pids}
+    assert_goes_on(job, driver, pids, 102)
+
+
+def test_two_gpus_of_one_job_change_places_though_neither_has_room_for_both(
+    machine: MakeMachine, counter: CounterFactory, driver: CudaDriver
+) -> None:
+    uuids = machine("2x512MiB")
+    job = counter("--mib", "350", "--devices", "0,1")
+    report = gpucr.move(job.pid, gpu="1,0")
+    assert report.gpu_map is not None
+    assert dict(report.gpu_map.pairs) == {uuids[0]: uuids[1], uuids[1]: uuids[0]}
+    assert_goes_on(job, driver, [job.pid], 101)
+
+
+def test_a_job_that_is_there_already_is_left_alone(machine: MakeMachine, counter: CounterFactory) -> None:
+    uuids = machine("2x512MiB")
+    job = counter("--mib", "8", "--devices", "1")
+    report = gpucr.move(job.pid, gpu="1")
+    assert (report.phases, report.gpu_map) == ((), None)
+    assert places(job) == {job.pid: [uuids[1]]}
+    assert job.ask() == 101
+
+
+def test_a_gpu_without_room_is_refused_before_anything_is_done(machine: MakeMachine, counter: CounterFactory) -> None:
+    uuids = machine("2x512MiB")
+    job, other = counter("--mib", "200"), counter("--mib", "400", "--devices", "1")
+    begun: list[str] = []
+    with pytest.raises(gpucr.Unsupported, match=f"GPU {uuids[1]} has 104.0 MiB free"):
+        gpucr.move(job.pid, gpu="1", on_progress=lambda progress: begun.append(progress.phase))
+    assert begun == []
+    assert (places(job), places(other)) == ({job.pid: [uuids[0]]}, {other.pid: [uuids[1]]})
+
+
+@pytest.mark.parametrize("fault", ["checkpoint#1=801", "restore#1=999", "unlock#1=999"])
+def test_what_fails_leaves_it_where_it_was(
+    machine: MakeMachine, counter: CounterFactory, driver: CudaDriver, fault: str
+) -> None:
+    uuids = machine("2x512MiB")
+    job = counter("--mib", "8", env={"GPUCR_SIM_FAULTS": fault})
+    with pytest.raises(gpucr.DriverError):
+        gpucr.move(job.pid, gpu="1")
+    assert places(job) == {job.pid: [uuids[0]]}
+    assert_goes_on(job, driver, [job.pid], 101)
+    gpucr.move(job.pid, gpu="1")
+    assert places(job) == {job.pid: [uuids[1]]}
+    assert_goes_on(job, driver, [job.pid], 102)
+
+
+def test_one_of_two_that_cannot_go_brings_the_other_one_back(
+    machine: MakeMachine, driver: CudaDriver, tmp_path: Path
+) -> None:
+    """Each fills its GPU: the one that has moved stands where the other one belongs."""
+    uuids = machine("2x512MiB")
+    program = f"{simulator.build() / 'counter'} --port 0 --mib 350"
+    ranks = [
+        f"CUDA_VISIBLE_DEVICES=0 {program} > {tmp_path}/0 & ",
+        f"CUDA_VISIBLE_DEVICES=1 GPUCR_SIM_FAULTS=restore#1=999 {program} > {tmp_path}/1 & ",
+    ]
+    with subprocess.Popen(["sh", "-c", "".join(ranks) + "wait"], start_new_session=True) as job:
+        try:
+            ready = [tmp_path / "0", tmp_path / "1"]
+            wait_until(lambda: all(r.exists() and r.read_text().startswith("ready") for r in ready), "both ranks")
+            before = {use.pid: use.gpu_uuid for use in gpu_processes()}
+            assert sorted(before.values()) == sorted(uuids)
+            with pytest.raises(gpucr.DriverError):
+                gpucr.move(job.pid, gpu="1,0")
+            assert {use.pid: use.gpu_uuid for use in gpu_processes()} == before
+            assert {driver.state(pid) for pid in before} == {RUNNING}
+            gpucr.move(job.pid, gpu="1,0")
+            swapped = {uuids[0]: uuids[1], uuids[1]: uuids[0]}
+            assert {use.pid: use.gpu_uuid for use in gpu_processes()} == {p: swapped[u] for p, u in before.items()}
+        finally:
+            os.killpg(job.pid, signal.SIGKILL)
+
+
+@pytest.mark.parametrize(("event", "phase", "there"), [
+    ("end", "lock", False), ("end", "checkpoint", False), ("begin", "move", False), ("end", "move", True),
+    ("begin", "unlock", True),
+])  # fmt: skip
+def test_gpucr_is_killed(
+    machine: MakeMachine, counter: CounterFactory, driver: CudaDriver, event: str, phase: str, there: bool
+) -> None:
+    uuids = machine("2x512MiB")
+    job = counter("--mib", "8", "--fork", "1")
+    pids = job.processes()
+    killed(event, phase, "move", job.pid)
+    wait_until(lambda: not is_claimed(pids), "the guard to be done")
+    assert places(job) == {pid: [uuids[there]] for pid in pids}
+    assert_goes_on(job, driver, pids, 101)
+
+
+def test_the_command_and_what_it_refuses(machine: MakeMachine, counter: CounterFactory) -> None:
+    uuids = machine("2x512MiB")
+    job = counter("--mib", "8")
+    nowhere = command.run("move", job.pid)
+    assert (nowhere.returncode, "give --gpu or --gpu-map" in nowhere.stderr) == (2, True)
+    moved = command.run_json("move", job.pid, "--gpu", "1")
+    assert moved["gpu_map"] == {uuids[0]: uuids[1], uuids[1]: uuids[0]}
+    gpucr.suspend(job.pid)
+    away = command.run("move", job.pid, "--gpu", "0")
+    assert (away.returncode, "is suspended" in away.stderr, "gpucr resume" in away.stderr) == (2, True, True)
