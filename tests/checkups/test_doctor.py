@@ -229,6 +229,33 @@ def test_huge_pages_are_allowed_again(policies: tuple[Path, Path]) -> None:
     assert done["huge-pages-private"].undo == f"echo never > {private}"
 
 
+def test_a_fix_that_is_cancelled_says_what_is_fixed(
+    policies: tuple[Path, Path], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    cancel, real = gpucr.Cancellation(), repairs._choose
+
+    def choose(*arguments: object) -> gpucr.Repair:
+        cancel.cancel("the machine is wanted")
+        return real(*arguments)  # type: ignore[arg-type]
+
+    monkeypatch.setattr(repairs, "_choose", choose)
+    with pytest.raises(gpucr.Interrupted, match=r"^the machine is wanted; nothing else was changed$") as caught:
+        gpucr.doctor(fix=True, cancel=cancel)
+    before = ("always within_size advise never [deny] force\n", "always madvise [never]\n")
+    changed = [path for path, text in zip(policies, before, strict=True) if path.read_text() != text]
+    assert len(changed) == 1
+    assert f"> {changed[0]})" in str(caught.value.hint)
+
+
+def test_a_fix_that_was_cancelled_before_changes_nothing(policies: tuple[Path, Path]) -> None:
+    cancel, before = gpucr.Cancellation(), [path.read_text() for path in policies]
+    cancel.cancel()
+    with pytest.raises(gpucr.Interrupted, match=r"^cancelled; nothing else was changed$") as caught:
+        gpucr.doctor(fix=True, cancel=cancel)
+    assert caught.value.hint is None
+    assert [path.read_text() for path in policies] == before
+
+
 def test_without_fix_nothing_is_changed(policies: tuple[Path, Path]) -> None:
     before = [path.read_text() for path in policies]
     assert gpucr.doctor().repairs == ()

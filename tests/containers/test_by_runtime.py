@@ -240,7 +240,10 @@ def test_a_dump_that_is_cancelled_leaves_the_container_and_no_folder(
     assert made.ask() == 102
 
 
-def test_a_restore_that_is_interrupted_is_completed(container: StartContainer, tmp_path: Path) -> None:
+def test_a_restore_that_is_interrupted_is_ended(
+    container: StartContainer, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("GPUCR_SIM_FIXED_COST_MS", "1500")  # else it may be complete by then
     made = container("--mib", "4", with_hook=False)
     made.ask()
     to = tmp_path / "snapshot"
@@ -255,10 +258,56 @@ def test_a_restore_that_is_interrupted_is_completed(container: StartContainer, t
     os.close(os.open(fifo, os.O_RDWR))
     fifo.unlink()
     _, said = restoring.communicate(timeout=command.TIMEOUT_S)
+    assert restoring.returncode == 130, said
+    assert "the container does not run" in said
+    assert not made.exists()
+    restoring = start_gpucr(made, "restore", to)
+    _, said = restoring.communicate(timeout=command.TIMEOUT_S)
     assert restoring.returncode == 0, said
     made.wait_ready()
     assert made.ask() == 102
     assert made.exists()
+
+
+CANCELLED_RESTORE = """
+import sys, threading, time
+from pathlib import Path
+import gpucr
+from gpucr.containers.by_runtime import restore_container
+folder, begun = map(Path, sys.argv[1:])
+cancel = gpucr.Cancellation()
+def cancel_once_begun():
+    while not begun.exists():
+        time.sleep(0.01)
+    cancel.cancel("the machine is wanted")
+threading.Thread(target=cancel_once_begun, daemon=True).start()
+try:
+    restore_container(folder, cancel=cancel)
+except gpucr.Interrupted as error:
+    print(error.message)
+"""
+
+
+def test_a_restore_that_is_cancelled_is_ended(
+    container: StartContainer, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("GPUCR_SIM_FIXED_COST_MS", "1500")
+    made = container("--mib", "4", with_hook=False)
+    made.ask()
+    to = tmp_path / "snapshot"
+    assert dump(made, to).returncode == 0
+    begun = tmp_path / "begun"
+    _before_criu(made, f'test -z "$CRIU_CONFIG_FILE" || touch {begun}')
+    done = subprocess.run(
+        in_cgroup2([sys.executable, "-c", CANCELLED_RESTORE, os.fspath(to), os.fspath(begun)]),
+        env=made.environment,
+        capture_output=True,
+        text=True,
+        timeout=command.TIMEOUT_S,
+        check=False,
+    )
+    assert done.stdout == "the machine is wanted; the container does not run\n", done.stderr
+    assert not made.exists()
 
 
 def _before_criu(container: Container, line: str) -> None:

@@ -87,6 +87,38 @@ def test_what_the_machine_lacks(driver: CudaDriver, sim: pytest.MonkeyPatch) -> 
     assert measure(driver, "peer_access").detail == "needs 2 GPUs"
 
 
+# --- an end before the end ---------------------------------------------------------------------------------------
+
+
+def test_a_probe_that_is_cancelled_keeps_nothing(driver: CudaDriver, sim: pytest.MonkeyPatch) -> None:
+    cancel, measured = gpucr.Cancellation(), list[str]()
+
+    def cancel_after_the_first(result: CanaryResult) -> None:
+        measured.append(result.name)
+        cancel.cancel("the machine is wanted")
+
+    with pytest.raises(gpucr.Interrupted, match=r"^the machine is wanted; no result is kept$"):
+        gpucr.probe(on_result=cancel_after_the_first, cancel=cancel)
+    assert len(measured) == 1
+    assert no_canary_is_left()
+    assert gpucr.last_probe().results == ()
+
+
+def test_a_canary_that_is_waited_for_is_ended(driver: CudaDriver, sim: pytest.MonkeyPatch) -> None:
+    """It stands still, and would until its time is over."""
+    cancel, real = gpucr.Cancellation(), canary.Canary.wait_ready
+
+    def stop_and_cancel(self: canary.Canary) -> None:
+        os.kill(self.pid, signal.SIGSTOP)
+        cancel.cancel()
+        real(self)
+
+    sim.setattr(canary.Canary, "wait_ready", stop_and_cancel)
+    with pytest.raises(gpucr.Interrupted, match=r"^cancelled; no result is kept$"):
+        gpucr.probe(["plain"], canary_timeout_s=10_000, cancel=cancel)
+    assert no_canary_is_left()
+
+
 # --- what a driver can do to them -------------------------------------------------------------------------------
 
 

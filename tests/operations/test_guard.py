@@ -25,7 +25,7 @@ from gpucr.criu.recovery import EndDump, EndRestore, EndRestored
 from gpucr.driver.cuda import CudaDriver
 from gpucr.errors import BrokenInstall, Unsupported
 from gpucr.gpu_state.recovery import BringBack, DetachedStaging, GangProtection
-from gpucr.jobs.recovery import EndSandbox
+from gpucr.jobs.recovery import EndJob, EndSandbox
 from gpucr.linux import own_python, processes
 from gpucr.linux.claims import claimed
 from gpucr.model import CudaState, GangMember, ProcessId, StagedExtent
@@ -751,6 +751,7 @@ _ACTIONS: tuple[Action, ...] = (
     EndRestore((ProcessId(13, 14),), (15, 16)),
     EndRestored((ProcessId(11, 12),)),
     EndSandbox(ProcessId(17, 18)),
+    EndJob((ProcessId(19, 20), ProcessId(21, 22))),
 )
 _FULL = Record((ProcessId(7, 9),), tuple(entry(action, [number]) for number, action in enumerate(_ACTIONS)))
 

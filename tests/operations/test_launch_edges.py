@@ -343,6 +343,53 @@ def _open_files(pid: int) -> list[str]:
 # --- exec ------------------------------------------------------------------------------------------------------------
 
 
+CANCELLED_EXEC = """
+import os, signal, sys
+import gpucr
+from gpucr.operations import exec_in_job
+ran, limit_s, *words = sys.argv[1:]
+exec_in_job._TERM_LIMIT_S = float(limit_s)
+cancel = gpucr.Cancellation()
+def look(*_):
+    if os.path.exists(ran):
+        cancel.cancel("the machine is wanted")
+signal.signal(signal.SIGALRM, look)
+signal.setitimer(signal.ITIMER_REAL, 0.05, 0.05)
+if ran == "/":
+    look()
+try:
+    exec_in_job.run_inside(os.getppid(), words, cancel=cancel)
+except gpucr.Interrupted as error:
+    print(error.message)
+"""
+
+
+def cancelled_exec(*words: object) -> str:
+    done = subprocess.run(
+        [sys.executable, "-c", CANCELLED_EXEC, *map(str, words)],
+        capture_output=True,
+        text=True,
+        timeout=command.TIMEOUT_S,
+        check=False,
+    )
+    assert done.returncode == 0, done.stderr
+    return done.stdout
+
+
+@pytest.mark.parametrize(("trap", "limit_s"), [("", 1000), ("trap '' TERM;", 0)], ids=["by SIGTERM", "by SIGKILL"])
+def test_an_exec_that_is_cancelled_ends_its_command(tmp_path: Path, trap: str, limit_s: int) -> None:
+    ran = tmp_path / "ran"
+    script = f"{trap} echo $$ >{ran}.new; mv {ran}.new {ran}; while :; do sleep 0.1; done"
+    said = cancelled_exec(ran, limit_s, "sh", "-c", script)
+    assert said == "the machine is wanted; the command was ended\n"
+    assert not Path(f"/proc/{ran.read_text().strip()}").exists()
+
+
+def test_an_exec_that_was_cancelled_before_runs_nothing(tmp_path: Path) -> None:
+    assert cancelled_exec("/", 0, "touch", tmp_path / "ran") == "the machine is wanted; nothing was run\n"
+    assert not (tmp_path / "ran").exists()
+
+
 @pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGHUP])
 def test_exec_passes_signals_on(number: signal.Signals) -> None:
     script = f"trap 'exit 9' {number.value}; echo ready; while :; do sleep 0.01; done"

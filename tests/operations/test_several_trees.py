@@ -99,6 +99,9 @@ def test_a_store_has_several_trees(two: tuple[Counter, Counter], driver: CudaDri
     assert shown["contents"]["problems"] == []
     gpucr.restore(f"{tmp_path}/store#a")
     assert_go_on(two, driver)
+    dump(two, f"{tmp_path}/store#b", "--leave-running")
+    found = gpucr.diff_snapshots(f"{tmp_path}/store#a", f"{tmp_path}/store#b")
+    assert {two[0].pid, two[1].pid} <= {each.pid for each in found if each.kind == "memory"}
 
 
 # --- without CUDA -------------------------------------------------------------------------------------------------
@@ -172,10 +175,27 @@ def test_a_sandbox_lasts_as_long_as_one_of_its_trees(start: StartJob, tmp_path: 
     with pytest.raises(gpucr.InvalidRequest, match="in several pid namespaces") as caught:
         gpucr.plan_dump(JobSelector(report.pid, outside.pid), tmp_path / "t", force=True)
     assert caught.value.code == "GPUCR-SEVERAL-TREES"
+    gpucr.dump(JobSelector(*report.root_pids), tmp_path / "t")
+    assert inside.wait_ended(60)
+    report = gpucr.restore(tmp_path / "t")
+    inside = sandbox.of(report.pid)
+    assert inside is not None
     kill_at_once(first.pids())
     assert second.go_on() == "2"
     kill_at_once(second.pids())
     assert inside.wait_ended(60)
+
+
+def test_the_registry_knows_each_of_them(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("XDG_STATE_HOME", str(tmp_path / "state"))
+    for name in ("first", "second"):
+        gpucr.run_job(["sleep", "1000"], name=name, isolate=False)
+    gpucr.dump(JobSelector("first", "second"), tmp_path / "s")
+    assert {job.name: job.state.word for job in gpucr.list_jobs()} == {"first": "dumped", "second": "dumped"}
+    report = gpucr.restore(tmp_path / "s")
+    assert report.name == "first"
+    assert {job.name: job.state.word for job in gpucr.list_jobs()} == {"first": "running", "second": "dumped"}
+    kill_at_once(report.root_pids)
 
 
 def test_trees_that_share_something_are_refused(start: StartJob, tmp_path: Path) -> None:

@@ -26,6 +26,7 @@ from gpucr.diagnosis.preflight.findings import Finding
 from gpucr.diagnosis.probe import last_probe
 from gpucr.errors import DriverUnavailable, InvalidRequest
 from gpucr.jobs.selector import JobSelector
+from gpucr.undo.cancellation import Cancellation
 
 
 @dataclass(frozen=True)
@@ -51,6 +52,7 @@ def doctor(
     to: str | os.PathLike[str] | None = None,
     fix: bool = False,
     on_event: Callable[[str], None] | None = None,
+    cancel: Cancellation | None = None,
 ) -> DoctorReport:
     """Look at this machine, or at a job (its pid, its name, or a selector), and say what stands in the way of gpucr.
 
@@ -59,7 +61,8 @@ def doctor(
     the current folder). Needs no privileges for a machine: what cannot be seen without them is ``unknown``. For a job
     it needs access to the processes. ``on_event`` gets lines of talk while something is fetched.
 
-    Raises ProcessNotFound, InvalidRequest, NotPermitted, DriverUnavailable for a job that cannot be looked at.
+    Raises ProcessNotFound, InvalidRequest, NotPermitted, DriverUnavailable for a job that cannot be looked at, and
+    Interrupted, where a signal or ``cancel`` ends ``fix``: what was fixed before stays so.
     """
     folder, was_named = job.nearest_folder(to), to is not None
     if target is not None:
@@ -70,7 +73,7 @@ def doctor(
     found = _machine(folder, probe, was_named=was_named)
     if not fix:
         return DoctorReport(found, (), probe)
-    done = repairs.repair(found, on_event)
+    done = repairs.repair(found, on_event, cancel)
     return DoctorReport(_machine(folder, probe, was_named=was_named) if done else found, done, probe)
 
 

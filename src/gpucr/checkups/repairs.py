@@ -8,7 +8,9 @@ from pathlib import Path
 
 from gpucr.checkups.memory import PRIVATE_POLICY, SHARED_POLICY, chosen
 from gpucr.diagnosis.preflight.findings import Finding, RepairName
-from gpucr.errors import CriuUnavailable
+from gpucr.errors import CriuUnavailable, Interrupted
+from gpucr.undo.cancellation import Cancellation
+from gpucr.undo.operation import all_or_nothing
 
 OnEvent = Callable[[str], None]
 
@@ -23,10 +25,32 @@ class Repair:
     problem: str | None = None
 
 
-def repair(checkups: Iterable[Finding], on_event: OnEvent | None = None) -> tuple[Repair, ...]:
-    """Fix what can be fixed, each thing once. ``on_event`` gets lines of talk."""
+def repair(
+    checkups: Iterable[Finding], on_event: OnEvent | None = None, cancel: Cancellation | None = None
+) -> tuple[Repair, ...]:
+    """Fix what can be fixed, each thing once. ``on_event`` gets lines of talk.
+
+    Raises Interrupted (a signal, ``cancel``), which says what was fixed before that.
+    """
     wanted = dict.fromkeys(each.repair for each in checkups if each.repair is not None)
-    return tuple(_REPAIRS[name](name, on_event) for name in wanted)
+    done: list[Repair] = []
+    try:
+        with all_or_nothing("fix", "this machine", cancel, state="nothing else was changed") as interrupts:
+
+            def tell(line: str) -> None:
+                interrupts.check()
+                if on_event is not None:
+                    on_event(line)
+
+            for name in wanted:
+                interrupts.check()
+                done.append(_REPAIRS[name](name, tell))
+            interrupts.commit()
+    except Interrupted as error:
+        fixed = [each for each in done if each.problem is None]
+        error.hint = "; ".join(f"{each.what} (undo: {each.undo})" for each in fixed) or None
+        raise
+    return tuple(done)
 
 
 def _fetch_criu(name: RepairName, on_event: OnEvent | None) -> Repair:

@@ -20,6 +20,7 @@ from gpucr.diagnosis.probe import CANARY_TIMEOUT_S, probe
 from gpucr.errors import Unsupported
 from gpucr.jobs.selector import JobSelector
 from gpucr.quantities import counted
+from gpucr.undo.interrupts import not_over_yet
 
 _CANARIES = (
     Column("CANARY"),
@@ -107,7 +108,9 @@ def command(
 
 def _measure(only: tuple[str, ...], canary_timeout_s: float, *, quiet: bool) -> str | None:
     """Why the results could not be kept, if they could not."""
-    return probe(only, canary_timeout_s=canary_timeout_s, on_result=None if quiet else _say_result).problem
+    problem = probe(only, canary_timeout_s=canary_timeout_s, on_result=None if quiet else _say_result).problem
+    not_over_yet()
+    return problem
 
 
 def _say_result(result: CanaryResult) -> None:

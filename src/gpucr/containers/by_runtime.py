@@ -105,22 +105,26 @@ def dump_container(
     return _report(to, record, pid, begin, left_running=leave_running)
 
 
-def restore_container(folder: Path) -> ContainerReport:
+def restore_container(folder: Path, *, cancel: Cancellation | None = None) -> ContainerReport:
     """Have its runtime bring the container of a folder back: same name, same bundle. The folder stays. Needs root.
 
-    Raises SnapshotDamaged, InvalidRequest, CriuUnavailable (nothing was started); CriuError (what had been restored has
-    been ended).
+    Raises SnapshotDamaged, InvalidRequest, CriuUnavailable (nothing was started); CriuError, Interrupted (a signal,
+    ``cancel``): what had been restored has been ended.
     """
     begin = time.monotonic()
     _require_ours(folder)
     record = read_record(folder)
     images = (folder / "images").resolve()
-    if record.runtime == "podman":
-        podman.restore(record, images)
-        found = podman.find(record.container)
-    else:
-        oci.restore(record, images)
-        found = oci.find(record.runtime, record.runtime_root, record.container)
+    restore = podman.restore if record.runtime == "podman" else oci.restore
+    with all_or_nothing("restore", folder, cancel, state="the container does not run", at_once=False) as interrupts:
+        restore(record, images, interrupts)
+        if record.runtime == "podman":
+            found = podman.find(record.container)
+        else:
+            found = oci.find(record.runtime, record.runtime_root, record.container)
+        if found is None or found.pid <= 0:  # it was told to end when the runtime had just succeeded
+            interrupts.check()
+        interrupts.commit()
     return _report(folder, record, 0 if found is None else found.pid, begin, left_running=False)
 
 

@@ -8,7 +8,8 @@ from pathlib import Path
 
 from gpucr.containers.container import FoundContainer
 from gpucr.containers.record import ContainerRecord, Runtime
-from gpucr.containers.runtime_call import call, failure, programs
+from gpucr.containers.runtime_call import call, end_restore, failure, programs
+from gpucr.criu.abandoned import end_dump
 from gpucr.criu.options import DumpOptions
 from gpucr.json_text import parse
 from gpucr.undo.interrupts import Interrupts
@@ -55,21 +56,23 @@ def checkpoint(record: ContainerRecord, images: Path, interrupts: Interrupts, *,
     _run(record, "checkpoint", options, "dump", interrupts)
 
 
-def restore(record: ContainerRecord, images: Path) -> None:
-    """Have it restored. Raises CriuUnavailable, InvalidRequest; CriuError (what had been restored has been ended)."""
+def restore(record: ContainerRecord, images: Path, interrupts: Interrupts) -> None:
+    """Have it restored.
+
+    Raises CriuUnavailable, InvalidRequest; CriuError, KeyboardInterrupt (what had been restored has been ended).
+    """
     options = ["--detach", "--bundle", record.bundle, "--image-path", str(images), *_flags(record.criu_options)]
-    _run(record, "restore", options, "restore", None)
+    _run(record, "restore", options, "restore", interrupts)
 
 
-def _run(
-    record: ContainerRecord, action: str, options: Sequence[str], phase: str, interrupts: Interrupts | None
-) -> None:
+def _run(record: ContainerRecord, action: str, options: Sequence[str], phase: str, interrupts: Interrupts) -> None:
     with programs(record.criu_options) as found, log_kept_on_failure(phase) as log_path:
         said = log_path.with_name("runtime.log")
         command = [record.runtime, *_root(record.runtime_root), "--log", str(said), action, *options]
         command += ["--work-path", str(log_path.parent), record.container]
         # One that does not know the command does not get as far as its log. A restored container would keep the file.
-        if call(command, found, interrupts, said if phase == "dump" else None) != 0:
+        log, end = (said, end_dump) if phase == "dump" else (None, end_restore)
+        if call(command, found, interrupts, log, end=end) != 0:
             raise failure(record, phase, log_path, said)
 
 

@@ -19,7 +19,8 @@ from typing import Any
 
 from gpucr.containers.container import FoundContainer
 from gpucr.containers.record import ContainerRecord
-from gpucr.containers.runtime_call import call, failure, programs
+from gpucr.containers.runtime_call import call, end_restore, failure, programs
+from gpucr.criu.abandoned import end_dump
 from gpucr.criu.options import DumpOptions
 from gpucr.errors import InvalidRequest, JobDamaged
 from gpucr.json_text import parse
@@ -81,10 +82,11 @@ def checkpoint(record: ContainerRecord, images: Path, interrupts: Interrupts, *,
             shutil.move(folder / name, aside / name)
 
 
-def restore(record: ContainerRecord, images: Path) -> None:
+def restore(record: ContainerRecord, images: Path, interrupts: Interrupts) -> None:
     """Have it restored in place: podman must have the container still, and it must not run.
 
-    Raises CriuUnavailable, InvalidRequest (nothing was started); CriuError (what had been restored has been ended).
+    Raises CriuUnavailable, InvalidRequest (nothing was started); CriuError, KeyboardInterrupt (what had been restored
+    has been ended).
     """
     found = find(record.container)
     if found is None:
@@ -105,7 +107,7 @@ def restore(record: ContainerRecord, images: Path) -> None:
             for name in _BESIDE:
                 if (beside(images) / name).is_file():
                     shutil.copy2(beside(images) / name, folder / name)
-            _run(record, "restore", [], "restore", folder, None)
+            _run(record, "restore", [], "restore", folder, interrupts)
         finally:
             _remove(folder, _BESIDE)
 
@@ -145,13 +147,14 @@ def _run(
     options: Sequence[str],
     phase: str,
     folder: Path,
-    interrupts: Interrupts | None,
+    interrupts: Interrupts,
 ) -> None:
     with programs(record.criu_options) as found, log_kept_on_failure(phase) as log_path:
         conmon = found.add_wrapper("conmon", _conmon(found.environment))
         command = ["podman", "--conmon", str(conmon), "container", action, "--keep", *_flags(record.criu_options)]
         said = log_path.with_name("podman.log")
-        status = call([*command, *options, record.container], found, interrupts, said)
+        end = end_dump if phase == "dump" else end_restore
+        status = call([*command, *options, record.container], found, interrupts, said, end=end)
         with contextlib.suppress(FileNotFoundError):
             shutil.move(folder / log_path.name, log_path)
         if status != 0:

@@ -22,9 +22,9 @@ from gpucr.gpu_state import kinds
 from gpucr.gpu_state.gpu_choice import GpuRequest
 from gpucr.gpu_state.placement import Placement
 from gpucr.gpu_state.steps import HoldThreads, ReleaseThreads, RestoreGang, UnlockGang
-from gpucr.jobs.sandbox_steps import RestoredTree
+from gpucr.jobs.restored_tree import RestoredTree, end_restored, take_stock
 from gpucr.linux import processes
-from gpucr.operations.restore_steps import LoadDevice, RestoreDevice, end_restored, restore_threads, take_stock
+from gpucr.operations.restore_steps import LoadDevice, RestoreDevice, restore_threads
 from gpucr.snapshot.folder import GPU_PART_NAME, Snapshot
 from gpucr.snapshot.gpus import place_snapshot
 from gpucr.snapshot.manifest import Manifest

@@ -16,7 +16,7 @@ import shlex
 import subprocess
 import tempfile
 import time
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -26,12 +26,13 @@ from gpucr.criu import abandoned
 from gpucr.criu.diagnosis import Diagnosis, diagnose
 from gpucr.criu.install import find_criu, provided_folder
 from gpucr.criu.options import DumpOptions
-from gpucr.errors import BrokenInstall, CriuError, InvalidRequest
+from gpucr.errors import BrokenInstall, CriuError, InvalidRequest, ProcessNotFound
 from gpucr.linux import own_python, processes, trusted_paths
 from gpucr.model import ProcessId
 from gpucr.undo.interrupts import Interrupts
 
 _LOOK_EVERY_S = 0.05
+_OCI_RUNTIMES = ("runc", "crun")
 _START_TIME = 19
 """Which field it is of /proc/PID/stat behind the program's name (proc(5): the 22nd of all)."""
 _OUR_LINES = re.compile(r"^gpucr: error: (.*)$", re.MULTILINE)
@@ -126,14 +127,21 @@ def _write_script(path: Path, text: str) -> Path:
     return path
 
 
-def call(command: Sequence[str], found: Programs, interrupts: Interrupts | None, said: Path | None = None) -> int:
+def call(
+    command: Sequence[str],
+    found: Programs,
+    interrupts: Interrupts,
+    said: Path | None = None,
+    *,
+    end: Callable[[ProcessId], None] = abandoned.end_dump,
+) -> int:
     """Run a runtime's command; what it prints goes to the file ``said``. Returns its exit status.
 
     A file, not a pipe: a container that is detached keeps what it was given open. Signals reach neither it nor its
-    CRIU, which would leave what they have begun. With ``interrupts``, those of a dump, a signal has CRIU undo and end;
-    without, it is over when the command is. When this returns from a dump, no CRIU is at work on the container.
+    CRIU, which would leave what they have begun: ``interrupts`` have ``end`` called, which has a CRIU undo and end, by
+    default that of a dump. When this returns, no CRIU is at work on the container.
 
-    Raises InvalidRequest, and KeyboardInterrupt where a dump was ended by a signal.
+    Raises InvalidRequest, and KeyboardInterrupt where it was ended so.
     """
     try:
         with open(said or os.devnull, "ab") as output:
@@ -147,19 +155,16 @@ def call(command: Sequence[str], found: Programs, interrupts: Interrupts | None,
             )
     except OSError as e:
         raise InvalidRequest(f"{command[0]} cannot be started: {e.strerror}", code="GPUCR-RUNTIME") from e
-    if interrupts is None:
-        with Interrupts():
-            return runtime.wait()
     try:
         with interrupts.allowed():
             _wait(runtime, interrupts)
     except KeyboardInterrupt:
-        if _stop_dump(runtime, found) != 0:
+        if _stop(runtime, found, end) != 0:
             raise
         return 0  # it was complete before CRIU could be stopped
     status = runtime.wait()
     if status != 0:
-        _end_dumps(found)  # of a runtime that was killed
+        _end_all(found, end)  # of a runtime that was killed
     return status
 
 
@@ -173,17 +178,32 @@ def _wait(runtime: subprocess.Popen[bytes], interrupts: Interrupts) -> None:
         os.close(fd)
 
 
-def _stop_dump(runtime: subprocess.Popen[bytes], found: Programs) -> int:
+def _stop(runtime: subprocess.Popen[bytes], found: Programs, end: Callable[[ProcessId], None]) -> int:
     while runtime.poll() is None:
-        _end_dumps(found)
+        _end_all(found, end)
         time.sleep(_LOOK_EVERY_S)
-    _end_dumps(found)
+    _end_all(found, end)
     return runtime.returncode
 
 
-def _end_dumps(found: Programs) -> None:
+def _end_all(found: Programs, end: Callable[[ProcessId], None]) -> None:
     for criu in found.crius():
-        abandoned.end_dump(criu)
+        end(criu)
+
+
+def end_restore(criu: ProcessId) -> None:
+    """Have a runtime's CRIU fail, and end what it has restored: so it takes the death of one of the tasks.
+
+    It is the sibling of those (rst_sibling), below a runtime that has no other children.
+    """
+    limit = time.monotonic() + abandoned.UNDO_LIMIT_S
+    while not abandoned.wait(criu, _LOOK_EVERY_S) and time.monotonic() < limit:
+        with contextlib.suppress(ProcessNotFound):
+            parent = processes.describe(criu.pid).parent_pid
+            runtime, *below = processes.tree(parent) if parent > 1 else processes.tree(criu.pid)
+            if runtime.name in _OCI_RUNTIMES:
+                processes.kill_and_wait([each.id for each in below if each.id != criu], 0)
+    processes.kill_and_wait([criu])
 
 
 def failure(record: ContainerRecord, phase: str, log_path: Path, said: Path) -> CriuError:

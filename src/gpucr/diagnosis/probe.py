@@ -14,6 +14,8 @@ from gpucr.driver.api import Driver
 from gpucr.driver.cuda import load_driver
 from gpucr.errors import InvalidRequest
 from gpucr.linux.private_folders import state_folder
+from gpucr.undo.cancellation import Cancellation
+from gpucr.undo.operation import all_or_nothing
 
 CANARY_TIMEOUT_S = 60.0
 """How long one canary may take. Two CUDA starts take seconds on a machine with many GPUs."""
@@ -24,6 +26,7 @@ def probe(
     *,
     canary_timeout_s: float = CANARY_TIMEOUT_S,
     on_result: Callable[[CanaryResult], None] | None = None,
+    cancel: Cancellation | None = None,
 ) -> ProbeReport:
     """Checkpoint and restore small programs of gpucr's own, one after the other, and keep what became of them.
 
@@ -31,7 +34,8 @@ def probe(
     Each canary takes some tens of MiB of device memory. Needs no privileges. Where the
     results cannot be kept, ``problem`` says why.
 
-    Raises DriverUnavailable, and InvalidRequest for a name that is no canary's or a time that cannot be meant.
+    Raises DriverUnavailable, InvalidRequest for a name that is no canary's or a time that cannot be meant, and
+    Interrupted (a signal, ``cancel``): then no canary is left, and no result of this call is kept.
     """
     names = _chosen(tuple(only))
     if not 0 < canary_timeout_s < float("inf"):
@@ -39,11 +43,13 @@ def probe(
     driver = load_driver()
     machine = this_machine(driver)
     measured: dict[str, CanaryResult] = {}
-    for name in names:
-        measured[name] = measure(driver, name, canary_timeout_s)
-        if on_result is not None:
-            on_result(measured[name])
-    return _keep(ProbeReport(machine, (), None), measured)
+    with all_or_nothing("probe", ", ".join(names), cancel, state="no result is kept") as interrupts:
+        for name in names:
+            measured[name] = measure(driver, name, canary_timeout_s, interrupts.check)
+            if on_result is not None:
+                on_result(measured[name])
+        interrupts.conclude()
+        return _keep(ProbeReport(machine, (), None), measured)
 
 
 def last_probe() -> ProbeReport:

@@ -148,14 +148,15 @@ def launch_record(record: JobRecord) -> LaunchRecord:
 class DumpNote:
     """What the registry is told of a dump. Where it cannot be told, there is a ``warning``: the snapshot is no worse.
 
-    Told of every tree of the job that is registered. Written as soon as the snapshot is committed, and before the job
-    is ended: whenever gpucr is killed, a job that was ended for a snapshot is known as dumped. While it still runs,
-    that is what counts (record.py).
+    Told of every tree of the job that is registered; ``of_root`` is the record of the first one. Written as soon as the
+    snapshot is committed, and before the job is ended: whenever gpucr is killed, a job that was ended for a snapshot is
+    known as dumped. While it still runs, that is what counts (record.py).
     """
 
     def __init__(self, job: Job) -> None:
-        roots = [tree.root.id for tree in job.trees]
-        self._records = [record for root in roots if (record := record_of(root)) is not None]
+        self.of_root = record_of(job.root.id)
+        others = [record_of(tree.root.id) for tree in job.trees[1:]]
+        self._records = [record for record in (self.of_root, *others) if record is not None]
         self._is_written = False
         self.warning: str | None = None
 

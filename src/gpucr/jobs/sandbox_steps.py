@@ -16,6 +16,7 @@ from gpucr.errors import InvalidRequest, JobDamaged, ProcessNotFound, SnapshotDa
 from gpucr.jobs import sandbox
 from gpucr.jobs.recovery import EndSandbox
 from gpucr.jobs.registered import RestoredName
+from gpucr.jobs.restored_tree import RestoredTree
 from gpucr.jobs.sandbox import BareKeeper, EmptySandbox, Network
 from gpucr.linux import processes
 from gpucr.linux.namespaces import last_pid_clear_of
@@ -174,23 +175,6 @@ class RestoreSite:
     network: Network
     shared_root: Path = ROOT
     outputs: Mapping[Path, Path] = field(default_factory=dict)
-
-
-@dataclass(frozen=True)
-class RestoredTree:
-    """The processes that CRIU has made, the root first. ``pids``: which pid each of the manifest has now.
-
-    ``other_roots`` are the roots of all trees but the first.
-    """
-
-    processes: tuple[ProcessId, ...]
-    pids: Mapping[int, int]
-    other_roots: tuple[int, ...] = ()
-
-    @property
-    def root_pid(self) -> int:
-        """Of the first process."""
-        return self.processes[0].pid
 
 
 class StartSandbox:

@@ -225,7 +225,7 @@ def prepare(
         *(preflight.check_terminal(job) if leave_running and protection is not None else ()),
         *target.findings(job, _total(held)),
     )
-    record = registered.record_of(job.root.id)
+    note = registered.DumpNote(job)
     stands_still = is_frozen or bool(job.other_root_pids)
     context = OwnDump(
         job=job,
@@ -243,9 +243,9 @@ def prepare(
             install=criu.install,
             other_root_pids=job.other_root_pids,
         ),
-        launch=registered.launch_record(record) if record is not None else None,
+        launch=registered.launch_record(note.of_root) if note.of_root is not None else None,
         sandbox=found.sandbox,
-        note=registered.DumpNote(job),
+        note=note,
         overruled=tuple(OverruledFinding(f.sentence(), f.consequence) for f in findings if f.severity == "blocking"),
     )
     steps, commit = _steps(context, persist, is_frozen=is_frozen)

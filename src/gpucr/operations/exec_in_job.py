@@ -6,6 +6,7 @@ import errno
 import os
 import signal
 import sys
+import time
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import NoReturn
@@ -16,14 +17,17 @@ from gpucr.linux import credentials, namespaces, processes
 from gpucr.linux.credentials import Credentials
 from gpucr.linux.namespaces import Kind
 from gpucr.linux.own_python import without_passphrase
+from gpucr.undo.cancellation import Cancellation
+from gpucr.undo.interrupts import interrupted
 
 NOT_RUN = 127
 """The exit code where the command could not be run, as that of a shell."""
 
 _PASSED_ON = (signal.SIGTERM, signal.SIGHUP)
+_LOOK_EVERY_S, _TERM_LIMIT_S = 0.1, 10.0
 
 
-def run_inside(job: int | str, command: Sequence[str]) -> int:
+def run_inside(job: int | str, command: Sequence[str], *, cancel: Cancellation | None = None) -> int:
     """Run a command in the pid, mount, IPC, network and time namespaces of a job, and return its exit code.
 
     Ended by a signal: 128 and its number. It has the credentials and capabilities of the job's process, whose own file
@@ -32,8 +36,11 @@ def run_inside(job: int | str, command: Sequence[str]) -> int:
     CAP_SYS_CHROOT where the job has namespaces of its own, and what another user's credentials need.
 
     Raises InvalidRequest, ProcessNotFound, NotPermitted (also for a job in another user namespace, in which a user is
-    root who is not root here): then nothing was run.
+    root who is not root here): then nothing was run. With ``cancel``, which a signal handler may use, the command gets
+    SIGTERM, and SIGKILL when that has not ended it in 10 s; Interrupted is raised when it has ended.
     """
+    if cancel is not None and cancel.is_cancelled:
+        raise interrupted(KeyboardInterrupt(cancel.reason), "nothing was run")
     if not command:
         raise InvalidRequest("there is no command to run", hint="gpucr exec NAME|PID [--] CMD...")
     pid = resolve_pid(job)
@@ -54,7 +61,7 @@ def run_inside(job: int | str, command: Sequence[str]) -> int:
     except (FileNotFoundError, ProcessLookupError) as e:
         raise ProcessNotFound(f"process {pid} ended while it was looked at", pid=pid) from e
     _raise_failure(failures, child, pid, folder)
-    return _wait(child)
+    return _wait(child, cancel)
 
 
 def _namespaces_of_its_own(pid: int) -> list[Kind]:
@@ -171,19 +178,28 @@ def _raise_failure(failures: int, child: int, pid: int, folder: str) -> None:
     raise NotPermitted(f"process {pid}: {what}: {reason}", pid=pid, hint="run gpucr as root")
 
 
-def _wait(child: int) -> int:
+def _wait(child: int, cancel: Cancellation | None) -> int:
     """Wait for the command. A Ctrl-C on the terminal reaches it without gpucr; other signals are passed on.
 
     They stay blocked, as SIGCHLD does, and are fetched: a handler of Python's runs only after waitpid(2), if the signal
     comes right before that.
     """
     signal.signal(signal.SIGINT, signal.SIG_IGN)
+    kill_at: float | None = None
     while True:
         ended, status = os.waitpid(child, os.WNOHANG)
         if ended:
             break
-        received = signal.sigwait((signal.SIGCHLD, *_PASSED_ON))
-        if received != signal.SIGCHLD:
-            os.kill(child, received)
+        waited_for = (signal.SIGCHLD, *_PASSED_ON)
+        received = signal.sigwaitinfo(waited_for) if cancel is None else signal.sigtimedwait(waited_for, _LOOK_EVERY_S)
+        if received is not None and received.si_signo != signal.SIGCHLD:
+            os.kill(child, received.si_signo)
+        if cancel is not None and cancel.is_cancelled and kill_at is None:
+            kill_at = time.monotonic() + _TERM_LIMIT_S
+            os.kill(child, signal.SIGTERM)
+        elif kill_at is not None and time.monotonic() > kill_at:
+            os.kill(child, signal.SIGKILL)
+    if kill_at is not None and cancel is not None:
+        raise interrupted(KeyboardInterrupt(cancel.reason), "the command was ended")
     code = os.waitstatus_to_exitcode(status)
     return code if code >= 0 else 128 - code

@@ -53,7 +53,7 @@ from gpucr.snapshot.folder import Snapshot
 from gpucr.snapshot.gpus import place_snapshot
 from gpucr.snapshot.job_snapshot import JobSnapshot
 from gpucr.snapshot.location import Place, open_snapshot, source_of
-from gpucr.snapshot.manifest import Manifest, images_name
+from gpucr.snapshot.manifest import Manifest
 from gpucr.snapshot.origin import ProvideFiles, RestoreSource, device_bytes_of, private_bytes_of
 from gpucr.snapshot.shared_files import ROOT, names_in_use
 from gpucr.surroundings.folders import MakeFolders
@@ -333,8 +333,8 @@ def _findings(
     findings += preflight.check_clocks(are_in_images=have_clocks(path.name for path in paths))
     with contextlib.suppress(OSError, ImageError):  # a damaged image is an error of its own, when it is provided
         wanted = 0
-        for tree, open_image in enumerate(source.openers):
-            names = [path.name for path in paths if path.parent.name == images_name(tree)]
+        for folder, open_image in zip(manifest.image_folders, source.openers, strict=True):
+            names = [path.name for path in paths if path.parent.name == folder]
             wanted |= capabilities_in(names, open_image)
         findings += preflight.check_capabilities(wanted, capabilities.own().after_exec())
     needs = preflight.needs_of_restore(

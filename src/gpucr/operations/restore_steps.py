@@ -2,21 +2,17 @@
 
 from __future__ import annotations
 
-import contextlib
 import time
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 
 from gpucr.criu.images import FilesImage, RestoreImages
 from gpucr.criu.options import RestoreOptions
-from gpucr.criu.recovery import EndRestore, EndRestored
+from gpucr.criu.recovery import EndRestore
 from gpucr.criu.remains import task_pids
 from gpucr.errors import (
     DeadlineExceeded,
     GpucrError,
-    JobChanged,
-    JobDamaged,
-    ProcessNotFound,
     SnapshotDamaged,
 )
 from gpucr.gang import Gang
@@ -24,13 +20,14 @@ from gpucr.gpu_state import kinds
 from gpucr.gpu_state.backend import Return
 from gpucr.gpu_state.placement import Placement
 from gpucr.gpu_state.steps import RestoreGang
-from gpucr.jobs.sandbox_steps import RestoredTree, RestoreSite
+from gpucr.jobs.restored_tree import RestoredTree, end_restored, take_stock
+from gpucr.jobs.sandbox_steps import RestoreSite
 from gpucr.linux import processes
-from gpucr.model import CudaState, DevicePart, GangMember, ProcessId
+from gpucr.model import CudaState, DevicePart, ProcessId
 from gpucr.quantities import counted, format_bytes
 from gpucr.snapshot.device.reader import DeviceReader
 from gpucr.snapshot.job_snapshot import JobSnapshot
-from gpucr.snapshot.manifest import Manifest, ProcessRecord
+from gpucr.snapshot.manifest import Manifest
 from gpucr.snapshot.origin import RestoreSource, images_read_from
 from gpucr.surroundings.opened_files import require_as_recorded
 from gpucr.surroundings.scheduling import restore_scheduling
@@ -188,51 +185,6 @@ class CriuRestore:
         end_restored(tuple(self._root_pids.values()), self.tree.if_known)
 
 
-def take_stock(
-    root_pids: Sequence[int], manifest: Manifest, gang: Gang | None, protection: Protection | None
-) -> RestoredTree:
-    """Find the processes of the manifest in the trees of ``root_pids``, which have just been restored.
-
-    Those with CUDA become the members of ``gang``.
-    """
-    try:
-        tree = [process for each in processes.trees(root_pids) for process in each]
-    except ProcessNotFound as e:
-        raise JobChanged(
-            "the job's first process ended while the job was restored",
-            pids=root_pids,
-            hint="somebody may have killed it; the snapshot is intact",
-        ) from e
-    restored = tuple(process.id for process in tree)
-    if protection is not None:
-        protection.protect(EndRestored(restored))
-        protection.withdraw(EndRestore)
-        protection.claim(process.pid for process in restored)
-    by_namespace_pid = {process.ns_pids[-1]: process.id for process in tree}
-    pids: dict[int, int] = {}
-    for record in manifest.processes:
-        found = by_namespace_pid.get(record.ns_pids[-1])
-        if found is not None:
-            pids[record.pid] = found.pid
-        if gang is not None and record.found_state is not None:
-            gang.add([_member(record, found)])
-    return RestoredTree(restored, pids, tuple(root_pids[1:]))
-
-
-def end_restored(root_pids: Sequence[int], tree: RestoredTree | None) -> None:
-    """End every process of the restored trees (None: not looked at yet). Raises JobDamaged where one lives."""
-    known = tree.processes if tree is not None else ()
-    now: set[ProcessId] = set()
-    for root_pid in root_pids:
-        with contextlib.suppress(ProcessNotFound):  # a root may have ended by itself, and its pid be another's by now
-            found = processes.tree(root_pid)
-            now |= {process.id for process in found if not known or found[0].id in known}
-    left = processes.kill_and_wait(now | set(known))
-    if left:
-        failures = [f"process {process.pid} does not end" for process in left]
-        raise JobDamaged("not every restored process could be ended: " + ", ".join(failures), failures=failures)
-
-
 def restore_threads(snapshot: JobSnapshot, tree: RestoredTree) -> dict[int, int]:
     """The thread that does the driver's work, per pid of the gang. Raises SnapshotDamaged."""
     found: dict[int, int] = {}
@@ -336,14 +288,3 @@ class RestoreDevice:
     def _finish(returns: Mapping[DevicePart, Return]) -> None:
         for each in returns.values():
             each.finish()
-
-
-def _member(record: ProcessRecord, restored: ProcessId | None) -> GangMember:
-    if restored is None:
-        raise JobChanged(
-            f"process {record.pid} ({record.name}) ended while the job was restored",
-            pids=[record.pid],
-            hint="somebody may have killed it; the other processes have been ended, the snapshot is intact",
-        )
-    assert record.found_state is not None  # noqa: S101 - the caller passes CUDA processes only
-    return GangMember(restored, record.found_state)

@@ -5,6 +5,7 @@ from __future__ import annotations
 import io
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
+from itertools import product
 
 from gpucr.criu.image_entries import ImageError
 from gpucr.criu.page_images import PageMap
@@ -17,8 +18,6 @@ from gpucr.store import snapshots
 from gpucr.store.diff import AreaDiff, diff
 from gpucr.store.keys import Secret
 from gpucr.store.pieces import PieceRef
-
-_IMAGES = "images/"
 
 Range = tuple[int, int]
 
@@ -99,16 +98,16 @@ class _Side:
 
     def _page_maps(self) -> Iterator[tuple[ProcessRecord, str, PageMap]]:
         areas = {area.name: area for area in self._stored.areas}
-        for process in self.manifest.processes:
-            area = areas.get(f"{_IMAGES}pagemap-{process.ns_pids[-1]}.img")
+        for folder, process in product(self.manifest.image_folders, self.manifest.processes):
+            area = areas.get(f"{folder}/pagemap-{process.ns_pids[-1]}.img")
             if area is None:
                 continue
             try:
                 pagemap = PageMap.read(io.BytesIO(self.reader.read_all(area.pieces(self.reader))))
             except ImageError:
                 continue
-            if f"{_IMAGES}{pagemap.name}" in areas:
-                yield process, f"{_IMAGES}{pagemap.name}", pagemap
+            if f"{folder}/{pagemap.name}" in areas:
+                yield process, f"{folder}/{pagemap.name}", pagemap
 
 
 def _explain(area: AreaDiff, old: _Side, new: _Side) -> Iterator[Difference]:

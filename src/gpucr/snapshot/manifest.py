@@ -292,6 +292,11 @@ class Manifest(Record, frozen=True):
         return (self.root_pid, *self.other_root_pids)
 
     @property
+    def image_folders(self) -> tuple[str, ...]:
+        """The names of the folders with CRIU's images, one for each tree."""
+        return tuple(images_name(tree) for tree in range(len(self.root_pids)))
+
+    @property
     def has_gpu_state(self) -> bool:
         """Whether device memory is inside: then a driver and fitting GPUs are needed to restore it."""
         return any(process.found_state is not None for process in self.processes)
@@ -299,7 +304,7 @@ class Manifest(Record, frozen=True):
     @property
     def has_images(self) -> bool:
         """Whether CRIU's images are inside. Not in the GPU part of a container's checkpoint: its runtime has them."""
-        return any(file.path.startswith("images/") for file in self.files)
+        return any(file.path.startswith(f"{images_name(0)}/") for file in self.files)
 
     @property
     def size_bytes(self) -> int:

@@ -18,7 +18,7 @@ from gpucr.snapshot.device.reader import StoredPieces
 from gpucr.snapshot.device.stripes import PIECE_BYTES
 from gpucr.snapshot.folder import Snapshot
 from gpucr.snapshot.job_snapshot import JobSnapshot
-from gpucr.snapshot.manifest import Manifest, images_name
+from gpucr.snapshot.manifest import Manifest
 from gpucr.undo.interrupts import Interrupts
 from gpucr.undo.steps import Meter
 
@@ -72,13 +72,12 @@ class RestoreSource(ABC):
     @property
     def image_folders(self) -> tuple[Path, ...]:
         """The folders with CRIU's images, one for each tree of the job."""
-        return tuple(self.folder / images_name(tree) for tree in range(len(self.snapshot.manifest.root_pids)))
+        return tuple(self.folder / name for name in self.snapshot.manifest.image_folders)
 
     @property
     def openers(self) -> tuple[OpenImage, ...]:
         """What opens an image of each tree where it is stored, also before `provide`."""
-        trees = range(len(self.snapshot.manifest.root_pids))
-        return tuple(partial(self.open_image, images_name(tree)) for tree in trees)
+        return tuple(partial(self.open_image, name) for name in self.snapshot.manifest.image_folders)
 
     @property
     def files_bytes(self) -> int:

@@ -8,6 +8,7 @@ import select
 import subprocess
 import sys
 import time
+from collections.abc import Callable
 from pathlib import Path
 from types import TracebackType
 
@@ -15,6 +16,7 @@ from gpucr.diagnosis.canaries.programs.cuda import Impossible
 from gpucr.linux import processes
 
 _LINE_LIMIT_BYTES = 1 << 14
+_CHECK_EVERY_S = 0.1
 _BOOTSTRAP = (
     "import runpy, sys; name = sys.argv[1]; sys.path[:0] = sys.argv[2:]; sys.argv[1:] = [name]; "
     "runpy.run_module('gpucr.diagnosis.canaries.programs', run_name='__main__')"
@@ -30,10 +32,14 @@ class OutOfTime(Exception):
 
 
 class Canary:
-    """A running canary. Leaving the block kills every process of it, in whatever state it is."""
+    """A running canary. Leaving the block kills every process of it, in whatever state it is.
 
-    def __init__(self, name: str, deadline: float) -> None:
+    ``check`` is called while it is waited for, several times a second.
+    """
+
+    def __init__(self, name: str, deadline: float, check: Callable[[], None] = lambda: None) -> None:
         self._deadline = deadline
+        self._check = check
         self._input, given = _pipe_to_child()
         self._output, taken = _pipe_from_child()
         self._said = b""
@@ -86,9 +92,11 @@ class Canary:
         """The next line; empty where the canary has ended."""
         while b"\n" not in self._said and len(self._said) < _LINE_LIMIT_BYTES:
             left_s = self._deadline - time.monotonic()
-            readable = left_s > 0 and select.select([self._output], [], [], left_s)[0]
-            if not readable:
+            if left_s <= 0:
                 raise OutOfTime
+            if not select.select([self._output], [], [], min(left_s, _CHECK_EVERY_S))[0]:
+                self._check()
+                continue
             data = os.read(self._output, _LINE_LIMIT_BYTES)
             if not data:
                 break

@@ -44,14 +44,16 @@ def this_machine(driver: Driver) -> MeasuredMachine:
     return MeasuredMachine(version, tuple(sorted(gpu.name for gpu in list_gpus())), platform.release())
 
 
-def measure(driver: Driver, name: str, timeout_s: float) -> CanaryResult:
+def measure(driver: Driver, name: str, timeout_s: float, check: Callable[[], None] = lambda: None) -> CanaryResult:
     """Run one canary to its end. Nothing of it is left, whatever happens; other processes are not touched.
+
+    ``check`` is called between two actions, and while the canary is waited for; what it raises ends this.
 
     Takes some tens of MiB on one or two GPUs, and at most ``timeout_s`` (longer only where the driver does not answer
     even about a process that has been killed).
     """
     begin = time.monotonic()
-    verdict = _verdict_on(driver, name, begin + timeout_s)
+    verdict = _verdict_on(driver, name, begin + timeout_s, check)
     return CanaryResult(
         name=name,
         outcome=verdict.outcome,
@@ -64,12 +66,12 @@ def measure(driver: Driver, name: str, timeout_s: float) -> CanaryResult:
     )
 
 
-def _verdict_on(driver: Driver, name: str, deadline: float) -> _Verdict:
+def _verdict_on(driver: Driver, name: str, deadline: float, check: Callable[[], None]) -> _Verdict:
     try:
-        with Canary(name, deadline) as canary:
+        with Canary(name, deadline, check) as canary:
             canary.wait_ready()
             with _killed_at(deadline, canary):
-                return _round_trip(driver, canary, deadline)
+                return _round_trip(driver, canary, deadline, check)
     except Impossible as e:
         return _Verdict(CanaryOutcome.NOT_POSSIBLE, str(e))
     except DidNotStart as e:
@@ -90,7 +92,7 @@ def _killed_at(deadline: float, canary: Canary) -> Iterator[None]:
         timer.join()
 
 
-def _round_trip(driver: Driver, canary: Canary, deadline: float) -> _Verdict:
+def _round_trip(driver: Driver, canary: Canary, deadline: float, check: Callable[[], None]) -> _Verdict:
     members = gang.discover(driver, processes.tree(canary.pid))
     if not members:
         raise DidNotStart("the driver does not know it as a CUDA process")
@@ -103,6 +105,7 @@ def _round_trip(driver: Driver, canary: Canary, deadline: float) -> _Verdict:
     )
     for action, act in actions:
         failure = None
+        check()
         try:
             act()
         except GpucrError as error:

@@ -1,0 +1,88 @@
+"""The processes that CRIU has made again: which they are, and their end where the restore fails."""
+
+from __future__ import annotations
+
+import contextlib
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+
+from gpucr.criu.recovery import EndRestore, EndRestored
+from gpucr.errors import JobChanged, JobDamaged, ProcessNotFound
+from gpucr.gang import Gang
+from gpucr.linux import processes
+from gpucr.model import GangMember, ProcessId
+from gpucr.snapshot.manifest import Manifest, ProcessRecord
+from gpucr.undo.protection import Protection
+
+
+@dataclass(frozen=True)
+class RestoredTree:
+    """The processes that CRIU has made, the root first. ``pids``: which pid each of the manifest has now.
+
+    ``other_roots`` are the roots of all trees but the first.
+    """
+
+    processes: tuple[ProcessId, ...]
+    pids: Mapping[int, int]
+    other_roots: tuple[int, ...] = ()
+
+    @property
+    def root_pid(self) -> int:
+        """Of the first process."""
+        return self.processes[0].pid
+
+
+def take_stock(
+    root_pids: Sequence[int], manifest: Manifest, gang: Gang | None, protection: Protection | None
+) -> RestoredTree:
+    """Find the processes of the manifest in the trees of ``root_pids``, which have just been restored.
+
+    Those with CUDA become the members of ``gang``.
+    """
+    try:
+        tree = [process for each in processes.trees(root_pids) for process in each]
+    except ProcessNotFound as e:
+        raise JobChanged(
+            "the job's first process ended while the job was restored",
+            pids=root_pids,
+            hint="somebody may have killed it; the snapshot is intact",
+        ) from e
+    restored = tuple(process.id for process in tree)
+    if protection is not None:
+        protection.protect(EndRestored(restored))
+        protection.withdraw(EndRestore)
+        protection.claim(process.pid for process in restored)
+    by_namespace_pid = {process.ns_pids[-1]: process.id for process in tree}
+    pids: dict[int, int] = {}
+    for record in manifest.processes:
+        found = by_namespace_pid.get(record.ns_pids[-1])
+        if found is not None:
+            pids[record.pid] = found.pid
+        if gang is not None and record.found_state is not None:
+            gang.add([_member(record, found)])
+    return RestoredTree(restored, pids, tuple(root_pids[1:]))
+
+
+def end_restored(root_pids: Sequence[int], tree: RestoredTree | None) -> None:
+    """End every process of the restored trees (None: not looked at yet). Raises JobDamaged where one lives."""
+    known = tree.processes if tree is not None else ()
+    now: set[ProcessId] = set()
+    for root_pid in root_pids:
+        with contextlib.suppress(ProcessNotFound):  # a root may have ended by itself, and its pid be another's by now
+            found = processes.tree(root_pid)
+            now |= {process.id for process in found if not known or found[0].id in known}
+    left = processes.kill_and_wait(now | set(known))
+    if left:
+        failures = [f"process {process.pid} does not end" for process in left]
+        raise JobDamaged("not every restored process could be ended: " + ", ".join(failures), failures=failures)
+
+
+def _member(record: ProcessRecord, restored: ProcessId | None) -> GangMember:
+    if restored is None:
+        raise JobChanged(
+            f"process {record.pid} ({record.name}) ended while the job was restored",
+            pids=[record.pid],
+            hint="somebody may have killed it; the other processes have been ended, the snapshot is intact",
+        )
+    assert record.found_state is not None  # noqa: S101 - the caller passes CUDA processes only
+    return GangMember(restored, record.found_state)
