@@ -41,23 +41,22 @@ class PruneRules:
     dead_after_s: float = DEAD_AFTER_S
     repack_below: float = 0.0
 
-    @property
-    def keeps_all(self) -> bool:
-        """Whether no rule lets a snapshot go."""
-        counted = (self.keep_last, self.keep_hourly, self.keep_daily, self.keep_weekly, self.keep_monthly)
-        return self.keep_within_s is None and all(count is None for count in counted)
-
 
 def choose(
     found: Sequence[StoredSnapshot], rules: PruneRules, now_s: float
 ) -> tuple[list[StoredSnapshot], list[StoredSnapshot]]:
     """Which of the snapshots, oldest first, to keep and which to remove."""
-    if rules.keeps_all:
+    if _keeps_all(rules):
         return list(found), []
     kept = set(rules.protected)
     for group in _groups(found, rules, kept):
         kept.update(each.id for each in _kept(group, rules, now_s))
     return [each for each in found if each.id in kept], [each for each in found if each.id not in kept]
+
+
+def _keeps_all(rules: PruneRules) -> bool:
+    counts = (rules.keep_last, rules.keep_hourly, rules.keep_daily, rules.keep_weekly, rules.keep_monthly)
+    return rules.keep_within_s is None and all(count is None for count in counts)
 
 
 def _groups(found: Iterable[StoredSnapshot], rules: PruneRules, kept: set[str]) -> Collection[Sequence[StoredSnapshot]]:
