@@ -59,6 +59,7 @@ if TYPE_CHECKING:
     from gpucr.jobs.selector import JobSelector
     from gpucr.model import CudaState, GangLock, Gpu, GpuMap, ProcessId, ProcessInfo
     from gpucr.operations.dump import DumpPlan, DumpReport, Persist, dump, plan_dump
+    from gpucr.operations.end_job import end_job, wait_job
     from gpucr.operations.freeze import FrozenJob, freeze
     from gpucr.operations.gpu_jobs import GpuJob, list_gpu_jobs
     from gpucr.operations.inspect import ProcessContents, SnapshotContents, inspect
@@ -92,6 +93,16 @@ if TYPE_CHECKING:
     from gpucr.store.snapshots import Listing
     from gpucr.store.stored_snapshot import StoredSnapshot
     from gpucr.store.verify import VerifyReport
+    from gpucr.supervise.clock import Wish
+    from gpucr.supervise.settings import StartAgain, Supervision
+    from gpucr.supervise.start import (
+        SupervisedStart,
+        TakenUp,
+        end_supervisors,
+        run_supervised,
+        supervise_job,
+        take_up_jobs,
+    )
     from gpucr.undo.cancellation import Cancellation
     from gpucr.undo.events import Event, OnEvent, OnProgress, Progress, subscribe
     from gpucr.undo.steps import Phase
@@ -119,6 +130,7 @@ _HOMES = {
     "gpucr.jobs.selector": ("JobSelector",),
     "gpucr.model": ("CudaState", "GangLock", "Gpu", "GpuMap", "ProcessId", "ProcessInfo"),
     "gpucr.operations.dump": ("DumpPlan", "DumpReport", "Persist", "dump", "plan_dump"),
+    "gpucr.operations.end_job": ("end_job", "wait_job"),
     "gpucr.operations.freeze": ("FrozenJob", "freeze"),
     "gpucr.operations.gpu_jobs": ("GpuJob", "list_gpu_jobs"),
     "gpucr.operations.inspect": ("ProcessContents", "SnapshotContents", "inspect"),
@@ -129,6 +141,11 @@ _HOMES = {
     "gpucr.diagnosis.probe": ("last_probe", "probe"),
     "gpucr.operations.move": ("move",),
     "gpucr.operations.restore": ("RestoreReport", "restore"),
+    "gpucr.supervise.clock": ("Wish",),
+    "gpucr.supervise.settings": ("StartAgain", "Supervision"),
+    "gpucr.supervise.start": (
+        "SupervisedStart", "TakenUp", "end_supervisors", "run_supervised", "supervise_job", "take_up_jobs",
+    ),
     "gpucr.undo.cancellation": ("Cancellation",),
     "gpucr.undo.events": ("Event", "OnEvent", "OnProgress", "Progress", "subscribe"),
     "gpucr.undo.steps": ("Phase",),
@@ -239,6 +256,7 @@ __all__ = [
     "SnapshotExists",
     "SnapshotInStore",
     "SnapshotUnfinished",
+    "StartAgain",
     "StartedJob",
     "StateChange",
     "StateWord",
@@ -247,15 +265,21 @@ __all__ = [
     "StoreError",
     "StoreKey",
     "StoredSnapshot",
+    "SupervisedStart",
+    "Supervision",
+    "TakenUp",
     "TcpMode",
     "Unsupported",
     "VerifyReport",
+    "Wish",
     "WrongKey",
     "__version__",
     "copy_snapshots",
     "diff_snapshots",
     "doctor",
     "dump",
+    "end_job",
+    "end_supervisors",
     "find_container",
     "forget_job",
     "freeze",
@@ -277,10 +301,14 @@ __all__ = [
     "restore",
     "resume",
     "run_job",
+    "run_supervised",
     "store_keys",
     "subscribe",
+    "supervise_job",
     "suspend",
+    "take_up_jobs",
     "verify_snapshots",
+    "wait_job",
 ]
 
 

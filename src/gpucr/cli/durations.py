@@ -7,7 +7,7 @@ from typing import Any
 
 import click
 
-_UNITS = {"s": 1.0, "m": 60.0, "h": 3600.0, "d": 86400.0, "w": 7 * 86400.0}
+_UNITS = {"ms": 0.001, "s": 1.0, "m": 60.0, "h": 3600.0, "d": 86400.0, "w": 7 * 86400.0}
 
 
 class Duration(click.ParamType):  # type: ignore[type-arg]  # click 8.1 knows no arguments
@@ -22,7 +22,7 @@ class Duration(click.ParamType):  # type: ignore[type-arg]  # click 8.1 knows no
         """Raises click's usage error where it is none."""
         if isinstance(value, float) or value in self._words:
             return value  # type: ignore[no-any-return]
-        found = re.fullmatch(r"(\d+(?:\.\d+)?)([smhdw])", str(value))
+        found = re.fullmatch(r"(\d+(?:\.\d+)?)(ms|[smhdw])", str(value))
         if found is None:
             also = "".join(f", or {word}" for word in self._words)
             self.fail(f"{value!r} is no time: write 90s, 10m, 12h, 7d or 2w{also}", param, ctx)

@@ -50,6 +50,7 @@ _COMMANDS = {
     "sim": "the simulated driver, for machines without a GPU",
     "state": "show the CUDA state of a job's processes",
     "store": "make a store of snapshots, and give out its keys",
+    "supervise": "take checkpoints of a job, and bring it back when it fails",
     "suspend": "move a job's GPU memory to host memory and release its GPUs",
     "top": "watch the jobs that use GPUs, suspend and resume them with a key",
     "verify": "check snapshots without restoring them",

@@ -3,15 +3,19 @@
 from __future__ import annotations
 
 from pathlib import Path
-from typing import Any, get_args
+from typing import TYPE_CHECKING, Any, get_args
 
 import click
 
 from gpucr.cli.options import complete_file, complete_folder, json_option
 from gpucr.cli.output import print_json, printable, say
+from gpucr.cli.supervision import supervision_options
 from gpucr.jobs.record import Network
 from gpucr.operations.launch import LaunchPlan, plan_job, run_job
 from gpucr.records import to_json
+
+if TYPE_CHECKING:
+    from gpucr.supervise.settings import Supervision
 
 
 @click.command("run", context_settings={"allow_interspersed_args": False})
@@ -34,6 +38,7 @@ from gpucr.records import to_json
     help="Start the job in the folder DIR.",
     shell_complete=complete_folder,
 )
+@supervision_options
 @click.option("--explain", is_flag=True, help="Show what would be set and why, and start nothing.")
 @json_option
 @click.argument(
@@ -46,6 +51,7 @@ def command(
     network: Network | None,
     log: Path | None,
     cwd: Path | None,
+    supervision: Supervision | None,
     explain: bool,
     as_json: bool,
     command_line: tuple[str, ...],
@@ -55,8 +61,11 @@ def command(
     Its environment makes NCCL and PyTorch checkpointable, and io_uring is refused. As root it has namespaces of its
     own, so that pids, ports and shared memory never collide when it comes back. Its output goes to a log file.
 
+    With --every it is supervised (see `gpucr supervise`): checkpoints are taken, and it is restored when it fails.
+
     \b
     Example:
+      gpucr run --every 10m --to /var/snapshots/store --name train -- python train.py
       gpucr run --name train -- torchrun --nproc-per-node 2 train.py
       gpucr logs -f train
       gpucr dump train --to /var/snapshots/train
@@ -64,7 +73,18 @@ def command(
     if explain:
         _print_plan(plan_job(command_line, isolate=isolate, network=network, cwd=cwd), as_json=as_json)
         return
-    started = run_job(command_line, name=name, isolate=isolate, network=network, log=log, cwd=cwd)
+    if supervision is not None:
+        from gpucr.supervise import start  # all that supervisors need: other jobs start without it
+
+        supervised = start.run_supervised(
+            command_line, supervision, name=name, isolate=isolate, network=network, log=log, cwd=cwd
+        )
+        started, supervisor_pid = supervised.job, supervised.supervisor_pid
+    else:
+        started, supervisor_pid = (
+            run_job(command_line, name=name, isolate=isolate, network=network, log=log, cwd=cwd),
+            None,
+        )
     record, plan = started.record, started.plan
     for warning in plan.warnings:
         say(f"warning: {warning}")
@@ -80,6 +100,7 @@ def command(
                 "io_uring_refused": record.io_uring_is_refused,
                 "environment": dict(record.environment),
                 "warnings": list(plan.warnings),
+                "supervisor_pid": supervisor_pid,
             },
         )
         return
@@ -90,6 +111,8 @@ def command(
     click.echo(f"name  {record.name}")
     click.echo(f"pid   {record.pid}")
     click.echo(f"log   {record.log_path}")
+    if supervisor_pid is not None:
+        click.echo(f"supervised by {supervisor_pid}: `gpucr jobs` shows it")
 
 
 def _print_plan(plan: LaunchPlan, *, as_json: bool) -> None:

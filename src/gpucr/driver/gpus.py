@@ -7,7 +7,7 @@ module, is DriverUnavailable with NVML's error as its cause.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager, suppress
 from pathlib import Path
 from types import ModuleType
@@ -21,17 +21,17 @@ _DRIVER_FACTS = Path("/proc/driver/nvidia/gpus")
 _P2P_READ = 0  # NVML_P2P_CAPS_INDEX_READ, which nvidia-ml-py 13 has as the tuple (0,)
 
 
-class _NoNvml(Exception):
+class NoNvml(Exception):
     """NVML is not there, or the machine has no GPU."""
 
 
 @contextmanager
-def _nvml() -> Iterator[ModuleType]:
+def opened_nvml() -> Iterator[ModuleType]:
     """nvmlInit and nvmlShutdown as a pair; errors are translated here and nowhere else."""
     try:
         import pynvml
     except ImportError as e:
-        raise _NoNvml from e
+        raise NoNvml from e
     try:
         pynvml.nvmlInit()
         try:
@@ -45,7 +45,7 @@ def _nvml() -> Iterator[ModuleType]:
             pynvml.NVML_ERROR_NOT_FOUND,
         )
         if e.value in absent:
-            raise _NoNvml from e
+            raise NoNvml from e
         raise DriverUnavailable(
             f"NVML failed: {e}", hint="see what `nvidia-smi` says; the driver may need a reinstall or a reboot"
         ) from e
@@ -60,12 +60,13 @@ def nvml_kept_open() -> Iterator[None]:
     Raises DriverUnavailable where NVML is there and broken; nothing where there is none.
     """
     with ExitStack() as opened:
-        with suppress(_NoNvml):
-            opened.enter_context(_nvml())
+        with suppress(NoNvml):
+            opened.enter_context(opened_nvml())
         yield
 
 
-def _devices(nvml: ModuleType) -> Iterator[tuple[int, Any]]:
+def devices(nvml: ModuleType) -> Iterator[tuple[int, Any]]:
+    """The index and the handle of every GPU."""
     for index in range(nvml.nvmlDeviceGetCount()):
         yield index, nvml.nvmlDeviceGetHandleByIndex(index)
 
@@ -84,9 +85,9 @@ def list_gpus() -> tuple[Gpu, ...]:
     Raises DriverUnavailable where NVML is there and broken.
     """
     try:
-        with _nvml() as nvml:
-            return tuple(_describe(nvml, index, handle) for index, handle in _devices(nvml))
-    except _NoNvml:
+        with opened_nvml() as nvml:
+            return tuple(_describe(nvml, index, handle) for index, handle in devices(nvml))
+    except NoNvml:
         return ()
 
 
@@ -110,13 +111,13 @@ def gpu_processes() -> tuple[GpuUse, ...]:
     Raises DriverUnavailable where NVML is there and broken.
     """
     try:
-        with _nvml() as nvml:
+        with opened_nvml() as nvml:
             return tuple(
                 GpuUse(pid=process.pid, gpu_uuid=nvml.nvmlDeviceGetUUID(handle), used_bytes=process.usedGpuMemory)
-                for _, handle in _devices(nvml)
+                for _, handle in devices(nvml)
                 for process in _if_supported(nvml, nvml.nvmlDeviceGetComputeRunningProcesses, handle) or ()
             )
-    except _NoNvml:
+    except NoNvml:
         return ()
 
 
@@ -127,8 +128,8 @@ def unreachable_pairs() -> frozenset[frozenset[str]]:
     NVML is there and broken.
     """
     try:
-        with _nvml() as nvml:
-            handles = [(nvml.nvmlDeviceGetUUID(handle), handle) for _, handle in _devices(nvml)]
+        with opened_nvml() as nvml:
+            handles = [(nvml.nvmlDeviceGetUUID(handle), handle) for _, handle in devices(nvml)]
             found = set()
             for number, (uuid, handle) in enumerate(handles):
                 for other_uuid, other in handles[number + 1 :]:
@@ -139,8 +140,22 @@ def unreachable_pairs() -> frozenset[frozenset[str]]:
                     if all(way is not None and way != nvml.NVML_P2P_STATUS_OK for way in ways):
                         found.add(frozenset((uuid, other_uuid)))
             return frozenset(found)
-    except _NoNvml:
+    except NoNvml:
         return frozenset()
+
+
+def are_busy(uuids: Collection[str]) -> bool:
+    """Whether one of these GPUs computes; True where NVML cannot tell. Raises DriverUnavailable as the others do."""
+    try:
+        with opened_nvml() as nvml:
+            rates = [
+                _if_supported(nvml, nvml.nvmlDeviceGetUtilizationRates, handle)
+                for _, handle in devices(nvml)
+                if nvml.nvmlDeviceGetUUID(handle) in uuids
+            ]
+    except NoNvml:
+        return True
+    return any(each is None or each.gpu > 0 for each in rates)
 
 
 def mps_clients() -> frozenset[int]:
@@ -149,13 +164,13 @@ def mps_clients() -> frozenset[int]:
     Raises DriverUnavailable where NVML is there and broken.
     """
     try:
-        with _nvml() as nvml:
+        with opened_nvml() as nvml:
             return frozenset(
                 process.pid
-                for _, handle in _devices(nvml)
+                for _, handle in devices(nvml)
                 for process in _if_supported(nvml, nvml.nvmlDeviceGetMPSComputeRunningProcesses, handle) or ()
             )
-    except _NoNvml:
+    except NoNvml:
         return frozenset()
 
 
@@ -214,9 +229,9 @@ def _named(name: str, gpus: Sequence[Gpu]) -> list[Gpu]:
 def driver_version() -> str | None:
     """The NVIDIA driver's version, such as ``580.159.04``; None where there is none."""
     try:
-        with _nvml() as nvml:
+        with opened_nvml() as nvml:
             return str(nvml.nvmlSystemGetDriverVersion())
-    except _NoNvml:
+    except NoNvml:
         return None
 
 
@@ -226,10 +241,10 @@ def persistence_mode(gpu_uuid: str | None = None) -> bool | None:
     The driver needs it on, or a cuInit before, to restore (NVIDIA's documentation of cuCheckpointProcessRestore).
     """
     try:
-        with _nvml() as nvml:
-            handles = [nvml.nvmlDeviceGetHandleByUUID(gpu_uuid)] if gpu_uuid else [h for _, h in _devices(nvml)]
+        with opened_nvml() as nvml:
+            handles = [nvml.nvmlDeviceGetHandleByUUID(gpu_uuid)] if gpu_uuid else [h for _, h in devices(nvml)]
             modes = [_if_supported(nvml, nvml.nvmlDeviceGetPersistenceMode, handle) for handle in handles]
             known = [mode == nvml.NVML_FEATURE_ENABLED for mode in modes if mode is not None]
             return all(known) if known else None
-    except _NoNvml:
+    except NoNvml:
         return None

@@ -226,9 +226,11 @@ class AdaptFiles:
 
     def _cut_back(self, files: Sequence[JobFile], meter: Meter) -> None:
         stamp = time.strftime("%Y%m%dT%H%M%S")
-        databases = spared_by_rewind(files)
+        spared = spared_by_rewind(files)
+        launch = self._manifest.launch
         for file in files:
-            size_bytes = _size_bytes(file.path) if file.path not in databases else None
+            is_log = launch is not None and file.path == launch.log_path  # it tells what happened, also twice
+            size_bytes = _size_bytes(file.path) if file.path not in spared and not is_log else None
             if file.is_written and size_bytes is not None and size_bytes > file.size_bytes:
                 try:
                     cut = cut_back.cut_back(Path(file.path), file.size_bytes, stamp=stamp)

@@ -1,0 +1,107 @@
+"""`gpucr supervise`: take checkpoints of a job, and bring it back when it fails."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import TYPE_CHECKING
+
+import click
+
+from gpucr.cli.options import JobTarget, json_option
+from gpucr.cli.output import print_json, say
+from gpucr.cli.supervision import supervision_options
+
+if TYPE_CHECKING:
+    from gpucr.supervise.settings import Supervision
+
+
+@click.command("supervise")
+@click.argument("job", type=JobTarget(), required=False, metavar="[PID|NAME]")
+@supervision_options
+@click.option("--foreground", is_flag=True, help="Supervise in this process instead of one in the background.")
+@click.option("--all", "every_job", is_flag=True, help="Take up all supervised jobs that have no supervisor.")
+@click.option("--drain", is_flag=True, help="Have the supervisor take a last dump, which ends the job, and end.")
+@click.option("--leave", is_flag=True, help="Have the supervisor end, and leave the job running.")
+@json_option
+def command(
+    *,
+    job: int | str | None,
+    supervision: Supervision | None,
+    foreground: bool,
+    every_job: bool,
+    drain: bool,
+    leave: bool,
+    as_json: bool,
+) -> None:
+    """Supervise a job that runs: take checkpoints, and restore the latest when it fails, hangs or loses its GPU.
+
+    The job must have been started with `gpucr run`, or restored from a snapshot of such a one. The supervisor runs in
+    the background. It ends when the job has ended with exit code 0; SIGTERM makes it take a last dump.
+
+    \b
+    Example:
+      gpucr supervise train --every 10m --to /var/snapshots/store
+      gpucr supervise --all
+      gpucr supervise train --drain
+    """
+    from gpucr.supervise import run, start
+    from gpucr.supervise.folder import SupervisedFolder
+
+    if (job is None) is not every_job:
+        raise click.UsageError("name one job, or give --all")
+    if sum((supervision is not None, drain, leave)) > 1 or (every_job and (supervision is not None or foreground)):
+        raise click.UsageError("--all, --drain and --leave go without options that say how to supervise")
+    if drain or leave:
+        names = None if job is None else [start.known_name(job)]
+        ended = start.end_supervisors(names, "drain" if drain else "leave")
+        _print_ended(ended, as_json=as_json)
+        return
+    if job is None:
+        _take_up_all(as_json=as_json)
+        return
+    if supervision is None:
+        raise click.UsageError("say how often and where to: --every 10m --to STORE")
+    name = start.require_running(job)
+    if foreground:
+        start.prepare(name, supervision)
+        phase = run.supervise_with_signals(name)
+        if as_json:
+            print_json("supervise.end", {"name": name, "phase": phase})
+        raise SystemExit(0 if phase in ("finished", "left", "draining", "taken-away", "stopped") else 1)
+    pid = start.supervise_job(name, supervision)
+    folder = SupervisedFolder(name)
+    if as_json:
+        print_json("supervise", {"name": name, "supervisor_pid": pid, "events": str(folder.events_path)})
+        return
+    click.echo(f"name        {name}")
+    click.echo(f"supervisor  {pid}")
+    click.echo(f"events      {folder.events_path}")
+
+
+def _take_up_all(*, as_json: bool) -> None:
+    from gpucr.supervise.start import take_up_jobs
+
+    found = take_up_jobs()
+    if as_json:
+        jobs = [{"name": each.name, "supervisor_pid": each.pid, "problem": each.problem} for each in found]
+        print_json("supervise.all", {"jobs": jobs})
+    for each in found:
+        if each.problem is not None:
+            say(f"error: {each.name}: {each.problem}")
+        elif not as_json:
+            click.echo(f"{each.name} taken up (supervisor {each.pid})")
+    if not found and not as_json:
+        click.echo("every supervised job has its supervisor")
+    if any(each.problem is not None for each in found):
+        raise SystemExit(1)
+
+
+def _print_ended(names: Sequence[str], *, as_json: bool) -> None:
+    from gpucr.supervise.folder import SupervisedFolder
+
+    ended = [(name, SupervisedFolder(name).state().phase) for name in names]
+    if as_json:
+        print_json("supervise.ended", {"jobs": [{"name": name, "phase": phase} for name, phase in ended]})
+        return
+    for name, phase in ended:
+        click.echo(f"{name} {phase}")

@@ -1,0 +1,133 @@
+"""The options that say how a job is supervised: `gpucr run` and `gpucr supervise` share them."""
+
+from __future__ import annotations
+
+import functools
+import os
+import shlex
+from collections.abc import Callable
+from pathlib import Path
+from typing import TYPE_CHECKING, Any, TypeVar, cast
+
+import click
+
+from gpucr.cli.durations import Duration
+from gpucr.cli.keys import given_key, key_file_option
+from gpucr.cli.options import complete_place, keep_options
+
+if TYPE_CHECKING:
+    from gpucr.supervise.settings import Supervision
+
+F = TypeVar("F", bound=Callable[..., Any])
+
+_OPTIONS = (
+    click.option(
+        "--every",
+        type=Duration("auto"),
+        metavar="TIME|auto",
+        help="Take a checkpoint every 10m, or as often as loses least time (auto).",
+    ),
+    click.option(
+        "--to", metavar="STORE", shell_complete=complete_place, help="The store for checkpoints. A new one is made."
+    ),
+    click.option("--mtbf", type=Duration(), metavar="TIME", help="Mean time between failures, for auto. Default: 1d."),
+    keep_options,
+    key_file_option,
+    click.option(
+        "--files",
+        type=click.Choice(("rewind", "keep")),
+        help="At a restart, cut files that have grown back, the rest kept beside them (default), or leave them.",
+    ),
+    click.option(
+        "--output-timeout", "output_timeout_s", type=Duration(), metavar="TIME",
+        help="It hangs when it has printed nothing for so long.",
+    ),
+    click.option(
+        "--heartbeat", type=click.Path(path_type=Path), metavar="FILE", help="It hangs when it does not touch FILE."
+    ),
+    click.option(
+        "--heartbeat-timeout", "heartbeat_timeout_s", type=Duration(), metavar="TIME",
+        help="How long it may leave FILE alone. Default: 10m.",
+    ),
+    click.option("--health", metavar="CMD", help="It hangs when CMD fails three times in a row. No shell runs it."),
+    click.option(
+        "--health-every", "health_every_s", type=Duration(), metavar="TIME",
+        help="How often CMD runs, and how long it may take. Default: 1m.",
+    ),
+    click.option(
+        "--gpu-idle", "gpu_idle_s", type=Duration(), metavar="TIME", help="It hangs when its GPUs are idle for so long."
+    ),
+    click.option(
+        "--crashes", type=click.IntRange(min=1), metavar="K",
+        help="After K failures from one snapshot, take the one before. Default: 3.",
+    ),
+    click.option(
+        "--crash-window", "crash_window_s", type=Duration(), metavar="TIME",
+        help="The time within which these failures count. Default: 1h.",
+    ),
+    click.option(
+        "--max-restarts", type=click.IntRange(min=1), metavar="N",
+        help="Give up after N restarts without a new checkpoint. Default: 10.",
+    ),
+    click.option(
+        "--grace", "grace_s", type=Duration(), metavar="TIME",
+        help="The time for the last dump when the supervisor gets SIGTERM. Default: 2m.",
+    ),
+    click.option("--on-event", metavar="CMD", help="Run CMD for every event, which is JSON on its stdin. No shell."),
+)  # fmt: skip
+_NAMES = (
+    "every", "to", "mtbf", "keep_last", "keep_hourly", "keep_daily", "key_file", "files", "output_timeout_s",
+    "heartbeat", "heartbeat_timeout_s", "health", "health_every_s", "gpu_idle_s", "crashes", "crash_window_s",
+    "max_restarts", "grace_s", "on_event",
+)  # fmt: skip
+
+
+def supervision_options(command: F) -> F:
+    """Add the options. The command gets ``supervision``: a Supervision, or None where none of them was given.
+
+    The store is opened, and made where it is not there.
+    """
+
+    @functools.wraps(command)
+    def with_supervision(**options: Any) -> Any:
+        given = {name: value for name in _NAMES if (value := options.pop(name, None)) is not None}
+        return command(supervision=_supervision(given) if given else None, **options)
+
+    for option in reversed(_OPTIONS):
+        with_supervision = option(with_supervision)
+    return cast("F", with_supervision)
+
+
+def _supervision(given: dict[str, Any]) -> Supervision:
+    from gpucr.supervise.settings import Supervision
+    from gpucr.supervise.start import require_store
+
+    if "every" not in given or "to" not in given:
+        raise click.UsageError("to supervise a job, give --every TIME (or auto) and --to STORE")
+    every, place = given.pop("every"), given.pop("to")
+    key_file = given.pop("key_file", None) or os.environ.get("GPUCR_KEY_FILE") or None
+    key = given_key(key_file and Path(key_file))
+    if key is not None and key_file is None:
+        raise click.UsageError("a supervisor opens its store by itself after a boot: name a key file with --key-file")
+    settings = Supervision(
+        store="",
+        every_s=None if every == "auto" else every,
+        key_file=None if key_file is None else os.path.abspath(key_file),
+        health=_words(given.pop("health", "")),
+        on_event=_words(given.pop("on_event", "")),
+        heartbeat=os.path.abspath(heartbeat) if (heartbeat := given.pop("heartbeat", None)) is not None else None,
+        **{"mtbf_s" if name == "mtbf" else name: value for name, value in given.items()},
+    )
+    settings.check()
+    return Supervision(**{**_fields(settings), "store": require_store(place, key)})
+
+
+def _fields(settings: Supervision) -> dict[str, Any]:
+    return {name: getattr(settings, name) for name in settings.__struct_fields__}
+
+
+def _words(text: str) -> tuple[str, ...]:
+    try:
+        return tuple(shlex.split(text))
+    except ValueError as e:
+        raise click.UsageError(f"{text!r} is no command: {e}") from e

@@ -1,0 +1,212 @@
+"""What is kept of a supervised job: its settings, how far it is, its events, and a lock that its supervisor holds.
+
+A private folder each, ``supervise/NAME`` in the state folder, with ``settings.json``, ``state.json`` (both are written
+whole or not at all), ``events.jsonl`` (only appended to), ``supervisor.log`` and ``lock`` (flock(2): it ends with its
+holder, however that ends).
+"""
+
+from __future__ import annotations
+
+import contextlib
+import json
+import os
+import shutil
+from collections.abc import Iterator, Mapping
+from datetime import datetime, timezone
+from pathlib import Path
+from typing import Any, Literal
+
+from gpucr import records
+from gpucr.errors import InvalidRequest, Unsupported
+from gpucr.jobs.names import is_name
+from gpucr.jobs.record import MAX_RECORD_BYTES
+from gpucr.linux import durable, locks, processes, trusted_paths
+from gpucr.linux.private_folders import state_folder
+from gpucr.model import ProcessId
+from gpucr.records import Count, Record, RecordError, Text
+from gpucr.supervise.settings import Supervision
+
+Phase = Literal["supervised", "draining", "finished", "gave-up", "stopped", "left", "taken-away"]
+"""``supervised``: a supervisor has it, or should have. ``draining``: a last dump ends it, or has ended it; it is to
+come back. ``finished``: it ended with exit code 0. ``stopped``: `gpucr stop` ended it. ``left``: it was left to itself.
+``taken-away``: somebody else has dumped and ended it."""
+
+UNFINISHED: frozenset[Phase] = frozenset({"supervised", "draining"})
+"""What `gpucr supervise --all` takes up."""
+
+MOST_SNAPSHOTS = 1000
+_SETTINGS, _STATE, _EVENTS, _LOCK, _LOG = "settings.json", "state.json", "events.jsonl", "lock", "supervisor.log"
+
+
+class Taken(Record, frozen=True):
+    """A snapshot of the job. ``failures``: when the job failed after a restore from it, in seconds since 1970."""
+
+    id: Text
+    created_s: float
+    failures: tuple[float, ...] = ()
+
+
+class SupervisedState(Record, frozen=True):
+    """How far it is. Times are seconds since 1970, or durations in seconds; counters begin with the supervision.
+
+    ``snapshots``, oldest first, are those that were taken and are whole. ``restored_from``: the snapshot that the job
+    was last restored from. ``restarts_in_a_row``: without a new checkpoint. ``failed_checkpoint_in_a_row``: the same.
+    ``downtime_s`` and ``checkpoint_s``: how long the job stands still for a checkpoint, and how long the whole takes.
+    """
+
+    phase: Phase = "supervised"
+    supervisor: ProcessId | None = None
+    snapshots: tuple[Taken, ...] = ()
+    restored_from: Text | None = None
+    restarts_in_a_row: Count = 0
+    failed_checkpoints_in_a_row: Count = 0
+    checkpoints: Mapping[Text, Count] = {}
+    restores: Mapping[Text, Count] = {}
+    restarts: Mapping[Text, Count] = {}
+    last_checkpoint_s: float | None = None
+    next_checkpoint_s: float | None = None
+    interval_s: float | None = None
+    downtime_s: float | None = None
+    checkpoint_s: float | None = None
+    snapshot_bytes: Mapping[Text, Count] = {}
+    bad_gpus: tuple[Text, ...] = ()
+    started_anew: Count = 0
+
+
+class SupervisedFolder:
+    """The folder of one job. Reading raises InvalidRequest where there is none, or one that is damaged."""
+
+    def __init__(self, name: str) -> None:
+        self.name = name
+        self.path = _root() / name
+
+    @property
+    def log_path(self) -> Path:
+        """Where the supervisor's own output goes."""
+        return self.path / _LOG
+
+    @property
+    def events_path(self) -> Path:
+        """The event log: an object in JSON a line."""
+        return self.path / _EVENTS
+
+    def exists(self) -> bool:
+        """Whether the job is, or was, supervised."""
+        return (self.path / _SETTINGS).exists()
+
+    def settings(self) -> Supervision:
+        """How the job is supervised."""
+        return self._read(_SETTINGS, Supervision)
+
+    def state(self) -> SupervisedState:
+        """How far it is; nothing has been done yet where there is no such file."""
+        if not (self.path / _STATE).exists():
+            return SupervisedState()
+        return self._read(_STATE, SupervisedState)
+
+    def write_settings(self, settings: Supervision) -> None:
+        """Supervise it like this from now on, and begin anew. Raises Unsupported."""
+        with _writing(self.path):
+            trusted_paths.make_private(self.path)
+            durable.write(self.path / _SETTINGS, records.encode(settings))
+            (self.path / _STATE).unlink(missing_ok=True)
+
+    def write_state(self, state: SupervisedState) -> None:
+        """Note how far it is. Raises OSError."""
+        durable.write(self.path / _STATE, records.encode(state))
+
+    def append_event(self, event: Mapping[str, Any]) -> None:
+        """Add a line to the event log. Raises OSError."""
+        fd = trusted_paths.open_file(self.events_path, os.O_WRONLY | os.O_APPEND | os.O_CREAT | os.O_NOFOLLOW)
+        try:
+            os.write(fd, json.dumps(event).encode() + b"\n")
+        finally:
+            os.close(fd)
+
+    def supervisor(self) -> ProcessId | None:
+        """The supervisor that is at work; None where there is none."""
+        with contextlib.suppress(InvalidRequest):
+            found = self.state().supervisor
+            if found is not None and processes.is_alive(found):
+                return found
+        return None
+
+    @contextlib.contextmanager
+    def held(self) -> Iterator[None]:
+        """Be the job's only supervisor for this block. Raises InvalidRequest where it has one, Unsupported."""
+        with _writing(self.path):
+            trusted_paths.make_private(self.path)
+            fd = trusted_paths.open_file(self.path / _LOCK, os.O_RDWR | os.O_CREAT)
+        try:
+            try:
+                locks.lock(fd)
+            except BlockingIOError as e:
+                raise InvalidRequest(
+                    f"the job {self.name} has a supervisor already",
+                    hint="`gpucr jobs` shows it; SIGINT ends it and leaves the job running",
+                    code="GPUCR-SUPERVISED",
+                ) from e
+            yield
+        finally:
+            os.close(fd)
+
+    def remove(self) -> None:
+        """Forget all of it. Raises InvalidRequest while there is a supervisor."""
+        if self.path.exists():
+            with self.held():
+                shutil.rmtree(self.path, ignore_errors=True)
+
+    def _read(self, name: str, kind: type[records.T]) -> records.T:
+        try:
+            fd = trusted_paths.open_file(self.path / name, os.O_RDONLY | os.O_NOFOLLOW)
+            with os.fdopen(fd, "rb") as file:
+                return records.decode(file.read(MAX_RECORD_BYTES), kind)
+        except FileNotFoundError as e:
+            raise InvalidRequest(
+                f"the job {self.name} is not supervised",
+                hint=f"supervise it with: gpucr supervise {self.name} --every 10m --to STORE",
+                code="GPUCR-NOT-SUPERVISED",
+            ) from e
+        except (OSError, RecordError) as e:
+            raise InvalidRequest(
+                f"what is kept of the supervised job {self.name} cannot be read: {self.path / name}: {e}",
+                hint=f"supervise it anew: gpucr supervise {self.name} --every 10m --to STORE",
+                code="GPUCR-SUPERVISION-DAMAGED",
+            ) from e
+
+
+def supervised() -> tuple[SupervisedFolder, ...]:
+    """All jobs that are, or were, supervised, by name."""
+    try:
+        names = sorted(name for name in os.listdir(_root()) if is_name(name))
+    except FileNotFoundError:
+        return ()
+    return tuple(found for found in map(SupervisedFolder, names) if found.exists())
+
+
+def as_time(seconds: float) -> str:
+    """Seconds since 1970 as ISO 8601 in UTC."""
+    return datetime.fromtimestamp(seconds, timezone.utc).isoformat("T", "seconds")
+
+
+def _root() -> Path:
+    try:
+        return state_folder() / "supervise"
+    except OSError as e:
+        raise _no_folder(e) from e
+
+
+@contextlib.contextmanager
+def _writing(path: Path) -> Iterator[None]:
+    try:
+        yield
+    except OSError as e:
+        raise _no_folder(e) from e
+
+
+def _no_folder(e: OSError) -> Unsupported:
+    return Unsupported(
+        f"what is kept of supervised jobs cannot be written: {e}",
+        hint="set XDG_STATE_HOME to a private folder that can be written",
+        code="GPUCR-REGISTRY",
+    )

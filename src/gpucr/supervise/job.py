@@ -1,0 +1,238 @@
+"""What a supervisor does with its job: look, take checkpoints, end it, bring it back. All of it by the public API."""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import time
+from collections.abc import Collection, Sequence
+from dataclasses import dataclass
+from typing import Literal, Protocol
+
+from gpucr.driver.gpus import gpu_processes, list_gpus
+from gpucr.errors import GpucrError, StoreDamaged
+from gpucr.gpu_state.gpu_choice import GpuRequest
+from gpucr.jobs.record import JobRecord, JobState
+from gpucr.jobs.registered import registry
+from gpucr.linux import processes, trusted_paths
+from gpucr.model import ProcessId
+from gpucr.operations.dump import dump
+from gpucr.operations.end_job import end_processes
+from gpucr.operations.launch import run_job
+from gpucr.operations.restore import restore
+from gpucr.operations.stores import list_snapshots, prune_store, verify_snapshots
+from gpucr.snapshot.gpus import place_snapshot
+from gpucr.snapshot.in_store import SnapshotInStore
+from gpucr.snapshot.job_snapshot import JobSnapshot
+from gpucr.snapshot.location import open_snapshot
+from gpucr.store.keys import Secret
+from gpucr.store.retention import PruneRules
+from gpucr.supervise.gpus import good_gpus
+from gpucr.supervise.settings import StartAgain, Supervision
+from gpucr.undo.cancellation import Cancellation
+
+
+@dataclass(frozen=True)
+class Look:
+    """What has become of a job. ``reason`` says how it ended, in words; ``kind`` is the reason of its restart.
+
+    ``running``; ``done``: exit code 0; ``failed``; ``dumped``: a dump has ended it, and a snapshot has it.
+    """
+
+    word: Literal["running", "done", "failed", "dumped"]
+    reason: str = ""
+    kind: Literal["exit", "signal", "lost"] = "lost"
+
+
+@dataclass(frozen=True)
+class Checkpoint:
+    """A snapshot that was taken. ``downtime_s``: how long the job stood still; ``written_bytes``: new in the store."""
+
+    id: str
+    downtime_s: float
+    seconds: float
+    size_bytes: int
+    written_bytes: int
+
+
+class SupervisedJob(Protocol):
+    """The job, as the supervisor sees it. Failures are GpucrError, and leave the job as it was."""
+
+    def look(self) -> Look:
+        """What has become of it."""
+
+    def log_size(self) -> int:
+        """How much it has printed, in bytes."""
+
+    def checkpoint(self, cancel: Cancellation, *, end: bool = False, timeout_s: float | None = None) -> Checkpoint:
+        """Take a snapshot and verify it. The job goes on, or with ``end`` is ended."""
+
+    def snapshots(self) -> Sequence[str]:
+        """The ids of its snapshots in the store, newest first by the store's clock."""
+
+    def end(self) -> None:
+        """End what is left of it."""
+
+    def restore(self, snapshot: str, cancel: Cancellation, *, bad_gpus: Collection[str]) -> Sequence[str]:
+        """Bring it back from a snapshot. Returns warnings."""
+
+    def start_again(self, how: StartAgain) -> None:
+        """Start it anew, with the same name and log."""
+
+    def mark(self, text: str) -> None:
+        """Write a line of gpucr's own into its log."""
+
+    def prune(self, protected: Collection[str]) -> int:
+        """Remove snapshots that need not be kept, never the ``protected`` ones. Returns how many."""
+
+    def gpus(self) -> Collection[str]:
+        """The UUIDs of the GPUs that it uses."""
+
+
+class RegisteredJob:
+    """A job of the registry."""
+
+    def __init__(self, name: str, settings: Supervision, key: Secret | None) -> None:
+        self._name = name
+        self._settings = settings
+        self._key = key
+        self._known: tuple[ProcessId, ...] = ()
+
+    def look(self) -> Look:
+        """As the registry says; its tree is noted, so that nothing of it is missed when it has to be ended."""
+        listed = registry().look(self._name)
+        if listed is None or listed.record is None:
+            return Look("failed", "its record is gone" if listed is None else "its record is damaged")
+        if listed.state.word in ("running", "suspended"):
+            with contextlib.suppress(GpucrError):
+                self._known = tuple(each.id for each in processes.tree(listed.record.pid))
+            return Look("running")
+        return _ended(listed.state)
+
+    def log_size(self) -> int:
+        """Where the log cannot be looked at, 0."""
+        with contextlib.suppress(OSError):
+            return self._record().log.stat().st_size
+        return 0
+
+    def checkpoint(self, cancel: Cancellation, *, end: bool = False, timeout_s: float | None = None) -> Checkpoint:
+        """A dump into the store under the job's name."""
+        began = time.monotonic()
+        report = dump(
+            self._name,
+            f"{self._settings.store}#{self._name}",
+            leave_running=not end,
+            key=self._key,
+            timeout_s=timeout_s,
+            cancel=cancel,
+        )
+        snapshot = report.snapshot
+        if not isinstance(snapshot, SnapshotInStore):
+            raise AssertionError("a dump into a store has made another snapshot")
+        problems = verify_snapshots(self._where(snapshot.stored.id), key=self._key).problems
+        if problems:
+            first = next(sentence for sentences in problems.values() for sentence in sentences)
+            raise StoreDamaged(
+                f"the snapshot {snapshot.where} was written and is damaged: {first}",
+                path=snapshot.where,
+                hint=f"check the store: gpucr verify {self._settings.store}",
+            )
+        return Checkpoint(
+            id=snapshot.stored.id,
+            downtime_s=report.downtime_s,
+            seconds=time.monotonic() - began,
+            size_bytes=report.size_bytes,
+            written_bytes=report.counts.written_bytes,
+        )
+
+    def snapshots(self) -> Sequence[str]:
+        """Those that have the job's name."""
+        found = list_snapshots(self._settings.store, key=self._key).snapshots
+        return [each.id for each in reversed(found) if each.name == self._name]
+
+    def end(self) -> None:
+        """SIGKILL to all of it. What hangs in the kernel is said when the restore finds its pids taken."""
+        listed = registry().look(self._name)
+        if listed is not None and listed.record is not None and listed.state.word != "elsewhere":
+            end_processes(listed.record, self._known)
+        self._known = ()
+
+    def restore(self, snapshot: str, cancel: Cancellation, *, bad_gpus: Collection[str]) -> Sequence[str]:
+        """On its own GPUs, or where these are gone or bad on others of the same model."""
+        opened = open_snapshot(self._where(snapshot), self._key)
+        gpu = _gpus_for(opened, bad_gpus)
+        report = restore(opened, files=self._settings.files, gpu=gpu, cancel=cancel)
+        return (*report.warnings, *report.gpu_reasons)
+
+    def start_again(self, how: StartAgain) -> None:
+        """Its log is kept, and written on."""
+        log = self._record().log
+        run_job(
+            how.command,
+            name=self._name,
+            isolate=how.isolated,
+            network=how.network,
+            cwd=how.cwd,
+            environment=how.environment,
+            log=log,
+        )
+
+    def mark(self, text: str) -> None:
+        """On a line of its own. A log that cannot be written to is no reason not to go on."""
+        with contextlib.suppress(OSError, GpucrError):
+            fd = trusted_paths.open_file(self._record().log, os.O_WRONLY | os.O_APPEND | os.O_NOFOLLOW | os.O_NONBLOCK)
+            try:
+                os.write(fd, f"\n=== gpucr: {text} ===\n".encode())
+            finally:
+                os.close(fd)
+
+    def prune(self, protected: Collection[str]) -> int:
+        """By the options; without any of them nothing is removed."""
+        settings = self._settings
+        if settings.keep_last is None and settings.keep_hourly is None and settings.keep_daily is None:
+            return 0
+        rules = PruneRules(
+            keep_last=settings.keep_last,
+            keep_hourly=settings.keep_hourly,
+            keep_daily=settings.keep_daily,
+            names=(self._name,),
+            per_name=True,
+            protected=tuple(protected),
+        )
+        return len(prune_store(settings.store, rules, key=self._key).removed)
+
+    def gpus(self) -> Collection[str]:
+        """As NVML sees its processes."""
+        pids = {each.pid for each in self._known}
+        return {use.gpu_uuid for use in gpu_processes() if use.pid in pids}
+
+    def _where(self, snapshot_id: str) -> str:
+        return f"{self._settings.store}#{snapshot_id}"
+
+    def _record(self) -> JobRecord:
+        record = registry().find(self._name).record
+        if record is None:
+            raise FileNotFoundError(f"the record of the job {self._name} is damaged")
+        return record
+
+
+def _ended(state: JobState) -> Look:
+    if state.word == "dumped":
+        return Look("dumped")
+    if state.exit_code == 0:
+        return Look("done")
+    if state.exit_code is not None:
+        return Look("failed", f"exit code {state.exit_code}", "exit")
+    if state.signal is not None:
+        return Look("failed", f"signal {state.signal}", "signal")
+    return Look("failed", "it ended, and nobody can say how")
+
+
+def _gpus_for(snapshot: JobSnapshot, bad: Collection[str]) -> str | None:
+    """Where the job's GPUs go, for `restore`; None: they stay. Raises Unsupported where there are too few good ones."""
+    if not snapshot.manifest.has_gpu_state:
+        return None
+    here = list_gpus()
+    choice = place_snapshot(snapshot.manifest, GpuRequest(), here, ()).choice
+    used = [gpu for gpu in choice.had if gpu.uuid in choice.needed_bytes]
+    return good_gpus(used, choice.needed_bytes, here, bad)

@@ -1,0 +1,116 @@
+"""A supervisor in this process: everything that it needs, and what signals mean to it."""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import random
+import signal
+import threading
+from collections.abc import Callable, Iterator
+from pathlib import Path
+
+from gpucr.driver.gpu_failures import watched_gpu_failures
+from gpucr.driver.gpus import are_busy
+from gpucr.errors import InvalidRequest
+from gpucr.linux import processes
+from gpucr.model import ProcessId
+from gpucr.store.keys import MAX_KEY_FILE_BYTES, Secret
+from gpucr.supervise.clock import Clock, MachineClock, Stop, Wish
+from gpucr.supervise.folder import Phase, SupervisedFolder
+from gpucr.supervise.job import RegisteredJob
+from gpucr.supervise.journal import Journal
+from gpucr.supervise.settings import Supervision
+from gpucr.supervise.supervisor import Supervisor
+from gpucr.supervise.watch import Watch, start_health
+
+_SIGNALS: dict[signal.Signals, Wish] = {signal.SIGTERM: "drain", signal.SIGINT: "leave", signal.SIGHUP: "leave"}
+
+
+def read_key(settings: Supervision) -> Secret | None:
+    """What opens the store. Raises InvalidRequest where the key file cannot be read."""
+    if settings.key_file is None:
+        return None
+    try:
+        with Path(settings.key_file).open("rb") as stream:
+            return Secret.key_file(stream.read(MAX_KEY_FILE_BYTES + 1))
+    except OSError as e:
+        raise InvalidRequest(
+            f"the key file {settings.key_file} cannot be read: {e.strerror}", hint="put it back, or supervise anew"
+        ) from e
+
+
+def supervise(
+    name: str,
+    *,
+    stop: Stop | None = None,
+    clock: Clock | None = None,
+    on_ready: Callable[[], None] = lambda: None,
+) -> Phase:
+    """Supervise a job that was prepared, in this process, until that is over. Returns what has become of the job.
+
+    ``on_ready`` is called when nothing stands in the way any more. Raises InvalidRequest where it has a supervisor
+    already, or what is kept of it is missing or damaged.
+    """
+    folder = SupervisedFolder(name)
+    with folder.held():
+        settings = folder.settings()
+        job = RegisteredJob(folder.name, settings, read_key(settings))
+        clock = clock or MachineClock()
+        journal = Journal(folder, clock.wall_s, settings.on_event)
+        journal.update(supervisor=_this_process())
+        on_ready()
+        return _supervise(job, settings, journal, stop or Stop(), clock)
+
+
+def _supervise(job: RegisteredJob, settings: Supervision, journal: Journal, stop: Stop, clock: Clock) -> Phase:
+    watch = Watch(job, settings, clock, start_health=start_health, is_busy=are_busy)
+    with watched_gpu_failures() as gpu_failures:
+        supervisor = Supervisor(
+            job, settings, journal, watch,
+            clock=clock, random=random.random, stop=stop, gpu_failures=gpu_failures,
+        )  # fmt: skip
+        return supervisor.run()
+
+
+def _this_process() -> ProcessId:
+    stat = processes.read_stat(os.getpid())
+    assert stat is not None  # noqa: S101 - this process is alive
+    return ProcessId(os.getpid(), stat.start_time_ticks)
+
+
+def supervise_with_signals(name: str, on_ready: Callable[[], None] = lambda: None) -> Phase:
+    """As `supervise`; SIGTERM drains, SIGINT and SIGHUP leave the job running. To be called by the main thread.
+
+    The work is done by another thread: operations would take the signals for theirs.
+    """
+    stop = Stop()
+    results: list[Phase] = []
+    errors: list[BaseException] = []
+
+    def work() -> None:
+        try:
+            results.append(supervise(name, stop=stop, on_ready=on_ready))
+        except BaseException as e:  # noqa: BLE001 - raised below, in the main thread
+            errors.append(e)
+
+    with _signals_request(stop):
+        thread = threading.Thread(target=work, name="supervisor")
+        thread.start()
+        thread.join()
+    for error in errors:
+        raise error
+    return results[0]
+
+
+@contextlib.contextmanager
+def _signals_request(stop: Stop) -> Iterator[None]:
+    before = {}
+    for number, wish in _SIGNALS.items():
+        if signal.getsignal(number) not in (signal.SIG_IGN, None):  # nohup ignores SIGHUP on purpose
+            before[number] = signal.signal(number, lambda *_, wish=wish: stop.request(wish))
+    try:
+        yield
+    finally:
+        for number, handler in before.items():
+            signal.signal(number, handler)

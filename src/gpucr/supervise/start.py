@@ -1,0 +1,216 @@
+"""Starting supervisors in processes of their own, taking up those that are missing, and ending them."""
+
+from __future__ import annotations
+
+import os
+import signal
+import subprocess
+import time
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+from msgspec.structs import replace
+
+from gpucr.diagnosis import preflight
+from gpucr.errors import BrokenInstall, DeadlineExceeded, GpucrError, InvalidRequest
+from gpucr.jobs.names import check_name as check_job_name
+from gpucr.jobs.record import Network
+from gpucr.jobs.registered import find_by_pid_or_name
+from gpucr.linux import own_python, processes, trusted_paths
+from gpucr.operations.launch import StartedJob, run_job
+from gpucr.operations.stores import init_store
+from gpucr.snapshot.location import open_store, place_of_store
+from gpucr.store.keys import Secret
+from gpucr.store.snapshots import check_name
+from gpucr.supervise.clock import Wish
+from gpucr.supervise.folder import UNFINISHED, SupervisedFolder, supervised
+from gpucr.supervise.settings import StartAgain, Supervision
+
+_POLL_S = 0.05
+_MOST_ANSWER_BYTES = 4096
+
+
+def require_store(place: str, key: Secret | None) -> str:
+    """The store for a job's checkpoints, as it is named from any folder. One that is not there yet is made.
+
+    Only in a folder that does not exist, or is empty. Raises InvalidRequest, StoreError, WrongKey.
+    """
+    location = place_of_store(place)
+    if location.snapshot is not None:
+        raise InvalidRequest(
+            f"{place} names a snapshot: a supervised job has many, under its own name",
+            hint="leave out what follows the #",
+        )
+    path = location.path
+    if path is not None and (not path.exists() or (path.is_dir() and not any(path.iterdir()))):
+        return init_store(path.absolute(), key=key).backend.url
+    return open_store(place if path is None else path.absolute(), key).backend.url
+
+
+def prepare(name: str, settings: Supervision) -> SupervisedFolder:
+    """Keep how the job is to be supervised. Raises InvalidRequest where it has a supervisor already, Unsupported."""
+    settings.check()
+    check_name(name)
+    folder = SupervisedFolder(name)
+    with folder.held():
+        folder.write_settings(settings)
+    return folder
+
+
+def require_running(job: int | str) -> str:
+    """The name of the job, which runs. Raises InvalidRequest for one that gpucr has not started, or does not run."""
+    listed = find_by_pid_or_name(job)
+    if listed.state.word not in ("running", "suspended"):
+        raise InvalidRequest(
+            f"the job {listed.name} does not run ({listed.state.word})",
+            hint="`gpucr restore` brings it back from a snapshot; then supervise it",
+            code="GPUCR-JOB-NOT-RUNNING",
+        )
+    return listed.name
+
+
+@dataclass(frozen=True)
+class SupervisedStart:
+    """A job that was started, and the pid of its supervisor."""
+
+    job: StartedJob
+    supervisor_pid: int
+
+
+def run_supervised(
+    command: Sequence[str],
+    settings: Supervision,
+    *,
+    name: str | None = None,
+    isolate: bool | None = None,
+    network: Network | None = None,
+    log: str | os.PathLike[str] | None = None,
+    cwd: str | os.PathLike[str] | None = None,
+) -> SupervisedStart:
+    """Start a job as `run_job` does, and its supervisor. Raises what `run_job` does, and NotPermitted without root.
+
+    Where the supervisor cannot be started, the job runs without one: BrokenInstall says so.
+    """
+    settings.check()
+    preflight.require_privileges(os.getpid())
+    if name is not None:
+        check_name(check_job_name(name))
+        with SupervisedFolder(name).held():
+            pass  # refused now rather than when the job runs
+    started = run_job(command, name=name, isolate=isolate, network=network, log=log, cwd=cwd)
+    record = started.record
+    again = StartAgain(
+        record.command, record.cwd, own_python.without_passphrase(os.environ), record.isolated, record.network
+    )
+    try:
+        prepare(record.name, replace(settings, start_again=again))
+        return SupervisedStart(started, start_supervisor(record.name))
+    except GpucrError as e:
+        raise BrokenInstall(
+            f"the job {record.name} runs (pid {record.pid}), but has no supervisor: {e}",
+            hint=f"supervise it: gpucr supervise {record.name} --every TIME --to {settings.store}",
+        ) from e
+
+
+def supervise_job(job: int | str, settings: Supervision) -> int:
+    """Supervise a job that runs, in a process of its own, and return that one's pid when it is at work.
+
+    Raises InvalidRequest for one that gpucr has not started, that does not run, or has a supervisor; NotPermitted
+    without root; and what keeps the supervisor from its work.
+    """
+    preflight.require_privileges(os.getpid())
+    name = require_running(job)
+    prepare(name, settings)
+    return start_supervisor(name)
+
+
+def known_name(job: int | str) -> str:
+    """The name of a job that is, or was, supervised. Raises InvalidRequest."""
+    name = job if isinstance(job, str) else find_by_pid_or_name(job).name
+    SupervisedFolder(name).settings()
+    return name
+
+
+def start_supervisor(name: str) -> int:
+    """Start the supervisor of a job that was prepared, and return its pid when it is at work. It outlives the caller.
+
+    Raises InvalidRequest and what else keeps it from its work; BrokenInstall where it ends without a word.
+    """
+    folder = SupervisedFolder(name)
+    folder.settings()
+    log = trusted_paths.open_file(folder.log_path, os.O_WRONLY | os.O_APPEND | os.O_CREAT | os.O_NOFOLLOW)
+    ours, theirs = os.pipe()
+    try:
+        with subprocess.Popen(
+            own_python.command("gpucr.supervise.background", name, theirs),
+            env=own_python.without_passphrase(os.environ),
+            stdin=subprocess.DEVNULL,
+            stdout=log,
+            stderr=log,
+            pass_fds=[theirs],
+            start_new_session=True,
+        ):
+            os.close(theirs)
+            theirs = -1
+            with os.fdopen(ours, "rb", closefd=False) as answers:
+                answer = answers.read(_MOST_ANSWER_BYTES).decode(errors="replace")
+    finally:
+        for fd in (log, ours, theirs):
+            if fd >= 0:
+                os.close(fd)
+    word, _, rest = answer.partition(" ")
+    if word == "ready" and rest.isdecimal():
+        return int(rest)
+    if word == "refused":
+        code, _, message = rest.partition(" ")
+        raise InvalidRequest(message, hint=f"its output is in {folder.log_path}", code=code)
+    raise BrokenInstall(
+        f"the supervisor of {name} has ended before it was at work", hint=f"its output is in {folder.log_path}"
+    )
+
+
+@dataclass(frozen=True)
+class TakenUp:
+    """A job that `take_up_jobs` found without its supervisor. ``pid``: the new one's; None: it could not be started."""
+
+    name: str
+    pid: int | None
+    problem: str | None = None
+
+
+def take_up_jobs() -> Sequence[TakenUp]:
+    """Start a supervisor for every supervised job that should have one and has none: after a boot, or a crash."""
+    found = []
+    for folder in supervised():
+        try:
+            if folder.state().phase in UNFINISHED and folder.supervisor() is None:
+                found.append(TakenUp(folder.name, start_supervisor(folder.name)))
+        except GpucrError as e:
+            found.append(TakenUp(folder.name, None, str(e)))
+    return found
+
+
+def end_supervisors(names: Sequence[str] | None, wish: Wish, *, timeout_s: float | None = None) -> Sequence[str]:
+    """Ask supervisors (None: all) to drain, or to leave their jobs, and wait until they have ended. Returns whose.
+
+    Raises InvalidRequest for one that has no supervisor, DeadlineExceeded where one is still at work.
+    """
+    chosen = supervised() if names is None else [SupervisedFolder(name) for name in names]
+    asked = {}
+    for folder in chosen:
+        pid = folder.supervisor()
+        if pid is not None:
+            processes.send_signal(pid, signal.SIGTERM if wish == "drain" else signal.SIGINT)
+            asked[folder.name] = pid
+        elif names is not None:
+            raise InvalidRequest(
+                f"the job {folder.name} has no supervisor", hint="`gpucr jobs` shows which jobs have one",
+                code="GPUCR-NOT-SUPERVISED",
+            )  # fmt: skip
+    end = None if timeout_s is None else time.monotonic() + timeout_s
+    while any(processes.is_alive(pid) for pid in asked.values()):
+        if end is not None and time.monotonic() > end:
+            left = ", ".join(name for name, pid in asked.items() if processes.is_alive(pid))
+            raise DeadlineExceeded(f"the supervisors of {left} are still at work", hint="give them more time")
+        time.sleep(_POLL_S)
+    return tuple(asked)

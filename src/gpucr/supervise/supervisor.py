@@ -1,0 +1,296 @@
+"""The loop of a supervisor: wait, look, take a checkpoint, restart. One job, one thread; no two things at once."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+
+from msgspec.structs import replace
+
+from gpucr.errors import GpucrError, JobDamaged, SnapshotError, StoreDamaged, StoreError
+from gpucr.supervise import policy
+from gpucr.supervise.clock import Clock, Stop
+from gpucr.supervise.folder import MOST_SNAPSHOTS, Phase, Taken, as_time
+from gpucr.supervise.job import Checkpoint, SupervisedJob
+from gpucr.supervise.journal import Journal
+from gpucr.supervise.settings import Supervision
+from gpucr.supervise.watch import Watch
+
+POLL_S = 0.5
+"""How often the job is looked at."""
+
+_UNREACHABLE = 5
+"""What a store that cannot be reached counts as: the fifth attempt, with a wait 16 times as long as the first."""
+
+GpuFailures = Callable[[], Sequence[tuple[str, str]]]
+"""What has failed since it was asked last: UUIDs of GPUs, and what NVML said of them."""
+
+
+class Supervisor:
+    """Keeps one job alive, until it has ended with exit code 0, cannot be kept alive, or a stop is requested."""
+
+    def __init__(
+        self,
+        job: SupervisedJob,
+        settings: Supervision,
+        journal: Journal,
+        watch: Watch,
+        *,
+        clock: Clock,
+        random: policy.Random,
+        stop: Stop,
+        gpu_failures: GpuFailures,
+    ) -> None:
+        self._job = job
+        self._settings = settings
+        self._journal = journal
+        self._watch = watch
+        self._clock = clock
+        self._random = random
+        self._stop = stop
+        self._gpu_failures = gpu_failures
+        self._due_s = 0.0
+        self._restoring = ""
+
+    def run(self) -> Phase:
+        """Supervise. Returns what has become of the job, which the state says as well."""
+        was = self._journal.state.phase
+        self._journal.tell("supervised", store=self._settings.store)
+        self._plan_next()
+        found = self._job.look()
+        if found.word == "failed" or (found.word == "dumped" and was == "draining"):
+            phase = self._restart("taken-up", found.reason or "drained", is_its_fault=False)
+            if phase is not None:
+                return self._end(phase)
+        self._journal.update(phase="supervised")  # not before: until then a drained job is known as one
+        while True:
+            phase = self._turn()
+            if phase is not None:
+                return self._end(phase)
+
+    def _turn(self) -> Phase | None:
+        """Wait, and do what is next. Returns what the job has become where nothing is left to do."""
+        if self._stop.wish is None:
+            self._clock.wait(min(POLL_S, max(0.0, self._due_s - self._clock.now_s())), self._stop)
+        found = self._job.look()
+        if found.word == "done":
+            return "finished"
+        if found.word == "dumped":
+            return "taken-away"
+        if self._stop.wish == "leave":
+            return "left"
+        if self._stop.wish == "drain":
+            return self._drain()
+        if found.word == "failed":
+            return self._restart(found.kind, found.reason)
+        failed = self._gpu_failures()
+        if failed:
+            bad = {*self._journal.state.bad_gpus, *(uuid for uuid, _ in failed)}
+            self._journal.update(bad_gpus=tuple(sorted(bad)))
+            if not {uuid for uuid, _ in failed}.isdisjoint(self._job.gpus()):
+                return self._restart("gpu", "; ".join(f"GPU {uuid}: {what}" for uuid, what in failed))
+        trouble = self._watch.trouble()
+        if trouble is not None:
+            return self._restart(*trouble)
+        if self._clock.now_s() >= self._due_s:
+            self._checkpoint()
+        return None
+
+    # --- checkpoints -------------------------------------------------------------------------------------------
+
+    def _plan_next(self) -> None:
+        state, settings = self._journal.state, self._settings
+        interval_s = policy.interval_s(settings.every_s, state.downtime_s, settings.mtbf_s, state.checkpoint_s or 0.0)
+        self._plan(policy.jittered(interval_s, self._random), interval_s)
+
+    def _plan(self, wait_s: float, interval_s: float) -> None:
+        self._due_s = self._clock.now_s() + wait_s
+        self._journal.update(interval_s=interval_s, next_checkpoint_s=self._clock.wall_s() + wait_s)
+
+    def _checkpoint(self) -> None:
+        """Take one. Where that fails, the job runs on, and it is tried again soon."""
+        self._journal.tell("checkpoint-begin")
+        began_s = self._clock.now_s()
+        try:
+            taken = self._job.checkpoint(self._stop.cancel)
+        except (GpucrError, OSError) as e:
+            self._failed_checkpoint(e)
+        else:
+            self._taken(taken)
+            self._plan_next()
+            self._prune()
+        self._watch.stood_still(self._clock.now_s() - began_s)
+
+    def _failed_checkpoint(self, error: GpucrError | OSError) -> None:
+        if self._stop.wish is not None or self._job.look().word != "running":
+            self._journal.tell("checkpoint-cut-off", error=str(error))  # by the stop, or by the job's end
+            return
+        self._journal.count("checkpoints", "failed")
+        failed = self._journal.state.failed_checkpoints_in_a_row + 1
+        self._journal.update(failed_checkpoints_in_a_row=failed)
+        interval_s = self._journal.state.interval_s or self._settings.backoff_most_s
+        most_s = min(self._settings.backoff_most_s, interval_s)
+        wait_s = policy.backoff_s(failed, self._random, first_s=self._settings.backoff_first_s, most_s=most_s)
+        self._journal.tell("checkpoint-failed", **_told(error), again_in_s=round(wait_s, 3))
+        self._plan(wait_s, interval_s)
+        if isinstance(error, JobDamaged):
+            self._job.end()  # what is left of it is no job any more; the next look says that it has failed
+
+    def _taken(self, taken: Checkpoint) -> None:
+        state = self._journal.state
+        snapshots = (*state.snapshots, Taken(taken.id, self._clock.wall_s()))[-MOST_SNAPSHOTS:]
+        self._journal.count("checkpoints", "success")
+        self._journal.update(
+            snapshots=snapshots,
+            last_checkpoint_s=self._clock.wall_s(),
+            downtime_s=policy.smoothed(state.downtime_s, taken.downtime_s),
+            checkpoint_s=policy.smoothed(state.checkpoint_s, taken.seconds),
+            snapshot_bytes={"whole": taken.size_bytes, "written": taken.written_bytes},
+            restarts_in_a_row=0,
+            failed_checkpoints_in_a_row=0,
+        )
+        self._journal.tell(
+            "checkpoint",
+            snapshot=taken.id,
+            downtime_s=round(taken.downtime_s, 3),
+            seconds=round(taken.seconds, 3),
+            size_bytes=taken.size_bytes,
+            written_bytes=taken.written_bytes,
+        )
+
+    def _prune(self) -> None:
+        """Remove what need not be kept; never the last that verified, nor the one that the job was restored from."""
+        state = self._journal.state
+        protected = {each.id for each in state.snapshots[-1:]} | ({state.restored_from} - {None})
+        try:
+            removed = self._job.prune([each for each in protected if each is not None])
+        except (GpucrError, OSError) as e:
+            self._journal.tell("prune-failed", **_told(e))
+            return
+        if removed:
+            self._journal.tell("pruned", removed=removed)
+
+    # --- restarts ----------------------------------------------------------------------------------------------
+
+    def _restart(self, reason: str, why: str, *, is_its_fault: bool = True) -> Phase | None:
+        """End what is left of the job and bring it back. Returns the phase where that is not done."""
+        self._journal.tell("failed", reason=reason, why=why)
+        self._journal.count("restarts", reason)
+        if is_its_fault:
+            self._blame()
+        self._job.end()
+        gone: set[str] = set()
+        while True:
+            state = self._journal.state
+            if state.restarts_in_a_row >= self._settings.max_restarts:
+                self._journal.tell("gave-up", why=f"{state.restarts_in_a_row} restarts without a new checkpoint")
+                return "gave-up"
+            if state.restarts_in_a_row or is_its_fault:
+                self._back_off(state.restarts_in_a_row + 1)
+            if self._stop.wish is not None:
+                return "draining" if self._stop.wish == "drain" else "left"
+            self._journal.update(restarts_in_a_row=state.restarts_in_a_row + 1)
+            try:
+                if self._bring_back(why, gone):
+                    self._watch.begin_again()
+                    self._plan_next()
+                    return None
+            except (GpucrError, OSError) as e:
+                self._failed_restore(e, gone)
+                continue
+            self._journal.tell("gave-up", why="there is no good snapshot, and the job cannot be started anew")
+            return "gave-up"
+
+    def _back_off(self, attempt: int) -> None:
+        settings = self._settings
+        first_s, most_s = settings.backoff_first_s, settings.backoff_most_s
+        end_s = self._clock.now_s() + policy.backoff_s(attempt, self._random, first_s=first_s, most_s=most_s)
+        while self._stop.wish is None and self._clock.now_s() < end_s:
+            self._clock.wait(end_s - self._clock.now_s(), self._stop)
+
+    def _blame(self) -> None:
+        """Note that the job has failed after it was restored from this snapshot."""
+        state, now_s = self._journal.state, self._clock.wall_s()
+        snapshots = tuple(
+            replace(each, failures=(*each.failures[-9:], now_s)) if each.id == state.restored_from else each
+            for each in state.snapshots
+        )
+        if state.restored_from is not None and all(each.id != state.restored_from for each in state.snapshots):
+            snapshots = (Taken(state.restored_from, now_s, (now_s,)), *snapshots)
+        self._journal.update(snapshots=snapshots)
+
+    def _bring_back(self, why: str, gone: set[str]) -> bool:
+        """From the best snapshot, or anew where there never was one. False: there is nothing to bring it back from."""
+        state, settings = self._journal.state, self._settings
+        in_store = list(self._job.snapshots())
+        known = [each.id for each in reversed(state.snapshots) if each.id in in_store]
+        newest_first = [each for each in (*known, *(i for i in in_store if i not in known)) if each not in gone]
+        chosen = policy.choose_snapshot(
+            newest_first,
+            {each.id: each.failures for each in state.snapshots},
+            self._clock.wall_s(),
+            crashes=settings.crashes,
+            window_s=settings.crash_window_s,
+        )
+        if chosen is not None:
+            self._restore(chosen, why)
+            return True
+        if newest_first or gone or settings.start_again is None:
+            return False
+        self._job.start_again(settings.start_again)
+        self._journal.update(restored_from=None, started_anew=state.started_anew + 1)
+        self._job.mark(f"{as_time(self._clock.wall_s())}: {why}; there was no snapshot yet: started anew")
+        self._journal.tell("started-anew")
+        return True
+
+    def _restore(self, snapshot: str, why: str) -> None:
+        when = next((each.created_s for each in self._journal.state.snapshots if each.id == snapshot), None)
+        of = f" of {as_time(when)}" if when is not None else ""
+        self._journal.tell("restore-begin", snapshot=snapshot)
+        # Before the job can print: what follows in the log was printed after it went back.
+        self._job.mark(f"{as_time(self._clock.wall_s())}: {why}; back to the snapshot {snapshot[:8]}{of}")
+        self._restoring = snapshot
+        warnings = self._job.restore(snapshot, self._stop.cancel, bad_gpus=self._journal.state.bad_gpus)
+        self._journal.update(restored_from=snapshot)
+        self._journal.count("restores", "success")
+        self._journal.tell("restored", snapshot=snapshot, warnings=list(warnings))
+
+    def _failed_restore(self, error: GpucrError | OSError, gone: set[str]) -> None:
+        """A store that cannot be reached is waited for, however long; a snapshot that is damaged is not tried again."""
+        if self._stop.wish is not None:
+            return
+        self._journal.count("restores", "failed")
+        self._journal.tell("restore-failed", **_told(error))
+        if isinstance(error, StoreDamaged) or (isinstance(error, SnapshotError) and not isinstance(error, StoreError)):
+            gone.add(self._restoring)
+        elif isinstance(error, StoreError):
+            self._journal.update(restarts_in_a_row=self._journal.state.restarts_in_a_row - 1)
+            self._back_off(_UNREACHABLE)
+        self._job.end()
+
+    # --- the end -----------------------------------------------------------------------------------------------
+
+    def _drain(self) -> Phase:
+        """The machine goes away: a last dump, which ends the job, so that it can be taken up elsewhere or later."""
+        self._journal.update(phase="draining")
+        self._journal.tell("drain-begin", grace_s=self._settings.grace_s)
+        try:
+            taken = self._job.checkpoint(self._stop.cancel_last, end=True, timeout_s=self._settings.grace_s)
+        except (GpucrError, OSError) as e:
+            self._journal.count("checkpoints", "failed")
+            self._journal.tell("drain-failed", **_told(e))
+            return "draining"
+        self._taken(taken)
+        return "draining"
+
+    def _end(self, phase: Phase) -> Phase:
+        self._journal.update(phase=phase, supervisor=None, next_checkpoint_s=None)
+        self._journal.tell("ended", phase=phase)
+        return phase
+
+
+def _told(error: GpucrError | OSError) -> dict[str, str | None]:
+    return {
+        "error": str(error),
+        "code": error.code if isinstance(error, GpucrError) else None,
+        "hint": error.hint if isinstance(error, GpucrError) else None,
+    }

@@ -1,0 +1,113 @@
+"""When checkpoints are taken, and what is restored: pure functions."""
+
+from __future__ import annotations
+
+import math
+
+import pytest
+
+from gpucr.errors import InvalidRequest, Unsupported
+from gpucr.model import Gpu
+from gpucr.supervise import policy
+from gpucr.supervise.gpus import good_gpus
+from gpucr.supervise.settings import Supervision
+
+
+def _waste(interval_s: float, downtime_s: float, mtbf_s: float) -> float:
+    """Daly's exact model, without the time of a restart: wall time for a second of work (equation 20)."""
+    return mtbf_s * math.expm1((interval_s + downtime_s) / mtbf_s) / interval_s
+
+
+@pytest.mark.parametrize("mtbf_s", [600.0, 3600.0, 86400.0, 30 * 86400.0])
+@pytest.mark.parametrize("downtime_s", [0.1, 2.0, 30.0, 120.0])
+def test_the_optimum_loses_least_of_all_intervals(downtime_s: float, mtbf_s: float) -> None:
+    best = policy.optimal_interval_s(downtime_s, mtbf_s)
+    least = min(_waste(best * factor / 100, downtime_s, mtbf_s) for factor in range(20, 500))
+    assert _waste(best, downtime_s, mtbf_s) <= least * 1.001
+
+
+def test_where_checkpoints_are_cheap_it_is_youngs() -> None:
+    assert policy.optimal_interval_s(1.0, 1e7) == pytest.approx(math.sqrt(2e7), rel=1e-3)
+
+
+def test_where_failures_come_faster_than_checkpoints_it_is_the_time_between_them() -> None:
+    assert policy.optimal_interval_s(100.0, 50.0) == 50.0
+
+
+def test_an_interval_that_was_asked_for_is_taken() -> None:
+    assert policy.interval_s(600.0, 2.0, 86400.0, 1000.0) == 600.0
+
+
+def test_automatic_intervals_follow_what_was_measured_and_leave_the_store_time() -> None:
+    assert policy.interval_s(None, None, 86400.0, 0.0) == policy.optimal_interval_s(10.0, 86400.0)
+    assert policy.interval_s(None, 0.5, 86400.0, 20.0) == policy.optimal_interval_s(0.5, 86400.0)
+    assert policy.interval_s(None, 0.5, 86400.0, 2000.0) == 2000.0
+
+
+def test_jitter_is_a_tenth() -> None:
+    assert policy.jittered(100.0, lambda: 0.0) == 90.0
+    assert policy.jittered(100.0, lambda: 0.5) == 100.0
+    assert policy.jittered(100.0, lambda: 1.0) == pytest.approx(110.0)
+
+
+def test_the_wait_doubles_up_to_the_most() -> None:
+    waits = [policy.backoff_s(n, lambda: 0.5, first_s=1.0, most_s=20.0) for n in (1, 2, 3, 5, 6, 10_000)]
+    assert waits == [1.0, 2.0, 4.0, 16.0, 20.0, 20.0]
+
+
+def _choose(failures: dict[str, list[float]], now_s: float = 1000.0) -> str | None:
+    return policy.choose_snapshot(["c", "b", "a"], failures, now_s, crashes=2, window_s=100.0)
+
+
+def test_the_latest_snapshot_is_taken_until_the_job_has_failed_from_it_too_often() -> None:
+    assert _choose({}) == "c"
+    assert _choose({"c": [990.0]}) == "c"
+    assert _choose({"c": [950.0, 990.0]}) == "b"
+    assert _choose({"c": [10.0, 990.0]}) == "c", "what is long ago does not count"
+    assert _choose({"c": [950.0, 990.0], "b": [980.0, 981.0]}) == "a"
+    assert _choose({name: [999.0, 999.0] for name in "abc"}) is None
+
+
+def test_a_clock_that_was_set_back_does_not_make_a_crash_loop() -> None:
+    assert _choose({"c": [5000.0, 6000.0]}) == "b"
+
+
+def _gpu(number: int, name: str = "H200", free: int = 100) -> Gpu:
+    return Gpu(number, f"GPU-{number}", name, 140, free)
+
+
+def test_a_job_stays_on_its_own_gpus_where_they_are_good() -> None:
+    here = [_gpu(0), _gpu(1), _gpu(2)]
+    assert good_gpus([_gpu(0), _gpu(1)], {"GPU-0": 90, "GPU-1": 90}, here, {"GPU-2"}) is None
+
+
+def test_a_gpu_that_is_gone_or_bad_is_replaced_by_a_free_one_of_its_model() -> None:
+    here = [_gpu(0), _gpu(1), _gpu(2, free=50), _gpu(3, "A10"), _gpu(4)]
+    assert good_gpus([_gpu(0), _gpu(1)], {"GPU-0": 90, "GPU-1": 90}, here, {"GPU-1"}) == "GPU-0,GPU-4"
+    assert good_gpus([_gpu(9), _gpu(1)], {"GPU-9": 90, "GPU-1": 90}, here, ()) == "GPU-0,GPU-1"
+
+
+def test_too_few_good_gpus_are_refused() -> None:
+    with pytest.raises(Unsupported) as caught:
+        good_gpus([_gpu(0)], {"GPU-0": 90}, [_gpu(0), _gpu(1, "A10")], {"GPU-0"})
+    assert caught.value.code == "GPUCR-NO-GPU"
+
+
+@pytest.mark.parametrize(
+    ("settings", "words"),
+    [
+        ({"every_s": 0.0}, "--every is 0 s"),
+        ({"every_s": float("nan")}, "--every is nan s"),
+        ({"every_s": 1e9}, "--every is 1e+09 s"),
+        ({"every_s": None, "mtbf_s": -1.0}, "--mtbf"),
+        ({"every_s": 7200.0, "mtbf_s": 3600.0}, "most of the work would be lost"),
+        ({"grace_s": 0.0}, "--grace"),
+        ({"output_timeout_s": float("inf")}, "--output-timeout"),
+        ({"crashes": 0}, "--crashes"),
+        ({"max_restarts": -3}, "--max-restarts"),
+        ({"keep_last": 0}, "no snapshot to restore from"),
+    ],
+)
+def test_times_and_numbers_that_make_no_sense_are_refused(settings: dict[str, float], words: str) -> None:
+    with pytest.raises(InvalidRequest, match=words.replace("+", r"\+")):
+        Supervision(store="/store", **{"every_s": 600.0, **settings}).check()  # type: ignore[arg-type]

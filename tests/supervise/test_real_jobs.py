@@ -1,0 +1,159 @@
+"""Jobs that are killed, drained and taken up, with real processes and CRIU."""
+
+from __future__ import annotations
+
+import os
+import signal
+from pathlib import Path
+
+import pytest
+
+import gpucr
+from gpucr.jobs.registered import registry
+from gpucr.linux import processes
+from gpucr.supervise.folder import SupervisedFolder
+from tests import command
+from tests.counter import wait_until
+from tests.supervise import jobs
+from tests.supervise.jobs import own_state  # noqa: F401
+
+pytestmark = [pytest.mark.criu, pytest.mark.usefixtures("own_state")]
+
+
+def _steps(folder: Path) -> list[int]:
+    return [int(line) for line in (folder / "steps").read_text().split()]
+
+
+def _wait_for_step(folder: Path, step: int) -> None:
+    wait_until(lambda: (folder / "steps").exists() and step in _steps(folder), f"step {step}")
+
+
+def test_a_job_that_is_killed_goes_on_as_if_nothing_had_been(tmp_path: Path) -> None:
+    started = jobs.run(tmp_path, "--", *jobs.counting(100, stop_at=60))
+    assert started["supervisor_pid"] > 0
+    jobs.wait_for_event("checkpoint")
+    _wait_for_step(tmp_path, 60)
+    jobs.kill_job()
+    jobs.wait_for_event("restored")
+    (tmp_path / "go").touch()
+    jobs.wait_for_event("ended")
+    assert jobs.state().phase == "finished"
+    assert _steps(tmp_path) == list(range(100)), "nothing was lost, and nothing written twice"
+    log = Path(started["log"]).read_text()
+    assert "=== gpucr: " in log
+    assert "signal 9; back to the snapshot" in log
+    before, after = log.split("===\n")
+    assert [int(line) for line in before.splitlines() if line.isdecimal()] == list(range(61))
+    first = int(after.split()[0])
+    assert [int(line) for line in after.split()] == list(range(first, 100))
+    assert list(tmp_path.glob("steps.gpucr-*")), "what was cut off is kept"
+    assert registry().find("train").state.exit_code == 0
+
+
+def test_a_drained_job_is_taken_up_where_it_was(tmp_path: Path) -> None:
+    jobs.run(tmp_path, "--", *jobs.counting(80, stop_at=30), every="1h")
+    _wait_for_step(tmp_path, 30)
+    drained = command.run_json("supervise", "train", "--drain")
+    assert drained["jobs"] == [{"name": "train", "phase": "draining"}]
+    assert registry().find("train").state.word == "dumped"
+    (tmp_path / "go").touch()
+    (taken_up,) = command.run_json("supervise", "--all")["jobs"]
+    assert taken_up["problem"] is None
+    jobs.wait_for_event("ended", 2)
+    assert jobs.state().phase == "finished"
+    assert _steps(tmp_path) == list(range(80))
+    assert command.run_json("supervise", "--all")["jobs"] == [], "what has finished is left alone"
+
+
+def test_a_supervisor_that_is_killed_is_missed_and_replaced_and_there_is_one_only(tmp_path: Path) -> None:
+    pid = jobs.run(tmp_path, "--", *jobs.counting(80, stop_at=30), every="1h")["supervisor_pid"]
+    again = command.run("supervise", "train", "--every", "1h", "--to", tmp_path / "store")
+    assert again.returncode == 2
+    assert "GPUCR-SUPERVISED" in again.stderr
+    os.kill(pid, signal.SIGKILL)
+    wait_until(lambda: SupervisedFolder("train").supervisor() is None, "the supervisor to end")
+    (taken_up,) = command.run_json("supervise", "--all")["jobs"]
+    found = SupervisedFolder("train").supervisor()
+    assert found is not None
+    assert taken_up["supervisor_pid"] == found.pid
+    assert command.run_json("supervise", "--all")["jobs"] == []
+    left = command.run_json("supervise", "train", "--leave")
+    assert left["jobs"] == [{"name": "train", "phase": "left"}]
+    assert not processes.is_alive(found)
+    assert registry().find("train").state.word == "running"
+
+
+def test_a_job_that_runs_already_is_supervised(tmp_path: Path) -> None:
+    started = gpucr.run_job(jobs.counting(60, stop_at=30), name="train", cwd=tmp_path)
+    _wait_for_step(tmp_path, 30)
+    done = command.run(
+        "supervise", started.record.pid, "--every", "500ms", "--to", tmp_path / "store", "--keep-last", 2
+    )
+    assert done.returncode == 0, done.stderr
+    jobs.wait_for_event("checkpoint", 4)
+    jobs.kill_job()
+    jobs.wait_for_event("restored")
+    (tmp_path / "go").touch()
+    jobs.wait_for_event("ended")
+    assert _steps(tmp_path) == list(range(60))
+    kept = gpucr.list_snapshots(tmp_path / "store").snapshots
+    assert 1 <= len(kept) <= 3
+    assert {each.name for each in kept} == {"train"}
+
+
+def test_before_its_first_checkpoint_a_job_is_started_anew(tmp_path: Path) -> None:
+    jobs.run(tmp_path, "--", *jobs.counting(40, stop_at=20), every="1h")
+    _wait_for_step(tmp_path, 20)
+    (tmp_path / "steps").unlink()
+    jobs.kill_job()
+    jobs.wait_for_event("started-anew")
+    (tmp_path / "go").touch()
+    jobs.wait_for_event("ended")
+    assert jobs.state().phase == "finished"
+    assert _steps(tmp_path) == list(range(40))
+
+
+def test_a_store_that_is_away_is_waited_for_while_the_job_runs(tmp_path: Path) -> None:
+    jobs.run(tmp_path, "--", *jobs.counting(10_000), every="300ms")
+    jobs.wait_for_event("checkpoint")
+    (tmp_path / "store").rename(tmp_path / "away")
+    jobs.wait_for_event("checkpoint-failed", 2)
+    assert registry().find("train").state.word == "running"
+    (tmp_path / "away").rename(tmp_path / "store")
+    before = jobs.state().checkpoints["success"]
+    wait_until(lambda: jobs.state().checkpoints["success"] > before, "the next checkpoint")
+
+
+@pytest.mark.parametrize(
+    ("options", "words"),
+    [
+        (["--every", "10m"], "give --every TIME (or auto) and --to STORE"),
+        (["--every", "0s", "--to", "store"], "--every is 0 s"),
+        (["--every", "ten minutes", "--to", "store"], "is no time"),
+        (["--every", "2d", "--to", "store"], "most of the work would be lost"),
+        (["--every", "10m", "--to", "store#name"], "leave out what follows the #"),
+        (["--every", "10m", "--to", "store", "--health", "'"], "is no command"),
+    ],
+)
+def test_bad_requests_start_nothing(tmp_path: Path, options: list[str], words: str) -> None:
+    done = command.run("run", "--name", "train", "--cwd", tmp_path, *options, "--", "sleep", "1000")
+    assert done.returncode == 2
+    assert words in done.stderr
+    assert registry().look("train") is None
+
+
+def test_a_job_that_gpucr_did_not_start_cannot_be_supervised(tmp_path: Path) -> None:
+    done = command.run("supervise", os.getpid(), "--every", "10m", "--to", tmp_path / "store")
+    assert done.returncode == 2
+    assert "GPUCR-NO-JOB" in done.stderr
+    done = command.run("supervise", "nobody", "--drain")
+    assert "GPUCR-NOT-SUPERVISED" in done.stderr
+
+
+def test_what_is_kept_and_damaged_is_said(tmp_path: Path) -> None:
+    jobs.run(tmp_path, "--", *jobs.counting(40), every="1h")
+    jobs.wait_for_event("ended")
+    (SupervisedFolder("train").path / "state.json").write_text("{")
+    done = command.run("supervise", "--all")
+    assert done.returncode == 1
+    assert "state.json" in done.stderr

@@ -1,0 +1,338 @@
+"""The loop of a supervisor, with a job and a clock of the test's own."""
+
+from __future__ import annotations
+
+import json
+import os
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from gpucr.errors import JobDamaged, ProcessNotFound, StoreDamaged, StoreError, Unsupported
+from gpucr.linux import durable
+from gpucr.supervise.job import Look
+from gpucr.supervise.settings import StartAgain
+from tests.supervise.conftest import CRASHED, DONE, RUNNING, Bench
+
+UNREACHABLE = StoreError("the store cannot be reached", path="/store")
+ANEW = StartAgain(("python", "train.py"), "/", {}, isolated=True, network="own")
+
+
+# --- checkpoints -----------------------------------------------------------------------------------------------
+
+
+def test_checkpoints_are_taken_in_time_and_the_end_of_the_job_is_the_end(bench: Bench) -> None:
+    bench.clock.after(2000, bench.ends(DONE))
+    assert bench.supervise(keep_last=3) == "finished"
+    assert bench.job.at == pytest.approx([600, 1205, 1810])
+    assert bench.job.done == ["checkpoint"] * 3
+    state = bench.folder.state()
+    assert (state.phase, state.supervisor, dict(state.checkpoints)) == ("finished", None, {"success": 3})
+    assert [each.id for each in state.snapshots] == ["s1", "s2", "s3"]
+    assert bench.job.protected == [{"s1"}, {"s2"}, {"s3"}], "the last that verified is never pruned"
+    assert bench.events("checkpoint")[0]["downtime_s"] == 2.0
+    assert bench.events()[-1]["phase"] == "finished"
+
+
+def test_automatic_intervals_become_those_of_the_measured_downtime(bench: Bench) -> None:
+    bench.clock.after(5000, bench.ends(DONE))
+    bench.supervise(every_s=None, mtbf_s=86400.0)
+    first, second, *_ = bench.job.at
+    assert first == pytest.approx(1315, abs=10)  # as if it took 10 s
+    assert second - first - 5 == pytest.approx(588, abs=3)  # it took 2 s
+
+
+def test_a_checkpoint_that_fails_is_reported_and_tried_again_and_the_job_is_left_alone(bench: Bench) -> None:
+    bench.job.checkpoint_errors = [UNREACHABLE, UNREACHABLE, UNREACHABLE, None]
+    bench.clock.after(700, bench.ends(DONE))
+    bench.supervise(backoff_first_s=10.0)
+    assert bench.job.at == pytest.approx([600, 615, 640, 685])  # after 10, 20 and 40 s; each takes 5 s
+    assert bench.job.done == ["checkpoint"]
+    assert dict(bench.folder.state().checkpoints) == {"failed": 3, "success": 1}
+    told = bench.events("checkpoint-failed")
+    assert [event["again_in_s"] for event in told] == [10.0, 20.0, 40.0]
+    assert told[0]["code"] == "GPUCR-STORE"
+    assert bench.folder.state().failed_checkpoints_in_a_row == 0
+
+
+def test_a_full_store_leaves_the_last_good_snapshot_for_a_restart(bench: Bench) -> None:
+    full = StoreError("no space left", path="/store", code="GPUCR-STORE-FULL")
+    bench.job.checkpoint_errors = [None, *[full] * 1000]
+    bench.clock.after(1500, bench.ends(CRASHED))
+    bench.clock.after(1600, bench.ends(DONE))
+    bench.supervise()
+    assert "restore s1" in bench.job.done
+
+
+def test_a_job_that_ends_while_it_is_dumped_is_no_failed_checkpoint(bench: Bench) -> None:
+    bench.job.checkpoint_errors = [ProcessNotFound("it is gone", pid=4711)]
+    bench.job.during_checkpoint = bench.ends(DONE)
+    assert bench.supervise() == "finished"
+    assert dict(bench.folder.state().checkpoints) == {}
+    assert bench.events("checkpoint-cut-off")[0]["error"].startswith("it is gone")
+
+
+def test_a_job_that_a_dump_has_damaged_is_brought_back(bench: Bench) -> None:
+    bench.job.checkpoint_errors = [None, JobDamaged("two processes are gone", failures=["4711"])]
+    bench.clock.after(1300, bench.ends(DONE))
+    bench.supervise()
+    assert bench.job.done == ["checkpoint", "end", "end", "restore s1"]
+
+
+def test_a_full_disk_does_not_stop_the_supervisor(bench: Bench, monkeypatch: pytest.MonkeyPatch) -> None:
+    def full(*_: object, **__: object) -> None:
+        raise OSError(28, "No space left on device")
+
+    bench.clock.after(10, lambda: monkeypatch.setattr(durable, "write", full))
+    bench.clock.after(700, bench.ends(DONE))
+    assert bench.supervise() == "finished"
+    assert bench.job.done == ["checkpoint"]
+
+
+# --- restarts --------------------------------------------------------------------------------------------------
+
+
+def test_a_job_that_dies_comes_back_from_its_latest_snapshot(bench: Bench) -> None:
+    bench.clock.after(1300, bench.ends(CRASHED))
+    bench.clock.after(1400, bench.ends(DONE))
+    assert bench.supervise() == "finished"
+    assert bench.job.done == ["checkpoint", "checkpoint", "end", "restore s2"]
+    assert dict(bench.folder.state().restarts) == {"signal": 1}
+    (mark,) = bench.job.log
+    assert "signal 9; back to the snapshot s2 of 2027-01-15T08:20:10+00:00" in mark
+
+
+def test_after_several_failures_from_one_snapshot_the_one_before_is_taken(bench: Bench) -> None:
+    bench.clock.after(1300, bench.ends(CRASHED))
+    bench.job.on_restore = lambda: bench.clock.after(bench.clock.now - 1000 + 20, bench.ends(CRASHED))
+    assert bench.supervise(crashes=2, max_restarts=5) == "gave-up"
+    restores = [word for word in bench.job.done if word.startswith("restore")]
+    assert restores == ["restore s2", "restore s2", "restore s1", "restore s1"]
+    assert "no good snapshot" in bench.events("gave-up")[0]["why"]
+    assert bench.job.stored == ["s1", "s2"], "everything is kept"
+
+
+def test_it_gives_up_after_so_many_restarts_without_a_new_checkpoint(bench: Bench) -> None:
+    bench.clock.after(700, bench.ends(CRASHED))
+    bench.job.on_restore = lambda: bench.clock.after(bench.clock.now - 1000 + 20, bench.ends(CRASHED))
+    assert bench.supervise(crashes=100, max_restarts=4) == "gave-up"
+    assert bench.job.done.count("restore s1") == 4
+    assert bench.folder.state().phase == "gave-up"
+
+
+def test_progress_makes_up_for_restarts(bench: Bench) -> None:
+    bench.job.on_restore = lambda: bench.clock.after(bench.clock.now - 1000 + 700, bench.ends(CRASHED))
+    bench.clock.after(700, bench.ends(CRASHED))
+    bench.clock.after(20_000, lambda: bench.stop.request("leave"))
+    assert bench.supervise(max_restarts=2) == "left"
+    assert len([word for word in bench.job.done if word.startswith("restore")]) > 10
+
+
+def test_a_damaged_snapshot_is_not_tried_twice(bench: Bench) -> None:
+    bench.job.restore_errors = [StoreDamaged("a piece is missing", path="/store")]
+    bench.clock.after(1300, bench.ends(CRASHED))
+    bench.clock.after(1400, bench.ends(DONE))
+    assert bench.supervise() == "finished"
+    assert bench.job.done[-1] == "restore s1"
+    assert bench.events("restore-failed")[0]["code"] == "GPUCR-STORE-DAMAGED"
+
+
+def test_a_store_that_cannot_be_reached_is_waited_for_without_giving_up(bench: Bench) -> None:
+    bench.job.list_errors = [UNREACHABLE] * 50
+    bench.clock.after(700, bench.ends(CRASHED))
+    bench.clock.after(100_000, bench.ends(DONE))
+    assert bench.supervise(max_restarts=3) == "finished"
+    assert "restore s1" in bench.job.done
+    assert bench.folder.state().restores["failed"] == 50
+
+
+def test_a_gpu_model_that_is_gone_is_said_and_tried_again_until_it_gives_up(bench: Bench) -> None:
+    bench.job.restore_errors = [Unsupported("there is no H200 here", code="GPUCR-NO-GPU")] * 3
+    bench.clock.after(700, bench.ends(CRASHED))
+    assert bench.supervise(max_restarts=3) == "gave-up"
+    assert [event["code"] for event in bench.events("restore-failed")] == ["GPUCR-NO-GPU"] * 3
+    assert bench.job.stored == ["s1"]
+
+
+def test_before_the_first_checkpoint_it_is_started_anew(bench: Bench) -> None:
+    bench.clock.after(100, bench.ends(CRASHED))
+    bench.clock.after(200, bench.ends(DONE))
+    assert bench.supervise(start_again=ANEW) == "finished"
+    assert bench.job.done == ["end", "start again"]
+    assert "started anew" in bench.job.log[0]
+
+
+def test_what_cannot_be_started_anew_is_given_up(bench: Bench) -> None:
+    bench.clock.after(100, bench.ends(CRASHED))
+    assert bench.supervise() == "gave-up"
+    assert bench.job.done == ["end"]
+
+
+def test_a_clock_that_jumps_changes_neither_interval_nor_order(bench: Bench) -> None:
+    def back() -> None:
+        bench.clock.wall -= 10 * 86400
+
+    bench.clock.after(700, back)
+    bench.clock.after(1300, bench.ends(CRASHED))
+    bench.clock.after(1400, bench.ends(DONE))
+    bench.job.snapshots = lambda: ["s1", "s2"]  # type: ignore[method-assign]  # by a clock that went back
+    bench.supervise()
+    assert bench.job.at == pytest.approx([600, 1205])
+    assert bench.job.done[-1] == "restore s2"
+
+
+# --- what hangs ------------------------------------------------------------------------------------------------
+
+
+def _restarts(bench: Bench, end_s: float = 5000, **settings: Any) -> dict[str, int]:
+    bench.clock.after(end_s, bench.ends(DONE))
+    bench.supervise(**settings)
+    return dict(bench.folder.state().restarts)
+
+
+def test_a_job_that_prints_nothing_hangs(bench: Bench) -> None:
+    bench.job.on_restore = bench.ends(DONE)
+    assert _restarts(bench, every_s=100.0, output_timeout_s=300.0) == {"hang-output": 1}
+    assert bench.job.at[:2] == pytest.approx([100, 205], abs=1), "the time for checkpoints does not count"
+    assert bench.events("failed")[0]["why"] == "it has printed nothing for 300 s"
+
+
+def test_a_job_that_prints_does_not_hang(bench: Bench) -> None:
+    def prints() -> None:
+        bench.job.printed += 10
+        bench.clock.after(bench.clock.now - 1000 + 200, prints)
+
+    prints()
+    assert _restarts(bench, output_timeout_s=300.0) == {}
+
+
+def test_a_job_that_does_not_touch_its_heartbeat_hangs(bench: Bench, tmp_path: Path) -> None:
+    beat = tmp_path / "beat"
+
+    def touch() -> None:
+        beat.write_text("")
+        os.utime(beat, ns=(0, int(bench.clock.now * 1e9)))
+        if bench.clock.now < 1000 + 1000:
+            bench.clock.after(bench.clock.now - 1000 + 50, touch)
+
+    touch()
+    bench.job.on_restore = bench.ends(DONE)
+    assert _restarts(bench, heartbeat=str(beat), heartbeat_timeout_s=100.0) == {"hang-heartbeat": 1}
+    assert bench.events("failed")[0]["why"].startswith(f"{beat} has not been touched for 100 s")
+
+
+class _Health:
+    """A health command that ends with this code, or never."""
+
+    def __init__(self, code: int | None) -> None:
+        self.code = code
+
+    def poll(self) -> int | None:
+        return self.code
+
+    def kill(self) -> None:
+        self.code = -9
+
+
+@pytest.mark.parametrize("code", [1, None])
+def test_a_health_command_that_fails_three_times_or_takes_too_long(bench: Bench, code: int | None) -> None:
+    codes: list[int | None] = [0, code, code, 0, code, code, code]
+    bench.job.on_restore = bench.ends(DONE)
+
+    def start(command: Sequence[str]) -> _Health:
+        assert command == ("check", "it")
+        return _Health(codes.pop(0))
+
+    bench.start_health = start
+    assert _restarts(bench, every_s=4000.0, health=("check", "it"), start_again=ANEW)["hang-health"] == 1
+    assert codes == []
+
+
+def test_a_health_command_that_cannot_be_started_has_failed(bench: Bench) -> None:
+    def start(command: Sequence[str]) -> _Health:
+        raise FileNotFoundError(2, "not there")
+
+    bench.start_health = start
+    assert _restarts(bench, health=("check",), start_again=ANEW)["hang-health"] >= 1
+
+
+def test_idle_gpus_are_a_hang_only_where_that_is_asked_for(bench: Bench) -> None:
+    bench.is_busy = False
+    assert _restarts(bench) == {}
+    bench.job.now = RUNNING
+    assert "hang-gpu" in _restarts(bench, 20_000, gpu_idle_s=120.0)
+
+
+def test_a_gpu_that_fails_takes_its_job_elsewhere(bench: Bench) -> None:
+    bench.clock.after(700, lambda: bench.failed_gpus.append(("GPU-7", "Xid 79")))
+    bench.clock.after(900, lambda: bench.failed_gpus.append(("GPU-1", "Xid 48")))
+    assert _restarts(bench, 1000) == {"gpu": 1}, "that of another job's GPU is noted, and no reason"
+    assert bench.job.bad_gpus == {"GPU-1", "GPU-7"}
+    assert "Xid 48" in bench.events("failed")[0]["why"]
+
+
+# --- the end, and a new beginning ------------------------------------------------------------------------------
+
+
+def test_a_drain_takes_a_last_dump_and_the_job_is_taken_up_from_there(bench: Bench) -> None:
+    bench.clock.after(700, lambda: bench.stop.request("drain"))
+    assert bench.supervise() == "draining"
+    assert bench.job.done == ["checkpoint", "last dump"]
+    again = Bench()
+    again.job.now, again.job.stored = bench.job.now, bench.job.stored
+    again.clock.after(100, again.ends(DONE))
+    assert again.supervise(anew=False) == "finished"
+    assert again.job.done == ["end", "restore s2"]
+    assert dict(again.folder.state().restarts) == {"taken-up": 1}
+    assert again.folder.state().snapshots[-1].failures == ()
+
+
+def test_a_drain_that_fails_leaves_the_job_to_be_taken_up(bench: Bench) -> None:
+    bench.job.checkpoint_errors = [None, UNREACHABLE]
+    bench.clock.after(700, lambda: bench.stop.request("drain"))
+    assert bench.supervise() == "draining"
+    assert bench.job.now == RUNNING
+    assert bench.events("drain-failed")[0]["error"] == "the store cannot be reached"
+
+
+def test_a_supervisor_that_is_told_to_leave_leaves_the_job(bench: Bench) -> None:
+    bench.clock.after(100, lambda: bench.stop.request("leave"))
+    assert bench.supervise() == "left"
+    assert bench.job.done == []
+
+
+def test_a_stop_while_it_waits_for_a_store_ends_it(bench: Bench) -> None:
+    bench.job.list_errors = [UNREACHABLE] * 1000
+    bench.clock.after(700, bench.ends(CRASHED))
+    bench.clock.after(5000, lambda: bench.stop.request("drain"))
+    assert bench.supervise() == "draining"
+    assert bench.job.now.word == "failed"
+
+
+def test_a_job_that_somebody_else_has_dumped_is_not_brought_back(bench: Bench) -> None:
+    bench.clock.after(100, bench.ends(Look("dumped")))
+    assert bench.supervise() == "taken-away"
+    assert bench.job.done == []
+
+
+def test_after_a_reboot_it_is_restored_and_the_snapshot_is_not_blamed(bench: Bench) -> None:
+    bench.clock.after(700, lambda: bench.stop.request("leave"))
+    bench.supervise()
+    again = Bench()
+    again.job.now, again.job.stored = Look("failed", "it ended, and nobody can say how"), bench.job.stored
+    again.clock.after(10, again.ends(DONE))
+    assert again.supervise(anew=False) == "finished"
+    assert again.job.done == ["end", "restore s1"]
+    assert again.folder.state().snapshots[0].failures == ()
+
+
+def test_every_event_is_a_line_of_json_with_its_time_and_job(bench: Bench) -> None:
+    bench.clock.after(700, bench.ends(DONE))
+    bench.supervise()
+    for line in bench.folder.events_path.read_text().splitlines():
+        event = json.loads(line)
+        assert event["job"] == "train"
+        assert event["time"].startswith("2027-01-15T08:")
+    assert [event["event"] for event in bench.events()] == ["supervised", "checkpoint-begin", "checkpoint", "ended"]
