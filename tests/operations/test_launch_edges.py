@@ -346,9 +346,10 @@ def _open_files(pid: int) -> list[str]:
 CANCELLED_EXEC = """
 import os, signal, sys
 import gpucr
-from gpucr.operations import exec_in_job
+from gpucr.jobs import visit
+from gpucr.operations.exec_in_job import run_inside
 ran, limit_s, *words = sys.argv[1:]
-exec_in_job._TERM_LIMIT_S = float(limit_s)
+visit._TERM_LIMIT_S = float(limit_s)
 cancel = gpucr.Cancellation()
 def look(*_):
     if os.path.exists(ran):
@@ -358,9 +359,11 @@ signal.setitimer(signal.ITIMER_REAL, 0.05, 0.05)
 if ran == "/":
     look()
 try:
-    exec_in_job.run_inside(os.getppid(), words, cancel=cancel)
+    run_inside(os.getppid(), words, cancel=cancel)
 except gpucr.Interrupted as error:
     print(error.message)
+finally:
+    signal.setitimer(signal.ITIMER_REAL, 0)  # an interpreter that ends has no handler any more
 """
 
 

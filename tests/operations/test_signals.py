@@ -296,20 +296,25 @@ def test_exec(tmp_path: Path, number: int) -> None:
     """Before there is a command, a signal keeps it from being run; after that, it is the command's."""
     ran = tmp_path / "ran"
     command = ("exec", os.getpid(), "--", "sh", "-c", f"touch {ran}; kill -{number} $$")
-    for name in ("run_inside", "_start"):
+    for name in ("run_inside", "start_inside"):
         done = send_at(("call", name), (number,), *command)
         assert (done.returncode, ran.exists()) == (130, False), f"{name}: {done.stderr}"
         assert "error: interrupted" in done.stderr
     done = send_at(("call", "_become"), (number,), *command)  # in the process that is about to become the command
     assert (done.returncode, ran.exists()) == (128 + number, False), done.stderr
-    done = send_at(("call", "_wait"), (number,), *command)
+    done = send_at(("call", "wait_for_command"), (number,), *command)
     assert done.returncode == 128 + number, done.stderr
     assert "interrupted" not in done.stderr
 
 
 def test_exec_in_the_background_of_a_shell() -> None:
     """There SIGINT and SIGQUIT are ignored: that holds for gpucr, and for the command too."""
-    moments: tuple[Moment, ...] = (("call", "run_inside"), ("call", "_start"), ("call", "_become"), ("call", "_wait"))
+    moments: tuple[Moment, ...] = (
+        ("call", "run_inside"),
+        ("call", "start_inside"),
+        ("call", "_become"),
+        ("call", "wait_for_command"),
+    )
     before = signal.signal(signal.SIGINT, signal.SIG_IGN)
     try:
         for moment in moments:

@@ -2,29 +2,16 @@
 
 from __future__ import annotations
 
-import errno
 import os
-import signal
-import sys
-import time
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
-from typing import NoReturn
 
 from gpucr.errors import InvalidRequest, NotPermitted, ProcessNotFound
 from gpucr.jobs.registered import resolve_pid
+from gpucr.jobs.visit import Visit, raise_failure, start_inside, wait_for_command
 from gpucr.linux import credentials, namespaces, processes
-from gpucr.linux.credentials import Credentials
 from gpucr.linux.namespaces import Kind
-from gpucr.linux.own_python import without_passphrase
 from gpucr.undo.cancellation import Cancellation
 from gpucr.undo.interrupts import interrupted
-
-NOT_RUN = 127
-"""The exit code where the command could not be run, as that of a shell."""
-
-_PASSED_ON = (signal.SIGTERM, signal.SIGHUP)
-_LOOK_EVERY_S, _TERM_LIMIT_S = 0.1, 10.0
 
 
 def run_inside(job: int | str, command: Sequence[str], *, cancel: Cancellation | None = None) -> int:
@@ -47,21 +34,21 @@ def run_inside(job: int | str, command: Sequence[str], *, cancel: Cancellation |
     target = processes.describe(pid).id
     folder = os.getcwd()
     try:
-        visit = _Visit(command, folder, credentials.of(pid))
+        visit = Visit(command, folder, credentials.of(pid))
         own = _namespaces_of_its_own(pid)
         with namespaces.opened(pid, *own) as fds:
             if not processes.is_alive(target):
                 raise ProcessLookupError
             _require_owned_here(pid, fds)
-            child, failures = _start(visit, fds)
+            child, failures = start_inside(visit, fds)
     except PermissionError as e:
         raise NotPermitted(
             f"the namespaces of process {pid} cannot be entered: {e.strerror}", pid=pid, hint="run gpucr as root"
         ) from e
     except (FileNotFoundError, ProcessLookupError) as e:
         raise ProcessNotFound(f"process {pid} ended while it was looked at", pid=pid) from e
-    _raise_failure(failures, child, pid, folder)
-    return _wait(child, cancel)
+    raise_failure(failures, child, pid, folder)
+    return wait_for_command(child, cancel)
 
 
 def _namespaces_of_its_own(pid: int) -> list[Kind]:
@@ -85,121 +72,3 @@ def _foreign(pid: int) -> NotPermitted:
         pid=pid,
         hint="use the tool that made the container, such as `podman exec`, or `nsenter --user` and what it asks for",
     )
-
-
-@dataclass(frozen=True)
-class _Visit:
-    """What is to be run, where, and as whom."""
-
-    command: Sequence[str]
-    folder: str
-    as_whom: Credentials
-
-    def programs(self) -> list[str]:
-        """The paths under which the program may be, as a shell would look for it."""
-        name = self.command[0]
-        return [name] if "/" in name else [os.path.join(each, name) for each in os.get_exec_path()]
-
-
-def _start(visit: _Visit, fds: Mapping[Kind, int]) -> tuple[int, int]:
-    """The pid of the command, and a pipe in which it says why it is not tried."""
-    read, write = os.pipe()
-    # What comes before there is somebody to pass it on to, and before this process does that, waits.
-    mask = signal.pthread_sigmask(signal.SIG_BLOCK, (signal.SIGINT, signal.SIGCHLD, *_PASSED_ON))
-    if "pid" in fds:
-        credentials.hide_from_tracers()  # the container must not reach this Python through its /proc
-        namespaces.enter(fds["pid"], "pid")  # a process enters a pid namespace by being born there
-    programs, environment = visit.programs(), without_passphrase(os.environ)
-    child = os.fork()
-    if child == 0:
-        for number in (signal.SIGINT, *_PASSED_ON):
-            if signal.getsignal(number) != signal.SIG_IGN:  # a handler of Python's is nothing that it could run
-                signal.signal(number, signal.SIG_DFL)
-        signal.pthread_sigmask(signal.SIG_SETMASK, mask)
-        _become(visit, fds, programs, environment, write)
-    os.close(write)
-    return child, read
-
-
-def _become(
-    visit: _Visit, fds: Mapping[Kind, int], programs: Sequence[str], environment: Mapping[str, str], failures: int
-) -> NoReturn:
-    """Nothing is imported from here on: the files are those of the job."""
-    part = "enter"
-    try:
-        # The mounts come last: the others' descriptors are open, and /proc may be another one then.
-        for kind in sorted(fds.keys() - {"pid"}, key=lambda kind: kind == "mnt"):
-            namespaces.enter(fds[kind], kind)
-        part = "credentials"
-        credentials.take_on(visit.as_whom)
-        part = "folder"
-        os.chdir(visit.folder)
-        part = "program"
-        for number in (signal.SIGPIPE, signal.SIGXFSZ):  # Python ignores them, and what is ignored stays so
-            signal.signal(number, signal.SIG_DFL)
-        _execute(programs, visit.command, environment)
-    except OSError as e:
-        if part == "program":
-            sys.stderr.write(f"error: {visit.command[0]} cannot be run: {e.strerror}\n")
-            sys.stderr.flush()
-        else:
-            os.write(failures, f"{part} {e.errno}".encode())
-    finally:
-        os._exit(NOT_RUN)
-
-
-def _execute(programs: Sequence[str], command: Sequence[str], environment: Mapping[str, str]) -> None:
-    """Raises OSError: as execvp(3), of one that is there but cannot be run, else that there is none."""
-    refused: OSError = FileNotFoundError(errno.ENOENT, os.strerror(errno.ENOENT))
-    for program in programs:
-        try:
-            os.execve(program, list(command), environment)  # noqa: S606 (an argument list, no shell)
-        except (FileNotFoundError, NotADirectoryError):
-            continue
-        except OSError as e:
-            refused = e
-    raise refused
-
-
-def _raise_failure(failures: int, child: int, pid: int, folder: str) -> None:
-    """Raise what kept the command from being tried."""
-    with open(failures, "rb") as stream:
-        part, _, number = stream.read().decode().partition(" ")
-    if not part:
-        return
-    os.waitpid(child, 0)
-    reason = os.strerror(int(number))
-    if part == "folder":
-        raise InvalidRequest(
-            f"the current folder {folder} cannot be used inside the job: {reason}",
-            hint="an isolated job has a /dev/shm of its own; change to another folder first (cd /)",
-        )
-    what = "its namespaces cannot be entered" if part == "enter" else "its credentials cannot be taken on"
-    raise NotPermitted(f"process {pid}: {what}: {reason}", pid=pid, hint="run gpucr as root")
-
-
-def _wait(child: int, cancel: Cancellation | None) -> int:
-    """Wait for the command. A Ctrl-C on the terminal reaches it without gpucr; other signals are passed on.
-
-    They stay blocked, as SIGCHLD does, and are fetched: a handler of Python's runs only after waitpid(2), if the signal
-    comes right before that.
-    """
-    signal.signal(signal.SIGINT, signal.SIG_IGN)
-    kill_at: float | None = None
-    while True:
-        ended, status = os.waitpid(child, os.WNOHANG)
-        if ended:
-            break
-        waited_for = (signal.SIGCHLD, *_PASSED_ON)
-        received = signal.sigwaitinfo(waited_for) if cancel is None else signal.sigtimedwait(waited_for, _LOOK_EVERY_S)
-        if received is not None and received.si_signo != signal.SIGCHLD:
-            os.kill(child, received.si_signo)
-        if cancel is not None and cancel.is_cancelled and kill_at is None:
-            kill_at = time.monotonic() + _TERM_LIMIT_S
-            os.kill(child, signal.SIGTERM)
-        elif kill_at is not None and time.monotonic() > kill_at:
-            os.kill(child, signal.SIGKILL)
-    if kill_at is not None and cancel is not None:
-        raise interrupted(KeyboardInterrupt(cancel.reason), "the command was ended")
-    code = os.waitstatus_to_exitcode(status)
-    return code if code >= 0 else 128 - code
