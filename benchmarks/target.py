@@ -9,7 +9,7 @@ import signal
 import socket
 import subprocess
 import time
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 
 from gpucr.linux.processes import read_stat
@@ -29,10 +29,13 @@ class Target:
     """A running counter program with ``mib`` MiB of random bytes in device memory, on the GPU or on the simulator.
 
     The bytes do not compress and hold no page of zeros or page twice, so that no tool can save itself work. ``folder``
-    must be empty and stay: it is the program's working folder, and tells it from all other processes.
+    must be empty and stay: it is the program's working folder, and tells it from all other processes. ``command`` is
+    another program that answers as the counter does.
     """
 
-    def __init__(self, folder: Path, mib: int, environment: Mapping[str, str]) -> None:
+    def __init__(
+        self, folder: Path, mib: int, environment: Mapping[str, str], command: Sequence[str] | None = None
+    ) -> None:
         self._folder = folder
         self._patience_s = LEAST_PATIENCE_S + PATIENCE_S_PER_GIB * mib / 1024
         self._port = 0
@@ -40,7 +43,7 @@ class Target:
         # A file, not a pipe: the other end of a pipe would be this process, which is not part of what is dumped.
         with self._log.open("wb") as log:
             self._child = subprocess.Popen(
-                [str(build() / "counter"), "--port", "0", "--mib", str(mib), "--start", str(self._number)],
+                command or [str(build() / "counter"), "--port", "0", "--mib", str(mib), "--start", str(self._number)],
                 stdin=subprocess.DEVNULL,
                 stdout=log,
                 stderr=subprocess.STDOUT,

@@ -1,0 +1,42 @@
+"""What the interposer's benchmark makes of its times."""
+
+from __future__ import annotations
+
+import pytest
+
+from benchmarks.interposed import Results, checks, standstill
+from benchmarks.limits import Limits
+from benchmarks.tools import Outcome
+from gpucr import Phase
+
+LIMITS = Limits(1e9, 2e9, 1, True, None, None, 1e10)
+
+
+def measured(**seconds: float) -> Results:
+    results = Results(written={"interposed dump": 10**10})
+    for what, value in seconds.items():
+        results.add("interposed", what, value)
+    return results
+
+
+def test_a_job_stands_still_from_the_lock_on_and_not_while_memory_is_prepared() -> None:
+    phases = tuple(Phase(name, 1.0) for name in ("prepare", "allocate", "lock", "checkpoint"))
+    assert standstill(Outcome(phases), 9.0) == 2.0
+    assert standstill(Outcome(()), 9.0) == 9.0
+
+
+@pytest.mark.parametrize(("what", "least_s", "most_s"), [
+    ("dump", 11.4, 11.6), ("restore", 5.7, 5.8), ("downtime", 2.0, 2.1), ("move", 1.5, 1.6),
+])  # fmt: skip
+def test_limits(what: str, least_s: float, most_s: float) -> None:
+    for seconds, holds in ((least_s, True), (most_s, False)):
+        (check,) = checks(measured(**{what: seconds}), {"disk": LIMITS})
+        assert (check.what, check.seconds <= check.allowed_s) == (what, holds)
+
+
+def test_what_the_plain_driver_did_not_do_in_this_run_is_no_limit() -> None:
+    results = measured(suspend=1.0, resume=1.0)
+    assert checks(results, {"disk": LIMITS}) == []
+    results.add("plain", "suspend", 8.1)
+    results.add("plain", "resume", 3.4)
+    assert [(c.what, c.seconds <= c.allowed_s) for c in checks(results, {})] == [("suspend", True), ("resume", False)]
