@@ -47,6 +47,7 @@ _COMMANDS = {
     "resume": "bring a suspended job back onto its GPUs",
     "rm": "remove a snapshot from a store",
     "run": "start a job that can be frozen and brought back",
+    "service": "have systemd take supervised jobs up after a boot",
     "sim": "the simulated driver, for machines without a GPU",
     "state": "show the CUDA state of a job's processes",
     "store": "make a store of snapshots, and give out its keys",

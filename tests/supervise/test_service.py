@@ -1,0 +1,85 @@
+"""The systemd units: what is in them, checked by systemd where it is there."""
+
+from __future__ import annotations
+
+import configparser
+import shutil
+from pathlib import Path
+
+import pytest
+
+from gpucr.errors import BrokenInstall, NotPermitted
+from gpucr.supervise import service
+from tests import command
+
+pytestmark = pytest.mark.root
+
+
+@pytest.fixture(autouse=True)
+def _own_state(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("XDG_STATE_HOME", str(tmp_path / "a folder" / "state"))
+
+
+def _parsed(text: str) -> configparser.ConfigParser:
+    parser = configparser.ConfigParser(interpolation=None, strict=True)
+    parser.optionxform = str  # type: ignore[assignment,method-assign]
+    parser.read_string(text)
+    return parser
+
+
+def test_the_units_are_installed_brought_up_to_date_and_removed(tmp_path: Path) -> None:
+    folder = tmp_path / "units"
+    folder.mkdir()
+    arguments = ("--units-dir", folder)
+    made = command.run_json("service", "install", *arguments, "--no-enable")["changes"]
+    assert [change["what"] for change in made] == ["made"] * 3
+    assert {path.name for path in folder.iterdir()} == set(service.units())
+    assert {path.stat().st_mode & 0o777 for path in folder.iterdir()} == {0o644}
+    unit = folder / "gpucr-supervise.timer"
+    unit.write_text(unit.read_text().replace("5min", "9min"))
+    again = command.run_json("service", "install", *arguments)["changes"]
+    assert [change["what"] for change in again] == ["unchanged", "unchanged", "changed"]
+    gone = command.run_json("service", "uninstall", *arguments)["changes"]
+    assert [change["what"] for change in gone] == ["removed"] * 3
+    assert not list(folder.iterdir())
+    assert "9min" not in command.run("service", "show").stdout
+
+
+def test_a_unit_of_somebody_else_is_left_alone(tmp_path: Path) -> None:
+    other = tmp_path / "gpucr-supervise.service"
+    other.write_text("[Unit]\n")
+    for action in ("install", "uninstall"):
+        done = command.run("service", action, "--units-dir", tmp_path)
+        assert done.returncode == 2
+        assert "gpucr has not made it" in done.stderr
+    assert [path.name for path in tmp_path.glob("*.*")] == [other.name]
+    assert other.read_text() == "[Unit]\n"
+
+
+def test_the_service_takes_jobs_up_drains_them_and_never_kills_them() -> None:
+    main, check, timer = (_parsed(text) for text in service.units().values())
+    assert main["Service"]["ExecStart"].startswith("-")
+    assert main["Service"]["ExecStart"].endswith("supervise --all")
+    assert main["Service"]["ExecStop"].endswith("supervise --all --drain")
+    assert main["Service"]["KillMode"] == "process"
+    assert main["Service"]["Environment"].startswith('"XDG_STATE_HOME=/')
+    assert check["Service"]["ExecStart"].endswith("reload gpucr-supervise.service")
+    assert timer["Timer"]["Unit"] == "gpucr-supervise-check.service"
+
+
+def test_systemd_finds_no_fault_with_them(tmp_path: Path) -> None:
+    if shutil.which("systemd-analyze") is None:
+        pytest.skip("there is no systemd-analyze")
+    paths = [tmp_path / name for name in service.units()]
+    for path, text in zip(paths, service.units().values(), strict=True):
+        path.write_text(text)
+    assert service.verify(paths)
+    paths[0].write_text(paths[0].read_text().replace("Type=oneshot", "Type=nonsense").replace("ExecStart=", "Exec="))
+    with pytest.raises(BrokenInstall, match="systemd-analyze finds fault"):
+        service.verify(paths)
+
+
+def test_others_than_root_cannot_install_them(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    monkeypatch.setattr("os.geteuid", lambda: 1000)
+    with pytest.raises(NotPermitted):
+        service.install(tmp_path)
