@@ -247,6 +247,43 @@ class Agent:
             if answer.code != Code.DONE:
                 raise Refused(Operation.IMPORT, answer.code)
 
+    def blocks(self) -> list[Block]:
+        """All that the process has, also what is away, by index."""
+        found: list[Block] = []
+        first, last = 0, 0
+        while not last:
+            answer = self._ask(Operation.LIST, first)
+            listed = answer.blocks()
+            if not listed and not answer.b:
+                raise BadAnswer("the agent's list has no end")
+            found += listed
+            first, last = answer.a, answer.b
+        return found
+
+    def keep(self, descriptor: int | None) -> None:
+        """Have the process hold this descriptor for whoever fetches it, also when we are gone; None: it lets go."""
+        answer, given = self._exchange(Operation.KEEP, descriptors=() if descriptor is None else (descriptor,))
+        _close_all(given)
+        if answer.code != Code.DONE:
+            raise Refused(Operation.KEEP, answer.code)
+
+    def fetch(self) -> int | None:
+        """What the process keeps; the caller closes it. None: nothing."""
+        answer, given = self._exchange(Operation.FETCH)
+        if answer.code != Code.DONE or len(given) > 1:
+            _close_all(given)
+            raise Refused(Operation.FETCH, answer.code)
+        return given[0] if given else None
+
+    def hang_up(self) -> None:
+        """As `close`, but the agent has closed its end when this returns: CRIU finds no connection. Raises OSError."""
+        try:
+            self._socket.shutdown(socket.SHUT_WR)
+            while self._socket.recv(1):
+                pass
+        finally:
+            self.close()
+
     def create(self, blocks: Sequence[Block]) -> Iterator[list[Held]]:
         """New memory at the blocks' addresses, and descriptors by which to fill it, a batch at a time."""
         for start in range(0, len(blocks), MOST_RECORDS):

@@ -13,7 +13,7 @@ MOST_RECORDS = 128
 DRIVER_ERROR = 0x10000
 
 _HEAD = struct.Struct("<IHHIIQQ")
-_RECORD = struct.Struct("<IIQiiII")
+_RECORD = struct.Struct("<IIQiiIIQ")
 MOST_BYTES = _HEAD.size + MOST_RECORDS * _RECORD.size
 
 
@@ -28,6 +28,9 @@ class Operation(enum.IntEnum):
     DROP = 6
     IMPORT = 7
     CREATE = 8
+    LIST = 9
+    KEEP = 10
+    FETCH = 11
 
 
 class Code(enum.IntEnum):
@@ -84,7 +87,10 @@ class BadAnswer(Exception):
 
 @dataclass(frozen=True)
 class Block:
-    """One piece of physical memory of the process. ``size_bytes`` is 0 where it was imported."""
+    """One piece of physical memory of the process, seen from ``address`` on (0: from nowhere).
+
+    ``size_bytes`` is 0 where it was imported.
+    """
 
     index: int
     generation: int
@@ -93,12 +99,14 @@ class Block:
     location: int
     flags: Flag
     mappings: int
+    address: int
 
     def pack(self) -> bytes:
         """As the agent reads it."""
         return _RECORD.pack(
-            self.index, self.generation, self.size_bytes, self.location_type, self.location, self.flags, self.mappings
-        )
+            self.index, self.generation, self.size_bytes, self.location_type, self.location, self.flags,
+            self.mappings, self.address,
+        )  # fmt: skip
 
 
 @dataclass(frozen=True)
@@ -144,8 +152,8 @@ class Answer:
         if len(self.payload) != self.count * _RECORD.size:
             raise BadAnswer("the agent's records are cut short")
         return [
-            Block(index, generation, size, kind, location, Flag(flags), mappings)
-            for index, generation, size, kind, location, flags, mappings in _RECORD.iter_unpack(self.payload)
+            Block(index, generation, size, kind, location, Flag(flags), mappings, address)
+            for index, generation, size, kind, location, flags, mappings, address in _RECORD.iter_unpack(self.payload)
         ]
 
     def status(self) -> Status:

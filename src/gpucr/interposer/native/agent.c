@@ -2,6 +2,7 @@
 #include "carry.h"
 #include "socket.h"
 
+#include <fcntl.h>
 #include <poll.h>
 #include <pthread.h>
 #include <signal.h>
@@ -15,7 +16,7 @@
 
 static _Atomic bool started;
 static pthread_mutex_t descriptors_open = PTHREAD_MUTEX_INITIALIZER; /* while it is held nobody forks */
-static int listening = -1, client = -1;
+static int listening = -1, client = -1, kept = -1;
 static struct packet asked, answer; /* the agent's alone; too large for a stack that somebody else may have chosen */
 
 static void count_ranges(struct status *status) {
@@ -98,6 +99,38 @@ static uint32_t do_export(void) {
     return answer.head.count > 0 ? DONE : code; /* what did not go now is tried again with the next batch */
 }
 
+static uint32_t do_list(void) {
+    uint64_t index = asked.head.a;
+    for (; index < block_count() && answer.head.count < MOST_RECORDS; index++) {
+        const struct block *block = block_at((uint32_t)index);
+        if (block->live)
+            add(block);
+    }
+    answer.head.a = index;
+    answer.head.b = index >= block_count();
+    return DONE;
+}
+
+static uint32_t do_keep(void) {
+    if (asked.descriptor_count > 1)
+        return MALFORMED;
+    if (kept >= 0)
+        close(kept);
+    kept = asked.descriptor_count == 1 ? asked.descriptors[0] : -1;
+    asked.descriptor_count = 0; /* it is not closed with the others */
+    return DONE;
+}
+
+static uint32_t do_fetch(void) {
+    if (kept < 0)
+        return DONE;
+    int copy = fcntl(kept, F_DUPFD_CLOEXEC, 3);
+    if (copy < 0)
+        return NO_DESCRIPTORS;
+    answer.descriptors[answer.descriptor_count++] = copy;
+    return DONE;
+}
+
 static uint32_t bring_back(const struct record *record, unsigned place) {
     struct block *block = block_number(record->block, (uint16_t)record->generation);
     if (block == NULL)
@@ -145,7 +178,7 @@ static uint32_t answer_hello(void) {
 
 static uint32_t on_memory_locked(void) {
     table_lock();
-    uint32_t code = on_memory();
+    uint32_t code = asked.head.operation == LIST ? do_list() : on_memory();
     table_unlock();
     return code;
 }
@@ -162,7 +195,12 @@ static uint32_t perform(void) {
     case DROP:
     case IMPORT:
     case CREATE:
+    case LIST:
         return on_memory_locked();
+    case KEEP:
+        return do_keep();
+    case FETCH:
+        return do_fetch();
     default:
         return MALFORMED;
     }
@@ -306,6 +344,8 @@ void agent_in_child(void) {
         close(listening);
     if (client >= 0)
         close(client);
-    listening = client = -1;
+    if (kept >= 0)
+        close(kept);
+    listening = client = kept = -1;
     atomic_store(&started, false);
 }

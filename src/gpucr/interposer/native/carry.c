@@ -10,11 +10,20 @@ static uint32_t code_of(result result) {
     return result == SUCCESS ? DONE : DRIVER_ERROR + (uint32_t)result;
 }
 
+static uint64_t first_address(const struct block *block) {
+    for (size_t i = 0; i < mappings.count; i++) {
+        const struct mapping *mapping = sorted_at(&mappings, i);
+        if (mapping->block == block->index)
+            return mapping->start;
+    }
+    return 0;
+}
+
 struct record carry_record(const struct block *block) {
     uint32_t flags = (block->imported ? IMPORTED : 0) | (block->dropped ? AWAY : 0) |
                      (!block->exportable && !block->imported ? CANNOT_LEAVE : 0);
     return (struct record){block->index, block->generation, block->bytes, block->asked.location_type,
-                           block->asked.location, flags, block->mappings};
+                           block->asked.location, flags, block->mappings, first_address(block)};
 }
 
 /* The device whose context is used to work on a block: its own, or one that may reach it. */

@@ -20,6 +20,9 @@ enum operation {
     DROP,       /* everything is unmapped and released; the addresses stay reserved */
     IMPORT,     /* records with a descriptor each; a = 1: the blocks are renewed, so that they can be exported again */
     CREATE,     /* records: made anew, empty, at their addresses. Answer: a descriptor for each */
+    LIST,       /* a = first block. Answer: records; a = the next block, b = 1: that was all */
+    KEEP,       /* one descriptor, which is kept for whoever asks; none: the one that is kept is closed */
+    FETCH,      /* answer: that descriptor, if there is one */
 };
 
 enum code { /* above DRIVER_ERROR: CUresult + DRIVER_ERROR */
@@ -53,8 +56,9 @@ struct record { /* one block */
     uint64_t bytes;
     int32_t location_type, location;
     uint32_t flags, mappings;
+    uint64_t address; /* the lowest that shows it; 0: none does */
 };
-_Static_assert(sizeof(struct record) == 32, "struct record");
+_Static_assert(sizeof(struct record) == 40, "struct record");
 
 struct status {
     uint64_t gate_closed, inside, captures;
