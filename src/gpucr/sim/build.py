@@ -26,7 +26,7 @@ _CUDA = (
     "results.c", "thread.c", "gate.c", "memory.c", "staging.c", "context.c", "execution.c", "collective.c", "device.c",
     "api.c", "proc_address.c",
 )  # fmt: skip
-_SHARING = ("view.c", "host_memory.c", "peer.c", "ipc.c", "vmm.c", "event.c", "graph.c")
+_SHARING = ("view.c", "host_memory.c", "peer.c", "ipc.c", "vmm.c", "multicast.c", "pointer.c", "event.c", "graph.c")
 _CHECKPOINT = ("faults.c", "watcher.c", "restore_thread.c", "control.c", "checkpoint_api.c")
 
 

@@ -127,6 +127,19 @@ EXPORT int cuDevicePrimaryCtxRelease(int ordinal) {
     return cuDevicePrimaryCtxRelease_v2(ordinal);
 }
 
+static enum result reset(int ordinal) {
+    struct device *device = device_at(ordinal);
+    return device == NULL ? INVALID_DEVICE : primary_reset(device);
+}
+
+EXPORT int cuDevicePrimaryCtxReset_v2(int ordinal) {
+    GATED(reset(ordinal));
+}
+
+EXPORT int cuDevicePrimaryCtxReset(int ordinal) {
+    return cuDevicePrimaryCtxReset_v2(ordinal);
+}
+
 static enum result create(struct context **context, int ordinal) {
     struct device *device = device_at(ordinal);
     if (device == NULL)

@@ -140,6 +140,8 @@ enum result device_attribute(const struct device *device, int attribute, int *va
         {75, 9},   /* COMPUTE_CAPABILITY_MAJOR */
         {76, 0},   /* COMPUTE_CAPABILITY_MINOR */
         {83, 1},   /* MANAGED_MEMORY */
+        {102, 1},  /* VIRTUAL_MEMORY_MANAGEMENT_SUPPORTED */
+        {110, 1},  /* GPU_DIRECT_RDMA_WITH_CUDA_VMM_SUPPORTED */
     };
     if (attribute == 33) { /* PCI_BUS_ID */
         *value = (int)device->machine_index + 1;
@@ -168,6 +170,13 @@ enum result primary_release(struct device *device) {
     if (device->primary_users == 0)
         return INVALID_CONTEXT;
     if (--device->primary_users > 0)
+        return SUCCESS;
+    return primary_reset(device);
+}
+
+/* Whoever holds it has a handle of nothing, until it is retained again. */
+enum result primary_reset(struct device *device) {
+    if (device->primary == NULL)
         return SUCCESS;
     struct context *context = device->primary;
     device->primary = NULL;

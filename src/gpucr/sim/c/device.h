@@ -12,5 +12,6 @@ int device_ordinal(const struct device *device);
 enum result device_attribute(const struct device *device, int attribute, int *value);
 enum result primary_retain(struct device *device, struct context **context);
 enum result primary_release(struct device *device);
+enum result primary_reset(struct device *device);
 
 #endif

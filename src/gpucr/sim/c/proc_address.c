@@ -28,6 +28,8 @@
     X(cuDevicePrimaryCtxRetain, 7000, )        \
     X(cuDevicePrimaryCtxRelease, 7000, )       \
     X(cuDevicePrimaryCtxRelease, 11000, _v2)   \
+    X(cuDevicePrimaryCtxReset, 7000, )         \
+    X(cuDevicePrimaryCtxReset, 11000, _v2)     \
     X(cuCtxCreate, 2000, )                     \
     X(cuCtxCreate, 3020, _v2)                  \
     ABSENT(cuCtxCreate, 11040)                 \
@@ -73,6 +75,17 @@
     X(cuMemImportFromShareableHandle, 10020, ) \
     X(cuMemRetainAllocationHandle, 11000, )    \
     X(cuMemGetAllocationPropertiesFromHandle, 10020, ) \
+    X(cuMemAllocAsync, 11020, )                \
+    X(cuMemFreeAsync, 11020, )                 \
+    X(cuMemGetHandleForAddressRange, 11070, )  \
+    X(cuMulticastCreate, 12010, )              \
+    X(cuMulticastAddDevice, 12010, )           \
+    X(cuMulticastBindMem, 12010, )             \
+    X(cuMulticastBindAddr, 12010, )            \
+    X(cuMulticastUnbind, 12010, )              \
+    X(cuPointerGetAttribute, 4000, )           \
+    X(cuPointerGetAttributes, 7000, )          \
+    X(cuPointerSetAttribute, 6000, )           \
     X(cuModuleLoadData, 2000, )                \
     X(cuModuleGetFunction, 2000, )             \
     X(cuLaunchKernel, 4000, )                  \

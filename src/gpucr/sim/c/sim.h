@@ -141,6 +141,7 @@ enum result view_add(uint64_t address, uint64_t size_bytes, const struct locatio
 bool view_remove(uint64_t address, enum view_kind kind); /* mapped with the VMM calls, or opened by CUDA IPC */
 bool view_is_open(enum view_kind kind);
 bool view_at(uint64_t address, struct location *at); /* what the VMM calls have mapped there */
+bool view_range(uint64_t address, uint64_t *start, uint64_t *size_bytes); /* of that view */
 bool view_shows(const struct location *at);
 bool view_find(uint64_t pointer, uint64_t size_bytes, int *fd, uint64_t *offset);
 void views_close_files(void);

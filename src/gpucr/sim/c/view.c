@@ -102,6 +102,16 @@ bool view_at(uint64_t address, struct location *at) {
     return false;
 }
 
+bool view_range(uint64_t address, uint64_t *start, uint64_t *size_bytes) {
+    for (const struct view *view = views; view != NULL; view = view->next)
+        if (address >= view->address && address - view->address < view->size_bytes) {
+            *start = view->address;
+            *size_bytes = view->size_bytes;
+            return true;
+        }
+    return false;
+}
+
 bool view_find(uint64_t pointer, uint64_t size_bytes, int *fd, uint64_t *offset) {
     for (struct view *view = views; view != NULL; view = view->next) {
         if (pointer < view->address || pointer - view->address >= view->size_bytes ||

@@ -1,5 +1,5 @@
 /* The VMM calls: physical memory without an address, addresses without memory, and handles that travel as descriptors. */
-#include "calls.h"
+#include "vmm.h"
 
 #include <errno.h>
 #include <fcntl.h>
@@ -9,26 +9,10 @@
 #include <sys/stat.h>
 #include <unistd.h>
 
-#define GRANULARITY_BYTES (2u << 20)
 #define POSIX_DESCRIPTOR 1 /* CU_MEM_HANDLE_TYPE_POSIX_FILE_DESCRIPTOR */
 #define SHARED_MAGIC 0x6d6d762d6d697367u
 
-struct properties { /* CUmemAllocationProp */
-    int type, handle_types, location_type, location;
-    void *win32;
-    uint8_t flags[8];
-};
-_Static_assert(sizeof(struct properties) == 32, "CUmemAllocationProp");
-
-struct allocation {
-    struct location at; /* owner 0: imported, and `offset` tells it from others */
-    uint64_t size_bytes;
-    uint64_t pointer; /* of our own memory; 0: imported */
-    struct properties properties;
-    int shared; /* the file that holds the bytes since it was exported, or imported; -1: they are in our own memory */
-    unsigned references; /* 0: released, and kept until it is unmapped, as the driver does */
-    struct allocation *next;
-};
+#define ON_HOST_NODE 3 /* CU_MEM_LOCATION_TYPE_HOST_NUMA */
 
 struct shared_memory { /* behind the bytes in that file */
     uint64_t magic, size_bytes;
@@ -36,27 +20,41 @@ struct shared_memory { /* behind the bytes in that file */
 };
 
 static struct allocation *allocations;
-static uint64_t imports;
+static uint64_t others; /* that are not our own device memory */
 
 bool vmm_is_imported(void) {
     for (const struct allocation *each = allocations; each != NULL; each = each->next)
-        if (each->pointer == 0 && each->references > 0)
+        if (each->imported && each->references > 0)
             return true;
     return view_is_open(VIEW_IMPORTED);
 }
 
-static struct allocation *known(uint64_t handle) {
+struct allocation *vmm_known(uint64_t handle) {
     for (struct allocation *each = allocations; each != NULL; each = each->next)
         if ((uint64_t)(uintptr_t)each == handle && each->references > 0)
             return each;
     return NULL;
 }
 
-static enum result remember(const struct allocation *allocation, uint64_t *handle) {
+static struct allocation *mapped_at(uint64_t address) {
+    struct location at;
+    for (struct allocation *each = view_at(address, &at) ? allocations : NULL; each != NULL; each = each->next)
+        if (each->at.base == at.base && each->at.offset == at.offset && each->at.owner == at.owner)
+            return each;
+    return NULL;
+}
+
+const struct allocation *vmm_at(uint64_t address) {
+    return mapped_at(address);
+}
+
+enum result vmm_remember(const struct allocation *allocation, uint64_t *handle) {
     struct allocation *made = malloc(sizeof *made);
     if (made == NULL)
         return OUT_OF_MEMORY;
     *made = *allocation;
+    if (made->pointer == 0)
+        made->at = (struct location){.offset = ++others};
     made->next = allocations;
     allocations = made;
     *handle = (uint64_t)(uintptr_t)made;
@@ -64,18 +62,39 @@ static enum result remember(const struct allocation *allocation, uint64_t *handl
 }
 
 static bool valid_size(uint64_t size_bytes) {
-    return size_bytes > 0 && size_bytes % GRANULARITY_BYTES == 0;
+    return size_bytes > 0 && size_bytes % VMM_GRANULARITY_BYTES == 0;
 }
 
 EXPORT int cuMemGetAllocationGranularity(size_t *bytes, const struct properties *properties, int option) {
     (void)option;
     if (bytes == NULL || properties == NULL)
         return INVALID_VALUE;
-    *bytes = GRANULARITY_BYTES;
+    *bytes = VMM_GRANULARITY_BYTES;
     return SUCCESS;
 }
 
+static int new_file(uint64_t size_bytes, const struct properties *properties) {
+    struct shared_memory content = {SHARED_MAGIC, size_bytes, *properties};
+    int fd = memfd_create("gpucr-sim-vmm", MFD_CLOEXEC);
+    if (fd >= 0 && pwrite(fd, &content, sizeof content, (off_t)size_bytes) != (ssize_t)sizeof content) {
+        close(fd);
+        fd = -1;
+    }
+    return fd;
+}
+
+/* NCCL's memory between processes: of a NUMA node, seen by the GPUs and by the processor. */
+static enum result create_on_host(uint64_t *handle, uint64_t size_bytes, const struct properties *properties) {
+    struct allocation allocation = {.size_bytes = size_bytes, .properties = *properties, .references = 1};
+    if (!valid_size(size_bytes) || properties->location < 0)
+        return INVALID_VALUE;
+    allocation.shared = new_file(size_bytes, properties);
+    return allocation.shared < 0 ? OPERATING_SYSTEM : vmm_remember(&allocation, handle);
+}
+
 static enum result create(uint64_t *handle, uint64_t size_bytes, const struct properties *properties) {
+    if (properties->location_type == ON_HOST_NODE)
+        return create_on_host(handle, size_bytes, properties);
     struct device *device = device_at(properties->location);
     struct allocation allocation = {.size_bytes = size_bytes, .properties = *properties, .shared = -1, .references = 1};
     uint64_t whole;
@@ -85,7 +104,7 @@ static enum result create(uint64_t *handle, uint64_t size_bytes, const struct pr
     if (result != SUCCESS)
         return result;
     memory_locate(allocation.pointer, &allocation.at, &whole);
-    return remember(&allocation, handle);
+    return vmm_remember(&allocation, handle);
 }
 
 EXPORT int cuMemCreate(uint64_t *handle, size_t bytes, const struct properties *properties, unsigned long long flags) {
@@ -110,7 +129,7 @@ static void forget_unused(void) {
 }
 
 static enum result release(uint64_t handle) {
-    struct allocation *allocation = known(handle);
+    struct allocation *allocation = vmm_known(handle);
     if (allocation == NULL)
         return INVALID_VALUE;
     allocation->references--;
@@ -145,11 +164,18 @@ EXPORT int cuMemAddressFree(uint64_t address, size_t bytes) {
     GATED(free_address(address, bytes));
 }
 
+static bool is_on_host(const struct allocation *allocation) {
+    return allocation->properties.location_type == ON_HOST_NODE;
+}
+
 static enum result map(uint64_t address, uint64_t size_bytes, uint64_t offset, uint64_t handle) {
-    const struct allocation *allocation = known(handle);
+    const struct allocation *allocation = vmm_known(handle);
     if (allocation == NULL || offset != 0 || size_bytes != allocation->size_bytes)
         return INVALID_VALUE;
-    return view_add(address, size_bytes, &allocation->at, allocation->pointer == 0 ? VIEW_IMPORTED : VIEW_OWN,
+    if (is_on_host(allocation) && mmap((void *)(uintptr_t)address, size_bytes, PROT_READ | PROT_WRITE,
+                                       MAP_SHARED | MAP_FIXED, allocation->shared, 0) == MAP_FAILED)
+        return OUT_OF_MEMORY;
+    return view_add(address, size_bytes, &allocation->at, allocation->imported ? VIEW_IMPORTED : VIEW_OWN,
                     &allocation->shared);
 }
 
@@ -158,6 +184,10 @@ EXPORT int cuMemMap(uint64_t address, size_t bytes, size_t offset, uint64_t hand
 }
 
 static enum result unmap(uint64_t address) {
+    const struct allocation *allocation = vmm_at(address);
+    if (allocation != NULL && is_on_host(allocation))
+        mmap((void *)(uintptr_t)address, allocation->size_bytes, PROT_NONE,
+             MAP_PRIVATE | MAP_ANONYMOUS | MAP_NORESERVE | MAP_FIXED, -1, 0);
     if (!view_remove(address, VIEW_OWN))
         return INVALID_VALUE;
     forget_unused();
@@ -198,12 +228,10 @@ static bool copy_bytes(int to, uint64_t to_offset, int from, uint64_t from_offse
 
 /* From now on the bytes are in a file of their own: whoever has it keeps them, whatever becomes of this process. */
 static enum result share(struct allocation *allocation) {
-    struct shared_memory content = {SHARED_MAGIC, allocation->size_bytes, allocation->properties};
-    int fd = memfd_create("gpucr-sim-vmm", MFD_CLOEXEC);
+    int fd = new_file(allocation->size_bytes, &allocation->properties);
     if (fd < 0)
         return OPERATING_SYSTEM;
-    if (pwrite(fd, &content, sizeof content, (off_t)allocation->size_bytes) != (ssize_t)sizeof content ||
-        !copy_bytes(fd, 0, memory_file(allocation->at.base), allocation->at.offset, allocation->size_bytes)) {
+    if (!copy_bytes(fd, 0, memory_file(allocation->at.base), allocation->at.offset, allocation->size_bytes)) {
         close(fd);
         return OPERATING_SYSTEM;
     }
@@ -212,8 +240,8 @@ static enum result share(struct allocation *allocation) {
 }
 
 static enum result export_memory(int *descriptor, uint64_t handle) {
-    struct allocation *allocation = known(handle);
-    if (allocation == NULL || allocation->pointer == 0 || (allocation->properties.handle_types & POSIX_DESCRIPTOR) == 0)
+    struct allocation *allocation = vmm_known(handle);
+    if (allocation == NULL || allocation->imported || allocation->multicast || (allocation->properties.handle_types & POSIX_DESCRIPTOR) == 0)
         return INVALID_VALUE; /* also what was imported (measured, driver 580) */
     enum result result = allocation->shared < 0 ? share(allocation) : SUCCESS;
     if (result != SUCCESS)
@@ -226,6 +254,8 @@ enum result vmm_take_back(void) {
     if (driver_generation() >= DRIVER_FUTURE)
         return SUCCESS; /* the processes go on sharing the file */
     for (struct allocation *each = allocations; each != NULL; each = each->next) {
+        if (each->multicast || (is_on_host(each) && !each->imported))
+            return NOT_SUPPORTED; /* an assumption: nobody has tried it */
         if (each->shared < 0 || each->pointer == 0)
             continue;
         if (!copy_bytes(memory_file(each->at.base), each->at.offset, each->shared, 0, each->size_bytes))
@@ -256,11 +286,11 @@ static enum result import_memory(uint64_t *handle, int descriptor) {
         pread(descriptor, &content, sizeof content, status.st_size - (off_t)sizeof content) != (ssize_t)sizeof content ||
         content.magic != SHARED_MAGIC || content.size_bytes != (uint64_t)status.st_size - sizeof content)
         return INVALID_VALUE;
-    struct allocation allocation = {.at = {.offset = ++imports}, .size_bytes = content.size_bytes, .references = 1,
+    struct allocation allocation = {.imported = true, .size_bytes = content.size_bytes, .references = 1,
                                     .properties = content.properties, .shared = fcntl(descriptor, F_DUPFD_CLOEXEC, 3)};
     if (allocation.shared < 0)
         return OPERATING_SYSTEM;
-    enum result result = remember(&allocation, handle);
+    enum result result = vmm_remember(&allocation, handle);
     if (result != SUCCESS)
         close(allocation.shared);
     return result;
@@ -272,16 +302,12 @@ EXPORT int cuMemImportFromShareableHandle(uint64_t *handle, void *shareable, int
 }
 
 static enum result retain(uint64_t *handle, uint64_t address) {
-    struct location at;
-    if (!view_at(address, &at))
+    struct allocation *allocation = mapped_at(address);
+    if (allocation == NULL)
         return INVALID_VALUE;
-    for (struct allocation *each = allocations; each != NULL; each = each->next)
-        if (each->at.base == at.base && each->at.offset == at.offset && each->at.owner == at.owner) {
-            each->references++;
-            *handle = (uint64_t)(uintptr_t)each;
-            return SUCCESS;
-        }
-    return INVALID_VALUE;
+    allocation->references++;
+    *handle = (uint64_t)(uintptr_t)allocation;
+    return SUCCESS;
 }
 
 EXPORT int cuMemRetainAllocationHandle(uint64_t *handle, void *address) {
@@ -289,7 +315,7 @@ EXPORT int cuMemRetainAllocationHandle(uint64_t *handle, void *address) {
 }
 
 static enum result tell_properties(struct properties *properties, uint64_t handle) {
-    const struct allocation *allocation = known(handle);
+    const struct allocation *allocation = vmm_known(handle);
     if (allocation == NULL)
         return INVALID_VALUE;
     *properties = allocation->properties;
