@@ -46,7 +46,7 @@ def start(library: Path, tmp_path: Path) -> Iterator[Start]:
     """Starts a program under the interposer; what still runs at the end is killed."""
     started: list[subprocess.Popen[str]] = []
 
-    def begin(*command: str, **environment: str) -> subprocess.Popen[str]:
+    def begin(*command: str, inherit: bool = False, **environment: str) -> subprocess.Popen[str]:
         variables = {"LD_PRELOAD": str(library), "GPUCR_INTERPOSER_DIR": str(tmp_path / "agents")}
         process = subprocess.Popen(
             command,
@@ -54,6 +54,7 @@ def start(library: Path, tmp_path: Path) -> Iterator[Start]:
             stdin=subprocess.PIPE,
             stdout=subprocess.PIPE,
             text=True,
+            close_fds=not inherit,
         )
         started.append(process)
         return process

@@ -173,9 +173,15 @@ class Agent:
             raise
 
     def _exchange(
-        self, operation: Operation, a: int = 0, blocks: Sequence[Block] = (), descriptors: Sequence[int] = ()
+        self,
+        operation: Operation,
+        a: int = 0,
+        b: int = 0,
+        *,
+        blocks: Sequence[Block] = (),
+        descriptors: Sequence[int] = (),
     ) -> tuple[Answer, list[int]]:
-        packet = request(operation, a, blocks=blocks)
+        packet = request(operation, a, b, blocks=blocks)
         if descriptors:
             socket.send_fds(self._socket, [packet], list(descriptors))
         else:
@@ -209,11 +215,14 @@ class Agent:
         """Let the process go on. Raises Refused while memory is away."""
         self._ask(Operation.OPEN)
 
-    def export(self) -> Iterator[list[Held]]:
-        """Descriptors of all memory that can leave, a batch at a time; the caller closes them."""
+    def export(self, *, shared_only: bool = False) -> Iterator[list[Held]]:
+        """Descriptors of all memory that can leave, a batch at a time; the caller closes them.
+
+        ``shared_only``: of the blocks that the program gave to other processes.
+        """
         first, last = 0, 0
         while not last:
-            answer, descriptors = self._exchange(Operation.EXPORT, first)
+            answer, descriptors = self._exchange(Operation.EXPORT, first, int(shared_only))
             if answer.code != Code.DONE:
                 _close_all(descriptors)
                 raise Refused(Operation.EXPORT, answer.code)
@@ -224,9 +233,12 @@ class Agent:
             first, last = answer.a, answer.b
             yield [Held(block, descriptor) for block, descriptor in zip(blocks, descriptors, strict=True)]
 
-    def drop(self) -> None:
-        """Unmap and release what was exported on this connection. From here on only the descriptors hold it."""
-        self._ask(Operation.DROP)
+    def drop(self, *, imported_too: bool = False) -> None:
+        """Unmap and release what was exported on this connection. From here on only the descriptors hold it.
+
+        ``imported_too``: also what other processes own. Who gives it back must know their blocks (`sharing.owners`).
+        """
+        self._ask(Operation.DROP, int(imported_too))
 
     def give_back(self, held: Sequence[Held], *, renew: bool) -> None:
         """Map memory at its addresses again. What the agent has is closed here, batch by batch.
@@ -239,7 +251,10 @@ class Agent:
         for start in range(0, len(held), 8 if renew else MOST_RECORDS):
             batch = held[start : start + (8 if renew else MOST_RECORDS)]
             answer, descriptors = self._exchange(
-                Operation.IMPORT, int(renew), [each.block for each in batch], [each.descriptor for each in batch]
+                Operation.IMPORT,
+                int(renew),
+                blocks=[each.block for each in batch],
+                descriptors=[each.descriptor for each in batch],
             )
             _close_all(descriptors)
             for each in batch[: answer.count]:
@@ -288,7 +303,7 @@ class Agent:
         """New memory at the blocks' addresses, and descriptors by which to fill it, a batch at a time."""
         for start in range(0, len(blocks), MOST_RECORDS):
             batch = blocks[start : start + MOST_RECORDS]
-            answer, descriptors = self._exchange(Operation.CREATE, 0, batch)
+            answer, descriptors = self._exchange(Operation.CREATE, blocks=batch)
             made = [Held(block, descriptor) for block, descriptor in zip(batch, descriptors, strict=False)]
             if answer.code != Code.DONE or len(made) != len(batch):
                 for each in made:

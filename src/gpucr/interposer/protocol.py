@@ -13,7 +13,7 @@ MOST_RECORDS = 128
 DRIVER_ERROR = 0x10000
 
 _HEAD = struct.Struct("<IHHIIQQ")
-_RECORD = struct.Struct("<IIQiiIIQ")
+_RECORD = struct.Struct("<IIQiiIIQiI")
 MOST_BYTES = _HEAD.size + MOST_RECORDS * _RECORD.size
 
 
@@ -56,6 +56,8 @@ class Flag(enum.IntFlag):
     IMPORTED = 1
     CANNOT_LEAVE = 2
     AWAY = 4
+    SHARED = 8
+    MULTICAST = 16
 
 
 class Refused(Exception):
@@ -89,7 +91,8 @@ class BadAnswer(Exception):
 class Block:
     """One piece of physical memory of the process, seen from ``address`` on (0: from nowhere).
 
-    ``size_bytes`` is 0 where it was imported.
+    ``size_bytes`` is 0 where it was imported. ``descriptor`` is the number of a descriptor in that process by which a
+    block is recognised that other processes have, or own (`sharing`); -1: there is none.
     """
 
     index: int
@@ -100,12 +103,13 @@ class Block:
     flags: Flag
     mappings: int
     address: int
+    descriptor: int
 
     def pack(self) -> bytes:
         """As the agent reads it."""
         return _RECORD.pack(
             self.index, self.generation, self.size_bytes, self.location_type, self.location, self.flags,
-            self.mappings, self.address,
+            self.mappings, self.address, self.descriptor, 0,
         )  # fmt: skip
 
 
@@ -127,6 +131,7 @@ class Status:
     managed: int
     managed_bytes: int
     multicast: int
+    dma_buf: int
     arrays: int
     pools: int
     pool_allocations: int
@@ -134,7 +139,6 @@ class Status:
     ipc_events: int
     peer_access: int
     external: int
-    dma_buf: int
 
 
 @dataclass(frozen=True)
@@ -152,8 +156,8 @@ class Answer:
         if len(self.payload) != self.count * _RECORD.size:
             raise BadAnswer("the agent's records are cut short")
         return [
-            Block(index, generation, size, kind, location, Flag(flags), mappings, address)
-            for index, generation, size, kind, location, flags, mappings, address in _RECORD.iter_unpack(self.payload)
+            Block(index, generation, size, kind, location, Flag(flags), *rest)
+            for index, generation, size, kind, location, flags, *rest, _ in _RECORD.iter_unpack(self.payload)
         ]
 
     def status(self) -> Status:

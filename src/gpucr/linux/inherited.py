@@ -8,7 +8,6 @@ nothing, for ever (measured on driver 580), and CRIU cannot dump them.
 
 from __future__ import annotations
 
-import ctypes
 import os
 import re
 import threading
@@ -16,7 +15,7 @@ from collections.abc import Iterable
 from dataclasses import dataclass
 from mmap import MAP_ANONYMOUS, MAP_PRIVATE, PROT_READ, PROT_WRITE
 
-from gpucr.linux import libc, memory, processes
+from gpucr.linux import memory, open_file, processes
 from gpucr.linux.injection import CLOSE, DUP3, MAP_FIXED, MAP_NORESERVE, MMAP, OPEN, run_syscall, scratch_address
 from gpucr.linux.ptrace import TracedThread
 from gpucr.model import ProcessInfo
@@ -27,11 +26,8 @@ NVIDIA_DEVICE = re.compile(r"^/dev/nvidia")
 UNDUMPABLE = re.compile(r"^anon_inode:\[?(userfaultfd|perf_event|bpf-prog|kvm-vm|kvm-vcpu|fscontext|landlock)")
 """Other descriptors that CRIU cannot dump."""
 
-_KCMP, _KCMP_FILE = 312, 0  # arch/x86/entry/syscalls/syscall_64.tbl, include/uapi/linux/kcmp.h
 _NOTHING = b"/dev/null\0"
 _LIMIT_S = 5.0
-
-_syscall = libc.function("syscall", *(ctypes.c_long,) * 6, result=ctypes.c_long)
 
 
 @dataclass(frozen=True)
@@ -135,5 +131,8 @@ def _devices(pid: int) -> set[int]:
 
 
 def _is_same_file(pid: int, other_pid: int, fd: int) -> bool:
-    """Whether this number is one open file in both: opened once, and inherited (kcmp(2))."""
-    return bool(_syscall(_KCMP, pid, other_pid, _KCMP_FILE, fd, fd) == 0)
+    """Whether this number is one open file in both: opened once, and inherited."""
+    try:
+        return open_file.order(pid, fd, other_pid, fd) == 0
+    except OSError:
+        return False

@@ -7,6 +7,7 @@
 #include <pthread.h>
 #include <signal.h>
 #include <string.h>
+#include <sys/socket.h>
 #include <sys/syscall.h>
 #include <unistd.h>
 
@@ -25,6 +26,7 @@ static void count_ranges(struct status *status) {
         if (range->kind == SMALL) {
             status->small++;
             status->small_bytes += range->bytes;
+            status->dma_buf += range->registered;
         } else if (range->kind == MANAGED) {
             status->managed++;
             status->managed_bytes += range->bytes;
@@ -38,9 +40,13 @@ static void count_blocks(struct status *status) {
         if (!block->live)
             continue;
         status->away += block->dropped;
-        if (block->imported) {
+        status->multicast += block->multicast;
+        status->dma_buf += block->registered;
+        if (block->multicast) {
+            continue;
+        } else if (block->imported) {
             status->imported++;
-        } else if (block->exportable || block->dropped) {
+        } else if (carry_may_leave(block) || block->dropped) {
             status->blocks++;
             status->block_bytes += block->bytes;
         } else {
@@ -52,7 +58,7 @@ static void count_blocks(struct status *status) {
 
 static struct status status_now(void) {
     struct status status = {.gate_closed = gate_is_closed(), .inside = gate_inside(), .captures = captures_open()};
-    uint64_t *counted = &status.multicast;
+    uint64_t *counted = &status.arrays;
     count_ranges(&status);
     count_blocks(&status);
     for (int i = 0; i < COUNTERS; i++)
@@ -86,7 +92,8 @@ static uint32_t do_export(void) {
     uint32_t code = DONE;
     for (; index < block_count() && answer.head.count < MOST_RECORDS; index++) {
         struct block *block = block_at((uint32_t)index);
-        if (!block->live || block->imported || !block->exportable || block->dropped)
+        if (!block->live || block->imported || !carry_may_leave(block) || block->dropped ||
+            (asked.head.b == 1 && !block->given_out))
             continue;
         code = carry_export(block, &answer.descriptors[answer.descriptor_count]);
         if (code != DONE)
@@ -167,7 +174,7 @@ static uint32_t on_memory(void) {
         return SOMEBODY_INSIDE;
     if (asked.head.operation == EXPORT)
         return do_export();
-    return asked.head.operation == DROP ? carry_drop() : do_bring_back();
+    return asked.head.operation == DROP ? carry_drop(asked.head.a == 1) : do_bring_back();
 }
 
 static uint32_t answer_hello(void) {
@@ -281,9 +288,62 @@ static void refuse_second(int second) {
     close(second);
 }
 
+static uint32_t do_share(void) {
+    address start = asked.head.a;
+    const struct range *range = ipc_range(start, asked.head.b);
+    if (range == NULL)
+        return UNKNOWN_BLOCK;
+    address end = range->start + range->reserved;
+    while (start < end && answer.head.count < MOST_RECORDS) {
+        const struct mapping *mapping = mapping_of(start);
+        struct block *block = mapping != NULL && mapping->start == start ? block_at(mapping->block) : NULL;
+        if (block == NULL || !block->given_out)
+            return UNKNOWN_BLOCK;
+        if (block->dropped)
+            return MEMORY_IS_AWAY;
+        int copy = fcntl(shared_number(block), F_DUPFD_CLOEXEC, 3);
+        if (copy < 0)
+            return answer.head.count > 0 ? DONE : NO_DESCRIPTORS; /* the rest is asked for again */
+        answer.descriptors[answer.descriptor_count++] = copy;
+        add(block);
+        start += mapping->bytes;
+    }
+    answer.head.a = start;
+    answer.head.b = start >= end;
+    return DONE;
+}
+
+/* One that opens memory of this process by legacy IPC. It is answered at once, also while there is a client. */
+static bool is_a_peer(int connection) {
+    struct message head;
+    struct pollfd asking = {connection, POLLIN, 0};
+    return poll(&asking, 1, REFUSAL_MS) > 0 &&
+           recv(connection, &head, sizeof head, MSG_PEEK | MSG_DONTWAIT) == sizeof head && head.magic == PROTOCOL_MAGIC &&
+           head.operation == SHARE;
+}
+
+static void share_with(int peer) {
+    pthread_mutex_lock(&descriptors_open);
+    enum received received = socket_receive(peer, &asked);
+    answer.head = (struct message){PROTOCOL_MAGIC, PROTOCOL_VERSION, SHARE, refusal(received), 0, 0, 0};
+    answer.descriptor_count = 0;
+    if (answer.head.code == DONE) {
+        table_lock();
+        answer.head.code = do_share();
+        table_unlock();
+    }
+    close_asked();
+    socket_send(peer, &answer, answer.records, answer.head.count * (unsigned)sizeof(struct record));
+    packet_close(&answer);
+    pthread_mutex_unlock(&descriptors_open);
+    close(peer);
+}
+
 static void welcome(void) {
     int other = socket_accept(listening);
-    if (other >= 0 && client >= 0) {
+    if (other >= 0 && is_a_peer(other)) {
+        share_with(other);
+    } else if (other >= 0 && client >= 0) {
         pthread_mutex_lock(&descriptors_open);
         refuse_second(other);
         pthread_mutex_unlock(&descriptors_open);
@@ -332,9 +392,11 @@ void agent_start(void) {
 
 void agent_before_fork(void) {
     pthread_mutex_lock(&descriptors_open);
+    table_lock();
 }
 
 void agent_in_parent(void) {
+    table_unlock();
     pthread_mutex_unlock(&descriptors_open);
 }
 

@@ -8,13 +8,15 @@
 
 #define PITCH_BYTES 512 /* what cuMemAllocPitch aligns rows to */
 
+#define DIRECT_RDMA_OF_VMM 110 /* GPU_DIRECT_RDMA_WITH_CUDA_VMM_SUPPORTED */
+
 static bool any_put_off; /* ranges that were freed while a capture was under way */
 
 static size_t rounded(size_t bytes, size_t to) {
     return (bytes + to - 1) / to * to;
 }
 
-static void take_apart(address start, size_t reserved) {
+void range_take_apart(address start, size_t reserved) {
     size_t place = sorted_place(&mappings, start);
     while (place < mappings.count) {
         const struct mapping *mapping = sorted_at(&mappings, place);
@@ -27,8 +29,16 @@ static void take_apart(address start, size_t reserved) {
     real.cuMemAddressFree(start, reserved);
 }
 
+/* As cuMemAlloc's memory, where the device can: network libraries look at it. */
+static uint8_t reaches_network(int device) {
+    int can = 0;
+    return real.cuDeviceGetAttribute != NULL &&
+           real.cuDeviceGetAttribute(&can, DIRECT_RDMA_OF_VMM, device) == SUCCESS && can == 1;
+}
+
 static result add_chunk(address start, size_t bytes, int device) {
-    const struct properties properties = {.type = PINNED, .location_type = ON_DEVICE, .location = device};
+    const struct properties properties = {.type = PINNED, .location_type = ON_DEVICE, .location = device,
+                                          .direct_rdma = reaches_network(device)};
     struct access access[MAX_DEVICES];
     unsigned access_count = peers_access(device, access);
     handle made;
@@ -77,13 +87,14 @@ static result allocate(address *pointer, size_t bytes, int device, context curre
     result = back_with_chunks(start, reserved, device);
     struct range *range = result == SUCCESS ? sorted_insert(&ranges, start) : NULL;
     if (range == NULL) {
-        take_apart(start, reserved);
+        range_take_apart(start, reserved);
         return result == SUCCESS ? OUT_OF_MEMORY : result;
     }
     range->bytes = bytes;
     range->reserved = reserved;
     range->context = current;
     range->device = device;
+    range->number = range_number();
     *pointer = start;
     return SUCCESS;
 }
@@ -162,7 +173,7 @@ static void remove_own(const struct range *range) {
     address start = range->start;
     size_t reserved = range->reserved;
     sorted_remove(&ranges, sorted_place(&ranges, start));
-    take_apart(start, reserved);
+    range_take_apart(start, reserved);
 }
 
 /* The driver waits for the GPU in here, and perhaps for a peer's: not with the table locked. */
@@ -200,12 +211,62 @@ static result free_own(address pointer, struct range *range) {
     return result;
 }
 
+void range_give_up(address start, context owner) {
+    if (captures_open() == 0)
+        synchronize(owner);
+    table_lock();
+    struct range *range = range_of(start);
+    if (range != NULL && range->start == start && range->freed)
+        remove_own(range);
+    table_unlock();
+}
+
 result replaced_cuMemFree_v2(address pointer) {
     table_lock();
     free_what_was_put_off();
     struct range *range = range_of(pointer);
     bool own = range != NULL && range->kind == OWN;
     result result = own ? free_own(pointer, range) : free_native(pointer);
+    table_unlock();
+    return result;
+}
+
+/* In the order of a stream; here it is waited for. Inside a capture it is put off. */
+static result free_async(result (*function)(address, stream), result (*wait)(stream), address pointer, stream stream) {
+    table_lock();
+    const struct range *range = range_of(pointer);
+    bool own = range != NULL && range->kind == OWN;
+    table_unlock();
+    if (own) {
+        result result = captures_open() == 0 && wait != NULL ? wait(stream) : SUCCESS;
+        return result == SUCCESS ? replaced_cuMemFree_v2(pointer) : result;
+    }
+    result result = function(pointer, stream);
+    if (result == SUCCESS)
+        atomic_fetch_sub(&counters[POOL_ALLOCATIONS], 1);
+    return result;
+}
+
+result replaced_cuMemFreeAsync(address pointer, stream stream) {
+    return free_async(real.cuMemFreeAsync, real.cuStreamSynchronize, pointer, stream);
+}
+
+result replaced_cuMemFreeAsync_ptsz(address pointer, stream stream) {
+    return free_async(real.cuMemFreeAsync_ptsz, real.cuStreamSynchronize_ptsz, pointer, stream);
+}
+
+/* The driver's own checkpoint does not know of a registration, and a network card would go on writing. */
+result replaced_cuMemGetHandleForAddressRange(void *made, address start, size_t bytes, int type, unsigned long long flags) {
+    result result = real.cuMemGetHandleForAddressRange(made, start, bytes, type, flags);
+    if (result != SUCCESS)
+        return result;
+    table_lock();
+    struct range *range = range_of(start);
+    if (range != NULL && range->kind == SMALL)
+        range->registered = true;
+    for (struct mapping *mapping = mapping_of(start); mapping != NULL && mapping->start < start + bytes;
+         mapping = mapping_of(mapping->start + mapping->bytes))
+        block_at(mapping->block)->registered = true;
     table_unlock();
     return result;
 }
@@ -235,7 +296,7 @@ void forget_context(context destroyed, int device) {
     for (size_t place = 0; place < ranges.count;) {
         const struct range *range = sorted_at(&ranges, place);
         bool affected = destroyed != NULL ? range->context == destroyed : range->device == device;
-        if (range->kind != OWN || !affected || (destroyed == NULL && !is_gone(range->context))) {
+        if ((range->kind != OWN && range->kind != OPENED) || !affected || (destroyed == NULL && !is_gone(range->context))) {
             place++;
             continue;
         }

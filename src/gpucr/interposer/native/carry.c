@@ -19,11 +19,17 @@ static uint64_t first_address(const struct block *block) {
     return 0;
 }
 
+/* What is imported comes back by an export of its owner's. */
+bool carry_may_leave(const struct block *block) {
+    return !block->multicast && !block->registered && (block->imported || block->exportable);
+}
+
 struct record carry_record(const struct block *block) {
     uint32_t flags = (block->imported ? IMPORTED : 0) | (block->dropped ? AWAY : 0) |
-                     (!block->exportable && !block->imported ? CANNOT_LEAVE : 0);
+                     (!carry_may_leave(block) && !block->dropped ? CANNOT_LEAVE : 0) | (block->given_out ? SHARED : 0) |
+                     (block->multicast ? IS_MULTICAST : 0);
     return (struct record){block->index, block->generation, block->bytes, block->asked.location_type,
-                           block->asked.location, flags, block->mappings, first_address(block)};
+                           block->asked.location, flags, block->mappings, first_address(block), shared_number(block), 0};
 }
 
 /* The device whose context is used to work on a block: its own, or one that may reach it. */
@@ -49,7 +55,7 @@ static result use_context(const struct block *block) {
 uint32_t carry_export(struct block *block, int *descriptor) {
     result result = use_context(block);
     if (result == SUCCESS)
-        result = real.cuMemExportToShareableHandle(descriptor, block->real, POSIX_DESCRIPTOR, 0);
+        result = shared_export(block, descriptor);
     block->given = result == SUCCESS ? client : 0;
     return code_of(result);
 }
@@ -116,15 +122,17 @@ static result drop(struct block *block) {
         show_everywhere(block, block->real);
         return result;
     }
+    shared_forget(block); /* a descriptor holds the memory as a handle does */
     block->dropped = true;
     away++;
     return SUCCESS;
 }
 
-uint32_t carry_drop(void) {
+uint32_t carry_drop(bool imported_too) {
     for (uint32_t i = 0; i < block_count(); i++) {
         struct block *block = block_at(i);
-        result result = block->live && block->given == client && !block->dropped ? drop(block) : SUCCESS;
+        bool goes = block->imported ? imported_too && carry_may_leave(block) : block->given == client;
+        result result = block->live && goes && !block->dropped ? drop(block) : SUCCESS;
         if (result != SUCCESS)
             return code_of(result);
     }
@@ -200,15 +208,18 @@ uint32_t carry_import(struct block *block, int descriptor, bool renew) {
         result = real.cuMemImportFromShareableHandle(&made, (void *)(intptr_t)descriptor, POSIX_DESCRIPTOR);
     if (result != SUCCESS)
         return code_of(result);
-    if (renew && block->bytes > 0)
+    if (renew && !block->imported)
         made = renewed(block, made, &exportable);
-    return bring_back(block, made, exportable);
+    uint32_t code = bring_back(block, made, exportable);
+    if (code == DONE && !exportable && (block->imported || block->given_out))
+        shared_keep(block, descriptor);
+    return code;
 }
 
 uint32_t carry_create(struct block *block, int *descriptor) {
     bool exportable;
     handle made;
-    if (!block->dropped)
+    if (!block->dropped || block->imported)
         return NOT_AWAY;
     result result = use_context(block);
     if (result == SUCCESS)
@@ -220,5 +231,8 @@ uint32_t carry_create(struct block *block, int *descriptor) {
         real.cuMemRelease(made);
         return code_of(result);
     }
-    return bring_back(block, made, exportable);
+    uint32_t code = bring_back(block, made, exportable);
+    if (code == DONE && block->given_out)
+        shared_keep(block, *descriptor);
+    return code;
 }

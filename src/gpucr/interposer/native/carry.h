@@ -6,7 +6,8 @@
 #include "protocol.h"
 
 uint32_t carry_export(struct block *block, int *descriptor); /* an enum code, as all of these */
-uint32_t carry_drop(void);             /* what was exported to this client */
+uint32_t carry_drop(bool imported_too); /* what was exported to this client, and what other processes own */
+bool carry_may_leave(const struct block *block);
 uint32_t carry_import(struct block *block, int descriptor, bool renew);
 uint32_t carry_create(struct block *block, int *descriptor);
 void carry_forget_exports(void);       /* the client is gone */

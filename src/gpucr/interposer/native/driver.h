@@ -12,6 +12,7 @@ enum {
     OUT_OF_MEMORY = 2,
     NOT_INITIALIZED = 3,
     INVALID_CONTEXT = 201,
+    OPERATING_SYSTEM = 304,
     NOT_FOUND = 500,
     NOT_SUPPORTED = 801,
 };
@@ -21,12 +22,13 @@ typedef uint64_t handle;  /* CUmemGenericAllocationHandle */
 typedef void *context;
 typedef void *stream;
 
-enum { PINNED = 1, ON_DEVICE = 1, POSIX_DESCRIPTOR = 1, NO_ACCESS = 0, READ_WRITE = 3 };
+enum { PINNED = 1, ON_DEVICE = 1, ON_HOST_NODE = 3, POSIX_DESCRIPTOR = 1, NO_ACCESS = 0, READ_WRITE = 3 };
 
 struct properties { /* CUmemAllocationProp */
     int type, handle_types, location_type, location;
     void *win32;
-    uint8_t flags[8];
+    uint8_t compression, direct_rdma;
+    uint8_t flags[6];
 };
 _Static_assert(sizeof(struct properties) == 32, "CUmemAllocationProp");
 
@@ -34,6 +36,10 @@ struct access { /* CUmemAccessDesc */
     int location_type, location, flags;
 };
 _Static_assert(sizeof(struct access) == 12, "CUmemAccessDesc");
+
+struct ipc_handle { /* CUipcMemHandle */
+    char bytes[64];
+};
 
 /* X(name, parameters): what is called. Those of OPTIONAL may be missing in a driver. */
 #define NEEDED(X)                                                                           \
@@ -61,7 +67,22 @@ _Static_assert(sizeof(struct access) == 12, "CUmemAccessDesc");
     X(cuMemGetAddressRange_v2, (address *, size_t *, address))                              \
     X(cuMemRetainAllocationHandle, (handle *, void *))                                      \
     X(cuMemGetAllocationPropertiesFromHandle, (struct properties *, handle))                \
+    X(cuMulticastCreate, (handle *, const void *))                                          \
+    X(cuMulticastAddDevice, (handle, int))                                                  \
     X(cuMulticastBindMem, (handle, size_t, handle, size_t, size_t, unsigned long long))     \
+    X(cuMulticastBindAddr, (handle, size_t, address, size_t, unsigned long long))           \
+    X(cuMulticastUnbind, (handle, int, size_t, size_t))                                     \
+    X(cuMemGetHandleForAddressRange, (void *, address, size_t, int, unsigned long long))    \
+    X(cuMemFreeAsync, (address, stream))                                                    \
+    X(cuMemFreeAsync_ptsz, (address, stream))                                               \
+    X(cuStreamSynchronize, (stream))                                                        \
+    X(cuStreamSynchronize_ptsz, (stream))                                                   \
+    X(cuIpcGetMemHandle, (struct ipc_handle *, address))                                    \
+    X(cuIpcOpenMemHandle, (address *, struct ipc_handle, unsigned))                         \
+    X(cuIpcOpenMemHandle_v2, (address *, struct ipc_handle, unsigned))                      \
+    X(cuIpcCloseMemHandle, (address))                                                       \
+    X(cuPointerSetAttribute, (const void *, int, address))                                  \
+    X(cuDeviceGetAttribute, (int *, int, int))                                              \
     X(cuMemMapArrayAsync, (void *, unsigned, stream))                                       \
     X(cuMemMapArrayAsync_ptsz, (void *, unsigned, stream))                                  \
     X(cuPointerGetAttribute, (void *, int, address))                                        \

@@ -14,7 +14,7 @@ struct frame {
     uint64_t arguments[6];
 };
 
-enum role { ORDINARY, BEGINS_CAPTURE, ENDS_CAPTURE, DESTROYS_STREAM, DESTROYS_CONTEXT, DESTROYS_PRIMARY, STARTS_CUDA, COUNTED };
+enum role { ORDINARY, BEGINS_CAPTURE, ENDS_CAPTURE, DESTROYS_STREAM, DESTROYS_CONTEXT, DESTROYS_PRIMARY, STARTS_CUDA, COPIES, COUNTED };
 
 struct slot { /* one gated function; the stub knows its number */
     void *_Atomic target; /* what is called: the driver's function, or the one that replaces it. NULL: not looked up yet */

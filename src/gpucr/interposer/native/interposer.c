@@ -5,6 +5,7 @@
 #include <time.h>
 
 _Atomic int64_t counters[COUNTERS];
+_Atomic bool copies_wait;
 
 uint64_t now_ns(void) {
     struct timespec now;
@@ -23,6 +24,8 @@ void after_call(const struct slot *slot, const struct frame *frame, result resul
         capture_began((stream)(uintptr_t)first);
     else if (slot->role == DESTROYS_STREAM)
         capture_forget((stream)(uintptr_t)first);
+    else if (slot->role == COPIES && atomic_load_explicit(&copies_wait, memory_order_relaxed) && captures_open() == 0)
+        real.cuCtxSynchronize();
     else if (slot->role == COUNTED)
         atomic_fetch_add(&counters[slot->counter], slot->delta);
     else if (symbols_complete() && slot->role == STARTS_CUDA)
@@ -36,6 +39,8 @@ void after_call(const struct slot *slot, const struct frame *frame, result resul
 /* A child of a process with CUDA has none: what its tables say does not matter, only that nobody waits for a lock. */
 static void in_child(void) {
     table_in_child();
+    shared_in_child();
+    ipc_in_child();
     symbols_in_child();
     gate_in_child();
     agent_in_child();

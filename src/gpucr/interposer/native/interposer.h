@@ -12,10 +12,11 @@
 #define MAX_DEVICES 64
 
 /* What stays with the driver is counted, so that gpucr knows of it. */
-enum counter { MULTICAST, ARRAYS, POOLS, POOL_ALLOCATIONS, IPC_MEMORY, IPC_EVENTS, PEER_ACCESS, EXTERNAL, DMA_BUF, COUNTERS };
+enum counter { ARRAYS, POOLS, POOL_ALLOCATIONS, IPC_MEMORY, IPC_EVENTS, PEER_ACCESS, EXTERNAL, COUNTERS };
 extern _Atomic int64_t counters[COUNTERS];
 
 /* interposer.c */
+extern _Atomic bool copies_wait; /* synchronous copies end when the GPU has done them (SYNC_MEMOPS) */
 uint64_t now_ns(void);
 void after_call(const struct slot *slot, const struct frame *frame, result result);
 
@@ -31,7 +32,13 @@ struct block {
     size_t bytes; /* 0: not known (imported) */
     struct properties asked;
     bool live, imported, exportable;
+    bool given_out;  /* by the program, to other processes */
+    bool multicast;  /* not memory, but what several GPUs' memory is bound to: it stays with the driver */
+    bool registered; /* a dma-buf was made of it */
     bool dropped;    /* away */
+    int descriptor;  /* by which it went out or came in (shared.c); -1: none is kept */
+    dev_t device;    /* of that descriptor */
+    ino_t inode;
     uint32_t given;  /* to which client of the agent (carry.c counts them) */
     uint16_t generation;
     uint32_t index;
@@ -44,7 +51,7 @@ struct mapping {
     unsigned access_count;
     struct access *access;
 };
-enum kind { OWN, SMALL, MANAGED };
+enum kind { OWN, SMALL, MANAGED, OPENED /* of another process, by legacy IPC */ };
 struct range {
     address start;
     size_t bytes, reserved;
@@ -52,6 +59,12 @@ struct range {
     context context;
     int device;
     bool freed; /* by the program, while a capture was under way */
+    bool synchronous;  /* SYNC_MEMOPS was asked for */
+    bool registered;   /* SMALL: a dma-buf was made of it */
+    uint64_t number;   /* BUFFER_ID, and what tells it from others that were at its address */
+    uint64_t origin;   /* OPENED: the exporter's token, and the address there */
+    address origin_start;
+    unsigned opened;   /* OPENED: how many times */
 };
 struct sorted { /* records that begin with an address */
     size_t width, count, room;
@@ -66,6 +79,7 @@ void *sorted_at(const struct sorted *list, size_t place);
 size_t sorted_place(const struct sorted *list, address start); /* of the first record at or behind `start` */
 void *sorted_insert(struct sorted *list, address start);       /* zeroed but for its start. NULL: no memory */
 void sorted_remove(struct sorted *list, size_t place);
+uint64_t range_number(void); /* of a new one */
 struct range *range_of(address pointer); /* that holds the pointer; NULL */
 struct mapping *mapping_of(address pointer);
 
@@ -84,16 +98,30 @@ void context_note(int device, context context);
 context context_of(int device); /* any of the device's that is alive; NULL */
 void context_forget(context context);
 
+/* shared.c */
+void shared_keep(struct block *block, int descriptor); /* a copy of it */
+void shared_forget(struct block *block);
+result shared_export(struct block *block, int *descriptor);
+int shared_number(const struct block *block); /* the number of what is kept; -1: nothing is */
+void shared_in_child(void);
+
 /* vmm.c */
 result create_exportable(handle *made, size_t bytes, const struct properties *asked, bool *exportable);
 
 /* allocate.c */
+void range_take_apart(address start, size_t reserved); /* its mappings, and the addresses */
+void range_give_up(address start, context owner);      /* waits for what uses it; with the table not locked */
 void free_what_was_put_off(void); /* with the table locked */
 /* The memory of a context goes with it: of the one that was destroyed, or (NULL) of a device's that are gone. */
 void forget_context(context destroyed, int device);
 
 /* peers.c: who may reach the memory of a device: itself, and those with peer access */
 unsigned peers_access(int owner, struct access access[MAX_DEVICES]);
+
+/* ipc.c: legacy IPC. Another interposer asks for the blocks of a range that this program shares, through its agent. */
+uint64_t ipc_token(void);
+struct range *ipc_range(address start, uint64_t token); /* that a handle names; NULL: it is gone */
+void ipc_in_child(void);
 
 /* agent.c */
 void agent_start(void);

@@ -32,7 +32,7 @@ static result allow(int owner, int accessor, int rights) {
     for (size_t i = 0; i < mappings.count; i++) {
         struct mapping *mapping = sorted_at(&mappings, i);
         const struct range *range = range_of(mapping->start);
-        if (range == NULL || range->kind != OWN || range->device != owner)
+        if (range == NULL || (range->kind != OWN && range->kind != OPENED) || range->device != owner)
             continue;
         result result = real.cuMemSetAccess(mapping->start, mapping->bytes, &access, 1);
         if (result == SUCCESS && !mapping_set_access(mapping, &access, 1))

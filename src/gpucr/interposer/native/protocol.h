@@ -16,13 +16,15 @@ enum operation {
     STATUS,     /* answer: the numbers of `struct status` */
     CLOSE,      /* a = milliseconds to wait. Answer: a = threads inside, b = captures; the gate is closed whatever they are */
     OPEN,
-    EXPORT,     /* a = first block. Answer: records with a descriptor each; a = the next block, b = 1: that was all */
-    DROP,       /* everything is unmapped and released; the addresses stay reserved */
+    EXPORT,     /* a = first block, b = 1: only what other processes have. Answer: records with a descriptor each; a = the next
+                   block, b = 1: that was all */
+    DROP,       /* all that was exported is unmapped and released; a = 1: what was imported, too. Addresses stay reserved */
     IMPORT,     /* records with a descriptor each; a = 1: the blocks are renewed, so that they can be exported again */
     CREATE,     /* records: made anew, empty, at their addresses. Answer: a descriptor for each */
     LIST,       /* a = first block. Answer: records; a = the next block, b = 1: that was all */
     KEEP,       /* one descriptor, which is kept for whoever asks; none: the one that is kept is closed */
     FETCH,      /* answer: that descriptor, if there is one */
+    SHARE,      /* on the peers' socket: a = address in a range, b = the exporter's token. Answer as for EXPORT, a = next address */
 };
 
 enum code { /* above DRIVER_ERROR: CUresult + DRIVER_ERROR */
@@ -49,7 +51,7 @@ struct message {
 };
 _Static_assert(sizeof(struct message) == 32, "struct message");
 
-enum flag { IMPORTED = 1, CANNOT_LEAVE = 2, AWAY = 4 };
+enum flag { IMPORTED = 1, CANNOT_LEAVE = 2, AWAY = 4, SHARED = 8 /* given to other processes */, IS_MULTICAST = 16 };
 
 struct record { /* one block */
     uint32_t block, generation;
@@ -57,8 +59,10 @@ struct record { /* one block */
     int32_t location_type, location;
     uint32_t flags, mappings;
     uint64_t address; /* the lowest that shows it; 0: none does */
+    int32_t descriptor; /* its number in the process; what is imported there is one open file (kcmp) with its owner's. -1: none */
+    uint32_t reserved;
 };
-_Static_assert(sizeof(struct record) == 40, "struct record");
+_Static_assert(sizeof(struct record) == 48, "struct record");
 
 struct status {
     uint64_t gate_closed, inside, captures;
@@ -66,7 +70,8 @@ struct status {
     uint64_t imported, stuck, stuck_bytes; /* of other processes; that cannot leave */
     uint64_t away;
     uint64_t small, small_bytes, managed, managed_bytes;
-    uint64_t multicast, arrays, pools, pool_allocations, ipc_memory, ipc_events, peer_access, external, dma_buf;
+    uint64_t multicast, dma_buf; /* dma_buf: memory of which one was made, and which is still there */
+    uint64_t arrays, pools, pool_allocations, ipc_memory, ipc_events, peer_access, external;
 };
 _Static_assert(sizeof(struct status) == 22 * 8, "struct status");
 

@@ -27,7 +27,21 @@
     X(cuPointerGetAttributes, cuPointerGetAttributes)               \
     X(cuCtxEnablePeerAccess, cuCtxEnablePeerAccess)                 \
     X(cuCtxDisablePeerAccess, cuCtxDisablePeerAccess)               \
-    X(BY_ADDRESS, cuMulticastBindMem)
+    X(cuIpcGetMemHandle, cuIpcGetMemHandle)                         \
+    X(cuIpcOpenMemHandle, cuIpcOpenMemHandle_v2)                    \
+    X(BY_ADDRESS, cuIpcOpenMemHandle)                               \
+    X(cuIpcCloseMemHandle, cuIpcCloseMemHandle)                     \
+    X(cuPointerSetAttribute, cuPointerSetAttribute)                 \
+    X(cuMemGetHandleForAddressRange, cuMemGetHandleForAddressRange) \
+    X(BY_ADDRESS, cuMemFreeAsync)                                   \
+    X(BY_ADDRESS, cuMemFreeAsync_ptsz)                              \
+    X(BY_ADDRESS, cuMemMapArrayAsync)                               \
+    X(BY_ADDRESS, cuMemMapArrayAsync_ptsz)                          \
+    X(BY_ADDRESS, cuMulticastCreate)                                \
+    X(BY_ADDRESS, cuMulticastAddDevice)                             \
+    X(BY_ADDRESS, cuMulticastBindMem)                               \
+    X(BY_ADDRESS, cuMulticastBindAddr)                              \
+    X(BY_ADDRESS, cuMulticastUnbind)
 
 result replaced_cuMemAlloc_v2(address *pointer, size_t bytes);
 result replaced_cuMemAllocPitch_v2(address *pointer, size_t *pitch, size_t width, size_t height, unsigned element);
@@ -45,6 +59,21 @@ result replaced_cuMemRetainAllocationHandle(handle *virtual, void *pointer);
 result replaced_cuMemGetAllocationPropertiesFromHandle(struct properties *properties, handle virtual);
 result replaced_cuMulticastBindMem(handle multicast, size_t multicast_offset, handle virtual, size_t offset,
                                    size_t bytes, unsigned long long flags);
+result replaced_cuMulticastCreate(handle *virtual, const void *properties);
+result replaced_cuMulticastAddDevice(handle multicast, int device);
+result replaced_cuMulticastBindAddr(handle multicast, size_t multicast_offset, address start, size_t bytes,
+                                    unsigned long long flags);
+result replaced_cuMulticastUnbind(handle multicast, int device, size_t offset, size_t bytes);
+result replaced_cuMemMapArrayAsync(void *list, unsigned count, stream stream);
+result replaced_cuMemMapArrayAsync_ptsz(void *list, unsigned count, stream stream);
+result replaced_cuMemFreeAsync(address pointer, stream stream);
+result replaced_cuMemFreeAsync_ptsz(address pointer, stream stream);
+result replaced_cuMemGetHandleForAddressRange(void *made, address start, size_t bytes, int type, unsigned long long flags);
+result replaced_cuIpcGetMemHandle(struct ipc_handle *handle, address pointer);
+result replaced_cuIpcOpenMemHandle(address *pointer, struct ipc_handle handle, unsigned flags);
+result replaced_cuIpcOpenMemHandle_v2(address *pointer, struct ipc_handle handle, unsigned flags);
+result replaced_cuIpcCloseMemHandle(address pointer);
+result replaced_cuPointerSetAttribute(const void *value, int attribute, address pointer);
 result replaced_cuPointerGetAttribute(void *data, int attribute, address pointer);
 result replaced_cuPointerGetAttributes(unsigned count, int *attributes, void **data, address pointer);
 result replaced_cuCtxEnablePeerAccess(context peer, unsigned flags);

@@ -26,19 +26,51 @@ static bool open_folder(const char *path, int *folder) {
     return false;
 }
 
-int socket_listen(void) {
-    struct sockaddr_un address = {.sun_family = AF_UNIX};
-    char path[sizeof address.sun_path - sizeof "/4294967295"], name[32];
+/* Where the agent of a process of this user listens. */
+static bool find_address(int process, struct sockaddr_un *address, int *folder, char name[32]) {
+    char path[sizeof address->sun_path - sizeof "/4294967295"];
     const char *wanted = getenv(FOLDER_VARIABLE);
     int length = wanted != NULL ? snprintf(path, sizeof path, "%s", wanted)
                                 : snprintf(path, sizeof path, "/tmp/gpucr-interposer-%u", geteuid());
-    int folder, listening;
-    if (length < 0 || (size_t)length >= sizeof path || path[0] != '/' || !open_folder(path, &folder))
+    if (length < 0 || (size_t)length >= sizeof path || path[0] != '/' || !open_folder(path, folder))
+        return false;
+    snprintf(name, 32, "%d", process);
+    address->sun_family = AF_UNIX;
+    strcpy(stpcpy(stpcpy(address->sun_path, path), "/"), name); /* there is room: see `path` */
+    return true;
+}
+
+/* Those of this user and of root. */
+static bool may_speak(int connection) {
+    struct ucred peer;
+    socklen_t size = sizeof peer;
+    return getsockopt(connection, SOL_SOCKET, SO_PEERCRED, &peer, &size) == 0 && (peer.uid == 0 || peer.uid == geteuid());
+}
+
+int socket_connect(int process) {
+    struct sockaddr_un address = {0};
+    char name[32];
+    int folder;
+    if (!find_address(process, &address, &folder, name))
         return -1;
-    snprintf(name, sizeof name, "%d", getpid());
+    close(folder);
+    int connection = socket(AF_UNIX, SOCK_SEQPACKET | SOCK_CLOEXEC, 0);
+    if (connection < 0)
+        return -1;
+    if (connect(connection, (const struct sockaddr *)&address, sizeof address) == 0 && may_speak(connection))
+        return connection;
+    close(connection);
+    return -1;
+}
+
+int socket_listen(void) {
+    struct sockaddr_un address = {0};
+    char name[32];
+    int folder, listening;
+    if (!find_address(getpid(), &address, &folder, name))
+        return -1;
     unlinkat(folder, name, 0); /* of a process that had this number */
     close(folder);
-    strcpy(stpcpy(stpcpy(address.sun_path, path), "/"), name); /* there is room: see `path` */
     listening = socket(AF_UNIX, SOCK_SEQPACKET | SOCK_CLOEXEC | SOCK_NONBLOCK, 0);
     if (listening < 0)
         return -1;
@@ -50,12 +82,10 @@ int socket_listen(void) {
 }
 
 int socket_accept(int listening) {
-    struct ucred peer;
-    socklen_t size = sizeof peer;
     int client = accept4(listening, NULL, NULL, SOCK_CLOEXEC);
     if (client < 0)
         return -1;
-    if (getsockopt(client, SOL_SOCKET, SO_PEERCRED, &peer, &size) == 0 && (peer.uid == 0 || peer.uid == geteuid()))
+    if (may_speak(client))
         return client;
     close(client);
     return -1;

@@ -14,6 +14,7 @@ struct packet {
 };
 
 int socket_listen(void); /* -1: there is no folder for it that only its owner can use */
+int socket_connect(int process); /* to the agent of another process of this user; -1: there is none */
 int socket_accept(int listening); /* -1: nobody who may */
 enum received { GONE, WELL, BAD, NOTHING } socket_receive(int client, struct packet *packet);
 bool socket_send(int client, const struct packet *packet, const void *payload, unsigned payload_bytes);

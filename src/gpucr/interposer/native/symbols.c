@@ -185,7 +185,6 @@ static const struct {
     {"cuCtxDestroy", DESTROYS_CONTEXT, 0, 0},
     {"cuDevicePrimaryCtxReset", DESTROYS_PRIMARY, 0, 0},
     {"cuDevicePrimaryCtxRelease", DESTROYS_PRIMARY, 0, 0},
-    {"cuMulticastCreate", COUNTED, MULTICAST, 1},
     {"cuArrayCreate", COUNTED, ARRAYS, 1},
     {"cuArray3DCreate", COUNTED, ARRAYS, 1},
     {"cuMipmappedArrayCreate", COUNTED, ARRAYS, 1},
@@ -195,16 +194,12 @@ static const struct {
     {"cuMemPoolDestroy", COUNTED, POOLS, -1},
     {"cuMemAllocAsync", COUNTED, POOL_ALLOCATIONS, 1},
     {"cuMemAllocFromPoolAsync", COUNTED, POOL_ALLOCATIONS, 1},
-    {"cuMemFreeAsync", COUNTED, POOL_ALLOCATIONS, -1},
-    {"cuIpcOpenMemHandle", COUNTED, IPC_MEMORY, 1},
-    {"cuIpcCloseMemHandle", COUNTED, IPC_MEMORY, -1},
     {"cuIpcOpenEventHandle", COUNTED, IPC_EVENTS, 1},
     {"cuIpcGetEventHandle", COUNTED, IPC_EVENTS, 1},
     {"cuCtxEnablePeerAccess", COUNTED, PEER_ACCESS, 1},
     {"cuCtxDisablePeerAccess", COUNTED, PEER_ACCESS, -1},
     {"cuImportExternalMemory", COUNTED, EXTERNAL, 1},
     {"cuDestroyExternalMemory", COUNTED, EXTERNAL, -1},
-    {"cuMemGetHandleForAddressRange", COUNTED, DMA_BUF, 1},
 };
 
 void symbols_describe(struct slot *slot) {
@@ -215,6 +210,8 @@ void symbols_describe(struct slot *slot) {
             slot->delta = ROLES[i].delta;
             return;
         }
+    if ((begins(slot->name, "cuMemcpy") || begins(slot->name, "cuMemset")) && strstr(slot->name, "Async") == NULL)
+        slot->role = COPIES;
 }
 
 static result missing(void) {

@@ -28,8 +28,9 @@ void table_unlock(void) {
     pthread_setcancelstate(state, NULL);
 }
 
-void table_in_child(void) {
+void table_in_child(void) { /* who forked had it locked */
     pthread_mutex_init(&mutex, NULL);
+    pthread_setcancelstate(cancel_state, NULL);
 }
 
 /* --- sorted records ------------------------------------------------------------------------------------------ */
@@ -86,6 +87,11 @@ static void *before(const struct sorted *list, address pointer) {
     return place == 0 ? NULL : sorted_at(list, place - 1);
 }
 
+uint64_t range_number(void) {
+    static uint64_t last;
+    return ++last;
+}
+
 struct range *range_of(address pointer) {
     struct range *range = before(&ranges, pointer);
     return range != NULL && pointer - range->start < range->bytes ? range : NULL;
@@ -129,7 +135,7 @@ struct block *block_new(handle real_handle, size_t bytes, const struct propertie
     if (block == NULL)
         return NULL;
     *block = (struct block){.real = real_handle, .bytes = bytes, .asked = *asked, .live = true, .references = 1,
-                            .index = block->index, .generation = (uint16_t)(block->generation + 1)};
+                            .descriptor = -1, .index = block->index, .generation = (uint16_t)(block->generation + 1)};
     return block;
 }
 
@@ -164,6 +170,7 @@ void block_forget_unused(struct block *block) {
         return;
     if (!block->dropped)
         real.cuMemRelease(block->real);
+    shared_forget(block);
     block->live = false;
 }
 

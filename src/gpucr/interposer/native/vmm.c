@@ -103,10 +103,25 @@ result replaced_cuMemSetAccess(address start, size_t bytes, const struct access 
     return result;
 }
 
+/* One that does not go by a descriptor (FABRIC) cannot be made anew: such a block stays with the driver. */
+static result export_block(void *shareable, struct block *block, int type, unsigned long long flags) {
+    if ((block->asked.handle_types & type) == 0)
+        return INVALID_VALUE; /* the descriptor type was added here */
+    if (block->imported || block->multicast || type != POSIX_DESCRIPTOR || flags != 0 || shareable == NULL) {
+        result result = real.cuMemExportToShareableHandle(shareable, block->real, type, flags);
+        if (result == SUCCESS)
+            block->exportable = false;
+        return result;
+    }
+    block->given_out = true;
+    return shared_export(block, shareable);
+}
+
 result replaced_cuMemExportToShareableHandle(void *shareable, handle virtual, int type, unsigned long long flags) {
     table_lock();
-    const struct block *block = block_of(virtual);
-    result result = real.cuMemExportToShareableHandle(shareable, block != NULL ? block->real : virtual, type, flags);
+    struct block *block = block_of(virtual);
+    result result = block != NULL ? export_block(shareable, block, type, flags)
+                                  : real.cuMemExportToShareableHandle(shareable, virtual, type, flags);
     table_unlock();
     return result;
 }
@@ -123,6 +138,8 @@ result replaced_cuMemImportFromShareableHandle(handle *virtual, void *shareable,
         real.cuMemGetAllocationPropertiesFromHandle(&properties, made);
     if (result == SUCCESS)
         result = keep(virtual, made, 0, &properties, false, true);
+    if (result == SUCCESS && type == POSIX_DESCRIPTOR)
+        shared_keep(block_of(*virtual), (int)(intptr_t)shareable);
     table_unlock();
     return result;
 }
@@ -157,12 +174,116 @@ result replaced_cuMemGetAllocationPropertiesFromHandle(struct properties *proper
     return result;
 }
 
+/* --- multicast: passed through; what stands for it has a virtual handle like any other, and cannot leave ------------- */
+
+static struct block *multicast_of(handle virtual) {
+    struct block *block = block_of(virtual);
+    if (block != NULL)
+        block->multicast = true; /* also one that was imported as if it were memory */
+    return block;
+}
+
+static handle real_of(const struct block *block, handle virtual) {
+    return block != NULL ? block->real : virtual;
+}
+
+result replaced_cuMulticastCreate(handle *virtual, const void *properties) {
+    static const struct properties any = {.handle_types = -1};
+    handle made;
+    if (virtual == NULL)
+        return real.cuMulticastCreate(virtual, properties);
+    table_lock();
+    result result = real.cuMulticastCreate(&made, properties);
+    if (result == SUCCESS)
+        result = keep(virtual, made, 0, &any, false, false);
+    if (result == SUCCESS)
+        multicast_of(*virtual);
+    table_unlock();
+    return result;
+}
+
+result replaced_cuMulticastAddDevice(handle multicast, int device) {
+    table_lock();
+    result result = real.cuMulticastAddDevice(real_of(multicast_of(multicast), multicast), device);
+    table_unlock();
+    return result;
+}
+
+/* The memory that is bound stays where it is, too. */
 result replaced_cuMulticastBindMem(handle multicast, size_t multicast_offset, handle virtual, size_t offset,
                                    size_t bytes, unsigned long long flags) {
     table_lock();
-    const struct block *block = block_of(virtual);
-    result result = real.cuMulticastBindMem(multicast, multicast_offset, block != NULL ? block->real : virtual, offset,
-                                            bytes, flags);
+    struct block *block = block_of(virtual);
+    result result = real.cuMulticastBindMem(real_of(multicast_of(multicast), multicast), multicast_offset,
+                                            real_of(block, virtual), offset, bytes, flags);
+    if (result == SUCCESS && block != NULL)
+        block->exportable = false;
     table_unlock();
     return result;
+}
+
+result replaced_cuMulticastBindAddr(handle multicast, size_t multicast_offset, address start, size_t bytes,
+                                    unsigned long long flags) {
+    table_lock();
+    struct mapping *mapping = mapping_of(start);
+    result result = real.cuMulticastBindAddr(real_of(multicast_of(multicast), multicast), multicast_offset, start, bytes,
+                                             flags);
+    if (result == SUCCESS && mapping != NULL)
+        block_at(mapping->block)->exportable = false;
+    table_unlock();
+    return result;
+}
+
+result replaced_cuMulticastUnbind(handle multicast, int device, size_t offset, size_t bytes) {
+    table_lock();
+    result result = real.cuMulticastUnbind(real_of(multicast_of(multicast), multicast), device, offset, bytes);
+    table_unlock();
+    return result;
+}
+
+/* --- sparse arrays: the memory of which they are made cannot be taken from under them ---------------------------------- */
+
+struct array_part { /* CUarrayMapInfo */
+    int resource_type;
+    void *resource;
+    int subresource_type;
+    uint64_t subresource[4];
+    int operation, handle_type;
+    handle memory;
+    unsigned long long offset;
+    unsigned device_mask, flags, reserved[2];
+};
+_Static_assert(sizeof(struct array_part) == 96, "CUarrayMapInfo");
+
+typedef result map_arrays(void *, unsigned, stream);
+
+static result map_array_parts(map_arrays *function, void *list, unsigned count, stream stream) {
+    enum { MOST_PARTS = 64 };
+    struct array_part parts[MOST_PARTS], *asked = list;
+    result result = SUCCESS;
+    if (asked == NULL || count == 0)
+        return function(list, count, stream);
+    table_lock();
+    for (unsigned done = 0; result == SUCCESS && done < count;) {
+        unsigned part_count = count - done < MOST_PARTS ? count - done : MOST_PARTS;
+        for (unsigned i = 0; i < part_count; i++) {
+            struct block *block = block_of(asked[done + i].memory);
+            parts[i] = asked[done + i];
+            parts[i].memory = real_of(block, parts[i].memory);
+            if (block != NULL)
+                block->exportable = false;
+        }
+        result = function(parts, part_count, stream);
+        done += part_count;
+    }
+    table_unlock();
+    return result;
+}
+
+result replaced_cuMemMapArrayAsync(void *list, unsigned count, stream stream) {
+    return map_array_parts(real.cuMemMapArrayAsync, list, count, stream);
+}
+
+result replaced_cuMemMapArrayAsync_ptsz(void *list, unsigned count, stream stream) {
+    return map_array_parts(real.cuMemMapArrayAsync_ptsz, list, count, stream);
 }

@@ -1,0 +1,67 @@
+"""Whose memory an imported block is: the descriptors by which blocks went out and came in are one open file.
+
+At a freeze importers drop what they imported, and creators what they made. At a thaw the creators come first; then each
+exports anew what it had given out, and its importers get those descriptors.
+"""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+
+from gpucr.interposer.protocol import Block, Flag
+from gpucr.linux import open_file
+
+
+@dataclass(frozen=True)
+class Place:
+    """A block of process ``pid``."""
+
+    pid: int
+    block: Block
+
+
+@dataclass(frozen=True)
+class Sharing:
+    """Imported blocks and what they show: ``owned`` maps each to its owner's; ``unowned`` have no owner in the gang."""
+
+    owned: Mapping[Place, Place]
+    unowned: tuple[Place, ...]
+
+
+def find(blocks: Mapping[int, Sequence[Block]]) -> Sharing:
+    """Match the imported blocks of all processes of a gang, by pid, with the blocks that its processes gave out.
+
+    Needs ptrace access (read) to them; their gates are closed, so that no number changes. A block has no owner if that
+    one is outside of the gang or has released its own, and if no descriptor was free for it.
+
+    Raises OSError where the kernel does not tell.
+    """
+    everything = [Place(pid, block) for pid, each in blocks.items() for block in each]
+    imported = [place for place in everything if Flag.IMPORTED in place.block.flags]
+    if not imported:
+        return Sharing({}, ())
+    exported = [place for place in everything if Flag.IMPORTED not in place.block.flags and place.block.descriptor >= 0]
+    exported.sort(key=functools.cmp_to_key(_order))
+    owned: dict[Place, Place] = {}
+    for place in imported:
+        owner = _search(exported, place) if place.block.descriptor >= 0 else None
+        if owner is not None:
+            owned[place] = owner
+    return Sharing(owned, tuple(place for place in imported if place not in owned))
+
+
+def _order(one: Place, other: Place) -> int:
+    return open_file.order(one.pid, one.block.descriptor, other.pid, other.block.descriptor)
+
+
+def _search(exported: Sequence[Place], wanted: Place) -> Place | None:
+    low, high = 0, len(exported)
+    while low < high:
+        middle = (low + high) // 2
+        place = _order(exported[middle], wanted)
+        if place == 0:
+            return exported[middle]
+        low, high = (middle + 1, high) if place < 0 else (low, middle)
+    return None

@@ -1,0 +1,331 @@
+"""Device memory of several processes under the interposer: exported and imported, and legacy IPC."""
+
+from __future__ import annotations
+
+import os
+import subprocess
+import sys
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import ExitStack
+from pathlib import Path
+
+import pytest
+
+from gpucr.interposer import sharing
+from gpucr.interposer.client import Agent, Held
+from gpucr.interposer.protocol import Flag
+from tests.interposer.conftest import Start
+from tests.sim.libcuda import Libcuda
+
+PRELUDE = """
+import array, ctypes, os, socket, sys
+cuda = ctypes.CDLL("libcuda.so.1")
+u64, size_t, byref = ctypes.c_uint64, ctypes.c_size_t, ctypes.byref
+MIB = 1 << 20
+link = socket.socket(fileno=int(sys.argv[1]))
+assert cuda.cuInit(0) == 0
+def context(device=0):
+    handle = ctypes.c_void_p()
+    assert cuda.cuDevicePrimaryCtxRetain(byref(handle), device) == 0 and cuda.cuCtxSetCurrent(handle) == 0
+    return handle
+context()
+class Handle(ctypes.Structure):
+    _fields_ = [("bytes", ctypes.c_ubyte * 64)]
+def allocate(size):
+    pointer = u64()
+    assert cuda.cuMemAlloc_v2(byref(pointer), size_t(size)) == 0
+    return pointer
+def create(size):
+    handle = u64()
+    assert cuda.cuMemCreate(byref(handle), size_t(size), (ctypes.c_int * 8)(1, 1, 1, 0), u64(0)) == 0
+    return handle
+def show(handle, size):
+    address = u64()
+    assert cuda.cuMemAddressReserve(byref(address), size_t(size), size_t(0), u64(0), u64(0)) == 0
+    assert cuda.cuMemMap(address, size_t(size), size_t(0), handle, u64(0)) == 0
+    assert cuda.cuMemSetAccess(address, size_t(size), (ctypes.c_int * 3)(1, 0, 3), size_t(1)) == 0
+    return address
+def send_export(handle):
+    fd = ctypes.c_int()
+    assert cuda.cuMemExportToShareableHandle(byref(fd), handle, 1, u64(0)) == 0
+    socket.send_fds(link, [b"x"], [fd.value])
+    os.close(fd.value)
+def receive_import():
+    (fd,) = socket.recv_fds(link, 1, 1)[1]
+    handle = u64()
+    assert cuda.cuMemImportFromShareableHandle(byref(handle), ctypes.c_void_p(fd), 1) == 0
+    os.close(fd)
+    return handle
+def write(pointer, number, offset=0):
+    assert cuda.cuMemcpyHtoD_v2(u64(pointer.value + offset), number.to_bytes(8, "little"), size_t(8)) == 0
+def read(pointer, offset=0):
+    data = ctypes.create_string_buffer(8)
+    assert cuda.cuMemcpyDtoH_v2(data, u64(pointer.value + offset), size_t(8)) == 0
+    return int.from_bytes(data.raw, "little")
+def ipc_handle(pointer):
+    handle = Handle()
+    result = cuda.cuIpcGetMemHandle(byref(handle), pointer)
+    return bytes(handle.bytes) if result == 0 else result
+def ipc_open(raw, result=0):
+    pointer = u64()
+    got = cuda.cuIpcOpenMemHandle_v2(byref(pointer), Handle((ctypes.c_ubyte * 64)(*raw)), 1)
+    assert got == result, got
+    return pointer
+def stop():
+    print("ready", flush=True)
+    return sys.stdin.readline().strip()
+"""
+Pair = Callable[[str, str], "tuple[Side, Side]"]
+MIB = 1 << 20
+
+
+class Side:
+    """One of two processes; it stops where it says so."""
+
+    def __init__(self, process: subprocess.Popen[str]) -> None:
+        self.process, self.pid = process, process.pid
+
+    def line(self) -> str:
+        assert self.process.stdout is not None
+        return self.process.stdout.readline().strip()
+
+    def say(self, word: str = "") -> None:
+        assert self.process.stdin is not None
+        self.process.stdin.write(word + "\n")
+        self.process.stdin.flush()
+
+
+@pytest.fixture
+def pair(start: Start, sim_only: None, monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> Iterator[Pair]:
+    """Two programs with a socket between them, at their first stop."""
+    monkeypatch.setenv("GPUCR_SIM_STATE", str(tmp_path / "state"))
+    monkeypatch.setenv("GPUCR_SIM_FIXED_COST_MS", "1")
+    import socket
+
+    ends = socket.socketpair()
+
+    def begin(first: str, second: str, **environment: str) -> tuple[Side, Side]:
+        sides = []
+        for end, source in zip(ends, (first, second), strict=True):
+            os.set_inheritable(end.fileno(), True)
+            sides.append(
+                Side(start(sys.executable, "-c", PRELUDE + source, str(end.fileno()), inherit=True, **environment))
+            )
+        assert [side.line() for side in sides] == ["ready"] * 2
+        return sides[0], sides[1]
+
+    yield begin
+    for end in ends:
+        end.close()
+
+
+def frozen(agents: Mapping[int, Agent]) -> tuple[sharing.Sharing, dict[int, list[Held]]]:
+    """All gates closed, nobody inside, everything out of the processes."""
+    for agent in agents.values():
+        assert agent.close_gate(5).is_empty
+    shared = sharing.find({pid: agent.blocks() for pid, agent in agents.items()})
+    assert not shared.unowned
+    held = {pid: [each for batch in agent.export() for each in batch] for pid, agent in agents.items()}
+    for agent in agents.values():
+        agent.drop(imported_too=True)
+    return shared, held
+
+
+def thawed(agents: Mapping[int, Agent], shared: sharing.Sharing, held: Mapping[int, list[Held]]) -> None:
+    """The creators' memory first, then what others import of it."""
+    for pid, agent in agents.items():
+        agent.give_back(held[pid], renew=True)
+    fresh = {
+        (pid, each.block.index): each
+        for pid, agent in agents.items()
+        for batch in agent.export(shared_only=True)
+        for each in batch
+    }
+    for place, owner in shared.owned.items():
+        descriptor = os.dup(fresh[owner.pid, owner.block.index].descriptor)
+        agents[place.pid].give_back([Held(place.block, descriptor)], renew=False)
+    for each in fresh.values():
+        each.close()
+    for agent in agents.values():
+        agent.open_gate()
+
+
+def cycle(*sides: Side) -> None:
+    """Frozen, through the driver's checkpoint, and thawed."""
+    driver = Libcuda()
+    with ExitStack() as stack:
+        agents = {side.pid: stack.enter_context(Agent(side.pid)) for side in sides}
+        shared, held = frozen(agents)
+        for side in sides:
+            driver.suspend(side.pid)
+        for side in sides:
+            driver.resume(side.pid)
+        thawed(agents, shared, held)
+        assert all(agent.status().away == 0 for agent in agents.values())
+
+
+EXPORTER = """
+handles = [create(2 * MIB), create(4 * MIB)]
+addresses = [show(handle, size) for handle, size in zip(handles, (2 * MIB, 4 * MIB))]
+for number, (handle, address) in enumerate(zip(handles, addresses)):
+    write(address, 7 + number)
+    send_export(handle)
+while (word := stop()) != "end":
+    if word == "write":
+        write(addresses[1], 100)
+    print(*[read(address) for address in addresses], flush=True)
+"""
+IMPORTER = """
+handles = [receive_import(), receive_import()]
+addresses = [show(handle, size) for handle, size in zip(handles, (2 * MIB, 4 * MIB))]
+for handle in handles:
+    assert cuda.cuMemRelease(handle) == 0
+while (word := stop()) != "end":
+    if word == "write":
+        write(addresses[0], 200)
+    print(*[read(address) for address in addresses], flush=True)
+"""
+
+
+def said(side: Side, word: str) -> str:
+    side.say(word)
+    line = side.line()
+    assert side.line() == "ready"
+    return line
+
+
+def test_imported_memory_is_the_owners_again_after_each_freeze(pair: Pair) -> None:
+    exporter, importer = pair(EXPORTER, IMPORTER)
+    for number in range(3):
+        cycle(exporter, importer)
+        assert said(exporter, "write") == ("7 100" if number == 0 else "200 100")
+        assert said(importer, "write") == "200 100"
+
+
+def test_the_owner_of_an_imported_block_is_known(pair: Pair) -> None:
+    exporter, importer = pair(EXPORTER, IMPORTER)
+    with Agent(exporter.pid) as first, Agent(importer.pid) as second:
+        own, imported = first.blocks(), second.blocks()
+        assert [each.flags for each in own] == [Flag.SHARED] * 2
+        assert [each.flags for each in imported] == [Flag.IMPORTED] * 2
+        assert (first.status().blocks, second.status().imported) == (2, 2)
+        found = sharing.find({exporter.pid: own, importer.pid: imported})
+        pairs = [(place.block.index, owner.block.index) for place, owner in found.owned.items()]
+        assert (sorted(pairs), found.unowned) == ([(0, 0), (1, 1)], ())
+        alone = sharing.find({importer.pid: imported})
+        assert (len(alone.owned), len(alone.unowned)) == (0, 2)
+        for each in own:
+            assert os.readlink(f"/proc/{exporter.pid}/fd/{each.descriptor}").startswith("/memfd:gpucr-sim-vmm")
+
+
+RELEASES = """
+stop()
+for address, size, handle in zip(addresses, (2 * MIB, 4 * MIB), handles):
+    assert (cuda.cuMemUnmap(address, size_t(size)), cuda.cuMemRelease(handle)) == (0, 0)
+stop()
+"""
+
+
+def test_what_is_kept_of_a_shared_block_goes_with_it(pair: Pair) -> None:
+    exporter, importer = pair(EXPORTER.replace("while (", RELEASES + "while ("), IMPORTER)
+
+    def kept(pid: int) -> int:
+        descriptors = Path(f"/proc/{pid}/fd")
+        return sum("gpucr-sim-vmm" in os.readlink(path) for path in descriptors.iterdir())
+
+    assert kept(exporter.pid) == 2 * 2  # and the driver's own
+    exporter.say()
+    assert exporter.line() == "ready"
+    assert kept(exporter.pid) == 0
+    with Agent(exporter.pid) as first, Agent(importer.pid) as second:
+        found = sharing.find({exporter.pid: first.blocks(), importer.pid: second.blocks()})
+        assert len(found.unowned) == 2  # nobody could give it back
+
+
+OWNER = """
+pointer = allocate(5 * MIB)
+write(pointer, 41, 3 * MIB)
+link.send(ipc_handle(u64(pointer.value + 3 * MIB)))
+while (word := stop()) != "end":
+    if word == "free":
+        assert cuda.cuMemFree_v2(pointer) == 0
+        print("freed", flush=True)
+    elif word == "fork":
+        child = os.fork()
+        if child == 0:
+            found = [f"/proc/self/fd/{fd}" for fd in os.listdir("/proc/self/fd")]
+            left = [path for path in found if os.path.lexists(path) and "gpucr-sim-vmm" in os.readlink(path)]
+            print("inherited", sum(int(path.rsplit("/", 1)[1]) >= 512 for path in left), flush=True)
+            os._exit(0)
+        os.waitpid(child, 0)
+    else:
+        print(read(pointer, 3 * MIB), flush=True)
+"""
+OPENER = """
+raw = link.recv(64)
+first = ipc_open(raw)
+again = ipc_open(raw)
+base, size = u64(), size_t()
+assert cuda.cuMemGetAddressRange_v2(byref(base), byref(size), u64(first.value + 4 * MIB)) == 0
+assert (first.value, base.value, size.value) == (again.value, first.value, 5 * MIB)
+while (word := stop()) != "end":
+    if word == "write":
+        write(first, 42, 3 * MIB)
+    if word == "close":
+        print(*[cuda.cuIpcCloseMemHandle(first) for _ in range(3)], flush=True)
+    elif word == "open":
+        ipc_open(raw, 1)
+        print("refused", flush=True)
+    else:
+        print(read(first, 3 * MIB), flush=True)
+"""
+
+
+def test_legacy_ipc_outlives_freezes(pair: Pair) -> None:
+    owner, opener = pair(OWNER, OPENER)
+    assert said(opener, "read") == "41"
+    for _ in range(2):
+        cycle(owner, opener)
+        assert (said(opener, "write"), said(owner, "read")) == ("42", "42")
+    assert said(opener, "close") == "0 0 1"
+    with Agent(opener.pid) as agent:
+        assert (agent.status().imported, agent.status().ipc_memory) == (0, 0)
+
+
+def test_a_handle_of_memory_that_is_gone_opens_nothing(pair: Pair) -> None:
+    owner, opener = pair(OWNER, OPENER)
+    assert (said(opener, "close"), said(owner, "free"), said(opener, "open")) == ("0 0 1", "freed", "refused")
+
+
+def test_memory_opened_by_legacy_ipc_is_given_out_while_a_client_is_connected(pair: Pair) -> None:
+    owner, opener = pair(OWNER, "stop()\n" + OPENER)
+    with Agent(owner.pid) as agent:
+        assert agent.close_gate(5).is_empty
+        opener.say()
+        assert opener.line() == "ready"
+        agent.open_gate()
+    assert said(opener, "read") == "41"
+
+
+def test_forked_children_inherit_none_of_the_kept_descriptors(pair: Pair) -> None:
+    owner, _ = pair(OWNER, OPENER)
+    assert said(owner, "fork") == "inherited 0"
+
+
+def test_a_process_does_not_open_its_own_handle(pair: Pair) -> None:
+    pair(
+        "raw = ipc_handle(allocate(2 * MIB))\nipc_open(raw, 201)\nassert ipc_handle(u64(5)) == 1\nstop()",
+        "assert isinstance(ipc_handle(allocate(4096)), bytes)\nstop()",  # the driver's own
+    )
+
+
+def test_memory_of_the_drivers_own_that_is_opened_is_counted(pair: Pair) -> None:
+    _, opener = pair(
+        "link.send(ipc_handle(allocate(4096)))\nstop()",
+        "pointer = ipc_open(link.recv(64))\nstop()\nassert cuda.cuIpcCloseMemHandle(pointer) == 0\nstop()",
+    )
+    with Agent(opener.pid) as agent:
+        assert (agent.status().imported, agent.status().ipc_memory) == (0, 1)
+        opener.say()
+        assert opener.line() == "ready"
+        assert agent.status().ipc_memory == 0
