@@ -1,4 +1,4 @@
-"""Puts the manual pages into the wheel; they are made of the commands, as the wheel is built."""
+"""Puts into the wheel what is made as it is built: the manual pages, of the commands, and the interposer, of its C."""
 
 from __future__ import annotations
 
@@ -10,11 +10,11 @@ from typing import Any
 from hatchling.builders.hooks.plugin.interface import BuildHookInterface
 
 
-class ManualPages(BuildHookInterface):  # type: ignore[type-arg]  # hatchling's parameter is its own builder's
-    """An editable install has none: it would need gpucr's dependencies before they are installed."""
+class MadeFiles(BuildHookInterface):  # type: ignore[type-arg]  # hatchling's parameter is its own builder's
+    """An editable install has none: it would need gpucr's dependencies first; its interposer is compiled when used."""
 
     def initialize(self, version: str, build_data: dict[str, Any]) -> None:
-        """Make the pages and name them as files of share/man/man1."""
+        """Make the pages, files of share/man/man1, and the library, which gives the wheel its platform."""
         if version == "editable":
             return
         sys.path.insert(0, str(Path(self.root) / "src"))
@@ -23,6 +23,15 @@ class ManualPages(BuildHookInterface):  # type: ignore[type-arg]  # hatchling's 
         self._folder = tempfile.TemporaryDirectory(prefix="gpucr-man-")
         for path in write_pages(Path(self._folder.name)):
             build_data["shared_data"][str(path)] = f"share/man/man1/{path.name}"
+        self._add_library(build_data)
+
+    def _add_library(self, build_data: dict[str, Any]) -> None:
+        from gpucr.interposer.build import LIBRARY, compile_library, platform_tag
+
+        library = compile_library(Path(self._folder.name))
+        build_data["force_include"][str(library)] = f"gpucr/interposer/{LIBRARY}"
+        build_data["pure_python"] = False
+        build_data["tag"] = f"py3-none-{platform_tag(library)}"
 
     def finalize(self, version: str, build_data: dict[str, Any], artifact_path: str) -> None:
         """Remove what was made."""

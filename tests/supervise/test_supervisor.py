@@ -17,7 +17,7 @@ from gpucr.supervise.settings import StartAgain
 from tests.supervise.conftest import CRASHED, DONE, RUNNING, Bench
 
 UNREACHABLE = StoreError("the store cannot be reached", path="/store")
-ANEW = StartAgain(("python", "train.py"), "/", {}, isolated=True, network="own")
+ANEW = StartAgain(("python", "train.py"), "/", {}, isolated=True, network="own", interposed=False)
 
 
 # --- checkpoints -----------------------------------------------------------------------------------------------

@@ -30,6 +30,11 @@ if TYPE_CHECKING:
     type=click.Choice(get_args(Network)),
     help="An isolated job's network: a loopback of its own (the default), or the machine's network.",
 )
+@click.option(
+    "--interpose/--no-interpose",
+    default=None,
+    help="Load the interposer into its programs, or not. Without either: as GPUCR_INTERPOSE says (1 or 0).",
+)
 @click.option("--log", type=click.Path(path_type=Path), metavar="FILE", help="Append the output to FILE.")
 @click.option(
     "--cwd",
@@ -49,6 +54,7 @@ def command(
     name: str | None,
     isolate: bool | None,
     network: Network | None,
+    interpose: bool | None,
     log: Path | None,
     cwd: Path | None,
     supervision: Supervision | None,
@@ -71,20 +77,24 @@ def command(
       gpucr dump train --to /var/snapshots/train
     """
     if explain:
-        _print_plan(plan_job(command_line, isolate=isolate, network=network, cwd=cwd), as_json=as_json)
+        plan = plan_job(command_line, isolate=isolate, network=network, cwd=cwd, interpose=interpose)
+        _print_plan(plan, as_json=as_json)
         return
+    how: dict[str, Any] = {
+        "name": name,
+        "isolate": isolate,
+        "network": network,
+        "log": log,
+        "cwd": cwd,
+        "interpose": interpose,
+    }
     if supervision is not None:
         from gpucr.supervise import start  # all that supervisors need: other jobs start without it
 
-        supervised = start.run_supervised(
-            command_line, supervision, name=name, isolate=isolate, network=network, log=log, cwd=cwd
-        )
+        supervised = start.run_supervised(command_line, supervision, **how)
         started, supervisor_pid = supervised.job, supervised.supervisor_pid
     else:
-        started, supervisor_pid = (
-            run_job(command_line, name=name, isolate=isolate, network=network, log=log, cwd=cwd),
-            None,
-        )
+        started, supervisor_pid = run_job(command_line, **how), None
     record, plan = started.record, started.plan
     for warning in plan.warnings:
         say(f"warning: {warning}")
@@ -98,6 +108,7 @@ def command(
                 "isolated": record.isolated,
                 "network": record.network,
                 "io_uring_refused": record.io_uring_is_refused,
+                "interposer": plan.interposer,
                 "environment": dict(record.environment),
                 "warnings": list(plan.warnings),
                 "supervisor_pid": supervisor_pid,
@@ -125,6 +136,8 @@ def _print_plan(plan: LaunchPlan, *, as_json: bool) -> None:
     click.echo(f"network     {'its own, loopback only' if plan.network == 'own' else 'the machine’s'}")
     refused = "refused, so that libraries do without it: CRIU cannot dump it"
     click.echo(f"io_uring    {refused if plan.io_uring_is_refused else 'allowed: a filter needs CAP_SYS_ADMIN'}")
+    loaded = f"{plan.interposer}: device memory leaves and comes back at the bus's speed"
+    click.echo(f"interposer  {loaded if plan.interposer else f'not loaded: {plan.why_not_interposed}'}")
     for change in plan.environment:
         what = f"{change.variable}={change.value}"
         if change.is_set:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import hashlib
 import os
 import platform
 import re
@@ -21,6 +22,14 @@ LINK_FLAGS = ("-shared", "-Wl,-z,defs", "-Wl,-z,relro,-z,now", "-Wl,-z,noexecsta
 _TIMEOUT_S = 120
 
 
+def build_digest() -> str:
+    """What names a library that was compiled here: its sources and how it is compiled."""
+    digest = hashlib.sha256(repr((FLAGS, LINK_FLAGS, os.environ.get("CC"), platform.machine())).encode())
+    for path in sorted(SOURCES.iterdir()):
+        digest.update(f"\0{path.name}\0".encode() + path.read_bytes())
+    return digest.hexdigest()[:16]
+
+
 def compile_library(folder: Path, *, compiler: str | None = None, machine: str | None = None) -> Path:
     """The library, made in ``folder``. ``compiler`` defaults to ``$CC`` or cc, ``machine`` to this one's processor.
 
@@ -37,3 +46,10 @@ def compile_library(folder: Path, *, compiler: str | None = None, machine: str |
         error = re.search(r"^.*error.*$", done.stderr, re.MULTILINE)
         raise RuntimeError(f"the interposer cannot be compiled: {error[0] if error else done.stderr.strip()}")
     return output
+
+
+def platform_tag(library: Path) -> str:
+    """Of a wheel with this library: the oldest C library that has all the functions it was linked with (PEP 600)."""
+    found = re.findall(rb"\0GLIBC_(\d+)\.(\d+)", library.read_bytes())
+    major, minor = max((int(major), int(minor)) for major, minor in found)
+    return f"manylinux_{major}_{minor}_{platform.machine()}"

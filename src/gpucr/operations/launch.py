@@ -16,7 +16,8 @@ from gpucr.diagnosis.probe import measurements
 from gpucr.driver.api import Driver
 from gpucr.driver.cuda import load_driver
 from gpucr.driver.gpus import driver_version
-from gpucr.errors import DriverUnavailable, GpucrError, InvalidRequest
+from gpucr.errors import BrokenInstall, DriverUnavailable, GpucrError, InvalidRequest
+from gpucr.interposer import library
 from gpucr.jobs import sandbox
 from gpucr.jobs.environment import EnvironmentChange, changed, choose_environment
 from gpucr.jobs.names import check_name
@@ -31,6 +32,9 @@ from gpucr.undo.cancellation import Cancellation
 from gpucr.undo.interrupts import Interrupts
 from gpucr.undo.operation import all_or_nothing
 
+INTERPOSE_BY_DEFAULT = False
+_INTERPOSE_VARIABLE = "GPUCR_INTERPOSE"
+_INTERPOSE_WORDS = {"1": True, "0": False}
 _NEEDS = "namespaces of a job's own need CAP_SYS_ADMIN and CAP_SYS_PTRACE"
 
 
@@ -38,7 +42,8 @@ _NEEDS = "namespaces of a job's own need CAP_SYS_ADMIN and CAP_SYS_PTRACE"
 class LaunchPlan:
     """How a job would be started, and why so.
 
-    ``program`` is the file that would be run. ``isolated``: in namespaces of its own; ``why_not_isolated`` is None
+    ``program`` is the file that would be run. ``interposer`` is what `gpucr run` puts in front of LD_PRELOAD; None:
+    nothing, and ``why_not_interposed`` says why. ``isolated``: in namespaces of its own; ``why_not_isolated`` is None
     where it is. ``environment`` has what gpucr sets, and what it would set had the user not.
     """
 
@@ -50,6 +55,8 @@ class LaunchPlan:
     network: Network
     io_uring_is_refused: bool
     environment: tuple[EnvironmentChange, ...]
+    interposer: str | None
+    why_not_interposed: str | None
 
     @property
     def warnings(self) -> tuple[str, ...]:
@@ -76,6 +83,7 @@ def plan_job(
     network: Network | None = None,
     cwd: str | os.PathLike[str] | None = None,
     environment: Mapping[str, str] | None = None,
+    interpose: bool | None = None,
 ) -> LaunchPlan:
     """What `run_job` would do with the same arguments. Starts nothing, needs no privileges.
 
@@ -94,6 +102,7 @@ def plan_job(
         _require_visible("the folder", str(folder))
         _require_visible("the program", program)
     io_uring_is_refused = seccomp.can_refuse_io_uring()
+    interposer, why_not_interposed = _interposer(interpose, given, program)
     return LaunchPlan(
         command=tuple(command),
         program=program,
@@ -108,6 +117,8 @@ def plan_job(
             comes_back=_comes_back(),
             io_uring_is_refused=io_uring_is_refused,
         ),
+        interposer=interposer,
+        why_not_interposed=why_not_interposed,
     )
 
 
@@ -120,6 +131,7 @@ def run_job(
     log: str | os.PathLike[str] | None = None,
     cwd: str | os.PathLike[str] | None = None,
     environment: Mapping[str, str] | None = None,
+    interpose: bool | None = None,
     cancel: Cancellation | None = None,
 ) -> StartedJob:
     """Start a job that can be frozen and brought back, and return at once. It goes on when gpucr ends.
@@ -127,13 +139,13 @@ def run_job(
     It gets the caller's environment without GPUCR_PASSPHRASE (or ``environment``), with what makes NCCL and PyTorch
     checkpointable, a session of its own, nothing on stdin, and its output goes to a log file; io_uring is refused where
     that is possible. ``isolate``: in pid, mount, IPC and network namespaces of its own; None: where the caller may
-    (CAP_SYS_ADMIN and CAP_SYS_PTRACE). ``network="host"`` shares the machine's network. Without a ``name`` it is called
-    after its program.
+    (CAP_SYS_ADMIN and CAP_SYS_PTRACE). ``network="host"`` shares the machine's network. ``interpose``: its programs
+    load the interposer; None: as GPUCR_INTERPOSE says. Without a ``name`` it is called after its program.
 
     Raises InvalidRequest (a name that is taken, a program that is not there, ...), Unsupported (the namespaces cannot
     be made, the registry cannot be written), BrokenInstall, Interrupted (a signal, ``cancel``). Then no job runs.
     """
-    plan = plan_job(command, isolate=isolate, network=network, cwd=cwd, environment=environment)
+    plan = plan_job(command, isolate=isolate, network=network, cwd=cwd, environment=environment, interpose=interpose)
     log_path = None if log is None else _log_path(Path(log))
     jobs = registry()
     reserve = (
@@ -176,13 +188,14 @@ def _start(plan: LaunchPlan, reservation: Reservation, given: Mapping[str, str],
         records.append(reservation.register(record))
         interrupts.check()  # for the last time: what the job does from here on cannot be taken back
 
+    variables = changed(given, plan.environment)
     # Registered before it runs: a gpucr that is killed in between leaves the record of a job that never ran ("lost"),
     # and never a job without a record.
     with interrupts.allowed():
         sandbox.start(
             (plan.program, *plan.command[1:]),
             cwd=plan.cwd,
-            environment=changed(given, plan.environment),
+            environment=variables if plan.interposer is None else library.preloaded(variables, plan.interposer),
             log_path=str(reservation.log_path),
             status_path=str(reservation.status_path),
             network=plan.network,
@@ -260,6 +273,28 @@ def _why_not_isolated(wanted: bool | None) -> str | None:
             code="GPUCR-NO-SANDBOX",
         )
     return "namespaces of a job's own need CAP_SYS_ADMIN and CAP_SYS_PTRACE"
+
+
+def _interposer(wanted: bool | None, given: Mapping[str, str], program: str) -> tuple[str | None, str | None]:
+    """What is preloaded, or why nothing is."""
+    if wanted is None:
+        wanted = _INTERPOSE_WORDS.get(said := given.get(_INTERPOSE_VARIABLE, ""))
+        if said and wanted is None:
+            raise InvalidRequest(f"{_INTERPOSE_VARIABLE} is {said!r}", hint="set it to 1 or 0, or not at all")
+        if wanted is None:
+            wanted = INTERPOSE_BY_DEFAULT
+        if not wanted:
+            return None, f"{_INTERPOSE_VARIABLE}={said}" if said else f"{_INTERPOSE_VARIABLE}=1 was not set"
+        try:
+            folder = library.installed()
+        except BrokenInstall as e:
+            return None, str(e)
+    elif wanted:
+        folder = library.installed()
+    else:
+        return None, "--no-interpose was given"
+    why_not = library.why_not_loaded(program)
+    return (library.preload_path(folder), None) if why_not is None else (None, why_not)
 
 
 def _require_visible(what: str, path: str) -> None:

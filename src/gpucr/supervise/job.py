@@ -174,6 +174,7 @@ class RegisteredJob:
             network=how.network,
             cwd=how.cwd,
             environment=how.environment,
+            interpose=how.interposed,
             log=log,
         )
 

@@ -22,6 +22,7 @@ class StartAgain(Record, frozen=True):
     environment: Mapping[Text, Text]
     isolated: bool
     network: Network
+    interposed: bool
 
 
 class Supervision(Record, frozen=True):

@@ -86,6 +86,7 @@ def run_supervised(
     network: Network | None = None,
     log: str | os.PathLike[str] | None = None,
     cwd: str | os.PathLike[str] | None = None,
+    interpose: bool | None = None,
 ) -> SupervisedStart:
     """Start a job as `run_job` does, and its supervisor. Raises what `run_job` does, and NotPermitted without root.
 
@@ -97,10 +98,15 @@ def run_supervised(
         check_name(check_job_name(name))
         with SupervisedFolder(name).held():
             pass  # refused now rather than when the job runs
-    started = run_job(command, name=name, isolate=isolate, network=network, log=log, cwd=cwd)
+    started = run_job(command, name=name, isolate=isolate, network=network, log=log, cwd=cwd, interpose=interpose)
     record = started.record
     again = StartAgain(
-        record.command, record.cwd, own_python.without_passphrase(os.environ), record.isolated, record.network
+        command=record.command,
+        cwd=record.cwd,
+        environment=own_python.without_passphrase(os.environ),
+        isolated=record.isolated,
+        network=record.network,
+        interposed=started.plan.interposer is not None,
     )
     try:
         prepare(record.name, replace(settings, start_again=again))

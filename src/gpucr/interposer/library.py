@@ -1,0 +1,140 @@
+"""Where the interposer's library lies for the programs that are started with it, and what cannot be started with it.
+
+A process that was dumped has the library mapped and needs the very same file when it comes back. So it lies in a folder
+that is named after its content and outlives an upgrade of gpucr. Below it, ``$LIB`` is what the C library makes of it
+(``lib64``, ``lib/x86_64-linux-gnu``, ...): musl's does not, finds no such file, and starts its programs without it.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import hashlib
+import os
+import platform
+import shutil
+import stat
+import struct
+import subprocess
+import tempfile
+from collections.abc import Mapping
+from pathlib import Path
+
+from gpucr.errors import BrokenInstall
+from gpucr.interposer.build import LIBRARY, build_digest, compile_library
+from gpucr.linux import trusted_paths
+
+PRELOAD_VARIABLE = "LD_PRELOAD"
+_SHIPPED = Path(__file__).parent / LIBRARY
+"""Made when the wheel was built."""
+
+_LINKS = ("lib", "lib64", f"{platform.machine()}-linux-gnu")
+"""Links to their own folder: so each of the names that ``$LIB`` stands for leads back to it."""
+
+_MACHINES = {"x86_64": 62, "aarch64": 183}  # elf.h: EM_X86_64, EM_AARCH64
+_PT_INTERP = 3
+
+
+def installed() -> Path:
+    """The folder of the library, where every user may read it; put there, or compiled, where it is missing.
+
+    It is below ``$XDG_DATA_HOME/gpucr/interposer``, root's below ``/var/lib/gpucr/interposer``. Several processes may
+    do it at once. Raises BrokenInstall where there is neither a built library nor a compiler, or the folder cannot be
+    used.
+    """
+    try:
+        digest = hashlib.sha256(_SHIPPED.read_bytes()).hexdigest()[:16] if _SHIPPED.exists() else build_digest()
+        folder = _home() / digest
+        if any(separator in str(folder) for separator in ": $"):
+            raise BrokenInstall(
+                f"the interposer cannot lie in {folder}: {PRELOAD_VARIABLE} has no way to write this name",
+                hint="set XDG_DATA_HOME to a folder without a colon, a blank or a dollar in its name",
+                code="GPUCR-NO-INTERPOSER",
+            )
+        trusted_paths.require_ours(folder / LIBRARY)  # every program that is started with it executes it
+        if not os.path.isfile(folder / LIBRARY):
+            _put(folder)
+    except OSError as e:
+        raise BrokenInstall(
+            f"the interposer cannot be put into {_home()}: {e.strerror or e}",
+            hint="set XDG_DATA_HOME to a folder that only this user can write",
+            code="GPUCR-NO-INTERPOSER",
+        ) from e
+    return folder
+
+
+def preload_path(folder: Path) -> str:
+    """What names the library to the C library's loader."""
+    return f"{folder}/$LIB/{LIBRARY}"
+
+
+def preloaded(environment: Mapping[str, str], path: str) -> dict[str, str]:
+    """The environment with the library in front of what is preloaded already."""
+    given = environment.get(PRELOAD_VARIABLE, "")
+    return {**environment, PRELOAD_VARIABLE: f"{path}:{given}" if given else path}
+
+
+def why_not_loaded(program: str) -> str | None:
+    """Why this program would start without the library; None: it loads it, or cannot be looked at."""
+    with contextlib.suppress(OSError, struct.error), open(program, "rb") as file:
+        if os.fstat(file.fileno()).st_mode & (stat.S_ISUID | stat.S_ISGID):
+            return f"{program} runs with another user's privileges, and such programs load nothing that is asked for"
+        head = file.read(64)
+        if head[:5] != b"\x7fELF\x02":
+            return None if head[:4] != b"\x7fELF" else f"{program} is a 32-bit program"
+        machine = struct.unpack_from("<H", head, 18)[0]
+        if machine != _MACHINES.get(platform.machine()):
+            return f"{program} is for another processor"
+        offset, size, count = struct.unpack_from("<Q", head, 32)[0], *struct.unpack_from("<HH", head, 54)
+        file.seek(offset)
+        headers = file.read(size * count)
+        kinds = {struct.unpack_from("<I", headers, at * size)[0] for at in range(count)}
+        if _PT_INTERP not in kinds:
+            return f"{program} is statically linked"
+    return None
+
+
+def _home() -> Path:
+    data_home = os.environ.get("XDG_DATA_HOME") or ""
+    if data_home.startswith("/"):
+        return Path(data_home) / "gpucr" / "interposer"
+    if os.geteuid() == 0:  # root's home is closed to the other users that a job may change to
+        return Path("/var/lib/gpucr/interposer")
+    return Path.home() / ".local/share/gpucr/interposer"
+
+
+def _put(folder: Path) -> None:
+    """Under another name first, so that no program ever finds half of it."""
+    for each in reversed(folder.parents):
+        if not os.path.isdir(each):
+            with contextlib.suppress(FileExistsError):
+                trusted_paths.make_folder_for(each, mode=0o755, uid=os.geteuid(), gid=os.getegid())
+    work = Path(tempfile.mkdtemp(prefix="new-", dir=folder.parent))
+    try:
+        if _SHIPPED.exists():
+            shutil.copyfile(_SHIPPED, work / LIBRARY)
+        else:
+            _compile(work)
+        for name in _LINKS:
+            (work / name).symlink_to(".")
+        (work / LIBRARY).chmod(0o755)
+        work.chmod(0o755)
+        try:
+            work.rename(folder)
+        except OSError:
+            if not os.path.isfile(folder / LIBRARY):  # another process's is as good
+                raise
+    finally:
+        shutil.rmtree(work, ignore_errors=True)
+
+
+def _compile(folder: Path) -> None:
+    try:
+        compile_library(folder)
+    except FileNotFoundError as e:
+        raise BrokenInstall(
+            f"there is no built interposer in this installation, and no C compiler {e.filename!r} to build it",
+            hint="install gpucr's wheel, or a C compiler (Debian, Ubuntu: `apt install gcc libc6-dev`)",
+            code="GPUCR-NO-INTERPOSER",
+        ) from e
+    except (RuntimeError, subprocess.TimeoutExpired) as e:
+        raise BrokenInstall(str(e), hint="install gpucr's wheel, which has it built", code="GPUCR-NO-INTERPOSER") from e

@@ -1,0 +1,84 @@
+"""`gpucr run` with the interposer, and without."""
+
+from __future__ import annotations
+
+import os
+import shutil
+from pathlib import Path
+
+import pytest
+
+from gpucr.errors import InvalidRequest
+from gpucr.interposer.build import LIBRARY
+from gpucr.operations import launch
+from tests import command
+from tests.counter import wait_until
+
+pytestmark = pytest.mark.usefixtures("state")
+
+
+@pytest.fixture
+def state(tmp_path: Path, tmp_path_factory: pytest.TempPathFactory, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("XDG_STATE_HOME", str(tmp_path / "state"))
+    monkeypatch.setenv("XDG_DATA_HOME", str(tmp_path_factory.getbasetemp() / "interposed"))
+
+
+@pytest.mark.parametrize("isolation", ["--no-isolate", pytest.param("--isolate", marks=pytest.mark.root)])
+def test_the_jobs_programs_have_it_in_front_of_their_own(tmp_path: Path, isolation: str) -> None:
+    log = tmp_path / "log"
+    printed = command.run_json_before(
+        "run", isolation, "--interpose", "--log", log, "--",
+        "sh", "-c", "echo $LD_PRELOAD; cat /proc/self/maps; echo end",
+        env={"LD_PRELOAD": "libdl.so.2"},
+    )  # fmt: skip
+    wait_until(lambda: log.exists() and log.read_text().endswith("end\n"), "the job to end")
+    first, rest = log.read_text().split("\n", 1)
+    assert first == f"{printed['interposer']}:libdl.so.2"
+    assert f"/{LIBRARY}" in rest
+
+
+@pytest.mark.parametrize(
+    ("wanted", "said", "why"),
+    [
+        (True, "0", None),
+        (None, "1", None),
+        (False, "1", "--no-interpose was given"),
+        (None, "0", "GPUCR_INTERPOSE=0"),
+        (None, None, "GPUCR_INTERPOSE=1 was not set"),
+    ],
+)
+def test_an_option_goes_before_the_variable(wanted: bool | None, said: str | None, why: str | None) -> None:
+    given = {"PATH": os.environ["PATH"]} | ({"GPUCR_INTERPOSE": said} if said is not None else {})
+    plan = launch.plan_job(["sleep", "1"], isolate=False, environment=given, interpose=wanted)
+    assert plan.why_not_interposed == why
+    assert (plan.interposer is None) == (why is not None)
+
+
+def test_another_value_is_no_answer() -> None:
+    with pytest.raises(InvalidRequest, match="GPUCR_INTERPOSE is 'yes'"):
+        launch.plan_job(["sleep", "1"], environment={"PATH": os.environ["PATH"], "GPUCR_INTERPOSE": "yes"})
+
+
+def test_it_is_explained() -> None:
+    shown = command.run("run", "--explain", "--interpose", "sleep", "1").stdout
+    assert f"/$LIB/{LIBRARY}: device memory leaves" in shown
+    assert (
+        "interposer  not loaded: --no-interpose was given"
+        in command.run("run", "--explain", "--no-interpose", "true").stdout
+    )
+
+
+def test_without_it_a_job_starts_unless_it_was_asked_for(tmp_path: Path) -> None:
+    env = {"XDG_DATA_HOME": str(tmp_path / "empty"), "CC": "no-such-compiler"}
+    refused = command.run("run", "--interpose", "--explain", "true", env=env)
+    assert (refused.returncode, "GPUCR-NO-INTERPOSER" in refused.stderr) == (4, True)
+    plan = command.run_json_before("run", "--explain", "true", env={**env, "GPUCR_INTERPOSE": "1"})
+    assert (plan["interposer"], "no C compiler" in plan["why_not_interposed"]) == (None, True)
+
+
+def test_a_static_program_is_started_without_it(tmp_path: Path) -> None:
+    program = tmp_path / "program"
+    shutil.copy("/sbin/ldconfig", program)
+    plan = command.run_json_before("run", "--explain", "--interpose", program)
+    assert plan["interposer"] is None
+    assert plan["why_not_interposed"] == f"{program} is statically linked"
