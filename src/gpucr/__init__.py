@@ -59,7 +59,6 @@ if TYPE_CHECKING:
     from gpucr.jobs.selector import JobSelector
     from gpucr.model import CudaState, GangLock, Gpu, GpuMap, ProcessId, ProcessInfo
     from gpucr.operations.dump import DumpPlan, DumpReport, Persist, dump, plan_dump
-    from gpucr.operations.end_job import end_job, wait_job
     from gpucr.operations.freeze import FrozenJob, freeze
     from gpucr.operations.gpu_jobs import GpuJob, list_gpu_jobs
     from gpucr.operations.inspect import ProcessContents, SnapshotContents, inspect
@@ -94,6 +93,7 @@ if TYPE_CHECKING:
     from gpucr.store.stored_snapshot import StoredSnapshot
     from gpucr.store.verify import VerifyReport
     from gpucr.supervise.clock import Wish
+    from gpucr.supervise.ends import stop_job, wait_job
     from gpucr.supervise.settings import StartAgain, Supervision
     from gpucr.supervise.start import (
         SupervisedStart,
@@ -130,7 +130,6 @@ _HOMES = {
     "gpucr.jobs.selector": ("JobSelector",),
     "gpucr.model": ("CudaState", "GangLock", "Gpu", "GpuMap", "ProcessId", "ProcessInfo"),
     "gpucr.operations.dump": ("DumpPlan", "DumpReport", "Persist", "dump", "plan_dump"),
-    "gpucr.operations.end_job": ("end_job", "wait_job"),
     "gpucr.operations.freeze": ("FrozenJob", "freeze"),
     "gpucr.operations.gpu_jobs": ("GpuJob", "list_gpu_jobs"),
     "gpucr.operations.inspect": ("ProcessContents", "SnapshotContents", "inspect"),
@@ -142,6 +141,7 @@ _HOMES = {
     "gpucr.operations.move": ("move",),
     "gpucr.operations.restore": ("RestoreReport", "restore"),
     "gpucr.supervise.clock": ("Wish",),
+    "gpucr.supervise.ends": ("stop_job", "wait_job"),
     "gpucr.supervise.settings": ("StartAgain", "Supervision"),
     "gpucr.supervise.start": (
         "SupervisedStart", "TakenUp", "end_supervisors", "run_supervised", "supervise_job", "take_up_jobs",
@@ -278,7 +278,6 @@ __all__ = [
     "diff_snapshots",
     "doctor",
     "dump",
-    "end_job",
     "end_supervisors",
     "find_container",
     "forget_job",
@@ -302,6 +301,7 @@ __all__ = [
     "resume",
     "run_job",
     "run_supervised",
+    "stop_job",
     "store_keys",
     "subscribe",
     "supervise_job",

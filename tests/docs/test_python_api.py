@@ -37,7 +37,7 @@ OPERATIONS = [
     "plan_job",
     "list_jobs",
     "forget_job",
-    "end_job",
+    "stop_job",
     "wait_job",
     "run_supervised",
     "supervise_job",

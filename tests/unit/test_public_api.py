@@ -27,10 +27,10 @@ ProcessId ProcessInfo ProcessNotFound ProcessRecord ProcessState Progress PruneR
 RepairName RestoreReport Runtime Secret Severity SharedMemory SimulatorUnavailable Snapshot SnapshotContents
 SnapshotDamaged SnapshotError SnapshotExists SnapshotInStore SnapshotUnfinished StartAgain StartedJob StateChange
 StateWord Store StoreDamaged StoreError StoreKey StoredSnapshot SupervisedStart Supervision TakenUp TcpMode
-Unsupported VerifyReport Wish WrongKey __version__ copy_snapshots diff_snapshots doctor dump end_job end_supervisors
+Unsupported VerifyReport Wish WrongKey __version__ copy_snapshots diff_snapshots doctor dump end_supervisors
 find_container forget_job freeze init_store inspect job_states last_probe list_cuda_processes list_gpu_jobs list_jobs
 list_snapshots move open_snapshot plan_dump plan_job probe prune_store remove_snapshot restore resume run_job
-run_supervised store_keys subscribe supervise_job suspend take_up_jobs verify_snapshots wait_job
+run_supervised stop_job store_keys subscribe supervise_job suspend take_up_jobs verify_snapshots wait_job
 """
 NAMES = _NAMES.split()
 

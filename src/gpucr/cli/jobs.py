@@ -2,27 +2,43 @@
 
 from __future__ import annotations
 
+import contextlib
 import datetime
-import signal
-from collections.abc import Sequence
+import time
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from types import MappingProxyType
 from typing import Any
 
 import click
 
 from gpucr.cli.columns import Column, fit, terminal_width, wrapped
+from gpucr.cli.job_states import state_text
 from gpucr.cli.options import json_option
 from gpucr.cli.output import print_json, printable
-from gpucr.errors import InvalidRequest
+from gpucr.errors import GpucrError, InvalidRequest
 from gpucr.jobs.registered import is_gone
 from gpucr.jobs.registry import ListedJob
+from gpucr.model import ProcessId
+from gpucr.operations.gpu_jobs import device_bytes_of_jobs
 from gpucr.operations.launch import forget_jobs, list_jobs
-from gpucr.quantities import format_seconds
+from gpucr.quantities import format_bytes, format_seconds
+from gpucr.supervise.folder import UNFINISHED, SupervisedFolder, SupervisedState, as_time
 
+_OPTIONAL = (
+    Column("GPU", rank=5, is_number=True),
+    Column("SNAPSHOT", rank=6, is_number=True),
+    Column("NEXT", rank=8, is_number=True),
+    Column("RESTARTS", rank=7, is_number=True),
+    Column("SUPERVISOR", rank=9, is_number=True),
+)
+"""Shown where a job has something to show there."""
 _COLUMNS = (
     Column("NAME", least=32),
     Column("PID", rank=1, is_number=True),
     Column("STATE", least=24),
     Column("AGE", rank=3, is_number=True),
+    *_OPTIONAL,
     Column("ISOLATED", rank=4),
     Column("COMMAND", rank=2, least=12, keeps_end=False),
 )
@@ -44,7 +60,7 @@ _COLUMNS = (
 )
 @json_option
 def command(*, show_all: bool, forgotten: tuple[str, ...], force: bool, as_json: bool) -> None:
-    """List the jobs that `gpucr run` started: name, pid, state, age, whether isolated, command.
+    """List the jobs that `gpucr run` started: name, pid, state, age, device memory, supervision, isolation, command.
 
     The names stand for pids in all commands. Each user has a list of their own.
 
@@ -55,18 +71,22 @@ def command(*, show_all: bool, forgotten: tuple[str, ...], force: bool, as_json:
     """
     if force and not forgotten:
         raise InvalidRequest("--force goes with --forget NAME", hint="leave it out")
+    more: Mapping[str, _More] = {}
     if forgotten:
         found: Sequence[ListedJob] = forget_jobs(forgotten, force=force)
+        for job in found:
+            SupervisedFolder(job.name).remove()
         if not as_json:
             for job in found:
                 click.echo(f"{job.name} forgotten ({_state_text(job)}){_kept(job, force=force)}")
             return
     else:
         found = [job for job in list_jobs() if show_all or job.state.word != "ended"]
+        more = _more(found)
     if as_json:
-        print_json("jobs", {"jobs": [_as_json_record(job) for job in found]})
+        print_json("jobs", {"jobs": [_as_json_record(job, more.get(job.name, _More())) for job in found]})
     else:
-        _print_table(found)
+        _print_table(found, more)
 
 
 def _kept(job: ListedJob, *, force: bool) -> str:
@@ -78,26 +98,78 @@ def _kept(job: ListedJob, *, force: bool) -> str:
     return ""
 
 
-def _print_table(found: Sequence[ListedJob]) -> None:
+@dataclass(frozen=True)
+class _More:
+    """What is known of a job beside its record. ``state`` and ``supervisor`` are None where it is not supervised."""
+
+    device_bytes: int | None = None
+    state: SupervisedState | None = None
+    supervisor: ProcessId | None = None
+
+    def cells(self) -> tuple[str, ...]:
+        """Of the optional columns."""
+        now_s, state = time.time(), self.state
+        memory = "-" if self.device_bytes is None else format_bytes(self.device_bytes)
+        if state is None:
+            return (memory, "-", "-", "-", "-")
+        last_s, next_s = state.last_checkpoint_s, state.next_checkpoint_s
+        return (
+            memory,
+            "-" if last_s is None else f"{format_seconds(max(now_s - last_s, 0.0))} ago",
+            "-" if next_s is None or self.supervisor is None else f"in {format_seconds(max(next_s - now_s, 0.0))}",
+            str(sum(state.restarts.values())),
+            str(self.supervisor.pid) if self.supervisor is not None else self.word,
+        )
+
+    @property
+    def word(self) -> str:
+        """What the supervision has come to; ``missing``: there should be a supervisor."""
+        if self.state is None:
+            return "-"
+        return "missing" if self.state.phase in UNFINISHED else self.state.phase
+
+
+def _more(found: Sequence[ListedJob]) -> dict[str, _More]:
+    """What there is beside the records, by name."""
+    held: dict[int, int] = {}
+    with contextlib.suppress(GpucrError):
+        held = device_bytes_of_jobs([job.record.pid for job in found if job.record and job.state.word == "running"])
+    more: dict[str, _More] = {}
+    for job in found:
+        device_bytes = held.get(job.record.pid) if job.record is not None and job.state.word == "running" else None
+        folder, state, supervisor = SupervisedFolder(job.name), None, None
+        with contextlib.suppress(GpucrError):  # what is damaged is told by whoever needs it
+            if folder.exists():
+                state, supervisor = folder.state(), folder.supervisor()
+        more[job.name] = _More(device_bytes, state, supervisor)
+    return more
+
+
+def _print_table(found: Sequence[ListedJob], more: Mapping[str, _More] = MappingProxyType({})) -> None:
     if not found:
         click.echo("no jobs; `gpucr jobs --all` also shows those that have ended")
         return
     width = terminal_width()
-    click.echo("\n".join(fit(_COLUMNS, [_row(job) for job in found], width)))
+    rows = [_row(job, more.get(job.name, _More())) for job in found]
+    unused = {each for each in _OPTIONAL if all(row[_COLUMNS.index(each)] == "-" for row in rows)}
+    columns = [column for column in _COLUMNS if column not in unused]
+    used = [[cell for column, cell in zip(_COLUMNS, row, strict=True) if column not in unused] for row in rows]
+    click.echo("\n".join(fit(columns, used, width)))
     for job in found:
         if job.state.problem is not None:
             click.echo("\n".join(wrapped(printable(job.state.problem), width, first=f"{job.name}: ", indent=2)))
 
 
-def _row(job: ListedJob) -> tuple[str, ...]:
+def _row(job: ListedJob, more: _More) -> tuple[str, ...]:
     record = job.record
     if record is None:
-        return (job.name, "-", _state_text(job), "-", "-", "-")
+        return (job.name, "-", _state_text(job), "-", *more.cells(), "-", "-")
     return (
         job.name,
         str(record.pid),
         _state_text(job),
         _age(record.created),
+        *more.cells(),
         "yes" if record.isolated else "no",
         printable(" ".join(record.command)),
     )
@@ -107,22 +179,11 @@ def _state_text(job: ListedJob) -> str:
     """The state with what is known of it: ``ended (exit code 1)``, ``dumped (/var/snap/a)``."""
     state = job.state
     detail: str | None = None
-    if state.exit_code is not None:
-        detail = f"exit code {state.exit_code}"
-    elif state.signal is not None:
-        detail = _signal_name(state.signal)
-    elif state.word == "dumped" and job.record is not None and job.record.snapshot is not None:
+    if state.word == "dumped" and job.record is not None and job.record.snapshot is not None:
         detail = job.record.snapshot + (", which is gone" if is_gone(job.record.snapshot) else "")
     elif state.word == "elsewhere" and job.record is not None:
         detail = job.record.host
-    return state.word if detail is None else f"{state.word} ({printable(detail)})"
-
-
-def _signal_name(number: int) -> str:
-    try:
-        return signal.Signals(number).name
-    except ValueError:
-        return f"signal {number}"
+    return state_text(state, detail)
 
 
 def _age(created: str) -> str:
@@ -134,7 +195,7 @@ def _age(created: str) -> str:
     return format_seconds(max(seconds, 0.0))
 
 
-def _as_json_record(job: ListedJob) -> dict[str, Any]:
+def _as_json_record(job: ListedJob, more: _More) -> dict[str, Any]:
     record = job.record
     return {
         "name": job.name,
@@ -155,4 +216,21 @@ def _as_json_record(job: ListedJob) -> dict[str, Any]:
         "log": record and record.log_path,
         "snapshot": record and record.snapshot,
         "snapshot_is_gone": record and record.snapshot and is_gone(record.snapshot),
+        "held_bytes": more.device_bytes,
+        "supervision": _supervision_fields(more),
+    }
+
+
+def _supervision_fields(more: _More) -> dict[str, Any] | None:
+    state = more.state
+    if state is None:
+        return None
+    return {
+        "phase": state.phase,
+        "supervisor_pid": more.supervisor and more.supervisor.pid,
+        "interval_s": state.interval_s,
+        "last_checkpoint": None if state.last_checkpoint_s is None else as_time(state.last_checkpoint_s),
+        "next_checkpoint": None if state.next_checkpoint_s is None else as_time(state.next_checkpoint_s),
+        "restarts": dict(state.restarts),
+        "checkpoints": dict(state.checkpoints),
     }

@@ -17,6 +17,8 @@ from gpucr.quantities import format_bytes
 if TYPE_CHECKING:
     from gpucr.store.stored_snapshot import StoredSnapshot
 
+_OPTIONAL = (Column("GPU", rank=5), Column("COMMAND", rank=6, least=12, keeps_end=False))
+"""Shown where a snapshot has something to show there: all but damaged ones have a command."""
 _COLUMNS = (
     Column("NAME", least=24),
     Column("ID"),
@@ -24,6 +26,7 @@ _COLUMNS = (
     Column("HOST", rank=4, least=8),
     Column("SIZE", rank=2, is_number=True),
     Column("WRITTEN", rank=3, is_number=True),
+    *_OPTIONAL,
 )
 
 
@@ -32,7 +35,7 @@ _COLUMNS = (
 @key_file_option
 @json_option
 def command(*, store: str, key_file: Path | None, as_json: bool) -> None:
-    """List the snapshots of STORE, oldest first: name, id, time, machine, size, and what its dump wrote.
+    """List the snapshots of STORE, oldest first: name, id, time, machine, size, what its dump wrote, GPUs, command.
 
     \b
     Example:
@@ -63,7 +66,26 @@ def snapshot_fields(snapshot: StoredSnapshot) -> dict[str, Any]:
         "created": snapshot.created,
         "host": snapshot.host,
         "size_bytes": snapshot.size_bytes,
+        **_manifest_fields(snapshot),
         "counters": dict(snapshot.counters),
+    }
+
+
+def _manifest_fields(snapshot: StoredSnapshot) -> dict[str, Any]:
+    """What its manifest says of the job; nothing where it is not that of a job."""
+    from gpucr.records import RecordError
+    from gpucr.snapshot.manifest import decode
+
+    try:
+        manifest = decode(snapshot.manifest)
+    except RecordError:
+        return {"job": None, "command_line": [], "gpu_models": []}
+    used = {uuid for process in manifest.processes for uuid in process.device_bytes}
+    root = next(process for process in manifest.processes if process.pid == manifest.root_pid)
+    return {
+        "job": manifest.launch.name if manifest.launch is not None else None,
+        "command_line": list(manifest.launch.command if manifest.launch is not None else root.command_line),
+        "gpu_models": sorted({gpu.name for gpu in manifest.gpus if gpu.uuid in used}),
     }
 
 
@@ -71,11 +93,15 @@ def _print_table(found: tuple[StoredSnapshot, ...]) -> None:
     if not found:
         click.echo("no snapshots")
         return
-    click.echo("\n".join(fit(_COLUMNS, [_row(each) for each in found], terminal_width())))
+    rows = [_row(each) for each in found]
+    unused = {each for each in _OPTIONAL if all(row[_COLUMNS.index(each)] == "-" for row in rows)}
+    columns = [column for column in _COLUMNS if column not in unused]
+    used = [[cell for column, cell in zip(_COLUMNS, row, strict=True) if column not in unused] for row in rows]
+    click.echo("\n".join(fit(columns, used, terminal_width())))
 
 
 def _row(each: StoredSnapshot) -> tuple[str, ...]:
-    written = each.counters.get("written_bytes")
+    written, fields = each.counters.get("written_bytes"), _manifest_fields(each)
     return (
         each.name or "-",
         each.id[:8],
@@ -83,4 +109,6 @@ def _row(each: StoredSnapshot) -> tuple[str, ...]:
         printable(each.host),
         format_bytes(each.size_bytes),
         format_bytes(written) if written is not None else "-",
+        ", ".join(fields["gpu_models"]) or "-",
+        printable(" ".join(fields["command_line"])) or "-",
     )

@@ -38,6 +38,7 @@ _COMMANDS = {
     "hook": "let container runtimes checkpoint containers that use GPUs",
     "inspect": "show what a snapshot holds",
     "jobs": "list the jobs that gpucr started",
+    "kill": "end a job at once, or send it a signal",
     "logs": "print what a job printed",
     "ls": "list the snapshots of a store",
     "move": "take a running job to other GPUs",
@@ -50,11 +51,13 @@ _COMMANDS = {
     "service": "have systemd take supervised jobs up after a boot",
     "sim": "the simulated driver, for machines without a GPU",
     "state": "show the CUDA state of a job's processes",
+    "stop": "end a job: SIGTERM, and SIGKILL to what is left",
     "store": "make a store of snapshots, and give out its keys",
     "supervise": "take checkpoints of a job, and bring it back when it fails",
     "suspend": "move a job's GPU memory to host memory and release its GPUs",
     "top": "watch the jobs that use GPUs, suspend and resume them with a key",
     "verify": "check snapshots without restoring them",
+    "wait": "wait until a job has ended",
 }
 
 _EXIT_CODES = """\b

@@ -45,6 +45,13 @@ def end_job(job: int | str, *, grace_s: float = GRACE_S, cancel: Cancellation | 
     return state_of(record)
 
 
+def signal_job(job: int | str, number: signal.Signals) -> int:
+    """Send a signal to the first process of a registered job. Returns its pid. Raises InvalidRequest."""
+    record = _running(job)
+    processes.send_signal(record.root, number)
+    return record.pid
+
+
 def end_processes(record: JobRecord, known: Iterable[ProcessId] = ()) -> tuple[ProcessId, ...]:
     """SIGKILL to all that is left of a job, and wait. Returns what hangs in the kernel.
 
@@ -64,7 +71,7 @@ def end_processes(record: JobRecord, known: Iterable[ProcessId] = ()) -> tuple[P
     return left
 
 
-def wait_job(job: int | str, *, timeout_s: float | None = None, cancel: Cancellation | None = None) -> JobState:
+def await_end(job: int | str, *, timeout_s: float | None = None, cancel: Cancellation | None = None) -> JobState:
     """Wait until a registered job does not run any more, and return what became of it.
 
     Raises InvalidRequest where there is no such job, DeadlineExceeded where it still runs after ``timeout_s``,

@@ -18,6 +18,23 @@ from gpucr.model import CudaState, ProcessId, ProcessInfo
 from gpucr.operations.listing import ProcessState, list_cuda_processes
 
 
+def device_bytes_of_jobs(roots: Sequence[int]) -> dict[int, int]:
+    """The device memory of the trees of these pids, as NVML sees it: nothing for those that have none, or are gone.
+
+    Raises DriverUnavailable where NVML is there and broken.
+    """
+    held: dict[int, int] = {}
+    for use in gpu_processes():
+        held[use.pid] = held.get(use.pid, 0) + (use.used_bytes or 0)
+    found: dict[int, int] = {}
+    for root in roots if held else ():
+        with contextlib.suppress(GpucrError):
+            size_bytes = sum(held.get(each.pid, 0) for each in processes.tree(root))
+            if size_bytes:
+                found[root] = size_bytes
+    return found
+
+
 @dataclass(frozen=True)
 class GpuJob:
     """A job with processes that use CUDA.

@@ -16,6 +16,8 @@ from datetime import datetime, timezone
 from pathlib import Path
 from typing import Any, Literal
 
+from msgspec.structs import replace
+
 from gpucr import records
 from gpucr.errors import InvalidRequest, Unsupported
 from gpucr.jobs.names import is_name
@@ -114,6 +116,11 @@ class SupervisedFolder:
     def write_state(self, state: SupervisedState) -> None:
         """Note how far it is. Raises OSError."""
         durable.write(self.path / _STATE, records.encode(state))
+
+    def change_phase(self, phase: Phase) -> None:
+        """For whoever holds the lock where there is no supervisor. Raises InvalidRequest, Unsupported."""
+        with _writing(self.path):
+            self.write_state(replace(self.state(), phase=phase, supervisor=None, next_checkpoint_s=None))
 
     def append_event(self, event: Mapping[str, Any]) -> None:
         """Add a line to the event log. Raises OSError."""

@@ -1,0 +1,30 @@
+"""What has become of a job, for people and as JSON."""
+
+from __future__ import annotations
+
+import signal
+from typing import Any
+
+from gpucr.cli.output import printable
+from gpucr.jobs.record import JobState
+
+
+def state_text(state: JobState, detail: str | None = None) -> str:
+    """``ended (exit code 1)``, ``ended (SIGTERM)``, ``lost``; ``detail`` is what else is known of it."""
+    if state.exit_code is not None:
+        detail = f"exit code {state.exit_code}"
+    elif state.signal is not None:
+        detail = _signal_name(state.signal)
+    return state.word if detail is None else f"{state.word} ({printable(detail)})"
+
+
+def state_fields(state: JobState) -> dict[str, Any]:
+    """The members of the JSON."""
+    return {"state": state.word, "exit_code": state.exit_code, "signal": state.signal}
+
+
+def _signal_name(number: int) -> str:
+    try:
+        return signal.Signals(number).name
+    except ValueError:
+        return f"signal {number}"
