@@ -20,7 +20,9 @@ from gpucr.driver.cuda import CudaDriver
 from gpucr.jobs import sandbox
 from gpucr.linux import processes
 from gpucr.model import CudaState
+from gpucr.operations import restore_steps
 from gpucr.snapshot.folder import Snapshot
+from gpucr.surroundings.opened_files import require_as_recorded
 from tests import command
 from tests.counter import Counter, CounterFactory, kill_at_once, wait_until
 from tests.operations.stepping import Job, StartJob
@@ -311,6 +313,49 @@ def test_a_tree_that_cannot_be_restored_ends_those_that_were(
     assert not any(job.processes() for job in two)
     monkeypatch.undo()
     gpucr.restore(tmp_path / "s")
+    assert_go_on(two, driver)
+
+
+def test_a_tree_that_is_refused_at_last_ends_those_that_were_ready(
+    two: tuple[Counter, Counter], driver: CudaDriver, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The second tree is complete, and stopped, when the first one's CRIU is told to end."""
+    dump(two, tmp_path / "s")
+    for job in two:
+        job.reap()
+    looked = list[int]()
+
+    def refuse(pids: list[int], names: set[str]) -> None:
+        looked.append(len(pids))
+        if len(looked) == 2:
+            raise gpucr.Unsupported("it is not what it was")
+        require_as_recorded(pids, names)
+
+    monkeypatch.setattr(restore_steps, "require_as_recorded", refuse)
+    with pytest.raises(gpucr.Unsupported, match="it is not what it was"):
+        gpucr.restore(tmp_path / "s")
+    assert looked == [2, 1]
+    assert not any(job.processes() for job in two)
+    monkeypatch.undo()
+    gpucr.restore(tmp_path / "s")
+    assert_go_on(two, driver)
+
+
+@pytest.mark.parametrize(("event", "phase"), [("begin", "halt"), ("end", "halt"), ("begin", "dump"), ("end", "dump")])
+def test_a_cancelled_dump_is_undone_in_all(
+    two: tuple[Counter, Counter], driver: CudaDriver, tmp_path: Path, event: str, phase: str
+) -> None:
+    cancel = gpucr.Cancellation()
+
+    def listen(progress: gpucr.Progress) -> None:
+        if (progress.event, progress.phase) == (event, phase):
+            cancel.cancel()
+
+    with pytest.raises(gpucr.Interrupted, match="the job is as it was found"):
+        gpucr.dump(
+            JobSelector(*(job.pid for job in two)), tmp_path / "s", force=True, cancel=cancel, on_progress=listen
+        )
+    assert not (tmp_path / "s").exists()
     assert_go_on(two, driver)
 
 

@@ -117,6 +117,7 @@ def command(
     Example:
       gpucr dump 4711 --to /var/snapshots/training-0042
       gpucr dump 4711 --to /var/snapshots/training-0043 --leave-running
+      gpucr dump 4711 4712 --as-one --to /var/snapshots/both-ranks
       gpucr dump 4711 --to /var/snapshots/store#before-lunch --leave-running
       gpucr dump 4711 --to s3://bucket/prefix#nightly --encrypt --key-file /root/store.key
       gpucr dump --container web --to /var/snapshots/web

@@ -199,6 +199,8 @@ def prepare(
     if persist not in get_args(Persist):
         raise InvalidRequest(f"persist is {persist!r}", hint="give one of " + ", ".join(get_args(Persist)))
     preflight.require_privileges(job.root.pid)
+    stands_still = is_frozen or bool(job.other_root_pids)
+    is_stopped = stands_still or bool(job.gang)
     uses = gpu_processes() if job.gang and not is_frozen else ()
     held = preflight.device_bytes_in_use(job, uses) if frozen is None else frozen.device_bytes
     target = place.target(job, _total(held))
@@ -222,11 +224,10 @@ def prepare(
         *preflight.check_open_files(job, is_sandboxed=found.sandbox is not None),
         *preflight.check_outside_connections(job),
         *(preflight.check_databases(job) if leave_running else ()),
-        *(preflight.check_terminal(job) if leave_running and protection is not None else ()),
+        *(each for tree in job.trees for each in preflight.check_terminal(tree) if leave_running and is_stopped),
         *target.findings(job, _total(held)),
     )
     note = registered.DumpNote(job)
-    stands_still = is_frozen or bool(job.other_root_pids)
     context = OwnDump(
         job=job,
         target=target,

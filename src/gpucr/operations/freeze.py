@@ -101,13 +101,13 @@ class _Hold:
     opened: contextlib.ExitStack = field(repr=False)
 
 
-_HELD: set[FrozenJob] = set()
-"""A job that its program forgets stays frozen, and under guard, until the program ends."""
+_HELD: dict[FrozenJob, int] = {}
+"""By which process. A job that its program forgets stays frozen, and under guard, until the program ends."""
 
 
 @atexit.register
 def _thaw_what_is_left() -> None:
-    for job in [job for job in _HELD if job.owner == os.getpid()]:  # a fork ends before its parent
+    for job in [job for job, pid in _HELD.items() if pid == os.getpid()]:  # not a fork, which ends before its parent
         job.thaw()
 
 
@@ -126,8 +126,7 @@ class FrozenJob:
         self._state: Literal["frozen", "thawed", "ended", "lost"] = "frozen"
         self._since = time.monotonic()
         self._saved: JobSnapshot | None = None
-        self.owner = os.getpid()
-        _HELD.add(self)
+        _HELD[self] = os.getpid()
         self.phases = phases
         self.warnings = warnings
         self.pid: int = hold.taken.found.job.root.pid
@@ -242,7 +241,7 @@ class FrozenJob:
     def _lose(self) -> None:
         """From here on it is neither frozen nor anything else, until that has come true."""
         self._state = "lost"
-        _HELD.discard(self)
+        del _HELD[self]
 
     def _require_frozen(self, what: str) -> _Hold:
         if self._state == "frozen":
