@@ -66,7 +66,6 @@ if TYPE_CHECKING:
     from gpucr.operations.listing import ProcessState, job_states, list_cuda_processes
     from gpucr.operations.move import move
     from gpucr.operations.restore import RestoreReport, restore
-    from gpucr.operations.store_diff import Difference, Range, diff_snapshots
     from gpucr.operations.stores import (
         CopiedSnapshot,
         StoreKey,
@@ -85,6 +84,7 @@ if TYPE_CHECKING:
     from gpucr.snapshot.job_snapshot import JobSnapshot
     from gpucr.snapshot.location import Compress, Place, open_snapshot
     from gpucr.snapshot.manifest import Manifest, ProcessRecord
+    from gpucr.snapshot.store_diff import Difference, Range, diff_snapshots
     from gpucr.store.keys import Secret
     from gpucr.store.opened import Store
     from gpucr.store.prune import LaterSpace, PruneReport
@@ -149,7 +149,7 @@ _HOMES = {
     "gpucr.undo.cancellation": ("Cancellation",),
     "gpucr.undo.events": ("Event", "OnEvent", "OnProgress", "Progress", "subscribe"),
     "gpucr.undo.steps": ("Phase",),
-    "gpucr.operations.store_diff": ("Difference", "Range", "diff_snapshots"),
+    "gpucr.snapshot.store_diff": ("Difference", "Range", "diff_snapshots"),
     "gpucr.snapshot.in_store": ("SnapshotInStore",),
     "gpucr.operations.stores": (
         "CopiedSnapshot", "StoreKey", "copy_snapshots", "init_store", "list_snapshots", "prune_store",

@@ -28,7 +28,7 @@ from gpucr.jobs.registry import ListedJob
 from gpucr.model import CudaState, Gpu, ProcessId, ProcessInfo
 from gpucr.operations.gpu_jobs import GpuJob
 from gpucr.operations.listing import ProcessState
-from gpucr.operations.store_diff import Difference
+from gpucr.snapshot.store_diff import Difference
 from gpucr.store.stored_snapshot import Area, StoredSnapshot
 from tests.unit import samples
 
@@ -176,7 +176,7 @@ def _print_differences() -> None:
         Difference("file", "shared/finetune-llama-7b/tokenizer-cache/0042/part-000017", None, 7, 4096, 4096, ()),
         Difference("device", "python", 3194302, 61 * _GIB, None, 61 * _GIB, ()),
     ]
-    with mock.patch("gpucr.operations.store_diff.diff_snapshots", return_value=found):
+    with mock.patch("gpucr.snapshot.store_diff.diff_snapshots", return_value=found):
         diff.command.main(["store#a", "store#b"], standalone_mode=False)
 
 

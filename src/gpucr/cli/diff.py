@@ -14,7 +14,7 @@ from gpucr.cli.output import print_json, printable
 from gpucr.quantities import format_bytes
 
 if TYPE_CHECKING:
-    from gpucr.operations.store_diff import Difference
+    from gpucr.snapshot.store_diff import Difference
 
 _COLUMNS = (
     Column("PID", rank=1, is_number=True),
@@ -41,7 +41,7 @@ def command(*, before: str, after: str, key_file: Path | None, as_json: bool, ve
     Example:
       gpucr diff /var/snapshots/store#monday /var/snapshots/store#tuesday
     """
-    from gpucr.operations.store_diff import diff_snapshots
+    from gpucr.snapshot.store_diff import diff_snapshots
 
     found = with_key(key_file, lambda key: diff_snapshots(before, after, key=key))
     if as_json:
