@@ -157,7 +157,7 @@ def test_a_changed_image_is_put_among_the_others(
             raise OSError(30, "read-only")
 
         monkeypatch.setattr(os, "link", refuse)
-    with images.changed_images(folder, FilesImage.parse(image(*OUTSIDE))) as changed:
+    with images.changed_images(folder, {images.NAME: FilesImage.parse(image(*OUTSIDE)).encode()}) as changed:
         assert (changed / "pages-1.img").read_bytes() == b"pages"
         assert (changed / "pages-1.img").is_symlink() is not can_link
         assert FilesImage.read(changed).encode() == image(*OUTSIDE)

@@ -85,7 +85,7 @@ def test_a_folder_for_changed_images(unsafe_temporaries: Path, tmp_path: Path, m
     monkeypatch.setattr(os, "link", refuse)
     with (
         pytest.raises(PermissionError, match="can change"),
-        images.changed_images(folder, images.FilesImage.read(folder)),
+        images.changed_images(folder, {images.NAME: images.FilesImage.read(folder).encode()}),
     ):
         pytest.fail("it was made")
     assert list(unsafe_temporaries.iterdir()) == []

@@ -82,7 +82,7 @@ def test_what_was_opened_is_read_to_the_end(theirs: Path, swap: Callable[[Path],
         assert stream.read() == samples.IMAGES["core-1.img"]
     (folder,) = source.image_folders
     (folder / images.NAME).write_bytes(image(*OUTSIDE))
-    with images.changed_images(folder, images.FilesImage.read(folder)) as changed:
+    with images.changed_images(folder, {images.NAME: images.FilesImage.read(folder).encode()}) as changed:
         assert (changed / "core-1.img").read_bytes() == samples.IMAGES["core-1.img"]
         assert changed.resolve().parent == theirs / "a.aside"
 

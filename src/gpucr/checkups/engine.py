@@ -20,8 +20,8 @@ _NETWORK = "network lock"
 class CriuFacts:
     """``install`` is None where no CRIU was found, and ``missing`` says why. ``least``: what this kernel needs.
 
-    ``failure`` is what `criu check` said (None: nothing is wrong). It needs privileges (``is_privileged``): without
-    them nothing is known.
+    ``failure`` is what `criu check` said (None: nothing is wrong). It needs privileges, or a CRIU that has them by its
+    file (``is_privileged``): without them nothing is known.
     """
 
     install: CriuInstall | None
@@ -41,6 +41,7 @@ def look() -> CriuFacts:
         install = find_criu()
     except CriuUnavailable as e:
         return CriuFacts(None, least, is_privileged, e.message, has_iptables=has_iptables)
+    is_privileged = is_privileged or install.is_unprivileged
     if not is_privileged:
         return CriuFacts(install, least, is_privileged, has_iptables=has_iptables)
     failure = None
@@ -48,6 +49,8 @@ def look() -> CriuFacts:
         Criu(install).check()
     except CriuError as e:
         failure = e
+    if install.is_unprivileged:  # it dumps no job with a connection
+        return CriuFacts(install, least, is_privileged, "", failure, has_iptables=has_iptables)
     has_nftables = has_feature(install, "network_lock_nftables")
     return CriuFacts(install, least, is_privileged, "", failure, has_nftables, has_iptables)
 
@@ -69,7 +72,7 @@ def check(facts: CriuFacts) -> list[Finding]:
                 about=_ABOUT,
             )
         ]
-    return [_engine(facts, install), *_network(facts)]
+    return [_engine(facts, install), *(_network(facts) if not install.is_unprivileged else ())]
 
 
 def _engine(facts: CriuFacts, install: CriuInstall) -> Finding:

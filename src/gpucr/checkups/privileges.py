@@ -2,10 +2,13 @@
 
 from __future__ import annotations
 
+import os
 from dataclasses import dataclass
 from pathlib import Path
 
 from gpucr.checkups.checkup import ok
+from gpucr.criu.granted import find_grant
+from gpucr.criu.install import NEEDED_CAPABILITY
 from gpucr.diagnosis.preflight.findings import Finding
 from gpucr.linux import capabilities
 from gpucr.linux.capabilities import Capabilities
@@ -67,16 +70,7 @@ def check(facts: PrivilegeFacts) -> list[Finding]:
 def _capabilities(own: Capabilities) -> list[Finding]:
     missing = [f"CAP_{name}" for name in _FOR_CRIU if not own.has(name)]
     if missing and not own.is_root:
-        return [
-            Finding(
-                "warning",
-                "this user can suspend and resume jobs of its own, and nothing else",
-                f"{' and '.join(missing)}: not in CapEff of /proc/self/status",
-                "dump and restore are refused, and other users' jobs are out of reach",
-                "sudo gpucr doctor shows what root can do",
-                about=_ABOUT,
-            )
-        ]
+        return [_of_a_user(own, missing)]
     if missing:
         return [
             Finding(
@@ -102,6 +96,36 @@ def _capabilities(own: Capabilities) -> list[Finding]:
         if not own.has(name)
     ]
     return found or [ok(_ABOUT, "this user can dump and restore every job", "CapEff of /proc/self/status")]
+
+
+def _of_a_user(own: Capabilities, missing: list[str]) -> Finding:
+    grant = find_grant()
+    if grant is not None and os.access(grant.path, os.X_OK):
+        if own.no_new_privs or not own.bounding & capabilities.mask(NEEDED_CAPABILITY):
+            why = "no_new_privs is set" if own.no_new_privs else f"CAP_{NEEDED_CAPABILITY} is not in the bounding set"
+            return Finding(
+                "warning",
+                "this user can suspend jobs of its own, and not dump them: the CRIU granted to it gets no capability",
+                f"{why}: /proc/self/status",
+                "dump and restore are refused",
+                "run gpucr from a login shell, outside containers and services that take privileges away",
+                code="GPUCR-NOT-PERMITTED",
+                about=_ABOUT,
+            )
+        return ok(
+            _ABOUT,
+            "this user can suspend, dump and restore jobs of its own",
+            f"{grant.path} has CAP_{NEEDED_CAPABILITY} by its file",
+        )
+    return Finding(
+        "warning",
+        "this user can suspend and resume jobs of its own, and nothing else",
+        f"{' and '.join(missing)}: not in CapEff of /proc/self/status",
+        "dump and restore are refused, and other users' jobs are out of reach",
+        "sudo gpucr criu --grant lets ordinary users dump and restore jobs of their own; sudo gpucr doctor shows what "
+        "root can do",
+        about=_ABOUT,
+    )
 
 
 def _user_namespace(facts: PrivilegeFacts) -> list[Finding]:
@@ -139,7 +163,7 @@ def _ptrace(facts: PrivilegeFacts) -> Finding:
         "warning",
         "this user cannot trace processes that it did not start itself",
         evidence,
-        "suspend takes the driver's plain way, which is slower",
+        "suspend takes the driver's plain way, which is slower; freeze, dump and restore are refused",
         "run gpucr as root; sysctl kernel.yama.ptrace_scope=0 would do too, and lets every program of a user look into "
         "the others",
         about=_PTRACE,

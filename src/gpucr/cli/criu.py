@@ -1,4 +1,4 @@
-"""``gpucr criu``: which CRIU is used, whether it works here, and fetching one."""
+"""``gpucr criu``: which CRIU is used, whether it works here, fetching one, and granting it to ordinary users."""
 
 from __future__ import annotations
 
@@ -6,28 +6,47 @@ import click
 
 from gpucr.cli.options import json_option
 from gpucr.cli.output import print_json, say
+from gpucr.criu import granted
 from gpucr.criu.engine import Criu
 from gpucr.criu.install import CriuInstall, find_criu
-from gpucr.errors import CriuError, CriuUnavailable
+from gpucr.errors import CriuError, CriuUnavailable, InvalidRequest
 
 
 @click.command("criu")
 @click.option("--no-fetch", is_flag=True, help="Only look; fetch nothing where none is found.")
+@click.option("--grant", is_flag=True, help="Let ordinary users dump and restore jobs of their own. Root only.")
+@click.option("--group", metavar="GROUP", help="With --grant: only users of this group.")
+@click.option("--revoke", is_flag=True, help="Take back what --grant gave. Root only.")
 @json_option
-def command(*, no_fetch: bool, as_json: bool) -> None:
+def command(*, no_fetch: bool, grant: bool, group: str | None, revoke: bool, as_json: bool) -> None:
     """Show the CRIU that gpucr uses: its path, version and origin, and whether it works here; fetch it where missing.
 
-    Looked for in this order: the path in GPUCR_CRIU, `criu` on PATH, the one that was fetched before. CRIU 4.1 or newer
-    is needed, 4.2 on Linux 6.16 and newer. Where there is none, the distribution's signed packages are taken from the
-    machine's own mirror (or from the Debian mirror that GPUCR_DEBIAN_MIRROR names) and unpacked below
-    $XDG_DATA_HOME/gpucr; nothing is installed. Exit code 4 where there is no CRIU that works.
+    Looked for in this order: the path in GPUCR_CRIU, for ordinary users the one that root has granted, `criu` on PATH,
+    the one that was fetched before. CRIU 4.1 or newer is needed, 4.2 on Linux 6.16 and newer. Where there is none, the
+    distribution's signed packages are taken from the machine's own mirror (or from the Debian mirror that
+    GPUCR_DEBIAN_MIRROR names) and unpacked below $XDG_DATA_HOME/gpucr; nothing is installed. Exit code 4 where there is
+    no CRIU that works.
+
+    --grant puts a copy into /opt/gpucr/criu that has the capability CAP_CHECKPOINT_RESTORE by its file. With it each
+    user can dump and restore processes of their own, and no others. What only root can dump is refused.
 
     \b
     Example:
       gpucr criu
+      sudo gpucr criu --grant --group gpu-users
+      sudo gpucr criu --revoke
     """
+    if grant and revoke:
+        raise InvalidRequest("--grant and --revoke exclude each other", hint="give one of them")
+    if group is not None and not grant:
+        raise InvalidRequest("--group goes with --grant", hint="add --grant, or leave it out")
+    if revoke:
+        say("\n".join(f"removed {path}" for path in granted.revoke()) or "nothing was granted")
+    if grant:
+        granted.grant(_find(fetch=not no_fetch), group=group)
     install = _find(fetch=not no_fetch)
     problem = _problem(install)
+    there = granted.find_grant()
     if as_json:
         print_json(
             "criu",
@@ -38,6 +57,7 @@ def command(*, no_fetch: bool, as_json: bool) -> None:
                 "origin": install.origin,
                 "works": problem is None,
                 "problem": None if problem is None else problem.message,
+                "granted": None if there is None else {"path": str(there.path), "group": there.group},
             },
         )
     else:
@@ -45,8 +65,15 @@ def command(*, no_fetch: bool, as_json: bool) -> None:
         click.echo(f"version  {install.version_text}")
         click.echo(f"origin   {install.origin}")
         click.echo(f"works    {'yes' if problem is None else f'no: {problem.message}'}")
+        click.echo(f"granted  {_granted_text(there)}")
     if problem is not None:
         raise CriuUnavailable(problem.message, hint=problem.hint) from problem
+
+
+def _granted_text(there: granted.Grant | None) -> str:
+    if there is None:
+        return "no: only root can dump and restore"
+    return f"to {'every user' if there.group is None else f'group {there.group}'}, in {there.path}"
 
 
 def _find(*, fetch: bool) -> CriuInstall:

@@ -2,15 +2,15 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Iterable, Iterator
 from fnmatch import fnmatch
 
 from gpucr.criu import images_pb2
-from gpucr.criu.image_entries import ImageError, ImageReader, OpenImage
+from gpucr.criu.image_entries import ImageError, ImageReader, OpenImage, encoded, head
 
 _MAGIC = 0x55053847  # CORE_MAGIC of CRIU's image format
 _MAX_BYTES = 16 << 20
-_WORD_BITS = 32
+_WORD_BITS, _WHOLE_WORD = 32, 0xFFFFFFFF
 
 
 def capabilities_in(names: Iterable[str], open_image: OpenImage) -> int:
@@ -20,14 +20,36 @@ def capabilities_in(names: Iterable[str], open_image: OpenImage) -> int:
     OSError, and ImageError where an image is damaged.
     """
     wanted = 0
-    for name in names:
-        if not fnmatch(name, "core-*.img"):
-            continue
-        with open_image(name) as stream:
-            core = ImageReader(stream, _MAGIC, "a process", max_bytes=_MAX_BYTES).one(images_pb2.Core)
+    for _, core in _cores(names, open_image):
         creds = core.thread_core.creds
         for words in (creds.cap_prm, creds.cap_inh):
             if len(words) > 2:
                 raise ImageError("a capability set has more than 64 bits")
             wanted |= sum(word << (_WORD_BITS * position) for position, word in enumerate(words))
     return wanted
+
+
+def uids_in(names: Iterable[str], open_image: OpenImage) -> set[int]:
+    """The real users of the job's threads. Raises as `capabilities_in`."""
+    return {core.thread_core.creds.uid for _, core in _cores(names, open_image)}
+
+
+def with_full_bounding_sets(names: Iterable[str], open_image: OpenImage) -> dict[str, bytes]:
+    """The images of its threads, by name, as if no bounding set had ever been reduced.
+
+    CRIU takes from a thread what its bounding set did not have, which needs CAP_SETPCAP, even where CRIU's own does not
+    have it either (seen with 4.2.1: "Unable to drop capability 24"). With these images it takes nothing: a thread gets
+    the bounding set of whoever restores it, as everything else that he starts. Raises as `capabilities_in`.
+    """
+    changed = {}
+    for name, core in _cores(names, open_image):
+        core.thread_core.creds.cap_bnd[:] = [_WHOLE_WORD, _WHOLE_WORD]
+        changed[name] = head(_MAGIC) + encoded(core)
+    return changed
+
+
+def _cores(names: Iterable[str], open_image: OpenImage) -> Iterator[tuple[str, images_pb2.Core]]:
+    for name in names:
+        if fnmatch(name, "core-*.img"):
+            with open_image(name) as stream:
+                yield name, ImageReader(stream, _MAGIC, "a process", max_bytes=_MAX_BYTES).one(images_pb2.Core)

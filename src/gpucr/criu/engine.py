@@ -51,7 +51,8 @@ _CHECK_EVERY_S = 0.1
 class Criu:
     """CRIU, driven by RPC. Every call starts a CRIU process of its own and has reaped it when it returns or raises.
 
-    Root is needed (CAP_SYS_ADMIN at least). Several calls may run at once in several threads.
+    Root is needed (CAP_SYS_ADMIN at least), or for the caller's own processes a CRIU that root has granted. Several
+    calls may run at once in several threads.
 
     With ``sandbox`` CRIU runs in the pid, mount and network namespaces of that pid namespace's first process: the tree
     that it dumps lives there, or the one that it restores will. Pids are those of the caller here as well. With
@@ -98,7 +99,7 @@ class Criu:
             "pid": self._inner_pid(pid),
             "leave_running": options.leave_running,
             "ghost_limit": options.ghost_limit_bytes,
-            **_common_options(options),
+            **self._common_options(options),
         }
         with self._service("dump", images_dir, log_path, deadline=deadline) as service:
             _announce(service, on_start)
@@ -157,7 +158,7 @@ class Criu:
                 request_options = {
                     "leave_stopped": leave_stopped,
                     "inherit_fd": inherited,
-                    **_common_options(options),
+                    **self._common_options(options),
                 }
                 with foreground_kept():  # CRIU gives the terminal of a shell job to the tree
                     response = run.serve(rpc_pb2.RESTORE, request_options)
@@ -205,6 +206,18 @@ class Criu:
             with service:
                 yield service
 
+    def _common_options(self, options: DumpOptions | RestoreOptions) -> dict[str, bool | int | rpc_pb2.NetworkLock]:
+        is_limited = self.install.is_unprivileged
+        return {
+            "shell_job": options.shell_job,
+            "tcp_established": options.tcp_established and not is_limited,
+            "file_locks": options.file_locks,
+            "link_remap": options.link_remap,
+            "ext_unix_sk": options.ext_unix_sk,
+            "network_lock": _NETWORK_LOCKS[options.network_lock],
+            "unprivileged": is_limited,
+        }
+
     def _inner_pid(self, pid: int) -> int:
         inner = self._sandbox.inner_pid(pid) if self._sandbox is not None else pid
         if inner is None:
@@ -247,17 +260,6 @@ def _open_folder(path: Path) -> Iterator[int]:
         yield fd
     finally:
         os.close(fd)
-
-
-def _common_options(options: DumpOptions | RestoreOptions) -> dict[str, bool | int | rpc_pb2.NetworkLock]:
-    return {
-        "shell_job": options.shell_job,
-        "tcp_established": options.tcp_established,
-        "file_locks": options.file_locks,
-        "link_remap": options.link_remap,
-        "ext_unix_sk": options.ext_unix_sk,
-        "network_lock": _NETWORK_LOCKS[options.network_lock],
-    }
 
 
 class _Run:

@@ -1,8 +1,8 @@
 """Read and change CRIU's image of open files, ``files.img``, so that a restore goes on with the world as it is now.
 
 CRIU refuses a file whose size is another one than at the dump, and knows one answer for all TCP connections. Both can
-be said better entry by entry. A snapshot's images are never touched: a changed image goes to a folder of its own, in
-which the other images are the same files (`changed_images`).
+be said better entry by entry. (What else a restore changes is in credentials.py.) A snapshot's images are never
+touched: a changed image goes to a folder of its own, in which the other images are the same files (`changed_images`).
 """
 
 from __future__ import annotations
@@ -19,6 +19,7 @@ from pathlib import Path
 
 from gpucr.criu import images_pb2
 from gpucr.criu.image_entries import ImageError, ImageReader, encoded, head
+from gpucr.errors import Unsupported
 from gpucr.linux import trusted_paths
 from gpucr.linux.sock_diag import TcpSocket, TcpState, endpoint
 
@@ -113,8 +114,18 @@ class RestoreImages:
         self._changed = contextlib.ExitStack()
 
     def change(self, image: FilesImage) -> None:
-        """This one takes the place of the snapshot's from now on. Raises OSError."""
-        self.folder = self._changed.enter_context(changed_images(self.original, image))
+        """This one takes the place of the snapshot's from now on. Raises Unsupported."""
+        self.replace({NAME: image.encode()})
+
+    def replace(self, images: Mapping[str, bytes]) -> None:
+        """These, by their names, take the place of what was there until now. Raises Unsupported."""
+        try:
+            self.folder = self._changed.enter_context(changed_images(self.folder, images))
+        except OSError as e:
+            raise Unsupported(
+                f"no folder can be made for a changed image: {e.strerror} ({e.filename})",
+                hint="name a folder for temporary files with TMPDIR that has room, and that nobody else can change",
+            ) from e
 
     def close(self) -> None:
         """Remove what `change` has made."""
@@ -122,8 +133,8 @@ class RestoreImages:
 
 
 @contextlib.contextmanager
-def changed_images(images_dir: Path, image: FilesImage) -> Iterator[Path]:
-    """A private folder for the block that holds ``image`` and otherwise the images of ``images_dir``.
+def changed_images(images_dir: Path, changed: Mapping[str, bytes]) -> Iterator[Path]:
+    """A private folder for the block: what is ``changed``, by name, and otherwise the images of ``images_dir``.
 
     They are hard links, in a folder beside that one, which is the snapshot's own: nobody else can put another there.
     Where that cannot be (a read-only disk) they are symbolic links in the system's folder for temporary files; then
@@ -131,10 +142,11 @@ def changed_images(images_dir: Path, image: FilesImage) -> Iterator[Path]:
     """
     folder = _linked(images_dir)
     try:
-        (folder / NAME).unlink()
-        fd = os.open(folder / NAME, os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_CLOEXEC, 0o600)
-        with os.fdopen(fd, "wb") as stream:
-            stream.write(image.encode())
+        for name, data in changed.items():
+            (folder / name).unlink()
+            fd = os.open(folder / name, os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_CLOEXEC, 0o600)
+            with os.fdopen(fd, "wb") as stream:
+                stream.write(data)
         yield folder
     finally:
         shutil.rmtree(folder, ignore_errors=True)

@@ -196,12 +196,16 @@ class Thread(_message.Message):
     def __init__(self, creds: _Optional[_Union[Credentials, _Mapping]] = ...) -> None: ...
 
 class Credentials(_message.Message):
-    __slots__ = ("cap_inh", "cap_prm")
+    __slots__ = ("uid", "cap_inh", "cap_prm", "cap_bnd")
+    UID_FIELD_NUMBER: _ClassVar[int]
     CAP_INH_FIELD_NUMBER: _ClassVar[int]
     CAP_PRM_FIELD_NUMBER: _ClassVar[int]
+    CAP_BND_FIELD_NUMBER: _ClassVar[int]
+    uid: int
     cap_inh: _containers.RepeatedScalarFieldContainer[int]
     cap_prm: _containers.RepeatedScalarFieldContainer[int]
-    def __init__(self, cap_inh: _Optional[_Iterable[int]] = ..., cap_prm: _Optional[_Iterable[int]] = ...) -> None: ...
+    cap_bnd: _containers.RepeatedScalarFieldContainer[int]
+    def __init__(self, uid: _Optional[int] = ..., cap_inh: _Optional[_Iterable[int]] = ..., cap_prm: _Optional[_Iterable[int]] = ..., cap_bnd: _Optional[_Iterable[int]] = ...) -> None: ...
 
 class Task(_message.Message):
     __slots__ = ("task_state", "comm")

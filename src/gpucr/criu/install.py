@@ -1,7 +1,8 @@
-"""Find a CRIU that starts and is new enough: named by the environment, on PATH, or provided by gpucr."""
+"""Find a CRIU that starts and is new enough: named by the environment, granted by root, on PATH, or provided."""
 
 from __future__ import annotations
 
+import contextlib
 import os
 import platform
 import re
@@ -13,13 +14,20 @@ from pathlib import Path
 from typing import Literal
 
 from gpucr.errors import CriuUnavailable
-from gpucr.linux import trusted_paths
+from gpucr.linux import capabilities, processes, trusted_paths
 
 ENVIRONMENT_VARIABLE = "GPUCR_CRIU"
 OLDEST_VERSION = (4, 1, 0)
 LIBRARY_FOLDER = "usr/lib/x86_64-linux-gnu"
 
-Origin = Literal["environment", "path", "provided"]
+GRANTED_FOLDER = Path("/opt/gpucr/criu")
+"""Where `gpucr.criu.granted` puts the CRIU that ordinary users may start, in a folder of its own."""
+
+GRANTED_NAME = "criu"
+NEEDED_CAPABILITY = "CHECKPOINT_RESTORE"
+"""What CRIU needs for processes of whoever starts it."""
+
+Origin = Literal["environment", "granted", "path", "provided"]
 
 _START_TIMEOUT_S = 10
 _FETCH_HINT = "run `gpucr criu`, or install a newer CRIU with the system's package manager"
@@ -28,12 +36,17 @@ _VERSION_LINE = re.compile(r"^Version:\s*(\d+)\.(\d+)(?:\.(\d+))?", re.MULTILINE
 
 @dataclass(frozen=True)
 class CriuInstall:
-    """A CRIU that was started once. ``command`` is the argv prefix, ``path`` the program it runs."""
+    """A CRIU that was started once. ``command`` is the argv prefix, ``path`` the program it runs.
+
+    ``is_unprivileged``: the caller lacks root's capabilities, and this program has by its file what CRIU needs for the
+    caller's own processes.
+    """
 
     command: tuple[str, ...]
     version: tuple[int, int, int]
     origin: Origin
     path: Path
+    is_unprivileged: bool = False
 
     @property
     def version_text(self) -> str:
@@ -49,6 +62,7 @@ def version_text(version: tuple[int, int, int]) -> str:
 def find_criu() -> CriuInstall:
     """The CRIU to use: ``GPUCR_CRIU``, else PATH's if it starts and is new enough, else the provided one.
 
+    For a caller without root's capabilities the one comes before PATH's that root has granted (`gpucr criu --grant`).
     A CRIU that the environment names is taken from 4.1 on, or refused, but never passed over; the others must be new
     enough for this kernel (`least_version`). No privileges needed. Raises CriuUnavailable.
     """
@@ -60,6 +74,8 @@ def find_criu() -> CriuInstall:
         except CriuUnavailable as e:
             e.hint = f"correct or unset {ENVIRONMENT_VARIABLE}"
             raise
+    if not processes.can_checkpoint_processes() and (granted := _find_granted()) is not None:
+        return granted
     passed_over = "there is no `criu` on PATH"
     on_path = shutil.which("criu")
     if on_path is not None:
@@ -74,6 +90,30 @@ def find_criu() -> CriuInstall:
     raise CriuUnavailable(f"no usable CRIU was found: {passed_over}, and none has been fetched", hint=_FETCH_HINT)
 
 
+def _find_granted() -> CriuInstall | None:
+    """The one that root has granted, where this user may start it."""
+    try:
+        folders = sorted(GRANTED_FOLDER.iterdir())
+    except OSError:
+        return None
+    for folder in folders:
+        path = folder / GRANTED_NAME
+        if os.access(path, os.X_OK):
+            with contextlib.suppress(CriuUnavailable):
+                return probe((str(path),), "granted", path, least_version())
+    return None
+
+
+def _is_for_own_processes(path: Path) -> bool:
+    """Whether CRIU works through the capabilities of its file, and not through the caller's."""
+    if processes.can_checkpoint_processes():
+        return False
+    try:
+        return bool(capabilities.of_file(path) & capabilities.mask(NEEDED_CAPABILITY))
+    except OSError:
+        return False
+
+
 def find_provided() -> CriuInstall | None:
     """The newest CRIU that `gpucr.criu.provide` has put in place and that starts here; None where there is none.
 
@@ -83,7 +123,7 @@ def find_provided() -> CriuInstall | None:
     refused: CriuUnavailable | None = None
     try:
         folders = [entry for entry in provided_folder().iterdir() if not entry.name.startswith(".")]
-    except (FileNotFoundError, NotADirectoryError):
+    except (FileNotFoundError, NotADirectoryError, PermissionError):  # also where HOME is root's
         return None
     for folder in folders:
         try:
@@ -158,7 +198,7 @@ def probe(command: tuple[str, ...], origin: Origin, path: Path, least: tuple[int
             f"{path} is CRIU {version_text(version)}, and gpucr on this kernel needs {version_text(least)} or newer",
             hint=_FETCH_HINT,
         )
-    return CriuInstall(command, version, origin, path)
+    return CriuInstall(command, version, origin, path, is_unprivileged=_is_for_own_processes(path))
 
 
 def _require_ours(command: tuple[str, ...], path: Path) -> None:
@@ -183,9 +223,10 @@ def has_feature(install: CriuInstall, name: str) -> bool:
 
 
 def run_check(install: CriuInstall, *arguments: str) -> subprocess.CompletedProcess[str]:
-    """Run ``criu check`` with both outputs in ``stdout``. Needs root to be meaningful."""
+    """Run ``criu check`` with both outputs in ``stdout``. Needs root, or a CRIU that was granted, to be meaningful."""
+    mode = ["--unprivileged"] if install.is_unprivileged else []
     return subprocess.run(
-        [*install.command, "--no-default-config", "check", *arguments],
+        [*install.command, "--no-default-config", *mode, "check", *arguments],
         stdin=subprocess.DEVNULL,
         stdout=subprocess.PIPE,
         stderr=subprocess.STDOUT,

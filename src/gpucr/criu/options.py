@@ -129,7 +129,11 @@ def deleted_file_sizes(pid: int) -> Iterator[int]:
     for line in _lines(Path(f"/proc/{pid}/maps")):
         parts = line.split(maxsplit=5)
         if len(parts) == 6 and parts[5].endswith(" (deleted)") and not parts[5].startswith(_UNNAMED_MEMORY):
-            yield from _size_if_nameless(Path(f"/proc/{pid}/map_files/{_map_file_name(parts[0])}"))
+            try:
+                yield from _size_if_nameless(Path(f"/proc/{pid}/map_files/{_map_file_name(parts[0])}"))
+            except PermissionError:  # needs CAP_CHECKPOINT_RESTORE: at least what is mapped
+                start, end = (int(address, 16) for address in parts[0].split("-"))
+                yield int(parts[2], 16) + end - start
 
 
 def _map_file_name(address_range: str) -> str:
@@ -140,6 +144,8 @@ def _map_file_name(address_range: str) -> str:
 def _size_if_nameless(path: Path) -> Iterator[int]:
     try:
         status = path.stat()
+    except PermissionError:
+        raise
     except OSError:
         return
     if stat.S_ISREG(status.st_mode) and status.st_nlink == 0:

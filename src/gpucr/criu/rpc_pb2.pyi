@@ -35,7 +35,7 @@ class InheritFd(_message.Message):
     def __init__(self, key: _Optional[str] = ..., fd: _Optional[int] = ...) -> None: ...
 
 class Options(_message.Message):
-    __slots__ = ("images_dir_fd", "pid", "leave_running", "ext_unix_sk", "tcp_established", "shell_job", "file_locks", "log_level", "log_file", "notify_scripts", "work_dir_fd", "link_remap", "inherit_fd", "ghost_limit", "timeout", "network_lock", "leave_stopped")
+    __slots__ = ("images_dir_fd", "pid", "leave_running", "ext_unix_sk", "tcp_established", "shell_job", "file_locks", "log_level", "log_file", "notify_scripts", "work_dir_fd", "link_remap", "inherit_fd", "ghost_limit", "timeout", "network_lock", "unprivileged", "leave_stopped")
     IMAGES_DIR_FD_FIELD_NUMBER: _ClassVar[int]
     PID_FIELD_NUMBER: _ClassVar[int]
     LEAVE_RUNNING_FIELD_NUMBER: _ClassVar[int]
@@ -52,6 +52,7 @@ class Options(_message.Message):
     GHOST_LIMIT_FIELD_NUMBER: _ClassVar[int]
     TIMEOUT_FIELD_NUMBER: _ClassVar[int]
     NETWORK_LOCK_FIELD_NUMBER: _ClassVar[int]
+    UNPRIVILEGED_FIELD_NUMBER: _ClassVar[int]
     LEAVE_STOPPED_FIELD_NUMBER: _ClassVar[int]
     images_dir_fd: int
     pid: int
@@ -69,8 +70,9 @@ class Options(_message.Message):
     ghost_limit: int
     timeout: int
     network_lock: NetworkLock
+    unprivileged: bool
     leave_stopped: bool
-    def __init__(self, images_dir_fd: _Optional[int] = ..., pid: _Optional[int] = ..., leave_running: bool = ..., ext_unix_sk: bool = ..., tcp_established: bool = ..., shell_job: bool = ..., file_locks: bool = ..., log_level: _Optional[int] = ..., log_file: _Optional[str] = ..., notify_scripts: bool = ..., work_dir_fd: _Optional[int] = ..., link_remap: bool = ..., inherit_fd: _Optional[_Iterable[_Union[InheritFd, _Mapping]]] = ..., ghost_limit: _Optional[int] = ..., timeout: _Optional[int] = ..., network_lock: _Optional[_Union[NetworkLock, str]] = ..., leave_stopped: bool = ...) -> None: ...
+    def __init__(self, images_dir_fd: _Optional[int] = ..., pid: _Optional[int] = ..., leave_running: bool = ..., ext_unix_sk: bool = ..., tcp_established: bool = ..., shell_job: bool = ..., file_locks: bool = ..., log_level: _Optional[int] = ..., log_file: _Optional[str] = ..., notify_scripts: bool = ..., work_dir_fd: _Optional[int] = ..., link_remap: bool = ..., inherit_fd: _Optional[_Iterable[_Union[InheritFd, _Mapping]]] = ..., ghost_limit: _Optional[int] = ..., timeout: _Optional[int] = ..., network_lock: _Optional[_Union[NetworkLock, str]] = ..., unprivileged: bool = ..., leave_stopped: bool = ...) -> None: ...
 
 class Restored(_message.Message):
     __slots__ = ("pid",)

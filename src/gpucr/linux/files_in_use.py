@@ -33,8 +33,9 @@ class FileInUse:
 def files_in_use(pids: Iterable[int]) -> Iterator[FileInUse]:
     """What these processes have open or mapped, in no order, a file perhaps more than once.
 
-    Processes of a job map the same libraries hundreds of times; each is looked at once. Mapped files need root
-    (CAP_SYS_ADMIN or CAP_CHECKPOINT_RESTORE): PermissionError. A process that ends meanwhile has no more.
+    Processes of a job map the same libraries hundreds of times; each is looked at once. Without CAP_SYS_ADMIN and
+    CAP_CHECKPOINT_RESTORE a mapped file is seen where its path still leads to it. A process that ends meanwhile has no
+    more. Raises PermissionError for a process that is closed to the caller.
     """
     seen: set[tuple[str, bool]] = set()
     for pid in pids:
@@ -43,11 +44,12 @@ def files_in_use(pids: Iterable[int]) -> Iterator[FileInUse]:
             if found is not None:
                 target, status = found
                 yield _in_use(target, status, is_written=_is_open_for_writing(pid, path.name), is_mapped=False)
-        for address_range, is_shared_and_writable, key in _mappings(pid):
-            if (key, is_shared_and_writable) in seen:
+        for mapping in _mappings(pid):
+            is_shared_and_writable = mapping.is_shared_and_writable
+            if (mapping.key, is_shared_and_writable) in seen:
                 continue
-            seen.add((key, is_shared_and_writable))
-            found = _look(PROC / str(pid) / "map_files" / _map_file_name(address_range))
+            seen.add((mapping.key, is_shared_and_writable))
+            found = _look_at_mapped(pid, mapping)
             if found is not None:
                 target, status = found
                 yield _in_use(target, status, is_written=is_shared_and_writable, is_mapped=True)
@@ -69,9 +71,9 @@ def holders(inodes: Collection[Inode], *, apart_from: Collection[int] = ()) -> d
                 status = _stat(path)
                 if status is not None and (status.st_dev, status.st_ino) in inodes:
                     found.setdefault((status.st_dev, status.st_ino), pid)
-            for _, _, key in _mappings(pid):
-                if key in wanted:
-                    found.setdefault(wanted[key], pid)
+            for mapping in _mappings(pid):
+                if mapping.key in wanted:
+                    found.setdefault(wanted[mapping.key], pid)
     return found
 
 
@@ -82,8 +84,22 @@ def _entries(folder: Path) -> list[Path]:
         return []
 
 
-def _mappings(pid: int) -> Iterator[tuple[str, bool, str]]:
-    """Address range, whether it is shared and writable, and ``device inode``, of each mapping of a file."""
+@dataclass(frozen=True)
+class _Mapping:
+    """A mapping of a file. ``key``: ``device inode``, as ``maps`` writes it."""
+
+    address_range: str
+    is_shared_and_writable: bool
+    key: str
+    path: str
+
+    @property
+    def inode_number(self) -> int:
+        """The file's, without its device."""
+        return int(self.key.split()[1])
+
+
+def _mappings(pid: int) -> Iterator[_Mapping]:
     try:
         text = (PROC / str(pid) / "maps").read_text(errors="surrogateescape")
     except (FileNotFoundError, ProcessLookupError):
@@ -91,7 +107,20 @@ def _mappings(pid: int) -> Iterator[tuple[str, bool, str]]:
     for line in text.splitlines():
         fields = line.split(maxsplit=5)
         if len(fields) >= 5 and fields[4] != "0":
-            yield fields[0], fields[1][1] == "w" and fields[1][3] == "s", f"{fields[3]} {fields[4]}"
+            is_shared_and_writable = fields[1][1] == "w" and fields[1][3] == "s"
+            path = fields[5] if len(fields) == 6 else ""
+            yield _Mapping(fields[0], is_shared_and_writable, f"{fields[3]} {fields[4]}", path)
+
+
+def _look_at_mapped(pid: int, mapping: _Mapping) -> tuple[str, os.stat_result] | None:
+    try:
+        return _look(PROC / str(pid) / "map_files" / _map_file_name(mapping.address_range))
+    except PermissionError:
+        # Only the path is left. The device is not compared: maps and stat(2) name it differently on some file systems.
+        status = _stat(Path(f"{PROC}/{pid}/root{mapping.path}")) if mapping.path.startswith("/") else None
+    if status is None or not stat.S_ISREG(status.st_mode) or status.st_ino != mapping.inode_number:
+        return None
+    return mapping.path, status
 
 
 def _look(link: Path) -> tuple[str, os.stat_result] | None:

@@ -292,10 +292,13 @@ def require_access(process: ProcessInfo) -> None:
     """Raise NotPermitted where the caller may not look into this process (ptrace access mode, ptrace(2))."""
     found = presence(process.pid)
     if found is Presence.NOT_PERMITTED:
+        is_own = process.uid == os.geteuid()
         raise NotPermitted(
             f"process {process.pid} ({process.name}) of uid {process.uid} is closed to uid {os.geteuid()}",
             pid=process.pid,
-            hint="run gpucr as that user or as root (with CAP_SYS_PTRACE)",
+            hint="it has closed itself (PR_SET_DUMPABLE 0, a setuid program, or capabilities): run gpucr as root"
+            if is_own
+            else "run gpucr as that user or as root (with CAP_SYS_PTRACE)",
         )
     if found is not Presence.PRESENT:
         raise ProcessNotFound(f"process {process.pid} ended while it was looked at", pid=process.pid)

@@ -102,7 +102,8 @@ def dump(
     The tree of ``pid``, of the registered job of this name, or all trees of a `JobSelector`, are locked, checkpointed,
     dumped by CRIU, and the snapshot committed; only then are the processes killed. Several trees stand still together
     before the first is dumped. Whatever fails before the end, every process is as it was found and ``to`` is as it was.
-    Needs root (CAP_SYS_ADMIN and CAP_SYS_PTRACE).
+    Needs root (CAP_SYS_ADMIN and CAP_SYS_PTRACE), or for the caller's own jobs a CRIU that root has granted
+    (`gpucr criu --grant`).
     ``force`` takes what is not one job, too, and overrules preflight.
 
     ``to`` is a folder that does not exist, or is empty; or a store (``STORE#NAME``, where the name may be left out), in
@@ -219,6 +220,7 @@ def prepare(
         *(findings_of_traps(job, found.driver, uses) if not is_frozen else ()),
         *preflight.check_tracers(job),
         *(each for tree in job.trees for each in preflight.check_session(tree)),
+        *preflight.check_dump_by_user(job, criu.install),
         *(preflight.check_namespace_init(job) if found.sandbox is None else ()),
         *(preflight.check_between_trees(job, found.one_tree_instead()) if job.other_root_pids else ()),
         *preflight.check_open_files(job, is_sandboxed=found.sandbox is not None),

@@ -54,8 +54,8 @@ def freeze(
 
     ``pid``, or the name of a registered job, stands for its whole tree, a `JobSelector` for all of its trees; they need
     not use CUDA. ``force`` takes what is not one job, too, and overrules preflight. What runs is stopped as by SIGSTOP,
-    which its parent can see. When the calling process ends, however that is, the job is thawed. Needs root
-    (CAP_SYS_ADMIN and CAP_SYS_PTRACE).
+    which its parent can see. When the calling process ends, however that is, the job is thawed. Jobs of
+    the caller's own need no privilege; those of others need root (CAP_SYS_ADMIN and CAP_SYS_PTRACE).
 
     Raises ProcessNotFound, NotPermitted, Unsupported (nothing was changed), LockTimeout, DeadlineExceeded, Interrupted,
     DriverError or JobChanged (all undone), JobDamaged (not undone).
@@ -68,13 +68,13 @@ def freeze(
         taken = opened.enter_context(taken_job(running, pid, TO_MOVE, force=force, guarded=True))
         found, protection = taken.found, taken.guard()
         found.require_without_us()
-        preflight.require_privileges(found.job.root.pid)
         uses = gpu_processes() if found.job.gang else ()
         held = preflight.device_bytes_in_use(found.job, uses)
         findings = (
             *selection.findings_before_freeze(found.job, preflight.needs_of_suspend(held, in_files=True)),
             *findings_of_traps(found.job, found.driver, uses),
             *preflight.check_tracers(found.job),
+            *preflight.check_ptrace(),
         )
         preflight.require_no_blocking(findings, force=force)
         cuda = cuda_work(found, protection, held, SavedLater(), deadline=deadline) if found.job.gang else None

@@ -10,10 +10,10 @@ from dataclasses import dataclass, field, replace
 from pathlib import PurePosixPath
 from typing import TYPE_CHECKING, get_args
 
-from gpucr.criu.credentials import capabilities_in
+from gpucr.criu.credentials import capabilities_in, uids_in
 from gpucr.criu.image_entries import ImageError
 from gpucr.criu.images import RestoreImages, have_clocks
-from gpucr.criu.install import find_criu
+from gpucr.criu.install import CriuInstall, find_criu
 from gpucr.criu.options import RestoreOptions
 from gpucr.criu.pids import pids_in
 from gpucr.diagnosis import preflight
@@ -116,7 +116,8 @@ def restore(
 
     The snapshot is verified and compared with this machine before anything starts: GPUs of the same kind with enough
     free memory, free pids, a driver, CRIU. Every CUDA process ends in the state in which the dump had found it. What
-    fails later ends the half-restored processes. Needs root (CAP_SYS_ADMIN and CAP_SYS_PTRACE).
+    fails later ends the half-restored processes. Needs root (CAP_SYS_ADMIN and CAP_SYS_PTRACE), or for the caller's own
+    jobs a CRIU that root has granted (`gpucr criu --grant`).
 
     ``files``: what becomes of files that the job was writing and that have another size now. ``"keep"`` leaves them,
     and the job writes on at their end; ``"rewind"`` cuts those that have grown back to their size at the dump, and
@@ -164,7 +165,9 @@ def restore(
             plan = plan_sandbox(snapshot, registration, isolate=isolate, clone=clone, shell_job=options.shell_job)
             if plan is None:
                 opened.enter_context(claimed_pids(process.pid for process in snapshot.manifest.processes))
-            findings = _findings(source, placement.choice, here, plan) + _findings_outside(snapshot, files, tcp, plan)
+            install = find_criu()
+            findings = _findings(source, placement.choice, here, plan, install)
+            findings += _findings_outside(snapshot, files, tcp, plan)
             findings += check_clone(snapshot.manifest) if clone else []
             preflight.require_no_blocking(findings, force=force)
             driver = _driver_for(snapshot)
@@ -173,13 +176,14 @@ def restore(
             known = snapshot.manifest.processes
             running.require_descriptors(len(known), sum(p.found_state is not None for p in known), TO_MOVE)
             protection = opened.enter_context(Protection()) if driver is not None else None
-            install = find_criu()
             start = (
                 StartSandbox(install, source, plan, protection)
                 if plan is not None
                 else StartKeeper(install, registration, own_session=not options.shell_job)
             )
             images = [RestoreImages(folder) for folder in source.image_folders]
+            for each in images:
+                opened.callback(each.close)
             around = steps_before_criu(
                 source,
                 start.site,
@@ -324,19 +328,21 @@ def _pids_needed_here(source: RestoreSource) -> set[int]:
 
 
 def _findings(
-    source: RestoreSource, choice: GpuChoice, here: Sequence[Gpu], plan: SandboxPlan | None
+    source: RestoreSource, choice: GpuChoice, here: Sequence[Gpu], plan: SandboxPlan | None, install: CriuInstall
 ) -> list[preflight.Finding]:
     manifest = source.snapshot.manifest
     pids = _pids_needed_here(source) if plan is None else set()
     findings = preflight.check_free_pids(wait_for_reaping(pids, REAPING_TIMEOUT_S))
     paths = [PurePosixPath(file.path) for file in manifest.files]
     findings += preflight.check_clocks(are_in_images=have_clocks(path.name for path in paths))
+    wanted, uids = 0, set[int]()
     with contextlib.suppress(OSError, ImageError):  # a damaged image is an error of its own, when it is provided
-        wanted = 0
         for folder, open_image in zip(manifest.image_folders, source.openers, strict=True):
             names = [path.name for path in paths if path.parent.name == folder]
             wanted |= capabilities_in(names, open_image)
+            uids |= uids_in(names, open_image)
         findings += preflight.check_capabilities(wanted, capabilities.own().after_exec())
+    findings += preflight.check_restore_by_user(install, uids, in_sandbox=plan is not None)
     needs = preflight.needs_of_restore(
         device_bytes_of(manifest),
         processes=len(manifest.processes),

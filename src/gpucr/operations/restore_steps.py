@@ -2,10 +2,13 @@
 
 from __future__ import annotations
 
+import os
 import time
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 
+from gpucr.criu.credentials import with_full_bounding_sets
+from gpucr.criu.image_entries import images_in
 from gpucr.criu.images import FilesImage, RestoreImages
 from gpucr.criu.options import RestoreOptions
 from gpucr.criu.recovery import EndRestore
@@ -126,6 +129,8 @@ class CriuRestore:
 
     def run(self, interrupts: Interrupts, meter: Meter) -> int:
         """Restore, then take stock of the restored processes."""
+        if self._site.value.criu.install.is_unprivileged:
+            self._fit_images_to_a_user()
         with interrupts.allowed():
             self._restore_tree(0, interrupts)
             interrupts.postpone()
@@ -148,6 +153,12 @@ class CriuRestore:
                 deadline=self._deadline,
             )
 
+    def _fit_images_to_a_user(self) -> None:
+        for images in self._images:
+            with images_read_from(images.original):
+                fitting = with_full_bounding_sets(os.listdir(images.original), images_in(images.original))
+            images.replace(fitting)
+
     def _take_stock(self) -> None:
         roots = [self._root_pids[number] for number in range(len(self._images))]
         self.tree.set(take_stock(roots, self._manifest, self._gang, self._protection))
@@ -168,11 +179,12 @@ class CriuRestore:
         if hook == "post-restore" and number + 1 < len(self._images):
             self._restore_tree(number + 1, interrupts)
         elif hook == "pre-resume":
-            folder = self._images[number].folder
-            with images_read_from(folder):
-                names = FilesImage.read(folder).paths().values()
-            pids = [process.pid for process in processes.tree(pid)]
-            require_as_recorded(pids, {*names, *map(str, self._site.value.outputs.values())})
+            if not self._site.value.criu.install.is_unprivileged:  # that opens nothing that its user could not
+                folder = self._images[number].folder
+                with images_read_from(folder):
+                    names = FilesImage.read(folder).paths().values()
+                pids = [process.pid for process in processes.tree(pid)]
+                require_as_recorded(pids, {*names, *map(str, self._site.value.outputs.values())})
             self._root_pids[number] = pid
             if not self._is_left_stopped:
                 self._take_stock()  # CRIU lets it run now, and it may have ended a moment later

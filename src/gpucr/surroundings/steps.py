@@ -206,13 +206,7 @@ class AdaptFiles:
     @staticmethod
     def _change(folder: RestoreImages, image: FilesImage) -> None:
         if image.is_changed:
-            try:
-                folder.change(image)
-            except OSError as e:
-                raise Unsupported(
-                    f"no folder can be made for a changed image: {e.strerror} ({e.filename})",
-                    hint="name a folder for temporary files with TMPDIR that has room, and that nobody else can change",
-                ) from e
+            folder.change(image)
 
     def undo(self) -> None:
         """Give the files their rest again."""

@@ -44,6 +44,7 @@ from gpucr.diagnosis.preflight.tree import (
     check_tracers,
     require_privileges,
 )
+from gpucr.diagnosis.preflight.unprivileged import check_dump_by_user, check_ptrace, check_restore_by_user
 
 __all__ = [
     "BASICS",
@@ -63,6 +64,7 @@ __all__ = [
     "check_databases",
     "check_disk",
     "check_driver",
+    "check_dump_by_user",
     "check_files",
     "check_free_pids",
     "check_gpus",
@@ -73,6 +75,8 @@ __all__ = [
     "check_open_files",
     "check_outside_connections",
     "check_ports",
+    "check_ptrace",
+    "check_restore_by_user",
     "check_room",
     "check_session",
     "check_shared_files",

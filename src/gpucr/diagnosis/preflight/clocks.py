@@ -14,6 +14,8 @@ def check_clocks(*, are_in_images: bool) -> list[Finding]:
         return [_jump("the kernel of the dump had no time namespaces (CONFIG_TIME_NS)")]
     if processes.can_set_clocks():
         return []
+    if not processes.can_checkpoint_processes():
+        return [_jump("only root can make a time namespace, in which they would go on")]
     return [
         Finding(
             "blocking",

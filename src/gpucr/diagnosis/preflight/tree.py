@@ -3,11 +3,14 @@
 from __future__ import annotations
 
 import contextlib
+import os
 from collections.abc import Collection, Iterator, Sequence
 
+from gpucr.criu.granted import find_grant
+from gpucr.criu.install import NEEDED_CAPABILITY, find_criu
 from gpucr.diagnosis.preflight.findings import Finding
-from gpucr.errors import NotPermitted
-from gpucr.linux import processes
+from gpucr.errors import CriuUnavailable, NotPermitted
+from gpucr.linux import capabilities, processes
 from gpucr.linux.files_in_use import files_in_use
 from gpucr.linux.inherited import NVIDIA_DEVICE, UNDUMPABLE, find_inherited
 from gpucr.linux.pid_uses import PidUse
@@ -17,12 +20,43 @@ from gpucr.model import CudaState, Job, ProcessInfo
 
 
 def require_privileges(job_pid: int) -> None:
-    """Raise NotPermitted where the caller lacks what CRIU needs (CAP_SYS_ADMIN and CAP_SYS_PTRACE)."""
-    if not processes.can_checkpoint_processes():
+    """Raise NotPermitted where the caller can have no CRIU work: he is not root, and root has granted him none."""
+    if processes.can_checkpoint_processes():
+        return
+    if find_grant() is not None:
+        _require_capabilities_of_files(job_pid)
+    with contextlib.suppress(CriuUnavailable):  # that none was granted says more
+        if find_criu().is_unprivileged:
+            return
+    if os.geteuid() == 0:
         raise NotPermitted(
-            "dump and restore need root's capabilities (CAP_SYS_ADMIN and CAP_SYS_PTRACE), which CRIU works with",
+            "dump and restore need CAP_SYS_ADMIN and CAP_SYS_PTRACE, which CRIU works with, and root lacks them here",
             pid=job_pid,
-            hint="run the same command with sudo; suspend and resume of your own processes need no root",
+            hint="give them to the container (`--cap-add`), or run gpucr outside it",
+        )
+    raise NotPermitted(
+        "dump and restore need a CRIU that ordinary users may start, and this machine grants none to "
+        f"uid {os.geteuid()}",
+        pid=job_pid,
+        hint="run the same command with sudo; or have root grant one to all users, once: `sudo gpucr criu --grant`. "
+        "Suspend and resume of your own jobs need neither",
+    )
+
+
+def _require_capabilities_of_files(job_pid: int) -> None:
+    own = capabilities.own()
+    if own.no_new_privs:
+        raise NotPermitted(
+            "gpucr runs with no_new_privs, which takes from CRIU the capability that root has granted it",
+            pid=job_pid,
+            hint="run gpucr from a shell without it: not in the job, nor below systemd's NoNewPrivileges=, bwrap or "
+            "a container's no-new-privileges",
+        )
+    if not own.bounding & capabilities.mask(NEEDED_CAPABILITY):
+        raise NotPermitted(
+            f"CAP_{NEEDED_CAPABILITY}, which root has granted to CRIU, is not in this process's bounding set",
+            pid=job_pid,
+            hint=f"give the container CAP_{NEEDED_CAPABILITY} (`--cap-add`), or run gpucr outside it",
         )
 
 

@@ -1,0 +1,186 @@
+"""A CRIU for ordinary users: a copy that only root can change, and that has one capability by its file.
+
+CAP_CHECKPOINT_RESTORE lets its holder choose pids and see what files his own processes have mapped. That is all that
+CRIU needs for the processes of whoever starts it (``--unprivileged``), and all that a user gains: CRIU loads plugins
+from a folder that its caller names, so whatever the copy may do, its users may do (docs/adr/0058-granted-criu.md).
+"""
+
+from __future__ import annotations
+
+import contextlib
+import grp
+import os
+import shutil
+import subprocess
+import tempfile
+from dataclasses import dataclass
+from pathlib import Path
+
+from gpucr.criu import install as installs
+from gpucr.criu.diagnosis import diagnose
+from gpucr.criu.install import GRANTED_FOLDER, GRANTED_NAME, NEEDED_CAPABILITY, CriuInstall
+from gpucr.criu.relocated import NotRelocatable, relocated
+from gpucr.errors import CriuUnavailable, InvalidRequest
+from gpucr.linux import capabilities, trusted_paths
+
+_LIBRARIES = "lib"
+_LOADER = "ld-linux-x86-64.so.2"
+_NOBODY = 65534
+_CHECK_LIMIT_S = 60
+
+
+@dataclass(frozen=True)
+class Grant:
+    """A copy that is in place. ``group``: who may start it (None: every user)."""
+
+    path: Path
+    group: str | None
+
+
+def find_grant() -> Grant | None:
+    """What root has granted on this machine. Needs no privileges."""
+    for folder in _folders():
+        program = folder / GRANTED_NAME
+        with contextlib.suppress(OSError):
+            status = program.stat()
+            if capabilities.of_file(program) & capabilities.mask(NEEDED_CAPABILITY):
+                return Grant(program, None if status.st_mode & 0o001 else _group_name(status.st_gid))
+    return None
+
+
+def grant(install: CriuInstall, *, group: str | None = None) -> Grant:
+    """Make the copy, and try it as an ordinary user. What was granted before is taken back. Root only.
+
+    ``group``: only its members may start it. Raises InvalidRequest (not root, no such group) and CriuUnavailable; then
+    what was granted before stays.
+    """
+    _require_root("grant CRIU to ordinary users")
+    gid = _group_id(group)
+    before = _folders()
+    try:
+        folder = _new_folder()
+        try:
+            _fill(folder, install, gid)
+            _try(folder / GRANTED_NAME, gid)
+        except BaseException:
+            shutil.rmtree(folder, ignore_errors=True)
+            raise
+        for old in before:
+            shutil.rmtree(old)
+    except (OSError, NotRelocatable) as e:
+        raise CriuUnavailable(
+            f"{install.path} cannot be granted to ordinary users: {e}",
+            hint=f"{GRANTED_FOLDER} must be on a file system of the machine's own, without nosuid or noexec, and only "
+            "root may be able to change what is above it",
+        ) from e
+    return Grant(folder / GRANTED_NAME, group)
+
+
+def revoke() -> tuple[Path, ...]:
+    """Remove what was granted; a CRIU that runs finishes its work. Returns what was removed. Root only.
+
+    Raises InvalidRequest (not root), CriuUnavailable (it cannot be removed).
+    """
+    _require_root("take CRIU back from ordinary users")
+    folders = _folders()
+    try:
+        for folder in folders:
+            shutil.rmtree(folder)
+        for empty in (GRANTED_FOLDER, GRANTED_FOLDER.parent):
+            with contextlib.suppress(OSError):
+                empty.rmdir()
+    except OSError as e:
+        raise CriuUnavailable(
+            f"{GRANTED_FOLDER} cannot be removed: {e}", hint=f"remove {GRANTED_FOLDER} by hand"
+        ) from e
+    return tuple(folder / GRANTED_NAME for folder in folders)
+
+
+def _folders() -> list[Path]:
+    try:
+        return sorted(GRANTED_FOLDER.iterdir())
+    except (FileNotFoundError, NotADirectoryError):
+        return []
+
+
+def _require_root(what: str) -> None:
+    if os.geteuid() != 0 or not capabilities.own().has("SETFCAP"):
+        raise InvalidRequest(f"only root can {what}", hint="run the same command with sudo", code="GPUCR-NOT-PERMITTED")
+
+
+def _group_id(group: str | None) -> int | None:
+    if group is None:
+        return None
+    try:
+        return grp.getgrnam(group).gr_gid
+    except KeyError as e:
+        raise InvalidRequest(f"there is no group {group!r}", hint="make it first: groupadd --system NAME") from e
+
+
+def _group_name(gid: int) -> str:
+    try:
+        return grp.getgrgid(gid).gr_name
+    except KeyError:
+        return str(gid)
+
+
+def _new_folder() -> Path:
+    """Root's alone until it is filled: nobody starts what is not whole."""
+    trusted_paths.require_ours(GRANTED_FOLDER)
+    for each in (GRANTED_FOLDER.parent, GRANTED_FOLDER):
+        with contextlib.suppress(FileExistsError):
+            each.mkdir()
+            each.chmod(0o755)  # whatever the umask
+    trusted_paths.require_ours(GRANTED_FOLDER)
+    return Path(tempfile.mkdtemp(prefix="criu-", dir=GRANTED_FOLDER))
+
+
+def _fill(folder: Path, install: CriuInstall, gid: int | None) -> None:
+    program = folder / GRANTED_NAME
+    data = install.path.read_bytes()
+    if install.origin == "provided":
+        libraries = folder / _LIBRARIES
+        _copy_libraries(install.path.parents[2] / installs.LIBRARY_FOLDER, libraries)
+        data = relocated(data, str(libraries / _LOADER), str(libraries))
+    program.write_bytes(data)
+    if gid is not None:
+        os.chown(program, 0, gid)  # takes capabilities away, so they come later
+    program.chmod(0o755 if gid is None else 0o750)
+    capabilities.set_of_file(program, NEEDED_CAPABILITY)
+    folder.chmod(0o755)
+
+
+def _copy_libraries(source: Path, target: Path) -> None:
+    target.mkdir()
+    for each in source.iterdir():
+        if ".so" in each.name and each.is_file():
+            copy = target / each.name
+            shutil.copyfile(each, copy)
+            copy.chmod(0o755 if each.name == _LOADER else 0o644)
+    target.chmod(0o755)
+
+
+def _try(program: Path, gid: int | None) -> None:
+    """Start it as a user without any privilege. Raises CriuUnavailable where it does not work for one."""
+    done = subprocess.run(
+        [program, "--no-default-config", "--unprivileged", "check"],
+        stdin=subprocess.DEVNULL,
+        stdout=subprocess.PIPE,
+        stderr=subprocess.STDOUT,
+        text=True,
+        errors="replace",
+        check=False,
+        timeout=_CHECK_LIMIT_S,
+        cwd="/",
+        env={},
+        user=_NOBODY,
+        group=_NOBODY if gid is None else gid,
+        extra_groups=[],
+    )
+    if done.returncode != 0:
+        diagnosis = diagnose(done.stdout)
+        raise CriuUnavailable(
+            f"CRIU does not work for ordinary users here: {diagnosis.meaning}",
+            hint="it needs Linux 5.9 or newer, CAP_CHECKPOINT_RESTORE (a container may lack it), and an /opt without "
+            "nosuid and noexec",
+        )

@@ -1,0 +1,298 @@
+"""What a user without privileges can do with his own jobs, with a CRIU that root has granted and without one."""
+
+from __future__ import annotations
+
+import json
+import os
+import sys
+import textwrap
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+
+from gpucr.criu.install import GRANTED_FOLDER
+from tests.conftest import skip_or_fail
+from tests.counter import wait_until
+from tests.ordinary_user import CannotHaveUsers, OrdinaryUser, ordinary_user
+
+pytestmark = pytest.mark.criu
+
+FIRST_UID = 4001
+BUSY = "import time\nwhile True: time.sleep(0.01); open('alive', 'w').close()"
+
+
+def _user(worker_id: str, number: int) -> Iterator[OrdinaryUser]:
+    worker = int("".join(filter(str.isdecimal, worker_id)) or 0)
+    try:
+        with ordinary_user(FIRST_UID + 2 * worker + number) as user:
+            yield user
+    except CannotHaveUsers as e:
+        skip_or_fail("root", f"the tests may not mount here: {e}")
+
+
+@pytest.fixture(scope="module")
+def worker_id() -> str:
+    """Which of pytest's processes this is."""
+    return os.environ.get("PYTEST_XDIST_WORKER", "")
+
+
+@pytest.fixture(scope="module")
+def machine_with_grant(worker_id: str, platform: str) -> Iterator[OrdinaryUser]:
+    if platform != "sim":
+        pytest.skip("tests/hardware/privileges.py is for real GPUs")
+    for user in _user(worker_id, 0):
+        granted = user.as_root("criu", "--grant")
+        assert granted.returncode == 0, granted.stderr
+        yield user
+
+
+@pytest.fixture(scope="module")
+def machine_without_grant(worker_id: str, platform: str) -> Iterator[OrdinaryUser]:
+    if platform != "sim":
+        pytest.skip("tests/hardware/privileges.py is for real GPUs")
+    yield from _user(worker_id, 1)
+
+
+@pytest.fixture
+def user(machine_with_grant: OrdinaryUser) -> Iterator[OrdinaryUser]:
+    """A user to whom root has granted CRIU."""
+    yield machine_with_grant
+    machine_with_grant.end_all()
+
+
+@pytest.fixture
+def stranger(machine_without_grant: OrdinaryUser) -> Iterator[OrdinaryUser]:
+    """A user to whom root has granted nothing."""
+    yield machine_without_grant
+    machine_without_grant.end_all()
+
+
+def start_program(user: OrdinaryUser, program: str) -> int:
+    """A Python program without CUDA. Returns its pid when it is on its way."""
+    alive = user.home / "alive"
+    alive.unlink(missing_ok=True)
+    pid = user.start(sys.executable, "-I", "-c", textwrap.dedent(program) + f"\n{BUSY}")
+    wait_until(lambda: alive.exists() or not runs(pid), "the program to start")
+    assert runs(pid), (user.home / "out").read_text()
+    return pid
+
+
+def runs(pid: int) -> bool:
+    return Path(f"/proc/{pid}").exists()
+
+
+def assert_goes_on(user: OrdinaryUser) -> None:
+    alive = user.home / "alive"
+    alive.unlink(missing_ok=True)
+    wait_until(alive.exists, "the program to go on")
+
+
+def capabilities_of(pid: int) -> dict[str, str]:
+    lines = Path(f"/proc/{pid}/status").read_text().splitlines()
+    return dict(line.split(":\t") for line in lines if line.startswith("Cap"))
+
+
+# --- with the grant ----------------------------------------------------------------------------------------------
+
+
+def test_a_job_is_started_suspended_dumped_and_restored(user: OrdinaryUser) -> None:
+    pid = user.start_counter("nj", 7001)
+    before = capabilities_of(pid)
+    assert user.succeeds("sim", "ask", "7001", "inc") == "101\n"
+    user.succeeds("suspend", "nj")
+    user.succeeds("resume", "nj")
+    user.succeeds("dump", "nj", "--to", "snap")
+    wait_until(lambda: not runs(pid), "the dumped job to end")
+    assert (user.home / "snap").stat().st_uid == user.uid
+    code, said = user.refused("restore", "snap", "--isolate")
+    assert code == "GPUCR-ONLY-ROOT"
+    assert "the job needs namespaces of its own" in said
+    assert "verify" not in said  # a step: nothing was started
+    user.succeeds("restore", "snap")
+    assert user.pid_of("nj") == pid
+    assert user.succeeds("sim", "ask", "7001", "inc") == "102\n"
+    assert user.succeeds("sim", "ask", "7001", "verify") == "ok\n"
+    assert capabilities_of(pid) == before  # nothing of what CRIU had stays with the job
+
+
+def test_a_store_and_a_job_that_keeps_running(user: OrdinaryUser) -> None:
+    pid = user.start_counter("kept", 7002)
+    user.succeeds("store", "init", "store")
+    user.succeeds("dump", "kept", "--leave-running", "--to", "store#a")
+    assert user.succeeds("sim", "ask", "7002", "inc") == "101\n"
+    user.end_all()
+    wait_until(lambda: not runs(pid), "the job to end")
+    user.succeeds("restore", "store#a")
+    assert user.succeeds("sim", "ask", "7002", "inc") == "101\n"
+
+
+def test_what_a_program_has_open_comes_back(user: OrdinaryUser) -> None:
+    pid = start_program(
+        user,
+        """
+        import fcntl, mmap, os, socket, threading, time
+        whole, part = open("whole", "w"), open("part", "w")
+        fcntl.flock(whole, fcntl.LOCK_EX)
+        fcntl.lockf(part, fcntl.LOCK_EX)
+        deleted = open("deleted", "wb+", buffering=0)
+        deleted.write(b"kept")
+        os.unlink("deleted")
+        mapped = open("mapped", "wb+")
+        mapped.truncate(3 << 20)
+        mapping = mmap.mmap(mapped.fileno(), 3 << 20)
+        mapping[-1] = 9
+        mapped.close()
+        os.unlink("mapped")
+        listening = socket.socket(socket.AF_UNIX)
+        listening.bind("listening")
+        listening.listen()
+        pair = socket.socketpair()
+        port = socket.create_server(("127.0.0.1", 0))
+        shared = mmap.mmap(-1, 4096)
+        shared[0] = 7
+        child = os.fork()
+        if child == 0:
+            time.sleep(1000)
+        threading.Thread(target=threading.Event().wait, daemon=True).start()
+
+        def look():
+            while True:
+                time.sleep(0.01)
+                pair[0].send(b"x")
+                found = (os.pread(deleted.fileno(), 9, 0), mapping[-1], shared[0], pair[1].recv(1))
+                if found == (b"kept", 9, 7, b"x") and os.path.exists(f"/proc/{child}"):
+                    open("intact", "w").close()
+
+        threading.Thread(target=look, daemon=True).start()
+        """,
+    )
+    user.succeeds("dump", str(pid), "--to", "open")
+    (user.home / "intact").unlink(missing_ok=True)
+    user.succeeds("restore", "open")
+    assert_goes_on(user)
+    wait_until((user.home / "intact").exists, "the program to find all as it was")
+
+
+def test_a_job_with_a_connection_is_refused(user: OrdinaryUser) -> None:
+    pid = start_program(
+        user,
+        """
+        import socket
+        server = socket.create_server(("127.0.0.1", 0))
+        client = socket.create_connection(server.getsockname())
+        peer = server.accept()
+        """,
+    )
+    code, said = user.refused("dump", str(pid), "--to", "refused")
+    assert code == "GPUCR-ONLY-ROOT"
+    assert "the job has a TCP connection" in said
+    assert "CAP_NET_ADMIN" in said
+    assert not (user.home / "refused").exists()
+    assert_goes_on(user)
+
+
+def test_a_job_with_a_system_call_filter_is_refused(user: OrdinaryUser) -> None:
+    pid = start_program(
+        user,
+        """
+        import ctypes, struct
+        prctl = ctypes.CDLL(None).prctl
+        class Program(ctypes.Structure):
+            _fields_ = (("length", ctypes.c_ushort), ("code", ctypes.c_char_p))
+        allow = struct.pack("=HBBI", 6, 0, 0, 0x7FFF0000)
+        assert prctl(38, 1, 0, 0, 0) == 0
+        assert prctl(22, 2, ctypes.byref(Program(1, allow)), 0, 0) == 0
+        """,
+    )
+    code, said = user.refused("dump", str(pid), "--to", "refused")
+    assert code == "GPUCR-ONLY-ROOT"
+    assert "has a system call filter" in said
+
+
+def test_a_job_in_namespaces_is_refused(user: OrdinaryUser) -> None:
+    alive = user.home / "alive"
+    alive.unlink(missing_ok=True)
+    pid = user.start("unshare", "--user", "--map-root-user", "--net", sys.executable, "-I", "-c", BUSY)
+    wait_until(lambda: alive.exists() or not runs(pid), "the program to start")
+    if not runs(pid):
+        pytest.skip("ordinary users cannot make namespaces here: " + (user.home / "out").read_text())
+    code, said = user.refused("dump", str(pid), "--to", "refused")
+    assert code == "GPUCR-ONLY-ROOT"
+    assert "is in namespaces of its own (user, net)" in said
+
+
+def test_a_job_that_has_closed_itself(user: OrdinaryUser) -> None:
+    pid = start_program(user, "import ctypes\nctypes.CDLL(None).prctl(4, 0, 0, 0, 0)")
+    code, said = user.refused("dump", str(pid), "--to", "refused")
+    assert code == "GPUCR-NOT-PERMITTED"
+    assert "PR_SET_DUMPABLE" in said
+
+
+def test_no_new_privs_is_named(user: OrdinaryUser) -> None:
+    pid = start_program(user, "")
+    code, said = user.refused("dump", str(pid), "--to", "refused", as_himself=("--no-new-privs",))
+    assert code == "GPUCR-NOT-PERMITTED"
+    assert "no_new_privs" in said
+
+
+def test_a_reduced_bounding_set_is_named(user: OrdinaryUser) -> None:
+    pid = start_program(user, "")
+    code, said = user.refused("dump", str(pid), "--to", "refused", as_himself=("--bounding-set=-checkpoint_restore",))
+    assert code == "GPUCR-NOT-PERMITTED"
+    assert "CAP_CHECKPOINT_RESTORE" in said
+
+
+def test_doctor_tells_what_the_grant_gives(user: OrdinaryUser) -> None:
+    shown = user.gpucr("doctor", "--json")
+    findings = {each["what"] for each in json.loads(shown.stdout)["checkups"]}
+    assert "this user can suspend, dump and restore jobs of its own" in findings
+    assert any(each.startswith("CRIU ") and each.endswith("works on this kernel") for each in findings)
+
+
+# --- without it --------------------------------------------------------------------------------------------------
+
+
+def test_suspend_and_freeze_need_no_grant_and_a_dump_names_it(stranger: OrdinaryUser) -> None:
+    pid = stranger.start_counter("nj", 7004)
+    code, said = stranger.refused("dump", "nj", "--to", "snap")
+    assert code == "GPUCR-NOT-PERMITTED"
+    assert "sudo gpucr criu --grant" in said
+    stranger.succeeds("suspend", "nj")
+    stranger.succeeds("resume", "nj")
+    program = f"import gpucr; frozen = gpucr.freeze({pid}); print(frozen.size_bytes); frozen.thaw()"
+    done = stranger.run(sys.executable, "-c", program)
+    assert done.returncode == 0, done.stderr
+    assert int(done.stdout) > 1 << 20
+    assert stranger.succeeds("sim", "ask", "7004", "inc") == "101\n"
+
+
+def test_only_root_grants_and_revokes(stranger: OrdinaryUser) -> None:
+    for option in ("--grant", "--revoke"):
+        code, said = stranger.refused("criu", "--no-fetch", option)
+        assert code in ("GPUCR-NOT-PERMITTED", "GPUCR-NO-CRIU"), said
+
+
+def test_the_grant_is_for_a_group_and_is_taken_back(stranger: OrdinaryUser) -> None:
+    assert stranger.as_root("criu", "--grant", "--group", "daemon").returncode == 0
+    where = json.loads(stranger.as_root("criu", "--json").stdout)["granted"]
+    assert where["group"] == "daemon"
+    pid = start_program(stranger, "")
+    assert stranger.refused("dump", str(pid), "--to", "refused")[0] == "GPUCR-NOT-PERMITTED"
+    member = stranger.run("stat", "-c", "%U:%G %a", where["path"])
+    assert member.stdout == "root:daemon 750\n"
+    revoked = stranger.as_root("criu", "--revoke")
+    assert revoked.stderr == f"removed {where['path']}\n"
+    assert revoked.stdout.endswith("granted  no: only root can dump and restore\n")
+    assert stranger.run("test", "-e", str(GRANTED_FOLDER)).returncode != 0
+    assert stranger.as_root("criu", "--revoke").stderr == "nothing was granted\n"
+
+
+def test_nosuid_is_found_out_at_the_grant(stranger: OrdinaryUser) -> None:
+    remount = stranger.as_root_runs("mount", "-o", "remount,nosuid", "/opt")
+    assert remount.returncode == 0, remount.stderr
+    done = stranger.as_root("criu", "--grant")
+    stranger.as_root_runs("mount", "-o", "remount,suid", "/opt")
+    assert done.returncode == 4
+    assert "nosuid" in done.stderr
+    assert json.loads(stranger.as_root("criu", "--json").stdout)["granted"] is None

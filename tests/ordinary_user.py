@@ -1,0 +1,172 @@
+"""A user without any privilege, on a machine of his own: a mount namespace in which he can reach Python and gpucr.
+
+What root has granted there (/opt) is on a file system of the namespace. Needs root, and the right to mount.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import json
+import os
+import shutil
+import signal
+import subprocess
+import sys
+import tempfile
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+from gpucr.criu.install import provided_folder
+from gpucr.sim import build as simulator
+from tests.counter import wait_until
+
+_REPOSITORY = Path(__file__).parents[1]
+_MIB = 4
+
+
+class CannotHaveUsers(Exception):
+    """This machine lets the tests mount nothing."""
+
+
+class OrdinaryUser:
+    """Runs commands as ``uid``, in a home folder of his own, with the simulator in the driver's place."""
+
+    def __init__(self, uid: int) -> None:
+        self.uid = uid
+        self.home = Path(tempfile.mkdtemp(prefix="gpucr-user-"))
+        built = simulator.build()
+        libraries = self.home / ".cache/gpucr/sim" / built.name
+        shutil.copytree(built, libraries)
+        self.environment = {
+            "HOME": str(self.home),
+            "PATH": "/usr/bin:/bin:/usr/sbin:/sbin",
+            "XDG_RUNTIME_DIR": str(self.home / "run"),
+            **simulator.environment(state_dir=self.home / "sim", fixed_cost_ms=1),
+            "LD_LIBRARY_PATH": str(libraries),
+        }
+        for name in ("run", "sim"):
+            (self.home / name).mkdir(mode=0o700)
+        for path in (self.home, *self.home.rglob("*")):
+            os.chown(path, uid, uid)
+        self._machine = subprocess.Popen(
+            ["unshare", "--mount", "--propagation=private", "sh", "-ec", _reachable() + "echo ready; exec cat"],
+            stdin=subprocess.PIPE,
+            stdout=subprocess.PIPE,
+            stderr=subprocess.PIPE,
+        )
+        assert self._machine.stdout is not None
+        if self._machine.stdout.readline() != b"ready\n":
+            _, said = self._machine.communicate()
+            raise CannotHaveUsers(said.decode(errors="replace"))
+
+    def close(self) -> None:
+        """Nothing of him is left."""
+        self.end_all()
+        self._machine.communicate()
+        shutil.rmtree(self.home)
+
+    def as_root(self, *arguments: str) -> subprocess.CompletedProcess[str]:
+        """gpucr, run by root on this machine."""
+        # Root's CRIU is the one that root has outside, wherever that lies.
+        command = [sys.executable, "-m", "gpucr", *arguments]
+        environment = {**self.environment, **os.environ, "XDG_DATA_HOME": str(provided_folder().parents[1])}
+        return self._run(["env", "-C", str(_REPOSITORY), *command], environment)
+
+    def as_root_runs(self, *command: str) -> subprocess.CompletedProcess[str]:
+        """Any program, run by root on this machine."""
+        return self._run(list(command), dict(os.environ))
+
+    def gpucr(self, *arguments: str | Path, as_himself: tuple[str, ...] = ()) -> subprocess.CompletedProcess[str]:
+        """gpucr, run by the user. ``as_himself``: more options of setpriv."""
+        return self.run(sys.executable, "-m", "gpucr", *map(str, arguments), as_himself=as_himself)
+
+    def succeeds(self, *arguments: str | Path) -> str:
+        """`gpucr`, which must end with 0. Returns what it printed."""
+        done = self.gpucr(*arguments)
+        assert done.returncode == 0, done.stderr + done.stdout
+        return done.stdout
+
+    def refused(self, *arguments: str | Path, as_himself: tuple[str, ...] = ()) -> tuple[str, str]:
+        """`gpucr`, which must fail. Returns the error's code, and all that was said of it."""
+        done = self.gpucr(*arguments, as_himself=as_himself)
+        assert done.returncode != 0, done.stdout
+        return done.stderr.rpartition("code:")[2].strip(), done.stderr
+
+    def run(self, *command: str, as_himself: tuple[str, ...] = ()) -> subprocess.CompletedProcess[str]:
+        """Any program, run by the user in his home folder."""
+        return self._run([*self._prefix(as_himself), *command], self.environment)
+
+    def start(self, *command: str) -> int:
+        """A program of his that runs on, in a session of its own, as no child of the tests. Returns its pid."""
+        told = self.home / "pid"
+        told.unlink(missing_ok=True)
+        script = 'echo $$ >pid.new; mv pid.new pid; exec "$@" </dev/null >out 2>&1'
+        done = self.run("setsid", "-f", "sh", "-c", script, "sh", *command)
+        assert done.returncode == 0, done.stderr
+        wait_until(told.exists, "the program to start")
+        return int(told.read_text())
+
+    def start_counter(self, name: str, port: int) -> int:
+        """A CUDA program below `gpucr run`, that is ready. Returns its pid."""
+        program = [sys.executable, "-m", "gpucr", "sim", "counter", "--port", str(port), "--mib", str(_MIB)]
+        self.succeeds("run", "--name", name, "--", *program)
+        asked = self.gpucr("sim", "ask", str(port), "verify")
+        assert asked.returncode == 0, asked.stderr + self.succeeds("logs", name)
+        return self.pid_of(name)
+
+    def pid_of(self, name: str) -> int:
+        """The pid of a job."""
+        jobs: list[dict[str, Any]] = json.loads(self.succeeds("jobs", "--json"))["jobs"]
+        return int(next(job["pid"] for job in jobs if job["name"] == name))
+
+    def end_all(self) -> None:
+        """Kill all that is his, by pid: no other test has this uid."""
+        for entry in Path("/proc").iterdir():
+            with contextlib.suppress(OSError):
+                if entry.name.isdecimal() and entry.stat().st_uid == self.uid:
+                    os.kill(int(entry.name), signal.SIGKILL)
+
+    def _prefix(self, options: tuple[str, ...]) -> list[str]:
+        ids = (f"--reuid={self.uid}", f"--regid={self.uid}", "--clear-groups")
+        return ["setpriv", *ids, *options, "env", "-C", str(self.home)]
+
+    def _run(self, command: list[str], environment: dict[str, str]) -> subprocess.CompletedProcess[str]:
+        return subprocess.run(
+            self._enter(command),
+            env=environment,
+            stdin=subprocess.DEVNULL,
+            capture_output=True,
+            text=True,
+            check=False,
+            timeout=120,
+        )
+
+    def _enter(self, command: list[str]) -> list[str]:
+        return ["nsenter", f"--mount=/proc/{self._machine.pid}/ns/mnt", *command]
+
+
+def _reachable() -> str:
+    """Commands after which every user can reach Python, its packages and gpucr, also below a closed /root."""
+    wanted = {Path(path).resolve() for path in (sys.base_prefix, sys.prefix, _REPOSITORY)}
+    closed = {each for path in wanted for each in path.parents if not each.stat().st_mode & 0o001} | {Path("/opt")}
+    outermost = [each for each in closed if not closed & set(each.parents)]
+    lines: list[str] = []
+    for folder in outermost:
+        below = sorted(path for path in wanted if folder in path.parents and not wanted & set(path.parents))
+        lines += ["stage=$(mktemp -d)", "mount -t tmpfs tmpfs $stage"]
+        lines += [f"mkdir $stage/{n}; mount --bind '{path}' $stage/{n}" for n, path in enumerate(below)]
+        lines += [f"mount -t tmpfs -o mode=755 tmpfs '{folder}'"]
+        lines += [f"mkdir -p '{path}'; mount --move $stage/{n} '{path}'" for n, path in enumerate(below)]
+        lines += ["umount $stage; rmdir $stage"]
+    return "\n".join(lines) + "\n"
+
+
+@contextlib.contextmanager
+def ordinary_user(uid: int) -> Iterator[OrdinaryUser]:
+    """One for a block. Raises CannotHaveUsers."""
+    user = OrdinaryUser(uid)
+    try:
+        yield user
+    finally:
+        user.close()
