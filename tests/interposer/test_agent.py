@@ -170,6 +170,7 @@ def test_what_a_process_has_is_told_to_whoever_looks(job: Callable[..., Job], mo
     with Agent(process.pid):
         assert ask_status(process.pid) is None, "somebody works on it"
     os.kill(process.pid, signal.SIGSTOP)
+    os.waitid(os.P_PID, process.pid, os.WSTOPPED | os.WNOWAIT)
     assert ask_status(process.pid) is None, "it is stopped, and does not answer"
     os.kill(process.pid, signal.SIGCONT)
     assert process.is_right()
@@ -181,7 +182,7 @@ import os, socket, sys
 folder = os.environ["GPUCR_INTERPOSER_DIR"]
 os.mkdir(folder, 0o700)
 listener = socket.socket(socket.AF_UNIX, socket.SOCK_SEQPACKET)
-listener.bind(f"{folder}/{os.getpid()}")
+listener.bind(f"{folder}/{os.getpid()}.{os.stat('/proc/self/ns/pid').st_ino}")
 listener.listen()
 print("ready", flush=True)
 for answer in (b"", b"x", bytes(32), bytes(100), os.urandom(5000)):
@@ -295,12 +296,29 @@ def test_the_socket_lies_in_a_folder_of_the_owner_alone(job: Callable[..., Job],
 def test_another_process_that_listens_in_its_place_is_not_believed(job: Callable[..., Job]) -> None:
     process = job(5 * MIB)
     path = socket_path(process.pid)
+    process.process.send_signal(signal.SIGSTOP)
+    os.waitid(os.P_PID, process.pid, os.WSTOPPED | os.WNOWAIT)
     path.unlink()
     with socket.socket(socket.AF_UNIX, socket.SOCK_SEQPACKET) as impostor:
         impostor.bind(str(path))
         impostor.listen()
         with pytest.raises(PermissionError, match="belongs to process"):
             Agent(process.pid)
+        process.process.send_signal(signal.SIGCONT)
+        with Agent(process.pid) as agent:  # it has taken its place again
+            assert agent.own_pid == process.pid
+
+
+def test_no_socket_outlives_its_process(job: Callable[..., Job], tmp_path: Path) -> None:
+    killed, other = job(5 * MIB), job(5 * MIB)
+    folder = tmp_path / "agents"
+    killed.process.kill()
+    killed.process.communicate()
+    assert len(list(folder.iterdir())) == 2
+    third = job(5 * MIB)
+    other.process.communicate(timeout=10)  # its input ends, and it with it
+    assert other.process.returncode == 0
+    assert [each.name for each in folder.iterdir()] == [socket_path(third.pid).name]
 
 
 def test_nothing_happens_in_a_program_without_cuda(start: Start, tmp_path: Path) -> None:

@@ -28,6 +28,8 @@ from gpucr.interposer.protocol import (
     request,
 )
 
+AGENT_THREAD = "gpucr-agent"
+_LISTENS_AGAIN_S, _POLL_S = 2.0, 0.02  # native/agent.c looks every half second
 FOLDER_VARIABLE = "GPUCR_INTERPOSER_DIR"
 _ANSWER_S = 30.0
 _BUSY_S = 1.0
@@ -65,7 +67,7 @@ class Closed:
 
 
 def socket_path(pid: int) -> Path:
-    """Where the agent of the process listens, seen from here. It may not be there.
+    """Where the agent of the process listens, seen from here. It may not be there, or not yet after a restore.
 
     Raises OSError where the process is gone or not ours to look into.
     """
@@ -73,7 +75,8 @@ def socket_path(pid: int) -> Path:
     status = dict(line.split(":\t", 1) for line in (process / "status").read_text().splitlines() if ":\t" in line)
     own_pid, owner = int(status["NSpid"].split()[-1]), int(status["Uid"].split()[1])
     folder = _environment(process).get(FOLDER_VARIABLE) or f"/tmp/gpucr-interposer-{owner}"  # noqa: S108 (0700, checked)
-    return process / "root" / folder.lstrip("/") / str(own_pid)
+    namespace = (process / "ns" / "pid").stat().st_ino
+    return process / "root" / folder.lstrip("/") / f"{own_pid}.{namespace}"
 
 
 def ask_status(pid: int) -> Status | None:
@@ -83,6 +86,19 @@ def ask_status(pid: int) -> Status | None:
             return agent.status()
     except (OSError, Refused, BadAnswer):
         return None
+
+
+def has_agent(pid: int) -> bool:
+    """Whether the process has the thread that would answer."""
+    for name in (Path("/proc") / str(pid) / "task").glob("*/comm"):
+        with suppress(OSError):
+            if name.read_text().strip() == AGENT_THREAD:
+                return True
+    return False
+
+
+def _new_socket() -> socket.socket:
+    return socket.socket(socket.AF_UNIX, socket.SOCK_SEQPACKET | socket.SOCK_CLOEXEC)
 
 
 def _environment(process: Path) -> dict[str, str]:
@@ -114,15 +130,29 @@ class Agent:
                 time.sleep(_TRY_AGAIN_S)
 
     def _open(self) -> None:
-        self._socket = socket.socket(socket.AF_UNIX, socket.SOCK_SEQPACKET | socket.SOCK_CLOEXEC)
+        self._socket = _new_socket()
         try:
             self._socket.settimeout(self._answer_s)
-            self._connect()
+            self._find()
             hello = self._ask(Operation.HELLO)
         except BaseException:
             self._socket.close()
             raise
         self.own_pid, self.thread = hello.a, hello.b
+
+    def _find(self) -> None:
+        """An agent that CRIU has just brought back, or whose name a clone has taken, listens again within a moment."""
+        end = time.monotonic() + _LISTENS_AGAIN_S
+        while True:
+            try:
+                return self._connect()
+            except (FileNotFoundError, ConnectionRefusedError, PermissionError):
+                if time.monotonic() > end or not has_agent(self.pid):
+                    raise
+            self._socket.close()
+            self._socket = _new_socket()
+            self._socket.settimeout(self._answer_s)
+            time.sleep(_POLL_S)
 
     def _connect(self) -> None:
         """By a descriptor of the folder: its path may be longer than a socket's, and nobody exchanges it meanwhile."""

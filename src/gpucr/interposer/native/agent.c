@@ -12,7 +12,7 @@
 #include <unistd.h>
 
 #define LONGEST_CLOSE_MS 60000
-#define LOOK_EVERY_MS 1000
+#define LOOK_EVERY_MS 500
 #define REFUSAL_MS 100
 
 static _Atomic bool started;
@@ -352,14 +352,28 @@ static void welcome(void) {
     }
 }
 
+/* CRIU brings the socket back under its old name; a clone that is restored beside this process takes the name away. */
+static void listen_again(void) {
+    pthread_mutex_lock(&descriptors_open);
+    int again = socket_listen();
+    if (again >= 0) {
+        close(listening);
+        listening = again;
+    }
+    pthread_mutex_unlock(&descriptors_open);
+}
+
 static void *serve(void *unused) {
     (void)unused;
     gate_pass_always();
     pthread_setname_np(pthread_self(), "gpucr-agent");
     while (true) {
         struct pollfd watched[] = {{listening, POLLIN, 0}, {client, POLLIN, 0}};
-        if (poll(watched, 2, LOOK_EVERY_MS) <= 0)
+        if (poll(watched, 2, LOOK_EVERY_MS) <= 0) {
+            if (!socket_can_be_found())
+                listen_again();
             continue;
+        }
         if (client >= 0 && watched[1].revents != 0 && !serve_one())
             client_gone();
         if (watched[0].revents != 0)
@@ -388,6 +402,11 @@ void agent_start(void) {
         close(listening);
         listening = -1;
     }
+}
+
+__attribute__((destructor)) static void leave(void) {
+    if (listening >= 0)
+        socket_leave();
 }
 
 void agent_before_fork(void) {

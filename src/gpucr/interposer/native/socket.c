@@ -1,7 +1,9 @@
 #include "socket.h"
 
+#include <dirent.h>
 #include <errno.h>
 #include <fcntl.h>
+#include <signal.h>
 #include <stdio.h>
 #include <stdlib.h>
 #include <string.h>
@@ -11,6 +13,8 @@
 #include <unistd.h>
 
 #define FOLDER_VARIABLE "GPUCR_INTERPOSER_DIR"
+#define NAME_FORMAT "%d.%u" /* process, pid namespace: an address has little room */
+#define NAME_BYTES sizeof "4194304.4294967295"
 
 /* Ours alone, and no link that somebody else put there. */
 static bool open_folder(const char *path, int *folder) {
@@ -26,15 +30,21 @@ static bool open_folder(const char *path, int *folder) {
     return false;
 }
 
-/* Where the agent of a process of this user listens. */
-static bool find_address(int process, struct sockaddr_un *address, int *folder, char name[32]) {
-    char path[sizeof address->sun_path - sizeof "/4294967295"];
+/* Each pid namespace has the same numbers, and a job and its clone may share the folder. 0: there is no /proc here. */
+static unsigned pid_namespace(void) {
+    struct stat status;
+    return stat("/proc/self/ns/pid", &status) == 0 ? (unsigned)status.st_ino : 0;
+}
+
+/* Where the agent of a process of this user and this pid namespace listens. */
+static bool find_address(int process, struct sockaddr_un *address, int *folder, char name[NAME_BYTES]) {
+    char path[sizeof address->sun_path - NAME_BYTES];
     const char *wanted = getenv(FOLDER_VARIABLE);
     int length = wanted != NULL ? snprintf(path, sizeof path, "%s", wanted)
                                 : snprintf(path, sizeof path, "/tmp/gpucr-interposer-%u", geteuid());
     if (length < 0 || (size_t)length >= sizeof path || path[0] != '/' || !open_folder(path, folder))
         return false;
-    snprintf(name, 32, "%d", process);
+    snprintf(name, NAME_BYTES, NAME_FORMAT, process, pid_namespace());
     address->sun_family = AF_UNIX;
     strcpy(stpcpy(stpcpy(address->sun_path, path), "/"), name); /* there is room: see `path` */
     return true;
@@ -49,7 +59,7 @@ static bool may_speak(int connection) {
 
 int socket_connect(int process) {
     struct sockaddr_un address = {0};
-    char name[32];
+    char name[NAME_BYTES];
     int folder;
     if (!find_address(process, &address, &folder, name))
         return -1;
@@ -63,21 +73,65 @@ int socket_connect(int process) {
     return -1;
 }
 
+/* Where this process listens, and the file that its socket made there. */
+static struct {
+    struct sockaddr_un address;
+    struct stat file;
+    unsigned namespace;
+    pid_t process;
+} place;
+
+static bool is_at_its_place(void) {
+    struct stat now;
+    return place.process == getpid() && lstat(place.address.sun_path, &now) == 0 && now.st_ino == place.file.st_ino &&
+           now.st_dev == place.file.st_dev;
+}
+
+bool socket_can_be_found(void) {
+    return is_at_its_place() && place.namespace == pid_namespace();
+}
+
+void socket_leave(void) {
+    if (is_at_its_place())
+        unlink(place.address.sun_path);
+}
+
+/* What processes left that were killed. Those of other namespaces cannot be asked for. */
+static void remove_left(int folder) {
+    int readable = openat(folder, ".", O_RDONLY | O_DIRECTORY | O_CLOEXEC);
+    DIR *names = readable >= 0 ? fdopendir(readable) : NULL;
+    const struct dirent *entry;
+    while (names != NULL && (entry = readdir(names)) != NULL) {
+        char *rest;
+        long process = strtol(entry->d_name, &rest, 10);
+        if (process > 0 && *rest == '.' && strtoul(rest + 1, NULL, 10) == place.namespace &&
+            kill((pid_t)process, 0) < 0 && errno == ESRCH)
+            unlinkat(folder, entry->d_name, 0);
+    }
+    if (names != NULL)
+        closedir(names);
+}
+
 int socket_listen(void) {
     struct sockaddr_un address = {0};
-    char name[32];
+    char name[NAME_BYTES];
     int folder, listening;
+    place.process = getpid();
+    place.namespace = pid_namespace();
     if (!find_address(getpid(), &address, &folder, name))
         return -1;
+    remove_left(folder);
     unlinkat(folder, name, 0); /* of a process that had this number */
     close(folder);
     listening = socket(AF_UNIX, SOCK_SEQPACKET | SOCK_CLOEXEC | SOCK_NONBLOCK, 0);
     if (listening < 0)
         return -1;
-    if (bind(listening, (const struct sockaddr *)&address, sizeof address) < 0 || listen(listening, 4) < 0) {
+    if (bind(listening, (const struct sockaddr *)&address, sizeof address) < 0 || listen(listening, 4) < 0 ||
+        lstat(address.sun_path, &place.file) < 0) {
         close(listening);
         return -1;
     }
+    place.address = address;
     return listening;
 }
 

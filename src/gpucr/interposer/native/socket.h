@@ -14,6 +14,8 @@ struct packet {
 };
 
 int socket_listen(void); /* -1: there is no folder for it that only its owner can use */
+bool socket_can_be_found(void); /* false after a restore, and where a clone has taken the name */
+void socket_leave(void);        /* at the end of the process */
 int socket_connect(int process); /* to the agent of another process of this user; -1: there is none */
 int socket_accept(int listening); /* -1: nobody who may */
 enum received { GONE, WELL, BAD, NOTHING } socket_receive(int client, struct packet *packet);

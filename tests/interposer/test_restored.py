@@ -1,0 +1,65 @@
+"""CRIU and the agent: nothing of it hinders a dump, and it is there again after a restore."""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import shutil
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+
+import gpucr
+from gpucr.interposer.client import Agent, socket_path
+from tests.sandboxed import SandboxedCounter, end_all_in, start_counter
+
+pytestmark = [pytest.mark.criu, pytest.mark.root, pytest.mark.usefixtures("sim_only")]
+
+
+@pytest.fixture
+def folder(tmp_path: Path, tmp_path_factory: pytest.TempPathFactory, monkeypatch: pytest.MonkeyPatch) -> Iterator[Path]:
+    """Where the jobs work, and are found to be ended; registry and sockets are this test's own."""
+    monkeypatch.setenv("XDG_STATE_HOME", str(tmp_path / "state"))
+    monkeypatch.setattr("gpucr.interposer.library._home", lambda: tmp_path_factory.getbasetemp() / "interposed")
+    monkeypatch.setenv("GPUCR_INTERPOSER_DIR", str(tmp_path / "a"))
+    work = tmp_path / "work"
+    work.mkdir()
+    yield work
+    end_all_in(work)
+
+
+def has_its_agent(pid: int) -> bool:
+    with Agent(pid) as agent:
+        return agent.status().gate_closed == 0 and agent.close_gate(5).is_empty
+
+
+@pytest.mark.parametrize("isolate", [True, False])
+def test_it_listens_again_after_a_restore(folder: Path, tmp_path: Path, isolate: bool) -> None:
+    with start_counter(folder, "--mib", "16", interpose=True, isolate=isolate) as job:
+        assert job.ask() == 101
+        assert has_its_agent(job.pid)
+        gpucr.dump("counter", tmp_path / "s")
+    shutil.rmtree(tmp_path / "a")  # as after a reboot
+    pid = gpucr.restore(tmp_path / "s").pid
+    with SandboxedCounter(pid, job.port) as job:
+        assert has_its_agent(pid)
+        assert (job.ask(), job.send("verify")) == (102, "ok")
+        gpucr.dump("counter", tmp_path / "t")
+        assert has_its_agent(gpucr.restore(tmp_path / "t").pid)
+
+
+def test_a_clone_beside_the_original_has_its_own(folder: Path, tmp_path: Path) -> None:
+    with start_counter(folder, "--mib", "16", interpose=True) as original:
+        assert original.ask() == 101
+        gpucr.dump("counter", tmp_path / "s", leave_running=True)
+        pids = [gpucr.restore(tmp_path / "s", clone=True).pid for _ in range(2)]
+        with contextlib.ExitStack() as opened:
+            jobs = [original, *(opened.enter_context(SandboxedCounter(pid, original.port)) for pid in pids)]
+            for job in jobs:
+                assert has_its_agent(job.pid)
+            for job in jobs:
+                assert (job.ask(), job.send("verify")) == (102, "ok")
+            assert len({socket_path(job.pid).name for job in jobs}) == 3
+            assert len({socket_path(job.pid).name.partition(".")[0] for job in jobs}) == 1
+            assert all(os.path.exists(socket_path(job.pid)) for job in jobs)
