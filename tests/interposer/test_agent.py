@@ -342,3 +342,30 @@ def test_a_thread_that_waits_at_the_drivers_lock_is_inside(job: Callable[..., Jo
         agent.open_gate()
     assert process.process.stdout is not None
     assert process.process.stdout.readline().strip() == "right"
+
+
+AROUND = """
+import ctypes, os, sys
+cuda = ctypes.CDLL("libcuda.so.1")
+assert cuda.cuInit(0) == 0
+if sys.argv[1] == "deepbind":
+    ctypes.CDLL("libcuda.so.1", mode=os.RTLD_NOW | os.RTLD_DEEPBIND)
+elif sys.argv[1] == "dlmopen":
+    load = ctypes.CDLL(None).dlmopen
+    load.restype, load.argtypes = ctypes.c_void_p, [ctypes.c_long, ctypes.c_char_p, ctypes.c_int]
+    assert load(-1, b"libm.so.6", os.RTLD_NOW)  # a namespace of its own
+print("ready", flush=True)
+sys.stdin.readline()
+"""
+
+
+@pytest.mark.parametrize(("way", "around"), [("plain", 0), ("deepbind", 1), ("dlmopen", 1)])
+def test_a_process_whose_calls_may_go_around_the_gate_says_so(
+    start: Start, sim_only: None, way: str, around: int
+) -> None:
+    process = start(sys.executable, "-c", AROUND, way)
+    assert process.stdout is not None
+    assert process.stdout.readline().strip() == "ready"
+    with Agent(process.pid) as agent:
+        assert agent.status().around == around
+    assert (ask_status(process.pid) is None) == (around > 0)

@@ -80,10 +80,14 @@ def socket_path(pid: int) -> Path:
 
 
 def ask_status(pid: int) -> Status | None:
-    """What the interposer of the process counts now; None where it has none, or one that does not answer."""
+    """What the interposer of the process counts now.
+
+    None where it has none, one that does not answer, or one that need not have seen all.
+    """
     try:
         with Agent(pid, answer_s=_LOOK_S) as agent:
-            return agent.status()
+            status = agent.status()
+            return None if status.around else status
     except (OSError, Refused, BadAnswer):
         return None
 

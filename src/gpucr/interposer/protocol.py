@@ -139,6 +139,7 @@ class Status:
     ipc_events: int
     peer_access: int
     external: int
+    around: int
 
 
 @dataclass(frozen=True)

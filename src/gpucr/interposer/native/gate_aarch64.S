@@ -130,5 +130,7 @@ called: ;\
 
     LOOK_UP(dlsym, symbols_dlsym, real_dlsym)
     LOOK_UP(dlvsym, symbols_dlvsym, real_dlvsym)
+    LOOK_UP(dlopen, symbols_dlopen, real_dlopen)
+    LOOK_UP(dlmopen, symbols_dlmopen, real_dlmopen)
 
     .section .note.GNU-stack, "", %progbits

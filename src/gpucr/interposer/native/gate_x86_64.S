@@ -111,8 +111,8 @@ gate_free_stubs:
     .cfi_endproc
 
 /*
- * dlsym and dlvsym: what is not for the interposer goes to the C library by a jump, because RTLD_NEXT and RTLD_DEFAULT
- * mean the caller, which the C library finds by the return address.
+ * What is not for the interposer goes to the C library by a jump: RTLD_NEXT and RTLD_DEFAULT mean the caller, and where
+ * dlopen searches is the caller's, which the C library finds by the return address.
  */
 #define LOOK_UP(called, ours, theirs) \
     .balign 16 ;\
@@ -143,5 +143,7 @@ called: ;\
 
     LOOK_UP(dlsym, symbols_dlsym, real_dlsym)
     LOOK_UP(dlvsym, symbols_dlvsym, real_dlvsym)
+    LOOK_UP(dlopen, symbols_dlopen, real_dlopen)
+    LOOK_UP(dlmopen, symbols_dlmopen, real_dlmopen)
 
     .section .note.GNU-stack, "", @progbits

@@ -12,7 +12,7 @@
 #define MAX_DEVICES 64
 
 /* What stays with the driver is counted, so that gpucr knows of it. */
-enum counter { ARRAYS, POOLS, POOL_ALLOCATIONS, IPC_MEMORY, IPC_EVENTS, PEER_ACCESS, EXTERNAL, COUNTERS };
+enum counter { ARRAYS, POOLS, POOL_ALLOCATIONS, IPC_MEMORY, IPC_EVENTS, PEER_ACCESS, EXTERNAL, AROUND, COUNTERS };
 extern _Atomic int64_t counters[COUNTERS];
 
 /* interposer.c */

@@ -72,7 +72,8 @@ struct status {
     uint64_t small, small_bytes, managed, managed_bytes;
     uint64_t multicast, dma_buf; /* dma_buf: memory of which one was made, and which is still there */
     uint64_t arrays, pools, pool_allocations, ipc_memory, ipc_events, peer_access, external;
+    uint64_t around; /* libraries that were loaded so that their calls may not pass the gate */
 };
-_Static_assert(sizeof(struct status) == 22 * 8, "struct status");
+_Static_assert(sizeof(struct status) == 23 * 8, "struct status");
 
 #endif

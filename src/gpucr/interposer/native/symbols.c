@@ -31,6 +31,8 @@ extern char gate_named_stubs[], gate_free_stubs[];
 __attribute__((visibility("hidden"))) void *(*real_dlsym)(void *, const char *);
 extern __attribute__((visibility("hidden"))) void (*real_longjmp)(struct __jmp_buf_tag *, int);
 __attribute__((visibility("hidden"))) void *(*real_dlvsym)(void *, const char *, const char *);
+__attribute__((visibility("hidden"))) void *(*real_dlopen)(const char *, int);
+__attribute__((visibility("hidden"))) void *(*real_dlmopen)(Lmid_t, const char *, int);
 
 static pthread_once_t look_up_once = PTHREAD_ONCE_INIT;
 static pthread_mutex_t mutex = PTHREAD_MUTEX_INITIALIZER;
@@ -93,10 +95,14 @@ static int find_in_object(struct dl_phdr_info *info, size_t size, void *unused) 
             real_dlsym = (void *(*)(void *, const char *))(info->dlpi_addr + symbol->st_value);
         else if (strcmp(name, "dlvsym") == 0)
             real_dlvsym = (void *(*)(void *, const char *, const char *))(info->dlpi_addr + symbol->st_value);
+        else if (strcmp(name, "dlopen") == 0)
+            real_dlopen = (void *(*)(const char *, int))(info->dlpi_addr + symbol->st_value);
+        else if (strcmp(name, "dlmopen") == 0)
+            real_dlmopen = (void *(*)(Lmid_t, const char *, int))(info->dlpi_addr + symbol->st_value);
         else if (strcmp(name, "siglongjmp") == 0)
             real_longjmp = (void (*)(struct __jmp_buf_tag *, int))(info->dlpi_addr + symbol->st_value);
     }
-    return real_dlsym != NULL && real_dlvsym != NULL && real_longjmp != NULL;
+    return real_dlsym != NULL && real_dlvsym != NULL && real_dlopen != NULL && real_dlmopen != NULL && real_longjmp != NULL;
 }
 
 static void look_up(void) {
@@ -289,6 +295,23 @@ void *symbols_dlsym(void *handle, const char *name) {
 
 void *symbols_dlvsym(void *handle, const char *name, const char *version) {
     return is_candidate(handle, name) ? stub_for(name, real_dlvsym(handle, name, version)) : NULL;
+}
+
+/*
+ * What is loaded into another namespace, or prefers its own symbols, finds the C library's dlsym before this one, and so
+ * comes to the driver around the gate. Whether it does is not known; NULL: the C library's own is to load it.
+ */
+void *symbols_dlopen(const char *name, int flags) {
+    symbols_find_libc();
+    if (name != NULL && (flags & RTLD_DEEPBIND) != 0)
+        atomic_fetch_add(&counters[AROUND], 1);
+    return NULL;
+}
+
+void *symbols_dlmopen(Lmid_t namespace, const char *name, int flags) {
+    if (namespace != LM_ID_BASE)
+        flags |= RTLD_DEEPBIND;
+    return symbols_dlopen(name, flags);
 }
 
 static void replace_found(const char *name, void **function, int version) {
