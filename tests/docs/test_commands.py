@@ -55,7 +55,7 @@ def test_the_fields_of_explain_in_json() -> None:
 def test_every_command_that_prints_data_prints_json() -> None:
     """The others run programs, print what these printed, or what a shell reads."""
     without = {name for name, each in COMMANDS.items() if not isinstance(each, click.Group) and not _has_json(each)}
-    other = ("completion", "exec", "hook run", "logs", "sim ask", "sim counter", "sim ranks", "top")
+    other = ("batch", "completion", "exec", "hook run", "logs", "sim ask", "sim counter", "sim ranks", "top")
     assert without == {f"gpucr {name}" for name in other}
 
 

@@ -26,6 +26,7 @@ if TYPE_CHECKING:
     from click.shell_completion import CompletionItem
 
 _COMMANDS = {
+    "batch": "run a job under a batch system, and bring it back when it is started again",
     "completion": "print what makes a shell complete gpucr",
     "copy": "copy snapshots from one store to another",
     "criu": "show the CRIU that gpucr uses, and fetch it where it is missing",

@@ -1,0 +1,65 @@
+"""What a batch system says of the place that a job has: its id, its GPUs, when it ends."""
+
+from __future__ import annotations
+
+import re
+import shlex
+from collections.abc import Mapping
+from dataclasses import dataclass
+
+from gpucr.errors import InvalidRequest
+
+_PREFIXES = ("SLURM_", "_CONDOR_", "PBS_", "LSB_", "CUDA_VISIBLE_DEVICES", "GPU_DEVICE_ORDINAL")
+_ID = re.compile(r"[A-Za-z0-9][A-Za-z0-9._-]{0,63}")
+
+
+@dataclass(frozen=True)
+class Allocation:
+    """A place for one job. ``end_s``: when it is taken away (time.time()); ``gpus``: as CUDA_VISIBLE_DEVICES has it."""
+
+    id: str
+    gpus: str | None
+    end_s: float | None
+    variables: Mapping[str, str]
+
+    @classmethod
+    def of(cls, environment: Mapping[str, str], given_id: str | None = None) -> Allocation:
+        """What the environment says. Raises InvalidRequest where there is no id, or one that cannot be used."""
+        found = given_id or _id_in(environment)
+        if found is None:
+            raise InvalidRequest(
+                "no batch system has started this, so that the job has no id",
+                hint="give one with --id: the snapshots of the job are found by it",
+                code="GPUCR-BATCH-ID",
+            )
+        if not _ID.fullmatch(found):
+            raise InvalidRequest(
+                f"{found!r} cannot be the id of a job",
+                hint="give --id with at most 64 letters, digits, dots, dashes and underscores",
+                code="GPUCR-BATCH-ID",
+            )
+        end = environment.get("SLURM_JOB_END_TIME", "")
+        return cls(
+            found,
+            environment.get("CUDA_VISIBLE_DEVICES") or None,
+            float(end) if end.isdecimal() else None,
+            {name: value for name, value in environment.items() if name.startswith(_PREFIXES)},
+        )
+
+    def as_shell(self) -> str:
+        """The batch system's variables, as a shell reads them."""
+        return "".join(f"{name}={shlex.quote(value)}\n" for name, value in sorted(self.variables.items()))
+
+
+def _id_in(environment: Mapping[str, str]) -> str | None:
+    """Slurm's id stays when a job is requeued; an array has one for each task, `srun` a step for each command."""
+    if array := environment.get("SLURM_ARRAY_JOB_ID"):
+        job = f"slurm-{array}_{environment.get('SLURM_ARRAY_TASK_ID', '')}"
+    elif single := environment.get("SLURM_JOB_ID"):
+        job = f"slurm-{single}"
+    elif condor := environment.get("CONDOR_JOB_ID") or environment.get("_CONDOR_JOB_ID"):
+        return f"condor-{condor}"
+    else:
+        return None
+    step = environment.get("SLURM_STEP_ID", "")
+    return f"{job}.{step}" if step.isdecimal() else job

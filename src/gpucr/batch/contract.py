@@ -1,0 +1,303 @@
+"""Run a job under a batch system: start it or bring it back, and dump it when its place is taken away.
+
+The operations run in a thread of their own, so that signals reach nothing but `_Notice`: the second SIGTERM of a batch
+system that loses patience must not cut off the dump that the first one has asked for.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import select
+import signal
+import threading
+import time
+from collections.abc import Callable, Collection
+from dataclasses import dataclass
+from pathlib import Path
+from types import FrameType
+from typing import TYPE_CHECKING, Any, TypeVar
+
+from gpucr.batch.allocation import Allocation
+from gpucr.batch.relay import Relay
+from gpucr.batch.snapshots import JobSnapshots
+from gpucr.errors import GpucrError, Interrupted
+from gpucr.jobs.record import JobRecord
+from gpucr.jobs.registered import registry, registry_in_use
+from gpucr.linux import durable, libc
+from gpucr.linux.private_folders import state_folder
+from gpucr.operations.dump import dump
+from gpucr.operations.end_job import end_processes
+from gpucr.operations.launch import run_job
+from gpucr.operations.restore import restore
+from gpucr.undo.cancellation import Cancellation
+
+if TYPE_CHECKING:
+    from gpucr.store.keys import Secret
+
+T = TypeVar("T")
+
+REQUEUE_EXIT = 99
+"""Slurm requeues a job that ends with this code where slurm.conf says ``RequeueExit=99``."""
+
+ENVIRONMENT_VARIABLE = "GPUCR_ENV_FILE"
+"""Names the file that has the batch system's variables of the place where the job is now."""
+
+_LOOK_EVERY_S = 0.2
+_PAUSE_S = 2.0
+"""Between a dump that failed and the next attempt."""
+
+_PR_SET_CHILD_SUBREAPER = 36
+
+
+@dataclass(frozen=True)
+class BatchJob:
+    """What is to be run, and how its place ends. Durations in seconds.
+
+    ``grace_s``: how long a dump may take once the end is known. ``before_end_s``: how long before the time limit it
+    begins. ``every_s``: a dump that leaves the job running, so often. ``signals``: those that announce the end.
+    """
+
+    command: tuple[str, ...]
+    store: str
+    allocation: Allocation
+    grace_s: float
+    before_end_s: float | None = None
+    every_s: float | None = None
+    signals: tuple[signal.Signals, ...] = (signal.SIGUSR1, signal.SIGTERM)
+    requeue_exit: int = REQUEUE_EXIT
+    run_options: tuple[tuple[str, Any], ...] = ()
+
+
+def run_batch(job: BatchJob, say: Callable[[str], None], *, key: Secret | None = None) -> int:
+    """Run it to its end, or to the end of its place. Returns the exit code for the batch system.
+
+    The job's own code (128 and the signal's number where a signal ended it), or ``requeue_exit`` where it was dumped,
+    or ended without a new dump, and has to be started again with the same id. A snapshot of the id is restored, and
+    removed when the job has ended well. ``say`` gets a line for whatever the job's log has to tell.
+
+    Needs what `gpucr.run_job`, `gpucr.dump` and `gpucr.restore` need. Raises as they do, and InvalidRequest for a
+    snapshot of another command line.
+    """
+    with _Notice(job.signals) as notice:
+        return _Run(job, say, notice, JobSnapshots(job.store, job.allocation.id, key)).to_its_end()
+
+
+class _Notice:
+    """Whether the end of the place was announced, by a signal."""
+
+    def __init__(self, signals: Collection[signal.Signals]) -> None:
+        self._signals = signals
+        self._before: dict[signal.Signals, Any] = {}
+        self.reason: str | None = None
+
+    def __enter__(self) -> _Notice:
+        self._before = {number: signal.signal(number, self._take) for number in self._signals}
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        for number, handler in self._before.items():
+            signal.signal(number, handler)
+
+    def _take(self, number: int, _frame: FrameType | None) -> None:
+        self.reason = self.reason or signal.Signals(number).name
+
+    def take(self) -> None:
+        """It was dealt with: the next signal is another one."""
+        self.reason = None
+
+
+class _Run:
+    def __init__(self, job: BatchJob, say: Callable[[str], None], notice: _Notice, snapshots: JobSnapshots) -> None:
+        self._job = job
+        self._say = say
+        self._notice = notice
+        self._snapshots = snapshots
+        self._next_s = time.monotonic() + (job.every_s or 0)
+
+    def to_its_end(self) -> int:
+        # Keepers and restored processes become our children, and so belong to the batch system's step.
+        libc.check(libc.function("prctl")(_PR_SET_CHILD_SUBREAPER, 1, 0, 0, 0), "prctl")
+        cancellation = Cancellation()
+        try:
+            record, relay = self._aside(
+                lambda: self._begin(cancellation), lambda: cancellation.cancel(self._notice.reason or "")
+            )
+        except Interrupted:
+            self._say(f"{self._notice.reason} came before the job ran: it has to be started again")
+            return self._job.requeue_exit
+        with relay:
+            return self._watch(record)
+
+    def _begin(self, cancel: Cancellation) -> tuple[JobRecord, Relay]:
+        latest = self._snapshots.latest(self._job.command)
+        environment_file = _environment_file(self._job.allocation)
+        if latest is None:
+            environment = {**os.environ, ENVIRONMENT_VARIABLE: str(environment_file)}
+            options = dict(self._job.run_options)
+            started = run_job(
+                self._job.command, name=self._snapshots.job_name, environment=environment, cancel=cancel, **options
+            )
+            self._say(f"started as {started.record.name}: there is no snapshot of {self._job.allocation.id}")
+            return started.record, Relay(started.record.log, 0)
+        log = latest.manifest.launch.log_path if latest.manifest.launch is not None else ""
+        size = os.path.getsize(log) if os.path.isfile(log) else 0
+        begin = time.monotonic()
+        gpus = self._job.allocation.gpus if latest.manifest.has_gpu_state else None
+        report = restore(latest, gpu=gpus, cancel=cancel)
+        for warning in report.warnings:
+            self._say(f"warning: {warning}")
+        self._say(f"restored from {latest.where} in {time.monotonic() - begin:.1f} s")
+        record = _record(report.name or self._snapshots.job_name)
+        return record, Relay(record.log, min(size, record.log.stat().st_size))
+
+    def _aside(self, call: Callable[[], T], on_notice: Callable[[], object] = lambda: None) -> T:
+        """Call it in a thread; ``on_notice`` is called once where a signal comes meanwhile."""
+        results: list[T] = []
+        errors: list[BaseException] = []
+
+        def work() -> None:
+            try:
+                results.append(call())
+            except BaseException as e:  # noqa: BLE001 - raised in the caller's thread
+                errors.append(e)
+
+        thread = threading.Thread(target=work, name="batch")
+        thread.start()
+        is_told = False
+        while thread.is_alive():
+            thread.join(_LOOK_EVERY_S)
+            if self._notice.reason is not None and not is_told:
+                is_told = True
+                on_notice()
+        if errors:
+            raise errors[0]
+        return results[0]
+
+    def _watch(self, record: JobRecord) -> int:
+        while True:
+            self._wait(record)
+            _collect()
+            code = _exit_code(record.name, dumped=self._job.requeue_exit)
+            if code is not None:
+                self._tidy(code)
+                return code
+            if (reason := self._reason()) is not None and (code := self._leave(record, reason)) is not None:
+                return code
+            if (every_s := self._job.every_s) is not None and time.monotonic() >= self._next_s:
+                self._dump(record, None, leave_running=True)
+                self._next_s = time.monotonic() + every_s
+
+    def _reason(self) -> str | None:
+        end_s, before_s = self._job.allocation.end_s, self._job.before_end_s
+        if (
+            self._notice.reason is None
+            and end_s is not None
+            and before_s is not None
+            and time.time() >= end_s - before_s
+        ):
+            return f"the time limit is {max(0, end_s - time.time()):.0f} s away"
+        return self._notice.reason
+
+    def _wait(self, record: JobRecord) -> None:
+        """Until the job's first process has ended, for a moment at most."""
+        try:
+            descriptor = os.pidfd_open(record.pid)
+        except ProcessLookupError:
+            return
+        try:
+            select.select([descriptor], [], [], _LOOK_EVERY_S)
+        finally:
+            os.close(descriptor)
+
+    def _leave(self, record: JobRecord, reason: str) -> int | None:
+        """Dump the job and end it. None: it has ended by itself meanwhile."""
+        self._say(f"{reason}: the job is dumped, for {self._job.grace_s:.0f} s at most")
+        end_s = time.monotonic() + self._job.grace_s
+        while (left_s := end_s - time.monotonic()) > 0:
+            if self._dump(record, left_s, leave_running=False):
+                return self._job.requeue_exit
+            if _exit_code(record.name, dumped=self._job.requeue_exit) is not None:
+                self._notice.take()
+                return None
+            time.sleep(min(_PAUSE_S, max(0.0, end_s - time.monotonic())))
+        self._say(f"the job could not be dumped in time, and is ended: {self._snapshots.what_is_left()}")
+        end_processes(record)
+        return self._job.requeue_exit
+
+    def _dump(self, record: JobRecord, limit_s: float | None, *, leave_running: bool) -> bool:
+        """One attempt. One that leaves the job running gives way to the end of the place."""
+        cancellation = Cancellation()
+        begin = time.monotonic()
+        try:
+            report = self._aside(
+                lambda: dump(
+                    record.name,
+                    self._snapshots.place,
+                    leave_running=leave_running,
+                    key=self._snapshots.key,
+                    timeout_s=limit_s,
+                    cancel=cancellation,
+                ),
+                lambda: cancellation.cancel("the job's place is taken away") if leave_running else None,
+            )
+        except GpucrError as e:
+            self._say(f"no dump: {e.message}{f' ({e.hint})' if e.hint else ''}")
+            return False
+        self._say(f"dumped to {report.snapshot.where} in {time.monotonic() - begin:.1f} s")
+        try:
+            self._aside(self._snapshots.keep_the_last)
+        except GpucrError as e:
+            self._say(f"older snapshots stay: {e.message}")
+        return True
+
+    def _tidy(self, code: int) -> None:
+        """The job has ended with this code: 0 is what nobody wants to start again."""
+        with contextlib.suppress(OSError):
+            _environment_file_path(self._job.allocation).unlink(missing_ok=True)
+        if code != 0:
+            if self._snapshots.known:
+                self._say(f"the job ended with {code}; {self._snapshots.what_is_left()}")
+            return
+        try:
+            self._aside(self._snapshots.remove_all)
+        except GpucrError as e:
+            self._say(f"the snapshots of {self._job.allocation.id} stay: {e.message}")
+
+
+def _record(name: str) -> JobRecord:
+    with registry_in_use():
+        found = registry().find(name)
+    assert found.record is not None  # noqa: S101 - it was registered a moment ago
+    return found.record
+
+
+def _exit_code(name: str, *, dumped: int) -> int | None:
+    """How the job ended; None: it has not. ``dumped``: somebody else has dumped it."""
+    with registry_in_use():
+        state = registry().find(name).state
+    if state.word in ("running", "suspended"):
+        return None
+    if state.word == "dumped":
+        return dumped
+    if state.signal is not None:
+        return 128 + state.signal
+    return state.exit_code if state.exit_code is not None else 1
+
+
+def _collect() -> None:
+    """Take in the ended processes that were given to us."""
+    with contextlib.suppress(ChildProcessError):
+        while os.waitpid(-1, os.WNOHANG)[0]:
+            pass
+
+
+def _environment_file_path(allocation: Allocation) -> Path:
+    return state_folder() / "batch" / f"{allocation.id}.env"
+
+
+def _environment_file(allocation: Allocation) -> Path:
+    path = _environment_file_path(allocation)
+    path.parent.mkdir(mode=0o700, parents=True, exist_ok=True)
+    durable.write(path, allocation.as_shell().encode())
+    return path

@@ -1,0 +1,86 @@
+"""The snapshots of one job in a store: all have the job's id for their name."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Sequence
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+from gpucr.errors import InvalidRequest
+from gpucr.operations.stores import init_store, list_snapshots, remove_snapshot
+from gpucr.snapshot.in_store import SnapshotInStore
+from gpucr.snapshot.location import is_store, open_snapshot
+
+if TYPE_CHECKING:
+    from gpucr.store.keys import Secret
+    from gpucr.store.stored_snapshot import StoredSnapshot
+
+
+class JobSnapshots:
+    """Those of ``job_id`` in ``store``, a URL or a folder, which is made where it is a folder that is not there."""
+
+    def __init__(self, store: str, job_id: str, key: Secret | None) -> None:
+        self.key = key
+        self.known: tuple[StoredSnapshot, ...] = ()
+        self._store = store
+        self._id = job_id
+        self.place = f"{store}#{job_id}"
+        self.job_name = f"batch-{job_id.lower()}"[:63].rstrip("._-")
+
+    def latest(self, command: Sequence[str]) -> SnapshotInStore | None:
+        """The latest, which is of this command line; None: there is none.
+
+        Raises InvalidRequest for that of another one, and as `gpucr.list_snapshots` and `gpucr.open_snapshot` do.
+        """
+        if "://" not in self._store and not Path(self._store).exists():
+            init_store(self._store, key=self.key)
+        self._look()
+        if not self.known:
+            return None
+        snapshot = open_snapshot(f"{self._store}#{self.known[-1].id}", self.key)
+        assert isinstance(snapshot, SnapshotInStore)  # noqa: S101 - it was found in a store
+        launch = snapshot.manifest.launch
+        was = launch.command if launch is not None else None
+        if was != tuple(command):
+            said = " ".join(was) if was else "a job that gpucr did not start"
+            raise InvalidRequest(
+                f"the snapshot {snapshot.where} is of another job: {said}",
+                hint=f"give another --id, or remove it with `gpucr rm '{self.place}'`",
+                code="GPUCR-BATCH-OTHER-JOB",
+            )
+        return snapshot
+
+    def keep_the_last(self) -> None:
+        """Remove all but the latest."""
+        self._look()
+        self._remove(self.known[:-1])
+
+    def remove_all(self) -> None:
+        """Remove all, where there are any: the id is done with."""
+        if self.known:
+            self._look()
+            self._remove(self.known)
+
+    def what_is_left(self) -> str:
+        """What the next start begins with."""
+        if not self.known:
+            return "there is no snapshot, and the next start begins anew"
+        return f"the next start goes on from the snapshot of {self.known[-1].created}"
+
+    def _look(self) -> None:
+        listing = list_snapshots(self._store, key=self.key)
+        self.known = tuple(each for each in listing.snapshots if each.name == self._id)
+
+    def _remove(self, chosen: Sequence[StoredSnapshot]) -> None:
+        for each in chosen:
+            remove_snapshot(f"{self._store}#{each.id}", key=self.key)
+
+
+def require_store(place: str) -> str:
+    """The place of a store. Raises InvalidRequest for a snapshot of one, and for a folder that is no store."""
+    if "#" in place or (os.path.exists(place) and not is_store(place)):
+        raise InvalidRequest(
+            f"{place} is not a store", hint="give --to the folder or the URL of one: `gpucr store init` makes it"
+        )
+    return place

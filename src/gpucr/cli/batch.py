@@ -1,0 +1,108 @@
+"""`gpucr batch`: a job under a batch system, which may take its place away."""
+
+from __future__ import annotations
+
+import os
+import signal
+import sys
+from pathlib import Path
+from typing import get_args
+
+import click
+
+from gpucr.batch.allocation import Allocation
+from gpucr.batch.contract import REQUEUE_EXIT, BatchJob, run_batch
+from gpucr.batch.snapshots import require_store
+from gpucr.cli.durations import Duration
+from gpucr.cli.keys import given_key, key_file_option
+from gpucr.cli.options import complete_file, complete_place
+from gpucr.cli.output import printable, say
+from gpucr.jobs.record import Network
+
+_SIGNALS = ("USR1", "USR2", "HUP", "INT", "XCPU", "CONT")
+
+
+@click.command("batch", context_settings={"allow_interspersed_args": False})
+@click.option(
+    "--to", required=True, metavar="STORE", shell_complete=complete_place, help="The store of the job's snapshots."
+)
+@click.option("--id", "job_id", metavar="ID", help="What finds the snapshots again. Without it: the batch system's.")
+@click.option(
+    "--on",
+    "on",
+    type=click.Choice(_SIGNALS),
+    multiple=True,
+    help="A signal that announces the end, beside TERM. Without it: USR1.",
+)
+@click.option(
+    "--grace",
+    type=Duration(),
+    default="1m",
+    show_default=True,
+    metavar="TIME",
+    help="How long a dump may take once the end is announced.",
+)
+@click.option(
+    "--before-limit",
+    type=Duration(),
+    metavar="TIME",
+    help="Dump so long before the time limit that Slurm tells of (SLURM_JOB_END_TIME).",
+)
+@click.option("--every", type=Duration(), metavar="TIME", help="Dump so often, and let the job go on.")
+@click.option(
+    "--requeue-exit",
+    type=click.IntRange(1, 255),
+    default=REQUEUE_EXIT,
+    show_default=True,
+    metavar="CODE",
+    help="The exit code that has the batch system start the job again.",
+)
+@click.option(
+    "--isolate/--no-isolate", default=None, help="As for `gpucr run`: namespaces of its own, or the machine's."
+)
+@click.option("--network", type=click.Choice(get_args(Network)), help="As for `gpucr run`.")
+@key_file_option
+@click.argument(
+    "command_line", nargs=-1, required=True, type=click.UNPROCESSED, metavar="[--] CMD...", shell_complete=complete_file
+)
+def command(
+    *,
+    to: str,
+    job_id: str | None,
+    on: tuple[str, ...],
+    grace: float,
+    before_limit: float | None,
+    every: float | None,
+    requeue_exit: int,
+    isolate: bool | None,
+    network: Network | None,
+    key_file: Path | None,
+    command_line: tuple[str, ...],
+) -> None:
+    """Run CMD under a batch system, and bring it back from its last snapshot when it is started again.
+
+    It waits for the job, prints what the job prints, and ends with its exit code. When the end of its place is
+    announced, by a signal or the time limit, the job is dumped and the exit code asks for another start. Make it the
+    last command of the batch script, with `exec`, so that it gets the signals.
+
+    \b
+    Example:
+      #SBATCH --requeue --signal=B:USR1@120
+      exec gpucr batch --to /shared/snapshots --grace 110s -- python train.py
+    """
+    allocation = Allocation.of(os.environ, job_id)
+    if before_limit is not None and allocation.end_s is None:
+        say("warning: --before-limit has no effect: no variable tells when the place ends")
+    options = {name: value for name, value in (("isolate", isolate), ("network", network)) if value is not None}
+    job = BatchJob(
+        command=command_line,
+        store=require_store(to),
+        allocation=allocation,
+        grace_s=grace,
+        before_end_s=before_limit,
+        every_s=every,
+        signals=tuple({*(signal.Signals[f"SIG{name}"] for name in on or ("USR1",)), signal.SIGTERM}),
+        requeue_exit=requeue_exit,
+        run_options=tuple(options.items()),
+    )
+    sys.exit(run_batch(job, lambda line: say(f"gpucr batch: {printable(line)}"), key=given_key(key_file)))

@@ -1,0 +1,48 @@
+"""What batch systems say in the environment."""
+
+from __future__ import annotations
+
+import subprocess
+
+import pytest
+
+from gpucr.batch.allocation import Allocation
+from gpucr.errors import InvalidRequest
+
+
+@pytest.mark.parametrize(
+    ("variables", "job_id"),
+    [
+        ({"SLURM_JOB_ID": "77"}, "slurm-77"),
+        ({"SLURM_JOB_ID": "79", "SLURM_ARRAY_JOB_ID": "77", "SLURM_ARRAY_TASK_ID": "2"}, "slurm-77_2"),
+        ({"SLURM_JOB_ID": "77", "SLURM_STEP_ID": "1"}, "slurm-77.1"),
+        ({"SLURM_JOB_ID": "77", "SLURM_STEP_ID": "4294967291x"}, "slurm-77"),
+        ({"_CONDOR_JOB_ID": "12.0"}, "condor-12.0"),
+    ],
+)
+def test_the_id_is_the_batch_systems(variables: dict[str, str], job_id: str) -> None:
+    assert Allocation.of(variables).id == job_id
+    assert Allocation.of(variables, "mine").id == "mine"
+
+
+@pytest.mark.parametrize("given", [None, "", "../x", "a b", "-x", "x" * 65])
+def test_what_cannot_name_snapshots_is_refused(given: str | None) -> None:
+    with pytest.raises(InvalidRequest) as caught:
+        Allocation.of({}, given)
+    assert caught.value.code == "GPUCR-BATCH-ID"
+    assert "--id" in str(caught.value.hint)
+
+
+def test_the_place() -> None:
+    found = Allocation.of({"SLURM_JOB_ID": "1", "SLURM_JOB_END_TIME": "1900000000", "CUDA_VISIBLE_DEVICES": "2,3"})
+    assert (found.gpus, found.end_s) == ("2,3", 1_900_000_000.0)
+    nothing = Allocation.of({"SLURM_JOB_ID": "1", "SLURM_JOB_END_TIME": "soon", "CUDA_VISIBLE_DEVICES": ""})
+    assert (nothing.gpus, nothing.end_s) == (None, None)
+
+
+def test_a_shell_reads_the_variables_as_they_are() -> None:
+    name = "it's; `date` $HOME\n"
+    text = Allocation.of({"SLURM_JOB_ID": "1", "SLURM_JOB_NAME": name, "SECRET": "x"}).as_shell()
+    script = f'{text}printf %s "$SLURM_JOB_NAME"'
+    assert subprocess.run(["sh", "-c", script], capture_output=True, check=True, text=True).stdout == name
+    assert "SECRET" not in text

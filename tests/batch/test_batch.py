@@ -1,0 +1,164 @@
+"""`gpucr batch` with real processes and CRIU: started, told to leave its place, started again."""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import signal
+import subprocess
+import sys
+import time
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+
+from gpucr.jobs.registered import registry
+from gpucr.linux.private_folders import state_folder
+from gpucr.operations.end_job import end_processes
+from tests import command
+from tests.counter import DEADLINE_S, wait_until
+from tests.supervise.jobs import own_state  # noqa: F401
+
+pytestmark = [pytest.mark.criu, pytest.mark.usefixtures("own_state")]
+
+COUNTS = """
+import os, sys, time
+for step in range({steps}):
+    print("step", step, flush=True)
+    while step == {stop_at} and not os.path.exists("go"):
+        time.sleep(0.01)
+    time.sleep(0.01)
+print(open(os.environ["GPUCR_ENV_FILE"]).read(), flush=True)
+sys.exit({code})
+"""
+
+
+class Batch:
+    """The batch system: each start of a job has an output of its own."""
+
+    def __init__(self, folder: Path) -> None:
+        self.folder = folder
+        self.store = folder / "store"
+        self.starts: list[subprocess.Popen[str]] = []
+
+    def start(self, *options: object, steps: int = 60, stop_at: int = -1, code: int = 0, **variables: str) -> Path:
+        """Start the job; returns what it prints to."""
+        number = len(self.starts)
+        output = self.folder / f"output-{number}"
+        program = COUNTS.format(steps=steps, stop_at=stop_at, code=code)
+        words = ["--to", self.store, *options, "--", sys.executable, "-I", "-S", "-c", program]
+        with output.open("w") as out, (self.folder / f"errors-{number}").open("w") as errors:
+            started = subprocess.Popen(
+                command.command("batch", *words),
+                stdout=out,
+                stderr=errors,
+                stdin=subprocess.DEVNULL,
+                text=True,
+                cwd=self.folder,
+                env={**os.environ, "SLURM_JOB_ID": "77", "SLURM_RESTART_COUNT": str(number), **variables},
+            )
+        self.starts.append(started)
+        return output
+
+    def errors(self) -> str:
+        """What gpucr said of the last start."""
+        return (self.folder / f"errors-{len(self.starts) - 1}").read_text()
+
+    def end(self) -> int:
+        """The exit code of the last start."""
+        return self.starts[-1].wait(DEADLINE_S)
+
+    def snapshots(self) -> list[str]:
+        """The names of what is in the store."""
+        return [each["name"] for each in command.run_json("ls", self.store)["snapshots"]]
+
+    def close(self) -> None:
+        """End what still runs."""
+        for started in self.starts:
+            if started.poll() is None:
+                started.kill()
+                started.wait(DEADLINE_S)
+        for job in registry().jobs():
+            if job.record is not None and job.state.word == "running":
+                with contextlib.suppress(OSError):
+                    end_processes(job.record)
+
+
+@pytest.fixture
+def batch(tmp_path: Path) -> Iterator[Batch]:
+    made = Batch(tmp_path)
+    yield made
+    made.close()
+
+
+def wait_for_line(output: Path, line: str) -> None:
+    wait_until(lambda: line in output.read_text().splitlines(), lambda: f"{line!r} in {output.read_text()[-500:]!r}")
+
+
+@pytest.mark.parametrize("how", ["USR1", "TERM", "time limit"])
+def test_a_job_goes_on_in_its_next_place(batch: Batch, how: str) -> None:
+    end = str(int(time.time()) + 3600)
+    before = "2h" if how == "time limit" else "1m"
+    first = batch.start("--before-limit", before, stop_at=30, SLURM_JOB_END_TIME=end)
+    if how != "time limit":
+        wait_for_line(first, "step 30")
+        batch.starts[-1].send_signal(signal.Signals[f"SIG{how}"])
+        batch.starts[-1].send_signal(signal.SIGTERM)  # a second one changes nothing
+    assert batch.end() == 99, batch.errors()
+    assert ("the time limit is" if how == "time limit" else f"SIG{how}") in batch.errors()
+    assert batch.snapshots() == ["slurm-77"]
+    (batch.folder / "go").touch()
+    second = batch.start(stop_at=30)
+    assert batch.end() == 0, batch.errors()
+    assert "restored from" in batch.errors()
+    lines = (first.read_text() + second.read_text()).splitlines()
+    assert [line for line in lines if line.startswith("step")] == [f"step {step}" for step in range(60)]
+    assert "SLURM_RESTART_COUNT=1" in lines, "the job can read the variables of its new place"
+    assert batch.snapshots() == [], "a job that has ended well needs none"
+    assert list((state_folder() / "batch").iterdir()) == []
+
+
+def test_its_own_exit_code_and_what_it_leaves(batch: Batch) -> None:
+    batch.start("--every", "100ms", "--id", "mine", stop_at=30, code=7)
+    wait_until(lambda: batch.errors().count("dumped to") >= 2, batch.errors)
+    (batch.folder / "go").touch()
+    assert batch.end() == 7, batch.errors()
+    assert batch.snapshots() == ["mine"], "the last one alone"
+    assert "the job ended with 7; the next start goes on from the snapshot of" in batch.errors()
+    batch.start("--id", "mine", steps=61)
+    assert batch.end() == 2
+    assert "is of another job" in batch.errors()
+    assert "GPUCR-BATCH-OTHER-JOB" in batch.errors()
+    assert batch.snapshots() == ["mine"]
+
+
+def test_a_signal_that_ends_the_job_is_told(batch: Batch) -> None:
+    output = batch.start(stop_at=5)
+    wait_for_line(output, "step 5")
+    (job,) = registry().jobs()
+    assert job.record is not None
+    os.kill(job.record.pid, signal.SIGKILL)
+    assert batch.end() == 128 + signal.SIGKILL
+
+
+def test_a_store_that_cannot_be_written_ends_in_a_new_start(batch: Batch) -> None:
+    """The grace time is used up; the job is ended, and what it goes on from is told."""
+    output = batch.start("--grace", "1s", stop_at=5)
+    wait_for_line(output, "step 5")
+    for path in (*batch.store.iterdir(), batch.store):
+        path.rename(path.with_name(f"{path.name}.away"))
+    batch.starts[-1].send_signal(signal.SIGTERM)
+    assert batch.end() == 99, batch.errors()
+    assert "no dump: " in batch.errors()
+    assert "there is no snapshot, and the next start begins anew" in batch.errors()
+    assert [job.state.word for job in registry().jobs()] == ["ended"]
+
+
+def test_what_is_no_store_is_refused(batch: Batch) -> None:
+    batch.store.mkdir()
+    (batch.store / "something").touch()
+    batch.start()
+    assert batch.end() == 2
+    assert "is not a store" in batch.errors()
+    assert registry().jobs() == ()
