@@ -6,7 +6,7 @@ import importlib
 
 import click
 
-BENCHMARKS = ("compare", "host-memory", "interposed", "overhead", "startup", "store", "store-dump")
+BENCHMARKS = ("compare", "host-memory", "interposed", "intervals", "overhead", "startup", "store", "store-dump")
 
 
 class Benchmarks(click.Group):

@@ -68,6 +68,12 @@ def test_the_latest_snapshot_is_taken_until_the_job_has_failed_from_it_too_often
     assert _choose({name: [999.0, 999.0] for name in "abc"}) is None
 
 
+def test_a_snapshot_that_nobody_could_note_is_the_newest() -> None:
+    assert policy.newest_first(["b", "a"], ["x", "b", "y", "a", "z"]) == ["x", "b", "a", "y", "z"]
+    assert policy.newest_first([], ["b", "a"]) == ["b", "a"]
+    assert policy.newest_first(["b", "a"], ["a", "b"]) == ["b", "a"], "the clock of the store was set back"
+
+
 def test_a_clock_that_was_set_back_does_not_make_a_crash_loop() -> None:
     assert _choose({"c": [5000.0, 6000.0]}) == "b"
 

@@ -54,6 +54,18 @@ def backoff_s(attempt: int, random: Random, *, first_s: float, most_s: float) ->
     return jittered(min(first_s * 2.0 ** min(attempt - 1, 60), most_s), random)
 
 
+def newest_first(known: Sequence[str], in_store: Sequence[str]) -> list[str]:
+    """The job's snapshots, the newest first.
+
+    ``known``: those that its supervisor noted, in the order in which it took them, whatever the clocks said;
+    ``in_store``: all, by the clock of the store. One that is not known, and newer than all that are, was committed
+    by a supervisor that was killed before it could note it.
+    """
+    newer = in_store[: in_store.index(known[0])] if known else in_store
+    unknown = [each for each in in_store if each not in known]
+    return [*(each for each in unknown if each in newer), *known, *(each for each in unknown if each not in newer)]
+
+
 def choose_snapshot(
     newest_first: Sequence[str],
     failures: Mapping[str, Sequence[float]],

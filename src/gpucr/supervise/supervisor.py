@@ -223,7 +223,7 @@ class Supervisor:
         state, settings = self._journal.state, self._settings
         in_store = list(self._job.snapshots())
         known = [each.id for each in reversed(state.snapshots) if each.id in in_store]
-        newest_first = [each for each in (*known, *(i for i in in_store if i not in known)) if each not in gone]
+        newest_first = [each for each in policy.newest_first(known, in_store) if each not in gone]
         chosen = policy.choose_snapshot(
             newest_first,
             {each.id: each.failures for each in state.snapshots},
