@@ -6,7 +6,17 @@ import importlib
 
 import click
 
-BENCHMARKS = ("compare", "host-memory", "interposed", "intervals", "overhead", "startup", "store", "store-dump")
+BENCHMARKS = (
+    "compare",
+    "host-memory",
+    "interposed",
+    "interposer-cost",
+    "intervals",
+    "overhead",
+    "startup",
+    "store",
+    "store-dump",
+)
 
 
 class Benchmarks(click.Group):
