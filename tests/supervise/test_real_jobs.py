@@ -29,7 +29,7 @@ def _wait_for_step(folder: Path, step: int) -> None:
 
 
 def test_a_job_that_is_killed_goes_on_as_if_nothing_had_been(tmp_path: Path) -> None:
-    started = jobs.run(tmp_path, "--", *jobs.counting(100, stop_at=90), every="1s")
+    started = jobs.run(tmp_path, "--", *jobs.counting(300, stop_at=290), every="1s")
     assert started["supervisor_pid"] > 0
     jobs.wait_for_event("checkpoint")
     _wait_for_step(tmp_path, _steps(tmp_path)[-1] + 2)
@@ -38,7 +38,7 @@ def test_a_job_that_is_killed_goes_on_as_if_nothing_had_been(tmp_path: Path) -> 
     (tmp_path / "go").touch()
     jobs.wait_for_event("ended")
     assert jobs.state().phase == "finished"
-    assert _steps(tmp_path) == list(range(100)), "nothing was lost, and nothing written twice"
+    assert _steps(tmp_path) == list(range(300)), "nothing was lost, and nothing written twice"
     log = Path(started["log"]).read_text()
     assert "=== gpucr: " in log
     assert "signal 9; back to the snapshot" in log
@@ -46,7 +46,7 @@ def test_a_job_that_is_killed_goes_on_as_if_nothing_had_been(tmp_path: Path) -> 
     first, last = int(after.split()[0]), int(before.split("\n\n")[0].split()[-1])
     assert first <= last
     assert [int(line) for line in before.splitlines() if line.isdecimal()] == list(range(last + 1))
-    assert [int(line) for line in after.split()] == list(range(first, 100))
+    assert [int(line) for line in after.split()] == list(range(first, 300))
     assert list(tmp_path.glob("steps.gpucr-*")), "what was cut off is kept"
     assert registry().find("train").state.exit_code == 0
 
