@@ -15,6 +15,7 @@ from pathlib import Path
 from typing import Any, Protocol
 
 import click
+from msgspec import structs
 from rich.console import Console
 from rich.table import Table
 
@@ -142,7 +143,7 @@ def _round(way: Way, gib: float, place: Place, result: Result, label: str) -> No
             result.seconds.setdefault(what, []).append(seconds)
             result.phases.setdefault(what, []).append({phase.name: phase.seconds for phase in report.phases})
             if isinstance(report, gpucr.DumpReport):
-                result.counts[what] = vars(report.counts)
+                result.counts[what] = structs.asdict(report.counts)
             say(f"{label}: {what} {seconds:.3f} s")
 
 

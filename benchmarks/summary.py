@@ -7,6 +7,8 @@ from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass, field
 from typing import Any
 
+from msgspec import structs
+
 from benchmarks.limits import Limits
 from benchmarks.tools import Outcome
 
@@ -151,7 +153,7 @@ def size_as_json(result: SizeResult, limits: Mapping[str, Any], found: Mapping[s
         "checks": {what: {**asdict(check), "holds": check.holds} for what, check in found.items()},
         "staging_bytes": suspended[0].outcome.size_bytes if suspended else None,
         "times": _by_tool(result, lambda m: m.seconds),
-        "phases": _by_tool(result, lambda m: [asdict(phase) for phase in m.outcome.phases]),
+        "phases": _by_tool(result, lambda m: [structs.asdict(phase) for phase in m.outcome.phases]),
         "image_bytes": _by_tool(result, lambda m: m.outcome.size_bytes, only=("dump", "downtime")),
         "failures": result.failures,
     }

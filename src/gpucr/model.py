@@ -5,8 +5,9 @@ from __future__ import annotations
 import enum
 import re
 from collections.abc import Iterable
-from dataclasses import dataclass, field
 from typing import NamedTuple
+
+from msgspec import Struct, field
 
 from gpucr.errors import InvalidRequest
 
@@ -38,8 +39,7 @@ class CudaState(enum.IntEnum):
         return self.name.lower()
 
 
-@dataclass(frozen=True, order=True)
-class ProcessId:
+class ProcessId(Struct, frozen=True, order=True):
     """The identity of a process: a pid alone can be taken by another process later.
 
     ``start_time_ticks`` is field 22 of ``/proc/PID/stat`` (clock ticks after boot), as it is outside every time
@@ -58,8 +58,7 @@ class ProcessId:
         return self.pid == other.pid and abs(self.start_time_ticks - other.start_time_ticks) <= 1
 
 
-@dataclass(frozen=True)
-class Gpu:
+class Gpu(Struct, frozen=True):
     """One GPU as NVML shows it. ``uuid`` in the form ``GPU-xxxxxxxx-xxxx-xxxx-xxxx-xxxxxxxxxxxx``."""
 
     index: int
@@ -70,8 +69,7 @@ class Gpu:
     mig_enabled: bool = field(default_factory=bool)  # records.py sees a missing member only where each object has it
 
 
-@dataclass(frozen=True)
-class GpuUse:
+class GpuUse(Struct, frozen=True):
     """Device memory that one process holds on one GPU (NVML). None: NVML cannot tell."""
 
     pid: int
@@ -112,8 +110,7 @@ def gpu_pairs(text: str) -> tuple[tuple[str, str], ...]:
     return tuple(pairs)
 
 
-@dataclass(frozen=True)
-class GpuMap:
+class GpuMap(Struct, frozen=True):
     """Where device memory goes on restore: (old UUID, new UUID) pairs.
 
     The driver wants every GPU that it knows for the process named once on the left, and the new GPUs as a permutation:
@@ -152,16 +149,14 @@ class GpuMap:
         return GpuMap(tuple(pair for pair in self.pairs if pair[0] in chosen))
 
 
-@dataclass(frozen=True)
-class Extent:
+class Extent(Struct, frozen=True):
     """A range of a process's address space, in bytes."""
 
     address: int
     size_bytes: int
 
 
-@dataclass(frozen=True)
-class StagedExtent:
+class StagedExtent(Struct, frozen=True):
     """A range of staging that lies in a staging file: address in the process, size, and offset in the file (bytes).
 
     Address and offset are page-aligned, and the size is that of whole pages.
@@ -195,8 +190,7 @@ class DevicePart(NamedTuple):
         return f"{self.pid}-{self.level}" if self.level else str(self.pid)
 
 
-@dataclass(frozen=True)
-class JobFile:
+class JobFile(Struct, frozen=True):
     """A regular file that a job has open or mapped, by its path in the job's mount namespace.
 
     ``is_written``: a process can write to it. ``is_mapped``: memory of a process is pages of it.
@@ -208,8 +202,7 @@ class JobFile:
     is_mapped: bool
 
 
-@dataclass(frozen=True, order=True)
-class Endpoint:
+class Endpoint(Struct, frozen=True, order=True):
     """One end of a TCP connection, or where a socket listens: an IPv4 or IPv6 address in its shortest form, a port."""
 
     address: str
@@ -219,8 +212,7 @@ class Endpoint:
         return f"[{self.address}]:{self.port}" if ":" in self.address else f"{self.address}:{self.port}"
 
 
-@dataclass(frozen=True, order=True)
-class Connection:
+class Connection(Struct, frozen=True, order=True):
     """A TCP connection as one of its ends sees it."""
 
     local: Endpoint
@@ -230,8 +222,7 @@ class Connection:
         return f"{self.local} to {self.remote}"
 
 
-@dataclass(frozen=True)
-class ProcessInfo:
+class ProcessInfo(Struct, frozen=True):
     """What /proc says of one process.
 
     ``ns_pids`` are its pids from the caller's pid namespace inwards (NSpid); ``status`` is the state letter of
@@ -253,8 +244,7 @@ class ProcessInfo:
         return self.id.pid
 
 
-@dataclass(frozen=True)
-class GangMember:
+class GangMember(Struct, frozen=True):
     """One CUDA process of a job and the state in which it was found, to which every undo leads back."""
 
     id: ProcessId
@@ -266,8 +256,7 @@ class GangMember:
         return self.id.pid
 
 
-@dataclass(frozen=True)
-class GangLock:
+class GangLock(Struct, frozen=True):
     """How the CUDA processes of a job were locked: how many, in how many attempts, and the wall seconds that it took.
 
     More than one attempt: some waited for others on the GPU, and those were let go on for a moment, and locked again.
@@ -278,8 +267,7 @@ class GangLock:
     seconds: float
 
 
-@dataclass(frozen=True)
-class Job:
+class Job(Struct, frozen=True):
     """A process tree, or several, that are handled as one.
 
     ``processes`` has the root first, each tree in one piece; ``gang`` are those with CUDA, of all trees.

@@ -2,10 +2,10 @@
 
 from __future__ import annotations
 
-from dataclasses import replace
 from typing import Any
 
 import pytest
+from msgspec.structs import replace
 
 from gpucr import CanaryOutcome, CanaryResult, ProbeReport
 from gpucr.checkups import cuda_driver, graphics, measured

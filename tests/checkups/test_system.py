@@ -6,11 +6,11 @@ import errno
 import os
 import subprocess
 import sys
-from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
 import pytest
+from msgspec.structs import replace
 
 from gpucr.checkups import engine, kernel, memory, privileges, runtimes, storage
 from gpucr.checkups.engine import CriuFacts

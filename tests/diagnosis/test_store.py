@@ -6,11 +6,11 @@ import json
 import os
 import stat
 from collections.abc import Callable
-from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
 import pytest
+from msgspec.structs import replace
 
 from gpucr.diagnosis.canaries import store
 from gpucr.diagnosis.canaries.results import CanaryOutcome, CanaryResult, MeasuredMachine, ProbeReport

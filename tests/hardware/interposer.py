@@ -33,6 +33,8 @@ from typing import Any
 ROOT = Path(__file__).resolve().parents[2]
 sys.path.insert(0, str(ROOT / "src"))
 
+from msgspec import structs  # noqa: E402
+
 from gpucr.interposer.build import compile_library  # noqa: E402
 from gpucr.interposer.client import Agent  # noqa: E402
 from gpucr.interposer.protocol import Refused  # noqa: E402
@@ -221,7 +223,7 @@ def try_program(name: str, command: Sequence[str], library: Path, options: argpa
             raise RuntimeError(f"it did not start under the interposer: {program.error_text()}")
         with Agent(program.process.pid) as agent:
             status = agent.status()
-            outcome["status"] = vars(status)
+            outcome["status"] = structs.asdict(status)
             print(
                 f"    {status.blocks} blocks, {status.block_bytes / 2**30:.2f} GiB can leave; "
                 f"{status.small} small ({status.small_bytes} bytes), {status.stuck} stuck, {status.pools} pools, "

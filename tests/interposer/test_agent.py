@@ -10,10 +10,10 @@ import struct
 import subprocess
 import sys
 from collections.abc import Callable
-from dataclasses import replace
 from pathlib import Path
 
 import pytest
+from msgspec.structs import replace
 
 from gpucr.interposer import client
 from gpucr.interposer.client import Agent, Held, ask_status, socket_path

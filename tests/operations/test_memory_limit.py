@@ -22,12 +22,13 @@ REFUSED = 3
 _LARGE = 64 << 30
 
 OPERATION = """
-import dataclasses, sys, gpucr
+import sys, gpucr
+from msgspec import structs
 from gpucr.linux import cgroups
 folder, operation, simulated_gpu_bytes, target, *rest = sys.argv[1:]
 real = cgroups.memory_limits
 cgroups.memory_limits = lambda pid=None: tuple(
-    dataclasses.replace(each, available_bytes=max(each.available_bytes - int(simulated_gpu_bytes), 0))
+    structs.replace(each, available_bytes=max(each.available_bytes - int(simulated_gpu_bytes), 0))
     for each in real(pid))
 open(folder + "/cgroup.procs", "w").write("0")
 options = {"leave_running": True} if operation == "keep" else {}

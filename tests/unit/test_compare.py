@@ -79,7 +79,7 @@ def test_a_dump_is_held_against_checkpoint_and_storage(result: SizeResult) -> No
 def test_a_restore_is_held_against_the_driver_alone_or_storage(result: SizeResult) -> None:
     check = summary.checks(result, LIMITS)["restore"]
     assert check.limit_s == pytest.approx(2.5 + 1.0 + 0.5)  # the driver's time without waiting for data
-    slow_disk = summary.checks(result, Limits(**{**LIMITS.__dict__, "disk_read": 1.0 * GIB}))["restore"]
+    slow_disk = summary.checks(result, Limits(**{**vars(LIMITS), "disk_read": 1.0 * GIB}))["restore"]
     assert slow_disk.limit_s == pytest.approx(8.0 + 1.0 + 0.5)
 
 

@@ -746,7 +746,7 @@ def test_a_place_that_is_not_zeroed_is_given_its_zeros(staging: MakeStaging, tmp
     data = saved(tmp_path / "device", {PART: staging(memory)})[PART]
     dirty = bytearray(b"x" * len(memory))
 
-    class Memory(OnlyChecked):
+    class Memory(OnlyChecked, frozen=True):
         def write_from(self, position: int, data: memoryview) -> None:
             dirty[position : position + len(data)] = data
 

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import contextlib
-import dataclasses
 import errno
 import json
 import os
@@ -17,6 +16,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from msgspec import structs
 from msgspec.structs import replace
 
 from gpucr.errors import InvalidRequest, Unsupported
@@ -242,7 +242,7 @@ def test_a_registered_job_is_found(registry: Registry, tmp_path: Path) -> None:
         assert job == registry.find("train")
         assert (job.record, job.state.word) == (record, "running")
         assert registry.find_process(child.id) == record
-        assert registry.find_process(dataclasses.replace(child.id, start_time_ticks=1)) is None
+        assert registry.find_process(structs.replace(child.id, start_time_ticks=1)) is None
         with pytest.raises(InvalidRequest) as caught:
             registry.find("trian")
         assert caught.value.hint == "did you mean train?"

@@ -5,11 +5,11 @@ from __future__ import annotations
 import json
 import os
 from collections.abc import Sequence
-from dataclasses import asdict, replace
 from pathlib import Path
 from typing import Any
 
 import pytest
+from msgspec.structs import asdict, replace
 
 from gpucr.gpu_state import placement
 from gpucr.gpu_state.placement import RECORDS, ProcessGpus, gpus_of

@@ -2,10 +2,10 @@
 
 from __future__ import annotations
 
-import dataclasses
 import os
 
 import pytest
+from msgspec import structs
 
 from gpucr.cli import top_state
 from gpucr.cli.top_lines import screen
@@ -23,7 +23,7 @@ FINDING = Finding("blocking", "it has a ring", "fd 7", "CRIU cannot dump one", "
 def job(pid: int, *states: CudaState, name: str | None = None, command: str = "train") -> GpuJob:
     root = ProcessInfo(ProcessId(pid, pid * 10), os.getpid(), 1, (pid,), os.getuid(), "S", "train", (command,))
     members = tuple(
-        ProcessState(dataclasses.replace(root, id=ProcessId(pid + n, 1)), state, 1 << 20, {GPU.uuid: 1 << 30})
+        ProcessState(structs.replace(root, id=ProcessId(pid + n, 1)), state, 1 << 20, {GPU.uuid: 1 << 30})
         for n, state in enumerate(states or (CudaState.RUNNING,))
     )
     return GpuJob(root, name, members)
@@ -80,8 +80,8 @@ def test_the_selection_stays_on_its_job() -> None:
 def test_a_pid_that_is_in_use_again_is_another_job() -> None:
     top = state(job(100))
     top.press("s")
-    again = dataclasses.replace(job(100).root, id=ProcessId(100, 5))
-    top.take_jobs([dataclasses.replace(job(100), root=again)], (GPU,))
+    again = structs.replace(job(100).root, id=ProcessId(100, 5))
+    top.take_jobs([structs.replace(job(100), root=again)], (GPU,))
     assert top.question is None
     assert "job 100 has ended" in shown(top)
     assert top.press("y") is None

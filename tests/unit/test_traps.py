@@ -5,11 +5,11 @@ from __future__ import annotations
 import os
 import socket
 from collections.abc import Mapping, Sequence
-from dataclasses import fields, replace
 from pathlib import Path
 from typing import Any
 
 import pytest
+from msgspec.structs import replace
 
 from gpucr.diagnosis import preflight
 from gpucr.diagnosis.preflight import CudaTraits, Finding, JobTraits, Measurement, modes, sharing, traits
@@ -475,7 +475,7 @@ def test_the_environment_of_a_process_that_is_gone() -> None:
 
 
 def told(**counts: int) -> Status:
-    return Status(**{field.name: counts.get(field.name, 0) for field in fields(Status)})
+    return Status(**{name: counts.get(name, 0) for name in Status.__struct_fields__})
 
 
 def interposed(pid: int, *gpus: str, counted: Status | None = None, **more: Any) -> CudaTraits:

@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
 from pathlib import Path
+
+from msgspec import Struct
 
 from gpucr.checkups.checkup import ok
 from gpucr.diagnosis.preflight.findings import Finding
@@ -17,8 +18,7 @@ _DEVICE = Path("/dev/nvidiactl")
 _SHARING_SINCE = 610  # legacy CUDA IPC inside one job: reported, and nothing in the library tells
 
 
-@dataclass(frozen=True)
-class DriverFacts:
+class DriverFacts(Struct, frozen=True):
     """``version`` is NVML's (None: it has none). ``problem`` and ``hint``: why there is no usable driver.
 
     ``has_device``: the kernel module has made its device files.

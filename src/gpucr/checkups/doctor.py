@@ -4,8 +4,9 @@ from __future__ import annotations
 
 import os
 from collections.abc import Callable
-from dataclasses import dataclass
 from pathlib import Path
+
+from msgspec import Struct
 
 from gpucr.checkups import (
     cuda_driver,
@@ -29,8 +30,7 @@ from gpucr.jobs.selector import JobSelector
 from gpucr.undo.cancellation import Cancellation
 
 
-@dataclass(frozen=True)
-class DoctorReport:
+class DoctorReport(Struct, frozen=True):
     """What was found, in the order in which it was looked at; what was fixed; and what was measured before.
 
     ``probe`` is None for a job, and on a machine without a driver.

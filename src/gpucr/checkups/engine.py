@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import shutil
-from dataclasses import dataclass
+
+from msgspec import Struct
 
 from gpucr.checkups.checkup import ok
 from gpucr.criu.engine import Criu
@@ -16,8 +17,7 @@ _ABOUT = "CRIU"
 _NETWORK = "network lock"
 
 
-@dataclass(frozen=True)
-class CriuFacts:
+class CriuFacts(Struct, frozen=True):
     """``install`` is None where no CRIU was found, and ``missing`` says why. ``least``: what this kernel needs.
 
     ``failure`` is what `criu check` said (None: nothing is wrong). It needs privileges, or a CRIU that has them by its

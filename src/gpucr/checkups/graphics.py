@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from msgspec import Struct
 
 from gpucr.checkups.checkup import ok
 from gpucr.diagnosis import preflight
@@ -15,8 +15,7 @@ from gpucr.quantities import format_bytes
 _ABOUT = "GPUs"
 
 
-@dataclass(frozen=True)
-class GpuFacts:
+class GpuFacts(Struct, frozen=True):
     """``persistence``: per UUID whether it is on (None: NVML cannot tell). ``mps``: the programs of MPS that run."""
 
     gpus: tuple[Gpu, ...]

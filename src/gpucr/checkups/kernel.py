@@ -3,8 +3,9 @@
 from __future__ import annotations
 
 import platform
-from dataclasses import dataclass
 from pathlib import Path
+
+from msgspec import Struct
 
 from gpucr.checkups.checkup import ok
 from gpucr.diagnosis.preflight.findings import Finding
@@ -17,8 +18,7 @@ _LAST_PID = Path("/proc/sys/kernel/ns_last_pid")
 _LIMITS = Path("/proc/sys/user")
 
 
-@dataclass(frozen=True)
-class KernelFacts:
+class KernelFacts(Struct, frozen=True):
     """``kinds`` of namespaces are those that it has, ``forbidden`` those of which the machine's limit allows none.
 
     ``can_choose_pids``: it was built with CONFIG_CHECKPOINT_RESTORE. ``lists_sockets``: by sock_diag.

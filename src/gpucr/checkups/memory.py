@@ -4,9 +4,10 @@ from __future__ import annotations
 
 import re
 from collections.abc import Sequence
-from dataclasses import dataclass
 from pathlib import Path
 from typing import Literal
+
+from msgspec import Struct
 
 from gpucr.checkups.checkup import ok
 from gpucr.diagnosis.preflight.findings import Finding, RepairName
@@ -25,8 +26,7 @@ _MUCH_OF_THE_MACHINE = 0.25
 Hierarchy = Literal["v1", "v2", "hybrid", "none"]
 
 
-@dataclass(frozen=True)
-class MemoryFacts:
+class MemoryFacts(Struct, frozen=True):
     """Sizes in bytes. ``why_small``: why a staging file made now has no huge pages (None: it has them).
 
     ``shared_policy`` and ``private_policy`` are the chosen words of the two files (None: this kernel has none).

@@ -3,8 +3,9 @@
 from __future__ import annotations
 
 import os
-from dataclasses import dataclass
 from pathlib import Path
+
+from msgspec import Struct
 
 from gpucr.checkups.checkup import ok
 from gpucr.criu.granted import find_grant
@@ -33,8 +34,7 @@ _FURTHER = {
 }
 
 
-@dataclass(frozen=True)
-class PrivilegeFacts:
+class PrivilegeFacts(Struct, frozen=True):
     """``ptrace_scope``: Yama's (None: this kernel has none). ``seccomp``: the mode in /proc/self/status (None: none).
 
     ``in_user_namespace``: other than the machine's first one.

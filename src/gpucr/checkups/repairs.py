@@ -3,8 +3,9 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Mapping
-from dataclasses import dataclass
 from pathlib import Path
+
+from msgspec import Struct
 
 from gpucr.checkups.memory import PRIVATE_POLICY, SHARED_POLICY, chosen
 from gpucr.diagnosis.preflight.findings import Finding, RepairName
@@ -15,8 +16,7 @@ from gpucr.undo.operation import all_or_nothing
 OnEvent = Callable[[str], None]
 
 
-@dataclass(frozen=True)
-class Repair:
+class Repair(Struct, frozen=True):
     """One change of the machine: what was done and the command that undoes it; or ``problem``, why it was not done."""
 
     name: RepairName

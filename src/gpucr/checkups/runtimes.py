@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import shutil
-from dataclasses import dataclass
+
+from msgspec import Struct
 
 from gpucr.checkups.checkup import ok
 from gpucr.checkups.memory import hierarchy
@@ -16,8 +17,7 @@ _ABOUT = "containers"
 _RUNTIMES = ("runc", "crun", "podman", "docker", "containerd", "crio", "kubelet")
 
 
-@dataclass(frozen=True)
-class RuntimeFacts:
+class RuntimeFacts(Struct, frozen=True):
     """``found`` are the runtimes on PATH. ``is_hybrid``: cgroups of both versions are mounted.
 
     ``hook`` is None where a configuration file cannot be read, and ``problem`` says why.

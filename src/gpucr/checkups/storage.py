@@ -4,8 +4,9 @@ from __future__ import annotations
 
 import os
 from collections.abc import Sequence
-from dataclasses import dataclass
 from pathlib import Path
+
+from msgspec import Struct
 
 from gpucr.checkups.checkup import ok
 from gpucr.diagnosis.preflight.findings import Finding
@@ -16,8 +17,7 @@ from gpucr.quantities import format_bytes
 _ABOUT = "disk"
 
 
-@dataclass(frozen=True)
-class StorageFacts:
+class StorageFacts(Struct, frozen=True):
     """``problem``: why nothing can be written there (None: it can).
 
     ``is_direct``: whether files can bypass the page cache (O_DIRECT). ``was_named``: by the user,

@@ -9,14 +9,14 @@ import os
 import sys
 import textwrap
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass
+
+from msgspec import Struct
 
 _GAP = 2
 _ELLIPSIS = "…"
 
 
-@dataclass(frozen=True)
-class Column:
+class Column(Struct, frozen=True):
     """One column of a table.
 
     ``rank`` 0 is always shown; of the others the highest goes first. ``least`` is the width to which the column is

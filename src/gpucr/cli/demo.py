@@ -11,11 +11,11 @@ import sys
 import tempfile
 import time
 from collections.abc import Iterator
-from dataclasses import dataclass, field
 from pathlib import Path
 from typing import NoReturn
 
 import click
+from msgspec import Struct, field
 
 import gpucr
 from gpucr.cli.options import complete_folder, json_option
@@ -33,8 +33,7 @@ ANSWER_TIMEOUT_S = 30.0
 _READY_LINE = re.compile(r"^ready .*\bport=(\d+).*\n", re.MULTILINE)
 
 
-@dataclass(frozen=True)
-class Check:
+class Check(Struct, frozen=True):
     """One thing that the demo saw, and whether it is what it should be."""
 
     name: str
@@ -42,8 +41,7 @@ class Check:
     seen: str
 
 
-@dataclass(frozen=True)
-class Phase:
+class Phase(Struct, frozen=True):
     """One phase of the dump or the restore."""
 
     operation: str
@@ -52,8 +50,7 @@ class Phase:
     size_bytes: int
 
 
-@dataclass
-class Story:
+class Story(Struct):
     """What happened, in order: the checks and the phases' times."""
 
     driver: str
@@ -127,8 +124,7 @@ class Counter:
             kill_and_wait([describe(self.pid).id])
 
 
-@dataclass(frozen=True)
-class GpuMemory:
+class GpuMemory(Struct, frozen=True):
     """Device memory in use, as NVML tells: by one process, and by all. ``own_bytes`` is None where NVML cannot say.
 
     In a container NVML often does not know the container's pids: there only the sum over all processes is left.

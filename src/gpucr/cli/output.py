@@ -9,16 +9,15 @@ import os
 import select
 import sys
 from collections.abc import Mapping
-from dataclasses import dataclass
 from typing import Any, TextIO
 
 import click
+from msgspec import Struct
 
 SCHEMA_VERSION = 1
 
 
-@dataclass
-class JsonWanted:
+class JsonWanted(Struct):
     """Whether the command was given --json, and whether its one object is out. The object of click's contexts."""
 
     is_wanted: bool = False

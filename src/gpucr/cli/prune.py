@@ -7,6 +7,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import click
+from msgspec import structs
 
 from gpucr.cli.durations import Duration
 from gpucr.cli.keys import key_file_option, with_key
@@ -97,7 +98,7 @@ def command(
     report = with_key(key_file, lambda key: prune_store(store, rules, dry_run=dry_run, key=key))
     if as_json:
         listed = {"kept": report.kept, "removed": report.removed}
-        numbers = {name: value for name, value in vars(report).items() if isinstance(value, int)}
+        numbers = {name: value for name, value in structs.asdict(report).items() if isinstance(value, int)}
         data = {name: [snapshot_fields(each) for each in found] for name, found in listed.items()}
         data |= {"later": [_later_fields(each) for each in report.later]}
         print_json("prune", {"dry_run": dry_run, **data, "dead_writers": list(report.dead_writers), **numbers})

@@ -3,9 +3,9 @@
 from __future__ import annotations
 
 import pwd
-from dataclasses import replace
 
 import click
+from msgspec.structs import replace
 
 from gpucr.cli.columns import terminal_width
 from gpucr.cli.job_table import STATE_WORDS, as_json_records, chosen, process_lines

@@ -4,8 +4,9 @@ from __future__ import annotations
 
 from collections import Counter
 from collections.abc import Iterator
-from dataclasses import dataclass, field
 from typing import Any
+
+from msgspec import Struct, field
 
 from gpucr.cli.output import printable
 from gpucr.criu.contents import SharedMemory
@@ -18,8 +19,7 @@ from gpucr.records import to_json
 _SOCKETS = ("tcp", "udp", "internet", "unix", "packet", "netlink")
 
 
-@dataclass
-class Branch:
+class Branch(Struct):
     """A line of the tree and what hangs on it."""
 
     text: str

@@ -3,8 +3,9 @@
 from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass
 from typing import Literal
+
+from msgspec import Struct
 
 from gpucr.cli.columns import shortened, wrapped
 from gpucr.cli.job_table import command_of, gpu_numbers, job_lines
@@ -29,8 +30,7 @@ _KEYS = (
 _KEYS_WHILE_RUNNING = ("x cancel and undo",)
 
 
-@dataclass(frozen=True)
-class Line:
+class Line(Struct, frozen=True):
     """One line of the screen."""
 
     text: str

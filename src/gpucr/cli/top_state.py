@@ -3,8 +3,9 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass
 from typing import Literal
+
+from msgspec import Struct
 
 from gpucr.diagnosis.preflight import Finding
 from gpucr.model import CudaState, Gpu, ProcessId
@@ -17,36 +18,31 @@ _SUSPENDABLE = (CudaState.RUNNING, CudaState.LOCKED)
 _RESUMABLE = (CudaState.LOCKED, CudaState.CHECKPOINTED)
 
 
-@dataclass(frozen=True)
-class Operate:
+class Operate(Struct, frozen=True):
     """Begin to suspend or resume this tree."""
 
     action: Action
     root: ProcessId
 
 
-@dataclass(frozen=True)
-class Look:
+class Look(Struct, frozen=True):
     """Ask preflight about this job."""
 
     pid: int
 
 
-@dataclass(frozen=True)
-class Cancel:
+class Cancel(Struct, frozen=True):
     """End the operation that is under way, and undo it."""
 
 
-@dataclass(frozen=True)
-class Quit:
+class Quit(Struct, frozen=True):
     """Leave."""
 
 
 Command = Operate | Look | Cancel | Quit
 
 
-@dataclass(frozen=True)
-class Question:
+class Question(Struct, frozen=True):
     """Whether to act on a job. ``siblings`` are other jobs with the same parent, which can be taken instead."""
 
     action: Action
@@ -55,8 +51,7 @@ class Question:
     siblings: int = 0
 
 
-@dataclass(frozen=True)
-class Notice:
+class Notice(Struct, frozen=True):
     """The last thing that happened, line by line."""
 
     lines: tuple[str, ...] = ()

@@ -8,7 +8,8 @@ from __future__ import annotations
 import queue
 import threading
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+
+from msgspec import Struct
 
 from gpucr.cli.top_state import Notice, Operate
 from gpucr.diagnosis.preflight import Finding
@@ -23,31 +24,27 @@ from gpucr.undo.cancellation import Cancellation
 from gpucr.undo.events import Progress
 
 
-@dataclass(frozen=True)
-class Seen:
+class Seen(Struct, frozen=True):
     """The jobs and GPUs of this moment."""
 
     jobs: Sequence[GpuJob]
     gpus: Sequence[Gpu]
 
 
-@dataclass(frozen=True)
-class Blind:
+class Blind(Struct, frozen=True):
     """The machine could not be looked at, and why."""
 
     problem: str
 
 
-@dataclass(frozen=True)
-class Judged:
+class Judged(Struct, frozen=True):
     """What preflight says of a job."""
 
     pid: int
     findings: tuple[Finding, ...]
 
 
-@dataclass(frozen=True)
-class Ended:
+class Ended(Struct, frozen=True):
     """The operation is over. ``error`` is why it failed; None: it did what was asked."""
 
     operate: Operate

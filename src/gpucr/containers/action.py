@@ -12,8 +12,9 @@ import os
 import re
 import sys
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass
 from pathlib import Path
+
+from msgspec import Struct
 
 from gpucr.containers import attendant, dump, meeting, plain_files, restore
 from gpucr.errors import GpucrError, InvalidRequest, SnapshotError
@@ -28,8 +29,7 @@ HOOKS = ("pre-dump", "post-dump", "pre-restore", "post-resume")
 _IMAGE_DIR = re.compile(r"/proc/(\d+)/fd/\d+")
 
 
-@dataclass(frozen=True)
-class HookCall:
+class HookCall(Struct, frozen=True):
     """One call by CRIU. ``root_pid`` is 0 where CRIU does not tell it."""
 
     hook: str

@@ -9,8 +9,9 @@ from __future__ import annotations
 import re
 import shutil
 import time
-from dataclasses import dataclass
 from pathlib import Path
+
+from msgspec import Struct
 
 from gpucr.containers import oci, podman
 from gpucr.containers.container import FoundContainer
@@ -35,8 +36,7 @@ _ERROR_LIMIT_S = 30.0
 _LOOK_EVERY_S = 0.05
 
 
-@dataclass(frozen=True)
-class ContainerReport:
+class ContainerReport(Struct, frozen=True):
     """What a dump or a restore of a container did. ``seconds``: until it runs again, or is gone."""
 
     folder: Path

@@ -2,14 +2,13 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from msgspec import Struct
 
 from gpucr.containers.record import Runtime
 from gpucr.errors import InvalidRequest
 
 
-@dataclass(frozen=True)
-class FoundContainer:
+class FoundContainer(Struct, frozen=True):
     """``container`` is what the runtime is to be asked for. ``is_podmans``: podman has made it, whoever found it."""
 
     runtime: Runtime

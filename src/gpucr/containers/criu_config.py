@@ -15,9 +15,10 @@ import re
 import shlex
 import stat
 import sys
-from dataclasses import dataclass
 from pathlib import Path
 from typing import Literal, get_args
+
+from msgspec import Struct
 
 from gpucr.containers import action
 from gpucr.errors import BrokenInstall, InvalidRequest, NotPermitted
@@ -38,16 +39,14 @@ _OUR_LINE = re.compile(rb"\s*action-script(?:\s+|=)[\"']?[^\s\"'#]*/" + SCRIPT_N
 _NOT_ALLOWED = (errno.EACCES, errno.EPERM, errno.EROFS)
 
 
-@dataclass(frozen=True)
-class Change:
+class Change(Struct, frozen=True):
     """What became of one file: ``made``, ``changed``, ``removed`` or ``unchanged``."""
 
     path: Path
     what: Literal["made", "changed", "removed", "unchanged"]
 
 
-@dataclass(frozen=True)
-class HookStatus:
+class HookStatus(Struct, frozen=True):
     """Which files name the script, and whether the script would start this gpucr."""
 
     script: Path

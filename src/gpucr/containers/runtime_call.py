@@ -17,8 +17,9 @@ import subprocess
 import tempfile
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from dataclasses import dataclass
 from pathlib import Path
+
+from msgspec import Struct
 
 from gpucr.containers.criu_config import SCRIPT_NAME, script_text
 from gpucr.containers.record import ContainerRecord
@@ -42,8 +43,7 @@ _MESSAGE = re.compile(r'^time=.* level=\w+ msg="(.*)"$')  # runc's log; crun's l
 _OUR_VARIABLES = re.compile(r"HOME|LD_LIBRARY_PATH|GPUCR_\w+|XDG_\w+")
 
 
-@dataclass(frozen=True)
-class Programs:
+class Programs(Struct, frozen=True):
     """Small programs of one call, and the environment in which they are found first."""
 
     folder: Path

@@ -12,8 +12,9 @@ import shlex
 import shutil
 import subprocess
 from collections.abc import Iterable, Iterator
-from dataclasses import dataclass
 from pathlib import Path
+
+from msgspec import Struct
 
 from gpucr.errors import CriuUnavailable
 
@@ -27,8 +28,7 @@ _BY_HAND = "or install CRIU 4.1 or newer by hand and name it with GPUCR_CRIU=/pa
 _CARRIED_SETTING = re.compile(r"^Acquire::(?!Languages|IndexTargets|gpgv)")
 
 
-@dataclass(frozen=True)
-class AptSource:
+class AptSource(Struct, frozen=True):
     """One repository of the machine's configuration: a URI, a suite, its components."""
 
     uri: str

@@ -7,8 +7,9 @@ from __future__ import annotations
 
 import os
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass
 from typing import TypeVar
+
+from msgspec import Struct
 
 from gpucr.criu import images, images_pb2
 from gpucr.criu.image_entries import ImageError, ImageReader, OpenImage
@@ -36,8 +37,7 @@ _WITHOUT_NAME = "/dev/zero"  # what the kernel calls the file behind shared memo
 T = TypeVar("T")
 
 
-@dataclass(frozen=True)
-class SharedMemory:
+class SharedMemory(Struct, frozen=True):
     """Memory that processes share, stored once. ``pids`` are those that have it mapped, as in the images.
 
     ``name`` is that of its file in memory (None: it has none).
@@ -50,8 +50,7 @@ class SharedMemory:
     pids: tuple[int, ...]
 
 
-@dataclass(frozen=True)
-class ImagedProcess:
+class ImagedProcess(Struct, frozen=True):
     """One process. Its pids are those of the pid namespace that CRIU worked in: the job's innermost."""
 
     pid: int
@@ -62,8 +61,7 @@ class ImagedProcess:
     descriptors: tuple[OpenDescriptor, ...]
 
 
-@dataclass(frozen=True)
-class ImageContents:
+class ImageContents(Struct, frozen=True):
     """Everything that could be read, and why something could not: one line an image, with its name."""
 
     processes: tuple[ImagedProcess, ...]

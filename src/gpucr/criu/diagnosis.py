@@ -3,11 +3,11 @@
 from __future__ import annotations
 
 import re
-from dataclasses import dataclass
+
+from msgspec import Struct
 
 
-@dataclass(frozen=True)
-class Diagnosis:
+class Diagnosis(Struct, frozen=True):
     """``reason`` is CRIU's own line, ``meaning`` one sentence about it, ``hint`` what to do, ``code`` its error code.
 
     The last two are None where the failure is not known.
@@ -19,8 +19,7 @@ class Diagnosis:
     code: str | None = None
 
 
-@dataclass(frozen=True)
-class FailurePattern:
+class FailurePattern(Struct, frozen=True):
     """A known failure: what CRIU writes (groups may be named in the texts), what it means, what to do.
 
     ``pattern`` is a regular expression that is compiled where CRIU has failed, and not at every start.

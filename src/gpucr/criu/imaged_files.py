@@ -4,7 +4,8 @@ from __future__ import annotations
 
 import os
 import socket
-from dataclasses import dataclass
+
+from msgspec import Struct
 
 from gpucr.criu import images_pb2
 from gpucr.criu.image_entries import ImageReader
@@ -38,8 +39,7 @@ _INTERNET_SOCKET = 4
 _PROTOCOLS = {socket.IPPROTO_TCP: "tcp", socket.IPPROTO_UDP: "udp"}
 
 
-@dataclass(frozen=True)
-class OpenDescriptor:
+class OpenDescriptor(Struct, frozen=True):
     """One descriptor of a process: its number, a word for what it is, and what it leads to (None: it has no name).
 
     ``name`` is a path in the job's mount namespace, an address, or both ends of a connection.
@@ -50,8 +50,7 @@ class OpenDescriptor:
     name: str | None
 
 
-@dataclass(frozen=True)
-class FileInMemory:
+class FileInMemory(Struct, frozen=True):
     """A file of memfd_create(2); CRIU also dumps shared memory without a name as one. ``pages_id``: of its pages."""
 
     name: str

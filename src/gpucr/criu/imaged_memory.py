@@ -5,8 +5,9 @@ from __future__ import annotations
 from array import array
 from bisect import bisect_left, bisect_right
 from collections.abc import Iterable, Iterator, Mapping, Sequence
-from dataclasses import dataclass
 from typing import Literal
+
+from msgspec import Struct
 
 from gpucr.criu import images_pb2
 from gpucr.criu.image_entries import ImageError, ImageReader
@@ -32,8 +33,7 @@ _FILE_PRIVATE, _FILE_SHARED, _ANON_SHARED, _SYSVIPC = 1 << 6, 1 << 7, 1 << 8, 1 
 _SOCKET, _MEMFD, _GUARD = 1 << 11, 1 << 14, 1 << 16
 
 
-@dataclass(frozen=True)
-class MemoryUse:
+class MemoryUse(Struct, frozen=True):
     """The memory of one kind: how many mappings, their address space, and how much of it the snapshot stores.
 
     ``packed_bytes`` is what the stored part takes after compression; None: it is not compressed.
@@ -99,8 +99,7 @@ def _run(entry: images_pb2.PagemapEntry) -> tuple[int, int]:
     return entry.vaddr, end
 
 
-@dataclass(frozen=True)
-class MappedRange:
+class MappedRange(Struct, frozen=True):
     """One mapping of a process, without its content. ``source`` is the id of its file, or of its shared memory."""
 
     kind: MemoryKind

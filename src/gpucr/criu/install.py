@@ -9,9 +9,10 @@ import re
 import shutil
 import socket
 import subprocess
-from dataclasses import dataclass
 from pathlib import Path
 from typing import Literal
+
+from msgspec import Struct
 
 from gpucr.errors import CriuUnavailable
 from gpucr.linux import capabilities, processes, trusted_paths
@@ -34,8 +35,7 @@ _FETCH_HINT = "run `gpucr criu`, or install a newer CRIU with the system's packa
 _VERSION_LINE = re.compile(r"^Version:\s*(\d+)\.(\d+)(?:\.(\d+))?", re.MULTILINE)
 
 
-@dataclass(frozen=True)
-class CriuInstall:
+class CriuInstall(Struct, frozen=True):
     """A CRIU that was started once. ``command`` is the argv prefix, ``path`` the program it runs.
 
     ``is_unprivileged``: the caller lacks root's capabilities, and this program has by its file what CRIU needs for the

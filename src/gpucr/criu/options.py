@@ -11,11 +11,10 @@ import os
 import shutil
 import stat
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Literal
 
-from msgspec import Meta
+from msgspec import Meta, Struct
 
 from gpucr.errors import Unsupported
 from gpucr.quantities import format_bytes
@@ -52,8 +51,7 @@ class DumpOptions(Record, frozen=True):
     ext_unix_sk: bool = True
 
 
-@dataclass(frozen=True)
-class RestoreOptions:
+class RestoreOptions(Struct, frozen=True):
     """CRIU's settings of one restore."""
 
     shell_job: bool

@@ -10,10 +10,11 @@ from __future__ import annotations
 
 import os
 from collections.abc import Mapping
-from dataclasses import dataclass
 from itertools import accumulate
 from pathlib import Path
 from typing import BinaryIO
+
+from msgspec import Struct
 
 from gpucr.criu import images_pb2
 from gpucr.criu.image_entries import ImageError, ImageReader
@@ -41,8 +42,7 @@ def cuts(images_dir: Path, piece_bytes: int) -> Mapping[str, tuple[int, ...]]:
     return found
 
 
-@dataclass(frozen=True)
-class PageMap:
+class PageMap(Struct, frozen=True):
     """What lies in the image of pages that is called ``name``: runs of pages, as addresses and sizes in bytes."""
 
     name: str

@@ -13,9 +13,10 @@ import re
 import shutil
 import tempfile
 from collections.abc import Callable, Iterator
-from dataclasses import dataclass
 from datetime import date
 from pathlib import Path
+
+from msgspec import Struct
 
 from gpucr.criu import apt
 from gpucr.criu.apt import AptSource, NotInRelease, PrivateApt
@@ -60,8 +61,7 @@ _NOT_NEEDED = (
 )
 
 
-@dataclass(frozen=True)
-class Candidate:
+class Candidate(Struct, frozen=True):
     """A release to take CRIU from, and the keyring that its repository must be signed with."""
 
     source: AptSource

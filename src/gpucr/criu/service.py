@@ -17,10 +17,11 @@ import signal
 import socket
 import time
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
 from pathlib import Path
 from types import TracebackType
 from typing import Protocol
+
+from msgspec import Struct
 
 from gpucr.criu import in_namespaces, rpc_pb2
 from gpucr.criu.install import CriuInstall
@@ -71,8 +72,7 @@ class Parent(Protocol):
         """How the process ended that was started by `spawn`, and has ended: its exit code, negative for a signal."""
 
 
-@dataclass(frozen=True)
-class Files:
+class Files(Struct, frozen=True):
     """What CRIU opens through the descriptors of its client, by their numbers there.
 
     ``outputs``: files that the restored job gets instead of some that it had.

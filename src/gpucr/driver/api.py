@@ -2,14 +2,14 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
 from typing import Protocol
+
+from msgspec import Struct
 
 from gpucr.model import CudaState, GpuMap
 
 
-@dataclass(frozen=True)
-class DriverCapabilities:
+class DriverCapabilities(Struct, frozen=True):
     """What this driver can do, found by looking for its functions, not by comparing versions.
 
     ``cuda_version`` is cuDriverGetVersion's number (13000 for CUDA 13.0), for display only.

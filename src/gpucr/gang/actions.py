@@ -17,7 +17,8 @@ import queue
 import threading
 import time
 from collections.abc import Callable, Iterable, Mapping, Sequence
-from dataclasses import dataclass
+
+from msgspec import Struct
 
 from gpucr.driver.api import Driver
 from gpucr.errors import DeadlineExceeded, GpucrError, IllegalState, JobChanged, LockTimeout, Unsupported
@@ -39,8 +40,7 @@ HALTS = ("stopped", "frozen")
 """What a process may be instead of running: stopped by a signal or a tracer, or frozen with its cgroup."""
 
 
-@dataclass(frozen=True)
-class Halt:
+class Halt(Struct, frozen=True):
     """Why a process does not run: ``word`` is one of HALTS, ``hint`` what lets it go on."""
 
     word: str

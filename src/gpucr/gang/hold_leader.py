@@ -22,7 +22,8 @@ import random
 import threading
 import time
 from collections.abc import Callable, Collection, Sequence
-from dataclasses import dataclass, field
+
+from msgspec import Struct, field
 
 from gpucr.driver.libcuda import NOT_READY
 from gpucr.errors import GpucrError, LockTimeout
@@ -75,8 +76,7 @@ class _Event(enum.Enum):
     ARRIVED = enum.auto()  # the order is carried out
 
 
-@dataclass(frozen=True)
-class _Order:
+class _Order(Struct, frozen=True):
     """What a rank's thread does in one go: unlock, leave the rank free until ``cut`` or for ``free_s``, lock."""
 
     attempt: int
@@ -87,8 +87,7 @@ class _Order:
     cut: threading.Event = field(default_factory=threading.Event)
 
 
-@dataclass(frozen=True)
-class _News:
+class _News(Struct, frozen=True):
     rank: _Rank
     event: _Event
     rung: _Rung

@@ -8,7 +8,8 @@ goes to a free one of the same model if not.
 from __future__ import annotations
 
 from collections.abc import Collection, Mapping, Sequence
-from dataclasses import dataclass
+
+from msgspec import Struct
 
 from gpucr.errors import InvalidRequest, Unsupported
 from gpucr.model import Gpu, GpuMap, gpu_pairs
@@ -17,8 +18,7 @@ from gpucr.quantities import counted, format_bytes
 _ALL_PLACED = "the driver wants a place for every GPU of the machine"
 
 
-@dataclass(frozen=True)
-class GpuRequest:
+class GpuRequest(Struct, frozen=True):
     """What the user asks for, as it was typed: GPUs by index or UUID, a UUID by as much of its beginning as is unique.
 
     ``pairs``: old and new ones. ``onto``: where the GPUs that the job uses go, in their order. ``auto``: free ones.
@@ -54,8 +54,7 @@ class GpuRequest:
         return bool(self.pairs or self.onto or self.auto)
 
 
-@dataclass(frozen=True)
-class GpuUser:
+class GpuUser(Struct, frozen=True):
     """One process that goes back onto GPUs: the UUIDs of all that the driver knows, device memory on those it uses."""
 
     pid: int
@@ -63,8 +62,7 @@ class GpuUser:
     held_bytes: Mapping[str, int]
 
 
-@dataclass(frozen=True)
-class GpuChoice:
+class GpuChoice(Struct, frozen=True):
     """Where the job goes. ``gpu_map`` is None where every GPU stays; ``reasons`` are sentences on what gpucr chose.
 
     ``had`` are the GPUs that the driver knows for its processes, ``needed_bytes`` the device memory per UUID of these.

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from dataclasses import replace
+from msgspec.structs import replace
 
 from gpucr.gang import Gang
 from gpucr.gpu_state.placement import Placement

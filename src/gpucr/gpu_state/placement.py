@@ -8,8 +8,10 @@ which belongs to the process and lasts until the next boot.
 from __future__ import annotations
 
 from collections.abc import Collection, Iterable, Mapping, Sequence
-from dataclasses import dataclass, replace
 from pathlib import Path
+
+from msgspec import Struct
+from msgspec.structs import replace
 
 from gpucr.driver.gpus import gpu_processes, gpus_with_device_file, list_gpus, visible_gpus
 from gpucr.errors import GpucrError
@@ -24,8 +26,7 @@ from gpucr.records import Record
 RECORDS = ProcessRecords("gpus")
 
 
-@dataclass(frozen=True)
-class ProcessGpus:
+class ProcessGpus(Struct, frozen=True):
     """The GPUs of a process. ``known``: to the driver, which wants a place for each. ``visible``: it can use these.
 
     ``CUDA_VISIBLE_DEVICES`` makes fewer visible, not fewer known (measured on driver 580: docs/hardware.md).

@@ -7,9 +7,10 @@ asked by many threads at once.
 from __future__ import annotations
 
 import os
-from dataclasses import dataclass
 from mmap import PAGESIZE
 from typing import Protocol
+
+from msgspec import Struct
 
 from gpucr.errors import SnapshotError
 from gpucr.model import DevicePart
@@ -88,8 +89,7 @@ class SavedLater:
         """Nothing."""
 
 
-@dataclass(frozen=True)
-class FileSource:
+class FileSource(Struct, frozen=True):
     """A staging file (see `Source`). ``fd`` is the caller's, who keeps it open until all is saved.
 
     Raises ValueError for a size that is not whole pages, or that the file has not.
@@ -121,8 +121,7 @@ class FileSource:
             done += count
 
 
-@dataclass(frozen=True)
-class FileDestination:
+class FileDestination(Struct, frozen=True):
     """A fresh staging file (see `Destination`): zeros are left as the holes that they are.
 
     ``fd`` is the caller's, who keeps it open until all is there. Raises ValueError where the file is shorter.

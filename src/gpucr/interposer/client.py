@@ -10,9 +10,10 @@ import struct
 import time
 from collections.abc import Iterator, Sequence
 from contextlib import suppress
-from dataclasses import dataclass
 from pathlib import Path
 from types import TracebackType
+
+from msgspec import Struct
 
 from gpucr.interposer.protocol import (
     MOST_BYTES,
@@ -39,8 +40,7 @@ _LOOK_S = 2.0
 _TRY_AGAIN_S = 0.01
 
 
-@dataclass
-class Held:
+class Held(Struct):
     """A block whose memory is kept alive by ``descriptor``, which belongs to whoever has this."""
 
     block: Block
@@ -53,8 +53,7 @@ class Held:
             self.descriptor = -1
 
 
-@dataclass(frozen=True)
-class Closed:
+class Closed(Struct, frozen=True):
     """What the gate of a process was found at after closing it."""
 
     inside: int

@@ -5,7 +5,8 @@ from __future__ import annotations
 import enum
 import struct
 from collections.abc import Sequence
-from dataclasses import dataclass, fields
+
+from msgspec import Struct
 
 MAGIC = 0x49555047
 VERSION = 1
@@ -87,8 +88,7 @@ class BadAnswer(Exception):
     """What came is not of this protocol."""
 
 
-@dataclass(frozen=True)
-class Block:
+class Block(Struct, frozen=True):
     """One piece of physical memory of the process, seen from ``address`` on (0: from nowhere).
 
     ``size_bytes`` is 0 where it was imported. ``descriptor`` is the number of a descriptor in that process by which a
@@ -113,8 +113,7 @@ class Block:
         )  # fmt: skip
 
 
-@dataclass(frozen=True)
-class Status:
+class Status(Struct, frozen=True):
     """What the process has, and where its gate stands."""
 
     gate_closed: int
@@ -142,8 +141,7 @@ class Status:
     around: int
 
 
-@dataclass(frozen=True)
-class Answer:
+class Answer(Struct, frozen=True):
     """A message of the agent's: its two numbers and what follows them."""
 
     code: int
@@ -163,7 +161,7 @@ class Answer:
 
     def status(self) -> Status:
         """The numbers of a status. Raises BadAnswer."""
-        layout = struct.Struct(f"<{len(fields(Status))}Q")
+        layout = struct.Struct(f"<{len(Status.__struct_fields__)}Q")
         if len(self.payload) != layout.size:
             raise BadAnswer("the agent's status has another length")
         return Status(*layout.unpack(self.payload))

@@ -12,8 +12,9 @@ import mmap
 import queue
 import threading
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
 from typing import Any, ClassVar
+
+from msgspec import Struct
 
 from gpucr.interposer.client import Held
 from gpucr.linux import libc
@@ -38,8 +39,7 @@ class _Access(ctypes.Structure):
     _fields_ = (("location_type", ctypes.c_int), ("location", ctypes.c_int), ("flags", ctypes.c_int))
 
 
-@dataclass(frozen=True)
-class _Piece:
+class _Piece(Struct, frozen=True):
     device: int  # address
     offset: int  # in the room
     size: int

@@ -7,7 +7,8 @@ taken from a probe of this very machine where there is one. A variable that the 
 from __future__ import annotations
 
 from collections.abc import Iterator, Mapping
-from dataclasses import dataclass
+
+from msgspec import Struct
 
 IPC_SINCE_DRIVER = 610
 """The first driver that brings legacy CUDA IPC inside one job back (reported, not measured)."""
@@ -18,8 +19,7 @@ VMM_CANARY = "vmm_export"
 _SINGLE_HOST = "a rank that has failed ends its launcher (torchrun) as before"
 
 
-@dataclass(frozen=True)
-class EnvironmentChange:
+class EnvironmentChange(Struct, frozen=True):
     """One variable: the value that gpucr wants, why, and what becomes of a job that has another one.
 
     ``given`` is the user's own value (None: not set). Where there is one, it stays.

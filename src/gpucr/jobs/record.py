@@ -6,12 +6,11 @@ import contextlib
 import os
 import signal
 from collections.abc import Mapping
-from dataclasses import dataclass
 from pathlib import Path
 from typing import Annotated, Literal
 
 import msgspec
-from msgspec import Meta
+from msgspec import Meta, Struct
 
 from gpucr import records
 from gpucr.jobs.names import is_name
@@ -79,8 +78,7 @@ class JobRecord(Record, frozen=True):
         return Path(self.log_path)
 
 
-@dataclass(frozen=True)
-class JobState:
+class JobState(Struct, frozen=True):
     """What has become of a job.
 
     ``running``: its first process is there, and where its CUDA state is known to be CHECKPOINTED ``suspended``.

@@ -14,10 +14,10 @@ import os
 import shutil
 import time
 from collections.abc import Callable, Collection, Iterator
-from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+from msgspec import Struct
 from msgspec.structs import replace
 
 from gpucr import records
@@ -37,8 +37,7 @@ _RECORD, _NEW_RECORD, _LOCK = "record.json", "record.json.new", "lock"
 _REMOVALS = 5
 
 
-@dataclass(frozen=True)
-class ListedJob:
+class ListedJob(Struct, frozen=True):
     """One job and what has become of it. ``record`` is None where it is damaged."""
 
     name: str

@@ -4,7 +4,8 @@ from __future__ import annotations
 
 import contextlib
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+
+from msgspec import Struct
 
 from gpucr.criu.recovery import EndRestore, EndRestored
 from gpucr.errors import JobChanged, JobDamaged, ProcessNotFound
@@ -15,8 +16,7 @@ from gpucr.snapshot.manifest import Manifest, ProcessRecord
 from gpucr.undo.protection import Protection
 
 
-@dataclass(frozen=True)
-class RestoredTree:
+class RestoredTree(Struct, frozen=True):
     """The processes that CRIU has made, the root first. ``pids``: which pid each of the manifest has now.
 
     ``other_roots`` are the roots of all trees but the first.

@@ -6,8 +6,9 @@ import hashlib
 import os
 import re
 from collections.abc import Mapping
-from dataclasses import dataclass, field
 from pathlib import Path
+
+from msgspec import Struct, field
 
 from gpucr.criu.engine import Criu
 from gpucr.criu.install import CriuInstall
@@ -36,8 +37,7 @@ LEFTOVER_LIMIT_S = 5.0
 _CORE_IMAGE = re.compile(r"core-(\d+)\.img")
 
 
-@dataclass(frozen=True)
-class SandboxPlan:
+class SandboxPlan(Struct, frozen=True):
     """The sandbox that a job will be restored into.
 
     ``old_log`` is the file that its output went to (None: not known), ``log_path`` the one that it goes to from now on.
@@ -161,8 +161,7 @@ def check_clone(manifest: Manifest) -> list[preflight.Finding]:
     ]
 
 
-@dataclass(frozen=True)
-class RestoreSite:
+class RestoreSite(Struct, frozen=True):
     """Where a job is restored: what keeps it, and how CRIU, which makes it there, is started.
 
     ``shared_root`` is the folder of shared memory that the job will see; ``outputs``: which files take the place of

@@ -6,7 +6,9 @@ import contextlib
 import os
 import time
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass, replace
+
+from msgspec import Struct
+from msgspec.structs import replace
 
 from gpucr import gang
 from gpucr.diagnosis import preflight
@@ -29,8 +31,7 @@ LONGEST_TIMEOUT_S = 1e6
 _DESCRIPTORS_TO_LOOK = 8
 
 
-@dataclass(frozen=True)
-class FoundJob:
+class FoundJob(Struct, frozen=True):
     """A job as it was found. ``driver`` is None where the machine has none; then no process can use CUDA.
 
     ``sandbox`` is the one that it lives in. ``claims`` are the descriptors that keep other gpucr's off it.

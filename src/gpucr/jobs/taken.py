@@ -4,7 +4,8 @@ from __future__ import annotations
 
 import contextlib
 from collections.abc import Iterator
-from dataclasses import dataclass
+
+from msgspec import Struct
 
 from gpucr.driver.gpus import nvml_kept_open
 from gpucr.errors import NotACudaProcess
@@ -16,8 +17,7 @@ from gpucr.undo.protection import Protection
 from gpucr.undo.roll import Roll
 
 
-@dataclass(frozen=True, kw_only=True)
-class TakenJob:
+class TakenJob(Struct, frozen=True, kw_only=True):
     """A job that this gpucr works on, and no other one. ``protection`` is None for one tree without CUDA.
 
     Such a job does not depend on gpucr: CRIU undoes by itself when gpucr dies. A job that is frozen as a whole does.

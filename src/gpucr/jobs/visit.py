@@ -8,8 +8,9 @@ import signal
 import sys
 import time
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
 from typing import NoReturn
+
+from msgspec import Struct
 
 from gpucr.errors import InvalidRequest, NotPermitted
 from gpucr.linux import credentials, namespaces
@@ -26,8 +27,7 @@ _PASSED_ON = (signal.SIGTERM, signal.SIGHUP)
 _LOOK_EVERY_S, _TERM_LIMIT_S = 0.1, 10.0
 
 
-@dataclass(frozen=True)
-class Visit:
+class Visit(Struct, frozen=True):
     """What is to be run, where, and as whom."""
 
     command: Sequence[str]

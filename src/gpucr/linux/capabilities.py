@@ -6,8 +6,9 @@ import errno
 import os
 import struct
 from collections.abc import Mapping
-from dataclasses import dataclass
 from pathlib import Path
+
+from msgspec import Struct
 
 STATUS = Path("/proc/self/status")
 
@@ -25,8 +26,7 @@ _NAMES = [  # by number: include/uapi/linux/capability.h
 ]  # fmt: skip
 
 
-@dataclass(frozen=True)
-class Capabilities:
+class Capabilities(Struct, frozen=True):
     """The sets of one process as bit masks, whether it is root, and whether execve may give it more (no_new_privs)."""
 
     permitted: int

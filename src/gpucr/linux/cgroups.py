@@ -12,9 +12,10 @@ import errno
 import os
 import re
 from collections.abc import Iterator
-from dataclasses import dataclass
 from pathlib import Path, PurePosixPath
 from typing import Literal
+
+from msgspec import Struct
 
 from gpucr.linux.processes import PROC
 
@@ -32,8 +33,7 @@ _RECLAIMABLE: dict[Literal[1, 2], tuple[str, ...]] = {
 }
 
 
-@dataclass(frozen=True)
-class MemoryLimit:
+class MemoryLimit(Struct, frozen=True):
     """One limit of one cgroup. ``path`` is the file that sets it.
 
     ``is_hard``: the kernel kills beyond it; else (memory.high) it slows the processes down until they hardly move.

@@ -7,8 +7,9 @@ from __future__ import annotations
 
 import ctypes
 import os
-from dataclasses import dataclass
 from pathlib import Path
+
+from msgspec import Struct
 
 from gpucr.linux import capabilities, libc
 from gpucr.linux.capabilities import Capabilities
@@ -22,8 +23,7 @@ _prctl_of_libc = libc.function("prctl", ctypes.c_int, *(ctypes.c_ulong,) * 4)
 _capset = libc.function("capset", ctypes.c_void_p, ctypes.c_void_p)
 
 
-@dataclass(frozen=True)
-class Credentials:
+class Credentials(Struct, frozen=True):
     """Who a process is and what it may do. ``uids`` and ``gids``: real, effective and saved."""
 
     uids: tuple[int, int, int]

@@ -5,16 +5,16 @@ from __future__ import annotations
 import errno
 import os
 import stat
-from dataclasses import dataclass
 from pathlib import Path
+
+from msgspec import Struct
 
 from gpucr.linux.trusted_paths import opened_folder
 
 _COPY_BYTES = 1 << 20
 
 
-@dataclass(frozen=True)
-class CutOff:
+class CutOff(Struct, frozen=True):
     """What was cut off: the file, its size since, and the file in which the rest is kept."""
 
     path: Path

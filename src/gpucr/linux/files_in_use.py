@@ -6,8 +6,9 @@ import contextlib
 import os
 import stat
 from collections.abc import Collection, Iterable, Iterator
-from dataclasses import dataclass
 from pathlib import Path
+
+from msgspec import Struct
 
 from gpucr.linux.processes import PROC, all_pids
 
@@ -15,8 +16,7 @@ Inode = tuple[int, int]
 """Device and inode number, which name a file whatever its path is."""
 
 
-@dataclass(frozen=True)
-class FileInUse:
+class FileInUse(Struct, frozen=True):
     """A regular file that still has a name, as one descriptor or mapping of a process shows it.
 
     ``path`` is the kernel's, in the process's own mount namespace; it ends in `` (deleted)`` where that very name is
@@ -84,8 +84,7 @@ def _entries(folder: Path) -> list[Path]:
         return []
 
 
-@dataclass(frozen=True)
-class _Mapping:
+class _Mapping(Struct, frozen=True):
     """A mapping of a file. ``key``: ``device inode``, as ``maps`` writes it."""
 
     address_range: str

@@ -12,8 +12,9 @@ import os
 import re
 import threading
 from collections.abc import Iterable
-from dataclasses import dataclass
 from mmap import MAP_ANONYMOUS, MAP_PRIVATE, PROT_READ, PROT_WRITE
+
+from msgspec import Struct
 
 from gpucr.linux import memory, open_file, processes
 from gpucr.linux.injection import CLOSE, DUP3, MAP_FIXED, MAP_NORESERVE, MMAP, OPEN, run_syscall, scratch_address
@@ -30,8 +31,7 @@ _NOTHING = b"/dev/null\0"
 _LIMIT_S = 5.0
 
 
-@dataclass(frozen=True)
-class InheritedDevices:
+class InheritedDevices(Struct, frozen=True):
     """The descriptors of a process that are an owner's too: opened once, before the fork."""
 
     process: ProcessInfo

@@ -26,8 +26,9 @@ import functools
 import os
 import struct
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass
 from pathlib import PurePath
+
+from msgspec import Struct
 
 from gpucr.linux import memory, sigframe
 from gpucr.linux.interrupted_calls import with_call_number
@@ -59,8 +60,7 @@ class InjectionUnavailable(OSError):
     """System calls cannot be run in this thread; the text says why. Nothing was changed."""
 
 
-@dataclass(frozen=True)
-class _Site:
+class _Site(Struct, frozen=True):
     """Where in the process a call can be made and returned from, and where the thread's stack begins."""
 
     syscall: int
@@ -68,8 +68,7 @@ class _Site:
     stack_start: int
 
 
-@dataclass(frozen=True)
-class _Plan:
+class _Plan(Struct, frozen=True):
     """All that is to be known before anything is changed. ``frame`` is written at ``frame_address``."""
 
     before: Registers

@@ -8,8 +8,9 @@ import os
 import threading
 from collections.abc import Callable, Iterable, Sequence
 from concurrent.futures import ThreadPoolExecutor
-from dataclasses import dataclass
 from pathlib import Path
+
+from msgspec import Struct
 
 from gpucr.linux import cgroups, libc
 from gpucr.linux.processes import PROC
@@ -43,8 +44,7 @@ _process_vm_writev = libc.function(
 _statfs = libc.function("statfs", ctypes.c_char_p, ctypes.c_void_p)
 
 
-@dataclass(frozen=True)
-class Mapping:
+class Mapping(Struct, frozen=True):
     """One line of ``/proc/PID/maps`` (proc_pid_maps(5)). ``inode`` and ``offset`` are 0 for anonymous memory."""
 
     start: int

@@ -7,8 +7,9 @@ import fcntl
 import os
 import time
 from collections.abc import Collection
-from dataclasses import dataclass
 from typing import Literal
+
+from msgspec import Struct
 
 from gpucr.errors import ProcessNotFound
 from gpucr.linux.processes import PF_EXITING, all_pids, read_stat, thread_group_leader
@@ -16,8 +17,7 @@ from gpucr.linux.processes import PF_EXITING, all_pids, read_stat, thread_group_
 _PID_LIMIT = 1 << 22  # PID_MAX_LIMIT of include/linux/threads.h
 
 
-@dataclass(frozen=True)
-class PidUse:
+class PidUse(Struct, frozen=True):
     """Why no new process can get this pid: it is that of process or thread ``holder``, or of its group or session.
 
     A group and a session keep their pid when the process that began them has ended.

@@ -10,9 +10,10 @@ import contextlib
 import errno
 import os
 from collections.abc import Iterator
-from dataclasses import replace
 from pathlib import Path
 from typing import TypeVar
+
+from msgspec.structs import replace
 
 from gpucr import records
 from gpucr.linux import processes, trusted_paths

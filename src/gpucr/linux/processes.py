@@ -14,8 +14,9 @@ import select
 import signal
 import time
 from collections.abc import Iterable, Iterator, Mapping, Sequence
-from dataclasses import dataclass
 from pathlib import Path
+
+from msgspec import Struct
 
 from gpucr.errors import InvalidRequest, NotPermitted, ProcessNotFound
 from gpucr.model import ProcessId, ProcessInfo
@@ -28,8 +29,7 @@ _TICKS_PER_S = os.sysconf("SC_CLK_TCK")
 _CAP_SYS_PTRACE, _CAP_SYS_ADMIN, _CAP_SYS_TIME = 19, 21, 25  # include/uapi/linux/capability.h
 
 
-@dataclass(frozen=True)
-class Stat:
+class Stat(Struct, frozen=True):
     """The fields of ``/proc/PID/stat`` that gpucr uses (proc_pid_stat(5))."""
 
     name: str
@@ -55,8 +55,7 @@ class Presence(enum.Enum):
     NOT_PERMITTED = "not permitted"
 
 
-@dataclass(frozen=True)
-class OpenFile:
+class OpenFile(Struct, frozen=True):
     """A descriptor of a process and what it points to, as the kernel writes it (``/x (deleted)``, ``pipe:[7]``)."""
 
     pid: int

@@ -22,8 +22,9 @@ import signal as signals
 import threading
 import time
 from collections.abc import Callable, Iterator, Mapping
-from dataclasses import dataclass
 from typing import overload
+
+from msgspec import Struct
 
 from gpucr.errors import ProcessNotFound
 from gpucr.linux import libc, processes
@@ -62,8 +63,7 @@ class StopKind(enum.Enum):
     EXITED = "it has ended"
 
 
-@dataclass(frozen=True)
-class Stop:
+class Stop(Struct, frozen=True):
     """What happened to a traced thread. ``signal`` is lost unless it is passed to the call that lets it go on."""
 
     kind: StopKind

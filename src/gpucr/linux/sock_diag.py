@@ -14,7 +14,8 @@ import os
 import socket
 import struct
 from collections.abc import Collection, Iterable, Iterator
-from dataclasses import dataclass
+
+from msgspec import Struct
 
 from gpucr.linux.processes import open_files
 from gpucr.model import Connection, Endpoint
@@ -56,8 +57,7 @@ _NO_CONNECTION = (TcpState.TIME_WAIT, TcpState.CLOSE, TcpState.LISTEN, TcpState.
 _PEER_HAS_CLOSED = (TcpState.CLOSE_WAIT, TcpState.LAST_ACK, TcpState.CLOSING)
 
 
-@dataclass(frozen=True)
-class TcpSocket:
+class TcpSocket(Struct, frozen=True):
     """One TCP socket. ``inode`` is 0 where no process has it open; ``key`` is how the kernel names it."""
 
     family: int

@@ -7,9 +7,9 @@ import datetime
 import platform
 import time
 from collections.abc import Sequence
-from dataclasses import dataclass
 from pathlib import Path
 
+from msgspec import Struct
 from msgspec.structs import replace
 
 from gpucr import gang as gangs
@@ -54,8 +54,7 @@ _WAIT_S = 0.1
 _SANDBOX_END_LIMIT_S = _KILLED_LIMIT_S = 10.0
 
 
-@dataclass(frozen=True, kw_only=True)
-class JobDump:
+class JobDump(Struct, frozen=True, kw_only=True):
     """What is dumped, and where to, whoever writes the CPU's side. ``cuda`` is None for a job that does not use it.
 
     ``is_frozen``: all of it is stopped before CRIU begins, with its device memory away, and CRIU leaves it so; else it
@@ -75,8 +74,7 @@ class JobDump:
     overruled: tuple[OverruledFinding, ...] = ()
 
 
-@dataclass(frozen=True, kw_only=True)
-class OwnDump(JobDump):
+class OwnDump(JobDump, frozen=True, kw_only=True):
     """A dump for which gpucr starts CRIU itself."""
 
     criu: Criu

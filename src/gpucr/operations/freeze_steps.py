@@ -6,7 +6,8 @@ Suspend, dump, the container hook and `gpucr.freeze` are made of them.
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import dataclass
+
+from msgspec import Struct
 
 from gpucr.driver.gpus import list_gpus
 from gpucr.gang import Gang
@@ -42,8 +43,7 @@ def steps_to_freeze(job: Job, cuda: CudaWork | None, protection: Protection) -> 
     return [others], [ReleaseThreads(GangThreads(), protection, others.stopped)]
 
 
-@dataclass(frozen=True, kw_only=True)
-class CudaWork:
+class CudaWork(Struct, frozen=True, kw_only=True):
     """What an operation has to do with the processes of a job that use CUDA.
 
     ``device_bytes``: per pid and GPU UUID, read before anything was locked.

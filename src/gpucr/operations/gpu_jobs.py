@@ -5,7 +5,9 @@ from __future__ import annotations
 import contextlib
 import os
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, replace
+
+from msgspec import Struct
+from msgspec.structs import replace
 
 from gpucr.diagnosis import preflight
 from gpucr.diagnosis.traps import findings_of_traps
@@ -35,8 +37,7 @@ def device_bytes_of_jobs(roots: Sequence[int]) -> dict[int, int]:
     return found
 
 
-@dataclass(frozen=True)
-class GpuJob:
+class GpuJob(Struct, frozen=True):
     """A job with processes that use CUDA.
 
     ``root`` is the process that stands for it in every command, ``name`` that of a job which `gpucr run` started.

@@ -7,6 +7,8 @@ from collections.abc import Iterable
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING
 
+from msgspec import Struct
+
 from gpucr.criu.contents import ImagedProcess, SharedMemory, read_contents
 from gpucr.criu.imaged_files import OpenDescriptor
 from gpucr.criu.imaged_memory import KINDS, MemoryUse
@@ -20,8 +22,7 @@ if TYPE_CHECKING:
     from gpucr.store.keys import Secret
 
 
-@dataclass(frozen=True)
-class ProcessContents:
+class ProcessContents(Struct, frozen=True):
     """One process of a snapshot.
 
     ``record`` is what the manifest says of it: pid, threads, command line, CUDA state. ``memory`` (by kind, with its

@@ -7,9 +7,11 @@ import os
 import shlex
 import shutil
 from collections.abc import Iterable, Mapping, Sequence
-from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import get_args
+
+from msgspec import Struct
+from msgspec.structs import replace
 
 from gpucr import gang
 from gpucr.diagnosis.probe import measurements
@@ -38,8 +40,7 @@ _INTERPOSE_WORDS = {"1": True, "0": False}
 _NEEDS = "namespaces of a job's own need CAP_SYS_ADMIN and CAP_SYS_PTRACE"
 
 
-@dataclass(frozen=True)
-class LaunchPlan:
+class LaunchPlan(Struct, frozen=True):
     """How a job would be started, and why so.
 
     ``program`` is the file that would be run. ``interposer`` is what `gpucr run` puts in front of LD_PRELOAD; None:
@@ -68,8 +69,7 @@ class LaunchPlan:
         )
 
 
-@dataclass(frozen=True)
-class StartedJob:
+class StartedJob(Struct, frozen=True):
     """A job that has been started, and how."""
 
     record: JobRecord

@@ -5,7 +5,8 @@ from __future__ import annotations
 import contextlib
 import os
 from collections.abc import Mapping
-from dataclasses import dataclass, field
+
+from msgspec import Struct, field
 
 from gpucr.driver.cuda import load_driver
 from gpucr.driver.gpus import gpu_processes
@@ -17,8 +18,7 @@ from gpucr.linux import memory, processes
 from gpucr.model import CudaState, ProcessInfo
 
 
-@dataclass(frozen=True)
-class ProcessState:
+class ProcessState(Struct, frozen=True):
     """One process. ``state`` is None where it does not use CUDA; ``device_bytes`` is per GPU UUID.
 
     ``halt`` is ``stopped`` (by a signal or a tracer) or ``frozen`` (with its cgroup) where it has the driver's library

@@ -5,7 +5,8 @@ from __future__ import annotations
 import os
 import time
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass
+
+from msgspec import Struct
 
 from gpucr.criu.credentials import with_full_bounding_sets
 from gpucr.criu.image_entries import images_in
@@ -42,8 +43,7 @@ from gpucr.undo.steps import Meter, Result
 _WAIT_S = 0.2
 
 
-@dataclass(frozen=True)
-class Loading:
+class Loading(Struct, frozen=True):
     """Device memory on its way to what brings it back; the pids are the manifest's."""
 
     returns: Mapping[DevicePart, Return]

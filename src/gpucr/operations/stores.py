@@ -4,9 +4,10 @@ from __future__ import annotations
 
 import contextlib
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
 from pathlib import Path
 from typing import Generic, TypeVar
+
+from msgspec import Struct
 
 from gpucr.errors import InvalidRequest, StoreError
 from gpucr.snapshot.location import Place, open_store, place_of_store
@@ -143,8 +144,7 @@ def prune_store(
     return _run("prune", store, f"prune {store}", work, None, cancel)
 
 
-@dataclass(frozen=True)
-class CopiedSnapshot:
+class CopiedSnapshot(Struct, frozen=True):
     """A snapshot of the source, and what it is in the target; the two may have other ids."""
 
     source: StoredSnapshot
@@ -182,8 +182,7 @@ def copy_snapshots(
     return _run("copy", source, f"copy {source} to {target}", work, on_progress, cancel)
 
 
-@dataclass(frozen=True)
-class StoreKey:
+class StoreKey(Struct, frozen=True):
     """One of the keys that open a store. ``kind``: ``passphrase``, ``key file`` or ``damaged``."""
 
     id: str

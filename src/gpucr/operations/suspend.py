@@ -8,6 +8,8 @@ import threading
 from collections.abc import Callable
 from dataclasses import dataclass, field, replace
 
+from msgspec import Struct
+
 from gpucr.diagnosis import preflight
 from gpucr.diagnosis.traps import findings_of_traps
 from gpucr.driver.gpus import gpu_processes, list_gpus
@@ -30,8 +32,7 @@ from gpucr.undo.operation import TO_CHANGE, Operation, operation
 from gpucr.undo.steps import Phase, Step
 
 
-@dataclass(frozen=True)
-class StateChange:
+class StateChange(Struct, frozen=True):
     """One process: the CUDA state in which it was found, and the one in which it is now (None: it has ended)."""
 
     pid: int

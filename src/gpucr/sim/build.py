@@ -8,9 +8,10 @@ import shutil
 import subprocess
 import tempfile
 from collections.abc import Iterator
-from dataclasses import dataclass
 from pathlib import Path
 from typing import Literal
+
+from msgspec import Struct
 
 from gpucr.errors import SimulatorUnavailable
 from gpucr.linux import trusted_paths
@@ -30,8 +31,7 @@ _SHARING = ("view.c", "host_memory.c", "peer.c", "ipc.c", "vmm.c", "multicast.c"
 _CHECKPOINT = ("faults.c", "watcher.c", "restore_thread.c", "control.c", "checkpoint_api.c")
 
 
-@dataclass(frozen=True)
-class Product:
+class Product(Struct, frozen=True):
     """One file that the build makes: its path in the folder, its C sources and its own compiler flags."""
 
     path: str

@@ -2,9 +2,10 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
 from pathlib import Path
 from typing import Protocol
+
+from msgspec import Struct
 
 from gpucr.diagnosis import preflight
 from gpucr.model import Job
@@ -20,8 +21,7 @@ from gpucr.undo.protection import Protection
 from gpucr.undo.steps import Result
 
 
-@dataclass(frozen=True)
-class DumpCounts:
+class DumpCounts(Struct, frozen=True):
     """What became of the data of a dump, in bytes.
 
     ``seen_bytes``: device memory, and all files (CRIU's images, shared memory). Of these ``zero_bytes`` were zero,

@@ -6,9 +6,10 @@ What dumps need is loaded only for one, and the libraries of a store only where 
 from __future__ import annotations
 
 import os
-from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Literal, Protocol, TypeAlias, get_args
+
+from msgspec import Struct
 
 from gpucr.errors import InvalidRequest, StoreError
 from gpucr.model import Job
@@ -49,8 +50,7 @@ class TargetPlace(Protocol):
         """A new snapshot there, of this job. Raises SnapshotExists, InvalidRequest."""
 
 
-@dataclass(frozen=True)
-class _Folder:
+class _Folder(Struct, frozen=True):
     path: Path
 
     def target(self, job: Job, device_bytes: int) -> DumpTarget:
@@ -59,8 +59,7 @@ class _Folder:
         return FolderTarget(self.path)
 
 
-@dataclass(frozen=True)
-class _InStore:
+class _InStore(Struct, frozen=True):
     store: Store
     name: str | None
     compress: Compress

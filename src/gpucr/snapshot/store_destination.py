@@ -9,7 +9,7 @@ from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import NamedTuple
 
-from msgspec.structs import replace
+from msgspec import structs
 
 from gpucr.criu import page_images
 from gpucr.diagnosis import preflight
@@ -151,7 +151,7 @@ class StoreTarget:
         """Publish the packs and their index, then create the snapshot's object."""
         self.seal_images()
         session = self._session.value
-        complete = replace(draft, files=self._records.value)
+        complete = structs.replace(draft, files=self._records.value)
         with completed(self.where, hint=_NO_SPACE_HINT):
             stored = session.commit(
                 name=self._name,
@@ -166,7 +166,7 @@ class StoreTarget:
 
     def counts(self, writer: DeviceWriter) -> DumpCounts:
         """What the store's writer has counted; what it wrote contains index and snapshot, too."""
-        return DumpCounts(**vars(self._session.value.writer.counts))
+        return DumpCounts(**structs.asdict(self._session.value.writer.counts))
 
     def discard(self) -> None:
         """End the session, or remove the snapshot. A prune removes what was stored for it."""

@@ -4,8 +4,10 @@ from __future__ import annotations
 
 import io
 from collections.abc import Iterable, Iterator, Mapping, Sequence
-from dataclasses import dataclass, replace
 from itertools import product
+
+from msgspec import Struct
+from msgspec.structs import replace
 
 from gpucr.criu.image_entries import ImageError
 from gpucr.criu.page_images import PageMap
@@ -22,8 +24,7 @@ from gpucr.store.pieces import PieceRef
 Range = tuple[int, int]
 
 
-@dataclass(frozen=True)
-class Difference:
+class Difference(Struct, frozen=True):
     """One thing that differs. Sizes in bytes; None: it is not in that snapshot.
 
     ``kind``: ``device`` (device memory of process ``pid``) or ``memory`` (its host memory), where ``ranges`` are

@@ -16,8 +16,9 @@ from __future__ import annotations
 import errno
 import re
 from collections.abc import Iterable, Iterator, Sequence
-from dataclasses import dataclass
 from typing import Protocol, TypeAlias
+
+from msgspec import Struct
 
 Buffer: TypeAlias = bytes | bytearray | memoryview
 """Bytes; a memoryview is contiguous, of format ``B``."""
@@ -39,8 +40,7 @@ class Exists(FileExistsError):
         super().__init__(errno.EEXIST, "the store has an object of this name", name)
 
 
-@dataclass(frozen=True)
-class ObjectInfo:
+class ObjectInfo(Struct, frozen=True):
     """One object as a listing shows it.
 
     ``modified_s``: when it was created, in seconds since 1970 by the clock of the place, not of this machine.

@@ -3,15 +3,15 @@
 from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass
+
+from msgspec import Struct
 
 from gpucr.store.pieces import PieceRef
 from gpucr.store.reader import StoreReader
 from gpucr.store.stored_snapshot import StoredSnapshot
 
 
-@dataclass(frozen=True)
-class AreaDiff:
+class AreaDiff(Struct, frozen=True):
     """One area that differs: a file, or the device memory of one process.
 
     Sizes in bytes; None: the snapshot has no such area. ``ranges`` are offsets in the area, end excluded, in which the

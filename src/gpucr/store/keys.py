@@ -18,11 +18,10 @@ import hashlib
 import json
 import os
 from collections.abc import Mapping
-from dataclasses import dataclass
 from typing import Annotated, Any
 
 import msgspec
-from msgspec import Meta
+from msgspec import Meta, Struct
 from msgspec.structs import replace
 
 from gpucr import records
@@ -40,8 +39,7 @@ _LOG2_N, _R, _P = 17, 8, 1
 _PURPOSE = "an encrypted store"
 
 
-@dataclass(frozen=True)
-class Secret:
+class Secret(Struct, frozen=True):
     """What opens an encrypted store: the content of a key file, or a passphrase. Never shown."""
 
     kind: str

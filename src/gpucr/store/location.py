@@ -12,9 +12,10 @@ from __future__ import annotations
 
 import os
 import re
-from dataclasses import dataclass
 from pathlib import Path
 from urllib.parse import SplitResult, unquote, urlsplit
+
+from msgspec import Struct
 
 from gpucr.errors import InvalidRequest, StoreError
 from gpucr.store import config
@@ -26,8 +27,7 @@ _MANIFEST_NAME = "manifest.json"
 _SCHEME = re.compile(r"([A-Za-z][A-Za-z0-9+.-]*)://")
 
 
-@dataclass(frozen=True)
-class Location:
+class Location(Struct, frozen=True):
     """A place, and what in it is meant. Exactly one of ``url`` and ``path`` is set.
 
     ``snapshot`` is a name, an id or ``latest``; None: nothing was said. `is_store` says what is there now.

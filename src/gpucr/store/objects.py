@@ -16,9 +16,10 @@ import random
 import re
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from dataclasses import dataclass
 from datetime import timedelta
 from typing import Any, TypeVar
+
+from msgspec import Struct
 
 from gpucr.store import extra
 from gpucr.store.backend import Buffer, Exists, Missing, ObjectInfo, as_parts, check_name
@@ -38,8 +39,7 @@ _STATUS = re.compile(r"status code: (\d{3})")
 T = TypeVar("T")
 
 
-@dataclass(frozen=True)
-class Patience:
+class Patience(Struct, frozen=True):
     """How long a request is tried: the first wait, the longest wait, and when to give up, in seconds."""
 
     first_wait_s: float = 0.1

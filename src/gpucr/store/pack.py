@@ -23,8 +23,9 @@ import hashlib
 import os
 import struct
 from collections.abc import Iterable, Iterator
-from dataclasses import dataclass
 from typing import NamedTuple
+
+from msgspec import Struct
 
 from gpucr.store.backend import Buffer
 from gpucr.store.crypto import TAG_BYTES, Changed, CutShort, PackCipher
@@ -78,8 +79,7 @@ class Entry(NamedTuple):
     encoding: int
 
 
-@dataclass(frozen=True)
-class PackContents:
+class PackContents(Struct, frozen=True):
     """What a pack holds. ``entries`` are packed: 48 bytes a piece, see `iter_entries`."""
 
     pack_id: bytes
@@ -163,8 +163,7 @@ def encode_end(pack_id: bytes, offset: int, entries: bytes, cipher: PackCipher |
     return footer + bytes(padded(len(footer) + TRAILER_BYTES) - len(footer) - TRAILER_BYTES) + trailer
 
 
-@dataclass(frozen=True)
-class Trailer:
+class Trailer(Struct, frozen=True):
     """The last 64 bytes of a pack. ``footer_offset`` and ``footer_length`` say where its footer is."""
 
     pack_id: bytes

@@ -8,7 +8,8 @@ from __future__ import annotations
 
 import time
 from collections.abc import Callable, Collection, Iterable, Iterator, Sequence, Set
-from dataclasses import dataclass
+
+from msgspec import Struct
 
 from gpucr.errors import StoreDamaged, StoreError
 from gpucr.store import index as indexes
@@ -29,8 +30,7 @@ _TOMBSTONE_S = 30 * 24 * 3600.0
 """A writer would have to sleep for so long, and then commit at once, to do harm."""
 
 
-@dataclass(frozen=True)
-class LaterSpace:
+class LaterSpace(Struct, frozen=True):
     """Space that a later prune frees: one from ``after_s`` on, when ``writers`` that are at work now have ended.
 
     ``after_s``: seconds since 1970 by the clock of the store. None: what a snapshot needs is in these packs, and no
@@ -42,8 +42,7 @@ class LaterSpace:
     writers: int
 
 
-@dataclass(frozen=True)
-class PruneReport:
+class PruneReport(Struct, frozen=True):
     """What a prune did, or with ``dry_run`` would do.
 
     ``retired_bytes`` are deleted by a later prune; ``waiting_bytes`` were retired before and must still wait;

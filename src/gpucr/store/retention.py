@@ -4,8 +4,9 @@ from __future__ import annotations
 
 import fnmatch
 from collections.abc import Collection, Iterable, Iterator, Sequence
-from dataclasses import dataclass
 from datetime import datetime, timezone
+
+from msgspec import Struct
 
 from gpucr.store.stored_snapshot import StoredSnapshot
 
@@ -13,8 +14,7 @@ GRACE_S = 24 * 3600.0
 DEAD_AFTER_S = 3600.0
 
 
-@dataclass(frozen=True)
-class PruneRules:
+class PruneRules(Struct, frozen=True):
     """What to keep, and how patient to be.
 
     A snapshot is kept if one of the ``keep_`` rules says so; where there is none all are kept. ``keep_last``: the N

@@ -26,7 +26,8 @@ import os
 import re
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
-from dataclasses import dataclass, field
+
+from msgspec import Struct, field
 
 from gpucr import records
 from gpucr.errors import StoreDamaged
@@ -47,8 +48,7 @@ OnDamaged = Callable[[str, StoreDamaged], None]
 """Told the name of an object that cannot be read, and why."""
 
 
-@dataclass(frozen=True)
-class Batch:
+class Batch(Struct, frozen=True):
     """Packs that were retired together. ``retired_s``: when, by the clock of the store.
 
     ``writers`` are the snapshot ids of the writers that may rely on them; None: nobody has listed them yet.
@@ -115,8 +115,7 @@ def remove(store: Store, batch: Batch) -> None:
     store.backend.delete(batch.writers_name)
 
 
-@dataclass(frozen=True)
-class Pack:
+class Pack(Struct, frozen=True):
     """A pack that is there. ``created_s`` by the clock of the store; ``contents`` None: not known, or not readable."""
 
     id: bytes
@@ -130,8 +129,7 @@ class Pack:
         return self.contents is not None and self.contents.size_bytes == self.size_bytes
 
 
-@dataclass(frozen=True)
-class Inventory:
+class Inventory(Struct, frozen=True):
     """All packs of a store, the batches of those that were retired, and of which packs each index object tells.
 
     ``damaged`` are objects that cannot be read, by name: of the index, and of batches where these were not given.

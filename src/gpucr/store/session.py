@@ -9,6 +9,8 @@ from __future__ import annotations
 from collections.abc import Iterable, Mapping, Sequence
 from types import TracebackType
 
+from msgspec import structs
+
 from gpucr.store import retired, snapshots
 from gpucr.store.checks import Checks
 from gpucr.store.codec import Compress
@@ -81,7 +83,7 @@ class WriteSession:
             areas=areas,
             created=created,
             host=host,
-            counters=counters if counters is not None else vars(self.writer.counts),
+            counters=counters if counters is not None else structs.asdict(self.writer.counts),
         )
 
     def discard(self) -> None:

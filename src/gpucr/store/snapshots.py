@@ -11,9 +11,10 @@ import platform
 import re
 from collections.abc import Iterable, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
-from dataclasses import dataclass
 from datetime import datetime, timezone
 from enum import Enum, auto
+
+from msgspec import Struct
 
 from gpucr.errors import InvalidRequest, StoreDamaged, StoreError
 from gpucr.records import RecordError
@@ -131,8 +132,7 @@ def _load(store: Store, snapshot_id: str) -> StoredSnapshot | _None:
         raise store.damaged(name, f"is no valid snapshot: {e}") from e
 
 
-@dataclass(frozen=True)
-class Listing:
+class Listing(Struct, frozen=True):
     """The snapshots of a store, oldest first, and those that cannot be read, by id.
 
     ``stored_s``: when each of all of them was put into this store, by the clock of the store. ``tombstones`` are those

@@ -15,11 +15,10 @@ from __future__ import annotations
 import re
 import zlib
 from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import dataclass, field
 from datetime import datetime
 from typing import Annotated
 
-from msgspec import Meta
+from msgspec import Meta, Struct, field
 
 from gpucr import records
 from gpucr.records import Record, RecordError
@@ -37,8 +36,7 @@ SHORT_ID = 8
 _Bytes = Annotated[int, Meta(ge=0, le=(1 << 63) - 1)]
 
 
-@dataclass(frozen=True)
-class Area:
+class Area(Struct, frozen=True):
     """One file, or the device memory of one process. ``listed`` are its pieces, or where ``is_long`` their list's."""
 
     name: str
@@ -58,8 +56,7 @@ class Area:
         return refs
 
 
-@dataclass(frozen=True)
-class StoredSnapshot:
+class StoredSnapshot(Struct, frozen=True):
     """A committed snapshot. ``created`` is in UTC by the clock of the store where it was made (ISO 8601).
 
     ``manifest`` is whatever the one who dumped put there. ``counters`` say what the dump read and wrote, in bytes.

@@ -8,7 +8,8 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
-from dataclasses import dataclass
+
+from msgspec import Struct
 
 from gpucr.errors import StoreDamaged
 from gpucr.store import index as indexes
@@ -24,8 +25,7 @@ from gpucr.store.stored_snapshot import StoredSnapshot
 _READERS = 8
 
 
-@dataclass(frozen=True)
-class VerifyReport:
+class VerifyReport(Struct, frozen=True):
     """What was looked at, and what is wrong: by snapshot id, one sentence each. Empty: all is well.
 
     Of a whole store also what is wrong with objects that no snapshot needs, by their names.

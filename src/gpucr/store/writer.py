@@ -10,7 +10,9 @@ from __future__ import annotations
 import threading
 import time
 from collections.abc import Callable, Iterable
-from dataclasses import dataclass, replace
+
+from msgspec import Struct
+from msgspec.structs import replace
 
 from gpucr.errors import StoreError
 from gpucr.store import index as indexes
@@ -29,8 +31,7 @@ from gpucr.store.pieces import ZERO_ID, PieceRef
 from gpucr.store.reader import StoreReader
 
 
-@dataclass(frozen=True)
-class WriteCounts:
+class WriteCounts(Struct, frozen=True):
     """What a writer has seen and done, in bytes.
 
     ``seen_bytes`` were given to it: ``zero_bytes`` were all zero, ``known_bytes`` were in the store or in the writer

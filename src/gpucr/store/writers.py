@@ -19,7 +19,8 @@ import re
 import threading
 import time
 from collections.abc import Mapping
-from dataclasses import dataclass
+
+from msgspec import Struct
 
 from gpucr.errors import StoreError, Unsupported
 from gpucr.store.backend import Backend, Exists
@@ -35,8 +36,7 @@ _TOMBSTONE = b'{"format": "gpucr-tombstone", "version": 1}'
 _RECORD = re.compile(r"writers/([0-9a-f]{32})(-\d{8})?")
 
 
-@dataclass(frozen=True)
-class WriterSeen:
+class WriterSeen(Struct, frozen=True):
     """A writer as the store shows it: since when, and its latest sign of life, both by the clock of the store."""
 
     snapshot_id: str

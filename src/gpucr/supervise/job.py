@@ -6,8 +6,9 @@ import contextlib
 import os
 import time
 from collections.abc import Collection, Sequence
-from dataclasses import dataclass
 from typing import Literal, Protocol
+
+from msgspec import Struct
 
 from gpucr.driver.gpus import gpu_processes, list_gpus
 from gpucr.errors import GpucrError, StoreDamaged
@@ -32,8 +33,7 @@ from gpucr.supervise.settings import StartAgain, Supervision
 from gpucr.undo.cancellation import Cancellation
 
 
-@dataclass(frozen=True)
-class Look:
+class Look(Struct, frozen=True):
     """What has become of a job. ``reason`` says how it ended, in words; ``kind`` is the reason of its restart.
 
     ``running``; ``done``: exit code 0; ``failed``; ``dumped``: a dump has ended it, and a snapshot has it.
@@ -44,8 +44,7 @@ class Look:
     kind: Literal["exit", "signal", "lost"] = "lost"
 
 
-@dataclass(frozen=True)
-class Checkpoint:
+class Checkpoint(Struct, frozen=True):
     """A snapshot that was taken. ``downtime_s``: how long the job stood still; ``written_bytes``: new in the store."""
 
     id: str

@@ -9,9 +9,10 @@ import shutil
 import subprocess
 import sys
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
 from pathlib import Path
 from typing import Literal
+
+from msgspec import Struct
 
 from gpucr.errors import BrokenInstall, InvalidRequest, NotPermitted, Unsupported
 from gpucr.linux import durable, trusted_paths
@@ -26,8 +27,7 @@ _LIMIT_S = 120.0
 What = Literal["made", "changed", "removed", "unchanged"]
 
 
-@dataclass(frozen=True)
-class UnitFile:
+class UnitFile(Struct, frozen=True):
     """A file of a unit, and what was done with it."""
 
     path: Path

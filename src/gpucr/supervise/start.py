@@ -7,8 +7,8 @@ import signal
 import subprocess
 import time
 from collections.abc import Sequence
-from dataclasses import dataclass
 
+from msgspec import Struct
 from msgspec.structs import replace
 
 from gpucr.diagnosis import preflight
@@ -69,8 +69,7 @@ def require_running(job: int | str) -> str:
     return listed.name
 
 
-@dataclass(frozen=True)
-class SupervisedStart:
+class SupervisedStart(Struct, frozen=True):
     """A job that was started, and the pid of its supervisor."""
 
     job: StartedJob
@@ -175,8 +174,7 @@ def start_supervisor(name: str) -> int:
     )
 
 
-@dataclass(frozen=True)
-class TakenUp:
+class TakenUp(Struct, frozen=True):
     """A job that `take_up_jobs` found without its supervisor. ``pid``: the new one's; None: it could not be started."""
 
     name: str

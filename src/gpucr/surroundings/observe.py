@@ -5,8 +5,9 @@ from __future__ import annotations
 import contextlib
 import os
 from collections.abc import Collection, Iterator, Sequence
-from dataclasses import dataclass
 from pathlib import Path
+
+from msgspec import Struct
 
 from gpucr.criu.image_entries import ImageError
 from gpucr.criu.images import FilesImage
@@ -27,8 +28,7 @@ _NO_FILES = ("/proc/", "/sys/", "/dev/")
 """The kernel makes what has a path there, but for files of shared memory, which are recorded with their content."""
 
 
-@dataclass(frozen=True)
-class Outside:
+class Outside(Struct, frozen=True):
     """See the members of `gpucr.snapshot.manifest.Manifest`; ``passing_names`` is what CRIU has named for the dump."""
 
     open_files: tuple[JobFile, ...]
@@ -39,8 +39,7 @@ class Outside:
     passing_names: tuple[str, ...]
 
 
-@dataclass(frozen=True)
-class TreeFiles:
+class TreeFiles(Struct, frozen=True):
     """The files of one tree, as they were when CRIU had dumped it into ``images``. Made by `look_at_files`.
 
     ``pids`` are those of the processes whose paths mean the same here.

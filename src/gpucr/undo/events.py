@@ -9,14 +9,14 @@ import threading
 import time
 from collections import deque
 from collections.abc import Callable, Iterator
-from dataclasses import dataclass
 from typing import Literal
+
+from msgspec import Struct
 
 from gpucr.errors import GpucrError
 
 
-@dataclass(frozen=True)
-class Progress:
+class Progress(Struct, frozen=True):
     """An event for ``on_progress``.
 
     A phase begins, advances (bytes moved so far, and ``total_bytes`` that are expected), says something about itself
@@ -44,8 +44,7 @@ class Progress:
         return max(self.total_bytes - self.size_bytes, 0) / rate
 
 
-@dataclass(frozen=True)
-class Event:
+class Event(Struct, frozen=True):
     """An operation begins, makes ``progress``, ends, or fails. For those who `subscribe`.
 
     ``operation`` is what was called (``dump``, ``prune``, ...), ``subject`` what it works on, as the caller named it;

@@ -10,7 +10,8 @@ from __future__ import annotations
 import contextlib
 import os
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass
+
+from msgspec import Struct
 
 from gpucr.errors import JobDamaged
 from gpucr.linux import ends, processes
@@ -20,8 +21,7 @@ END_LIMIT_S = 10.0
 """How long those that were killed may take to end: the driver gives their device memory back first."""
 
 
-@dataclass(frozen=True)
-class Ended:
+class Ended(Struct, frozen=True):
     """A process that was there and has ended. ``status``: its wait status; None where nobody can say."""
 
     process: ProcessInfo

@@ -11,8 +11,9 @@ import contextlib
 import threading
 import time
 from collections.abc import Callable, Iterator, Sequence
-from dataclasses import dataclass
 from typing import Generic, Protocol, TypeVar
+
+from msgspec import Struct
 
 from gpucr.errors import DeadlineExceeded, GpucrError, JobDamaged
 from gpucr.undo.events import Listener, OnProgress, Progress
@@ -20,8 +21,7 @@ from gpucr.undo.interrupts import Interrupts, interrupted
 from gpucr.undo.roll import Ended, Roll
 
 
-@dataclass(frozen=True)
-class Phase:
+class Phase(Struct, frozen=True):
     """What one step took: wall seconds, and the bytes that it moved (0 where it moves none)."""
 
     name: str

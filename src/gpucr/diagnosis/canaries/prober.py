@@ -11,7 +11,8 @@ import platform
 import threading
 import time
 from collections.abc import Callable, Iterator, Sequence
-from dataclasses import dataclass
+
+from msgspec import Struct
 
 from gpucr import gang
 from gpucr.diagnosis.canaries.canary import Canary, DidNotStart, OutOfTime
@@ -27,8 +28,7 @@ from gpucr.model import CudaState
 _BEFORE_THE_POINT_OF_NO_RETURN = ("lock", "checkpoint")
 
 
-@dataclass(frozen=True)
-class _Verdict:
+class _Verdict(Struct, frozen=True):
     """An outcome and what led to it."""
 
     outcome: CanaryOutcome

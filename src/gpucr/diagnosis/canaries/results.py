@@ -3,10 +3,9 @@
 from __future__ import annotations
 
 import enum
-from dataclasses import dataclass
 from typing import Annotated
 
-from msgspec import Meta
+from msgspec import Meta, Struct
 
 from gpucr.records import Record, RecordError
 
@@ -41,8 +40,7 @@ WHAT = {
 """Every canary by its name, in the order in which they run, and what it stands for."""
 
 
-@dataclass(frozen=True)
-class MeasuredMachine:
+class MeasuredMachine(Struct, frozen=True):
     """What a result holds for: another driver, kind of GPU or kernel must be measured anew."""
 
     driver: str
@@ -80,8 +78,7 @@ class CanaryResult(Record, frozen=True):
         return self.measured_at[:10]
 
 
-@dataclass(frozen=True)
-class ProbeReport:
+class ProbeReport(Struct, frozen=True):
     """All that is known of a machine, the canaries in their order. ``path`` is where it is kept.
 
     ``problem`` says why it could not be kept, or why what was kept before could not be used.

@@ -3,8 +3,9 @@
 from __future__ import annotations
 
 from collections.abc import Iterable
-from dataclasses import dataclass
 from typing import Literal
+
+from msgspec import Struct
 
 from gpucr.errors import Unsupported
 
@@ -18,8 +19,7 @@ RepairName = Literal["fetch-criu", "huge-pages-shared", "huge-pages-private"]
 """What `gpucr doctor --fix` can do (checkups/repairs.py)."""
 
 
-@dataclass(frozen=True)
-class Finding:
+class Finding(Struct, frozen=True):
     """What one check saw of a job, by preflight, or also of a machine, by the doctor, which tells what is fine as well.
 
     An ``ok`` has no consequence and no remedy. ``pid`` is None where it concerns the machine or the whole job. ``code``

@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import dataclass
+
+from msgspec import Struct
 
 from gpucr.diagnosis.preflight.findings import Finding
 
@@ -16,8 +17,7 @@ BASICS = ("plain", *_BASICS)
 _NOT_MEASURED = "not measured on this machine: `gpucr doctor --probe` does"
 
 
-@dataclass(frozen=True)
-class Measurement:
+class Measurement(Struct, frozen=True):
     """One canary: whether it comes back, in one word what became of it, and the day."""
 
     comes_back: bool

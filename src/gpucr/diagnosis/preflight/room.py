@@ -4,8 +4,9 @@ from __future__ import annotations
 
 import os
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
 from pathlib import Path
+
+from msgspec import Struct
 
 from gpucr.diagnosis.preflight.findings import Finding
 from gpucr.linux import cgroups, memory
@@ -47,8 +48,7 @@ def check_disk(job: Job, folder: Path, device_bytes: int, *, surely_bytes: int |
     ]
 
 
-@dataclass(frozen=True)
-class MemoryNeed:
+class MemoryNeed(Struct, frozen=True):
     """Host memory that an operation will take, and the process whose cgroup is charged for it."""
 
     pid: int

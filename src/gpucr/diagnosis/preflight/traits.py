@@ -4,7 +4,8 @@ from __future__ import annotations
 
 import contextlib
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+
+from msgspec import Struct
 
 from gpucr.driver import gpus
 from gpucr.errors import ProcessNotFound
@@ -16,8 +17,7 @@ from gpucr.model import Gpu, GpuUse, Job, ProcessInfo
 _UVM_DEVICE = "/dev/nvidia-uvm"
 
 
-@dataclass(frozen=True)
-class CudaTraits:
+class CudaTraits(Struct, frozen=True):
     """One CUDA process.
 
     ``environment`` is that of its start (None: not readable), ``mapped`` the paths of the files that it has mapped,
@@ -53,8 +53,7 @@ class CudaTraits:
         return next((path for path in sorted(self.mapped) if part in path), None)
 
 
-@dataclass(frozen=True)
-class JobTraits:
+class JobTraits(Struct, frozen=True):
     """The CUDA processes of a job, and what NVML knows of the machine. ``mps_clients``: pids as NVML sees them.
 
     ``relatives`` have device memory and are outside the job: what it was started by, and what they have started.

@@ -6,8 +6,9 @@ import contextlib
 import os
 import select
 from collections.abc import Iterator
-from dataclasses import dataclass
 from pathlib import Path
+
+from msgspec import Struct
 
 from gpucr.jobs.sandbox import known_keepers, label
 from gpucr.jobs.sandbox.label import Tag
@@ -16,8 +17,7 @@ from gpucr.linux.namespaces import PidNamespace, namespace_id, pids_of
 from gpucr.model import ProcessId, ProcessInfo
 
 
-@dataclass(frozen=True)
-class Sandbox:
+class Sandbox(Struct, frozen=True):
     """A sandbox with a job in it, or one that waits for it. Pids are the caller's own.
 
     ``root`` is the job's first process; None while there is none, and when it has ended. ``lineage`` is the same for a

@@ -10,9 +10,10 @@ import struct
 import subprocess
 import uuid
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass
 from types import TracebackType
 from typing import Any, Literal, TypeVar
+
+from msgspec import Struct
 
 from gpucr.errors import BrokenInstall, GpucrError, InvalidRequest, Unsupported
 from gpucr.jobs.sandbox import known_keepers
@@ -33,8 +34,7 @@ _CREDENTIALS = struct.Struct("3i")  # struct ucred of unix(7): pid, uid, gid
 _FD = struct.Struct("i")
 
 
-@dataclass(frozen=True)
-class Started:
+class Started(Struct, frozen=True):
     """A job that was started: its keeper and its first process, which may have ended by now."""
 
     keeper: ProcessId

@@ -4,8 +4,9 @@ from __future__ import annotations
 
 import hashlib
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
 from pathlib import Path
+
+from msgspec import Struct
 
 from gpucr.errors import SnapshotDamaged
 from gpucr.model import DevicePart
@@ -94,8 +95,7 @@ class FolderPieces:
         return data
 
 
-@dataclass(frozen=True)
-class OnlyChecked:
+class OnlyChecked(Struct, frozen=True):
     """A destination that takes nothing: what is stored is read and checked, zeros too."""
 
     part: DevicePart

@@ -7,8 +7,9 @@ import hashlib
 import os
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
-from dataclasses import replace
 from pathlib import Path
+
+from msgspec.structs import replace
 
 from gpucr.errors import SnapshotError
 from gpucr.linux import durable

@@ -12,8 +12,9 @@ import fcntl
 import os
 import stat
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass
 from pathlib import Path
+
+from msgspec import Struct
 
 from gpucr.errors import SnapshotDamaged, SnapshotError
 from gpucr.linux import libc
@@ -35,8 +36,7 @@ _SYNC_FILE_RANGE_WRITE = 2  # linux/fs.h
 _sync_file_range = libc.function("sync_file_range", ctypes.c_int, ctypes.c_int64, ctypes.c_int64, ctypes.c_uint)
 
 
-@dataclass(frozen=True)
-class Layout:
+class Layout(Struct, frozen=True):
     """How ``size_bytes`` of a staging file are cut into pieces, and the pieces dealt out to stripes."""
 
     size_bytes: int
