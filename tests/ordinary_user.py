@@ -49,8 +49,12 @@ class OrdinaryUser:
             (self.home / name).mkdir(mode=0o700)
         for path in (self.home, *self.home.rglob("*")):
             os.chown(path, uid, uid)
+        self.name = f"gpucr{uid}"
+        accounts = self.home / "passwd"
+        accounts.write_text(f"{Path('/etc/passwd').read_text()}{self.name}:x:{uid}:{uid}::{self.home}:/bin/sh\n")
+        set_up = f"{_reachable()}mount --bind {accounts} /etc/passwd\necho ready; exec cat"
         self._machine = subprocess.Popen(
-            ["unshare", "--mount", "--propagation=private", "sh", "-ec", _reachable() + "echo ready; exec cat"],
+            ["unshare", "--mount", "--propagation=private", "sh", "-ec", set_up],
             stdin=subprocess.PIPE,
             stdout=subprocess.PIPE,
             stderr=subprocess.PIPE,
@@ -70,7 +74,8 @@ class OrdinaryUser:
         """gpucr, run by root on this machine."""
         # Root's CRIU is the one that root has outside, wherever that lies.
         command = [sys.executable, "-m", "gpucr", *arguments]
-        environment = {**self.environment, **os.environ, "XDG_DATA_HOME": str(provided_folder().parents[1])}
+        simulated = {name: value for name, value in self.environment.items() if name.startswith("GPUCR_SIM")}
+        environment = {**os.environ, **simulated, "XDG_DATA_HOME": str(provided_folder().parents[1])}
         return self._run(["env", "-C", str(_REPOSITORY), *command], environment)
 
     def as_root_runs(self, *command: str) -> subprocess.CompletedProcess[str]:

@@ -17,6 +17,7 @@ from gpucr.cli.job_states import state_text
 from gpucr.cli.options import json_option
 from gpucr.cli.output import print_json, printable
 from gpucr.errors import GpucrError, InvalidRequest
+from gpucr.jobs import others
 from gpucr.jobs.registered import is_gone
 from gpucr.jobs.registry import ListedJob
 from gpucr.model import ProcessId
@@ -46,6 +47,7 @@ _COLUMNS = (
 
 @click.command("jobs")
 @click.option("--all", "show_all", is_flag=True, help="Also those that have ended.")
+@click.option("--all-users", is_flag=True, help="Also jobs of other users that run here, as USER/JOB. Root only.")
 @click.option(
     "--forget",
     "forgotten",
@@ -59,18 +61,22 @@ _COLUMNS = (
     help="With --forget: also what may run elsewhere, and the log of a dumped job.",
 )
 @json_option
-def command(*, show_all: bool, forgotten: tuple[str, ...], force: bool, as_json: bool) -> None:
+def command(*, show_all: bool, all_users: bool, forgotten: tuple[str, ...], force: bool, as_json: bool) -> None:
     """List the jobs that `gpucr run` started: name, pid, state, age, device memory, supervision, isolation, command.
 
-    The names stand for pids in all commands. Each user has a list of their own.
+    The names stand for pids in all commands. Each user has a list of their own; root can name the running jobs of all
+    users, as USER/JOB.
 
     \b
     Example:
       gpucr jobs --all
+      sudo gpucr jobs --all-users
       gpucr jobs --forget train --forget test
     """
     if force and not forgotten:
         raise InvalidRequest("--force goes with --forget NAME", hint="leave it out")
+    if all_users and forgotten:
+        raise InvalidRequest("--forget is for jobs of your own", hint="leave out --all-users")
     more: Mapping[str, _More] = {}
     if forgotten:
         found: Sequence[ListedJob] = forget_jobs(forgotten, force=force)
@@ -81,7 +87,7 @@ def command(*, show_all: bool, forgotten: tuple[str, ...], force: bool, as_json:
                 click.echo(f"{job.name} forgotten ({_state_text(job)}){_kept(job, force=force)}")
             return
     else:
-        found = [job for job in list_jobs() if show_all or job.state.word != "ended"]
+        found = [job for job in list_jobs(all_users=all_users) if show_all or job.state.word != "ended"]
         more = _more(found)
     if as_json:
         print_json("jobs", {"jobs": [_as_json_record(job, more.get(job.name, _More())) for job in found]})
@@ -136,6 +142,9 @@ def _more(found: Sequence[ListedJob]) -> dict[str, _More]:
         held = device_bytes_of_jobs([job.record.pid for job in found if job.record and job.state.word == "running"])
     more: dict[str, _More] = {}
     for job in found:
+        if others.SEPARATOR in job.name:  # supervised or not, that is their business
+            more[job.name] = _More(held.get(job.record.pid) if job.record is not None else None)
+            continue
         device_bytes = held.get(job.record.pid) if job.record is not None and job.state.word == "running" else None
         folder, state, supervisor = SupervisedFolder(job.name), None, None
         with contextlib.suppress(GpucrError):  # what is damaged is told by whoever needs it

@@ -20,7 +20,7 @@ F = TypeVar("F", bound=Callable[..., Any])
 
 
 class JobTarget(click.ParamType):  # type: ignore[type-arg]  # click 8.1 knows no arguments
-    """A pid, or the name of a job that gpucr started: an int or a str."""
+    """A pid, or the name of a job that gpucr started (of another user's: USER/NAME): an int or a str."""
 
     name = "pid or name"
 
@@ -29,7 +29,7 @@ class JobTarget(click.ParamType):  # type: ignore[type-arg]  # click 8.1 knows n
         if isinstance(value, int):
             return value
         text = str(value)
-        if is_name(text):
+        if is_name(text.partition("/")[2] or text):
             return text
         try:
             return int(text)

@@ -9,6 +9,7 @@ from collections.abc import Iterator
 from pathlib import Path
 
 from gpucr.errors import GpucrError, InvalidRequest, Unsupported
+from gpucr.jobs import others
 from gpucr.jobs.record import JobRecord, Network
 from gpucr.jobs.registry import ListedJob, Registry, Reservation, is_replaceable
 from gpucr.linux import processes, trusted_paths
@@ -43,13 +44,13 @@ def registry_in_use() -> Iterator[None]:
 
 
 def resolve_pid(target: int | str) -> int:
-    """The pid that ``target`` means: itself, or that of the registered job of this name.
+    """The pid that ``target`` means: itself, or that of the registered job of this name, for root also ``USER/JOB``.
 
     Raises InvalidRequest where no such job runs.
     """
     if isinstance(target, int) or target.isdecimal():
         return int(target)
-    job = find_running(target)
+    job = others.find_running(target) if others.SEPARATOR in target else find_running(target)
     assert job.record is not None  # noqa: S101 - what runs has a record
     return job.record.pid
 
@@ -57,7 +58,12 @@ def resolve_pid(target: int | str) -> int:
 def find_running(name: str) -> ListedJob:
     """The registered job of this name, which runs. Raises InvalidRequest where it does not, and says what it does."""
     with registry_in_use():
-        job = registry().find(name)
+        try:
+            job = registry().find(name)
+        except InvalidRequest as e:
+            if theirs := others.names_elsewhere(name):
+                e.hint = f"another user has one: {' or '.join(theirs)}"
+            raise
     if job.record is None:
         raise InvalidRequest(
             f"the record of the job {name} is damaged: {job.state.problem}",
@@ -112,6 +118,13 @@ def is_gone(snapshot: str) -> bool:
 def find_by_pid_or_name(target: int | str) -> ListedJob:
     """The registered job that is meant, whatever has become of it. Raises InvalidRequest where there is none."""
     if isinstance(target, str) and not target.isdecimal():
+        user, separator, name = target.partition(others.SEPARATOR)
+        if separator:
+            raise InvalidRequest(
+                f"{target} is in the registry of {user}, which is that user's alone",
+                hint=f"ask as that user: sudo -H -u {user} gpucr logs {name}",
+                code="GPUCR-NO-JOB",
+            )
         with registry_in_use():
             return registry().find(target)
     pid = int(target)

@@ -33,7 +33,8 @@ LOCK_TIMEOUT_S = 10.0
 
 _REPLACEABLE: frozenset[StateWord] = frozenset({"ended", "lost"})
 
-_RECORD, _NEW_RECORD, _LOCK = "record.json", "record.json.new", "lock"
+RECORD_NAME = "record.json"
+_NEW_RECORD, _LOCK = "record.json.new", "lock"
 _REMOVALS = 5
 
 
@@ -74,7 +75,7 @@ class Reservation:
         """
         record = replace(record, name=self.name, status_path=str(self.status_path))
         with contextlib.suppress(FileNotFoundError):
-            self._record_before = (self._folder / _RECORD).read_bytes()
+            self._record_before = (self._folder / RECORD_NAME).read_bytes()
         _write(self._folder, records.encode(record))
         self.is_registered = True
         return record
@@ -85,7 +86,7 @@ class Reservation:
             return
         self.is_registered = False
         if self._record_before is None:
-            (self._folder / _RECORD).unlink(missing_ok=True)
+            (self._folder / RECORD_NAME).unlink(missing_ok=True)
         else:
             _write(self._folder, self._record_before)
 
@@ -239,7 +240,7 @@ class Registry:
     def _read(self, name: str) -> JobRecord | None:
         """The record of this name; None where there is none. Raises RecordError where there is one that is no use."""
         try:
-            fd = os.open(self._folder / name / _RECORD, os.O_RDONLY | os.O_NOFOLLOW | os.O_CLOEXEC | os.O_NONBLOCK)
+            fd = os.open(self._folder / name / RECORD_NAME, os.O_RDONLY | os.O_NOFOLLOW | os.O_CLOEXEC | os.O_NONBLOCK)
             with os.fdopen(fd, "rb") as file:
                 data = file.read(MAX_RECORD_BYTES + 1)
         except (FileNotFoundError, NotADirectoryError):
@@ -288,7 +289,7 @@ def _lock_file(folder: Path) -> Iterator[int]:
 
 def _write(folder: Path, data: bytes) -> None:
     """The lock is held: so what a gpucr left that was killed here can be replaced."""
-    durable.write(folder / _RECORD, data, temporary=_NEW_RECORD)
+    durable.write(folder / RECORD_NAME, data, temporary=_NEW_RECORD)
 
 
 def _clean(folder: Path, reservation: Reservation, *, keep_folder: bool) -> None:

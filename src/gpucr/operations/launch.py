@@ -20,7 +20,7 @@ from gpucr.driver.cuda import load_driver
 from gpucr.driver.gpus import driver_version
 from gpucr.errors import BrokenInstall, DriverUnavailable, GpucrError, InvalidRequest
 from gpucr.interposer import library
-from gpucr.jobs import sandbox
+from gpucr.jobs import others, sandbox
 from gpucr.jobs.environment import EnvironmentChange, changed, choose_environment
 from gpucr.jobs.names import check_name
 from gpucr.jobs.record import JobRecord, JobState, Network
@@ -206,16 +206,18 @@ def _start(plan: LaunchPlan, reservation: Reservation, given: Mapping[str, str],
     return records[0]
 
 
-def list_jobs() -> tuple[ListedJob, ...]:
+def list_jobs(*, all_users: bool = False) -> tuple[ListedJob, ...]:
     """The jobs in this user's registry, by name, and what has become of each. Changes nothing.
 
-    Raises Unsupported where the registry cannot be read.
+    ``all_users``, for root only: also those of other users that run here, named ``USER/JOB``. Raises Unsupported where
+    the registry cannot be read, InvalidRequest where ``all_users`` is not asked by root.
     """
     driver: Driver | None = None
     with contextlib.suppress(DriverUnavailable):
         driver = load_driver()
+    theirs = others.running_jobs() if all_users else ()
     with registry_in_use():
-        return tuple(_with_cuda_state(job, driver) for job in registry().jobs())
+        return tuple(_with_cuda_state(job, driver) for job in (*registry().jobs(), *theirs))
 
 
 def forget_job(name: str, *, force: bool = False, cancel: Cancellation | None = None) -> ListedJob:
