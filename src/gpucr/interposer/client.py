@@ -334,15 +334,15 @@ class Agent:
 
     def create(self, blocks: Sequence[Block]) -> Iterator[list[Held]]:
         """New memory at the blocks' addresses, and descriptors by which to fill it, a batch at a time."""
-        for start in range(0, len(blocks), MOST_RECORDS):
-            batch = blocks[start : start + MOST_RECORDS]
+        done = 0
+        while done < len(blocks):
+            batch = blocks[done : done + MOST_RECORDS]
             answer, descriptors = self._exchange(Operation.CREATE, blocks=batch)
-            made = [Held(block, descriptor) for block, descriptor in zip(batch, descriptors, strict=False)]
-            if answer.code != Code.DONE or len(made) != len(batch):
-                for each in made:
-                    each.close()
+            if answer.code != Code.DONE or not descriptors or answer.count != len(descriptors):
+                _close_all(descriptors)
                 raise Refused(Operation.CREATE, answer.code)
-            yield made
+            done += len(descriptors)
+            yield [Held(block, descriptor) for block, descriptor in zip(batch, descriptors, strict=False)]
 
 
 def _close_all(descriptors: Sequence[int] | array.array[int]) -> None:

@@ -14,11 +14,29 @@
 #define LONGEST_CLOSE_MS 60000
 #define LOOK_EVERY_MS 500
 #define REFUSAL_MS 100
+#define SPARES 16
 
 static _Atomic bool started;
 static pthread_mutex_t descriptors_open = PTHREAD_MUTEX_INITIALIZER; /* while it is held nobody forks */
 static int listening = -1, client = -1, kept = -1;
 static struct packet asked, answer; /* the agent's alone; too large for a stack that somebody else may have chosen */
+
+/* --- numbers for the agent's own descriptors, where the program has taken all that it may have ------------------------- */
+
+static int spares[SPARES];
+static unsigned spare_count;
+
+static void spares_take(void) {
+    while (spare_count < SPARES && (spares[spare_count] = open("/dev/null", O_RDONLY | O_CLOEXEC)) >= 0)
+        spare_count++;
+}
+
+static void spares_give(void) {
+    while (spare_count > 0)
+        close(spares[--spare_count]);
+}
+
+/* --- what there is ----------------------------------------------------------------------------------------------------- */
 
 static void count_ranges(struct status *status) {
     for (size_t i = 0; i < ranges.count; i++) {
@@ -164,6 +182,8 @@ static uint32_t do_bring_back(void) {
         return NO_DESCRIPTORS;
     for (unsigned i = 0; i < asked.head.count && code == DONE; i++)
         code = bring_back(&asked.records[i], i);
+    if (asked.head.operation == CREATE && answer.head.count > 0)
+        return DONE; /* the rest is asked for again: descriptors may have been short */
     return code;
 }
 
@@ -274,6 +294,7 @@ static void client_gone(void) {
     close(client);
     client = -1;
     open_if_whole();
+    spares_take();
 }
 
 /* What it asks is read first: a socket that is closed with something unread takes the answer with it. */
@@ -340,6 +361,7 @@ static void share_with(int peer) {
 }
 
 static void welcome(void) {
+    spares_give();
     int other = socket_accept(listening);
     if (other >= 0 && is_a_peer(other)) {
         share_with(other);
@@ -350,16 +372,21 @@ static void welcome(void) {
     } else if (other >= 0) {
         client = other;
     }
+    if (client < 0)
+        spares_take();
 }
 
 /* CRIU brings the socket back under its old name; a clone that is restored beside this process takes the name away. */
 static void listen_again(void) {
     pthread_mutex_lock(&descriptors_open);
+    spares_give();
     int again = socket_listen();
     if (again >= 0) {
         close(listening);
         listening = again;
     }
+    if (client < 0)
+        spares_take();
     pthread_mutex_unlock(&descriptors_open);
 }
 
@@ -398,6 +425,7 @@ void agent_start(void) {
     if (atomic_exchange(&started, true))
         return;
     listening = socket_listen();
+    spares_take();
     if (listening >= 0 && !start_thread()) {
         close(listening);
         listening = -1;
@@ -427,6 +455,7 @@ void agent_in_child(void) {
         close(client);
     if (kept >= 0)
         close(kept);
+    spares_give();
     listening = client = kept = -1;
     atomic_store(&started, false);
 }

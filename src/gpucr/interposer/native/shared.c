@@ -10,14 +10,15 @@
 #include <sys/stat.h>
 #include <unistd.h>
 
+#define HIGHEST_START 65536 /* a table of descriptors is as large as its highest number */
+
 /* The upper half of the numbers: what the program opens stays low, and select() goes on working for it. */
 static int high_copy(int descriptor) {
     struct rlimit limit;
     int lowest = 3;
-    if (getrlimit(RLIMIT_NOFILE, &limit) == 0 && limit.rlim_cur < (rlim_t)1 << 30)
-        lowest = (int)(limit.rlim_cur / 2);
-    int copy = fcntl(descriptor, F_DUPFD_CLOEXEC, lowest);
-    return copy >= 0 ? copy : fcntl(descriptor, F_DUPFD_CLOEXEC, 512);
+    if (getrlimit(RLIMIT_NOFILE, &limit) == 0)
+        lowest = limit.rlim_cur / 2 < HIGHEST_START ? (int)(limit.rlim_cur / 2) : HIGHEST_START;
+    return fcntl(descriptor, F_DUPFD_CLOEXEC, lowest);
 }
 
 /* The program may have closed every descriptor it found, and opened something else in its place. */
