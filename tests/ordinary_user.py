@@ -38,11 +38,12 @@ class OrdinaryUser:
         built = simulator.build()
         libraries = self.home / ".cache/gpucr/sim" / built.name
         shutil.copytree(built, libraries)
+        self._simulated = simulator.environment(state_dir=self.home / "sim", fixed_cost_ms=1)
         self.environment = {
             "HOME": str(self.home),
             "PATH": "/usr/bin:/bin:/usr/sbin:/sbin",
             "XDG_RUNTIME_DIR": str(self.home / "run"),
-            **simulator.environment(state_dir=self.home / "sim", fixed_cost_ms=1),
+            **self._simulated,
             "LD_LIBRARY_PATH": str(libraries),
         }
         for name in ("run", "sim"):
@@ -74,8 +75,7 @@ class OrdinaryUser:
         """gpucr, run by root on this machine."""
         # Root's CRIU is the one that root has outside, wherever that lies.
         command = [sys.executable, "-m", "gpucr", *arguments]
-        simulated = {name: value for name, value in self.environment.items() if name.startswith("GPUCR_SIM")}
-        environment = {**os.environ, **simulated, "XDG_DATA_HOME": str(provided_folder().parents[1])}
+        environment = {**os.environ, **self._simulated, "XDG_DATA_HOME": str(provided_folder().parents[1])}
         return self._run(["env", "-C", str(_REPOSITORY), *command], environment)
 
     def as_root_runs(self, *command: str) -> subprocess.CompletedProcess[str]:
