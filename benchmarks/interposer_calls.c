@@ -23,8 +23,10 @@ static void *find(void *library, const char *name) {
 
 static int call(uint64_t memory, const char *host) {
     uint64_t large;
-    if (strcmp(kind, "query") == 0)
-        return query(NULL) == 600 ? 0 : query(NULL); /* not ready is an answer */
+    if (strcmp(kind, "query") == 0) {
+        int result = query(NULL);
+        return result == 600 ? 0 : result; /* not ready is an answer */
+    }
     if (strcmp(kind, "launch") == 0)
         return set(memory, 1, 4);
     if (strcmp(kind, "copy") == 0)

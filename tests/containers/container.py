@@ -21,6 +21,7 @@ import pytest
 from gpucr.containers import criu_config
 from gpucr.criu.install import CriuInstall
 from gpucr.errors import ProcessNotFound
+from gpucr.interposer.library import preload_path
 from gpucr.linux import processes
 from gpucr.sim import build as simulator
 from tests.containers.runtimes import in_cgroup2
@@ -54,7 +55,8 @@ class Container:
 
     It shares the machine's network, so the counters in it are talked to as ever, or ``by_file``. ``sabotage``: a shell
     script that CRIU runs at each hook before gpucr's. ``annotations``: beside the one that names a configuration for
-    CRIU (``configured``). ``around``: a command before each command of the runtime.
+    CRIU (``configured``). ``around``: a command before each command of the runtime. ``interposer``: the folder of the
+    library that its programs load.
     """
 
     def __init__(
@@ -74,6 +76,7 @@ class Container:
         cgroup2: bool = True,
         by_file: bool = False,
         around: tuple[str, ...] = (),
+        interposer: Path | None = None,
     ) -> None:
         self.folder, self.name, self.images, self.work = folder, name, folder / "images", folder / "work"
         self.port = free_ports(counters)
@@ -91,7 +94,7 @@ class Container:
         self._write_config(sabotage, with_hook=with_hook)
         program = ["/counter", "--port", str(self.port), *arguments]
         notes = {**(annotations or {}), **({"org.criu.config": str(self._config)} if configured else {})}
-        make_bundle(self.bundle, program, faults, notes)
+        make_bundle(self.bundle, program, faults, notes, interposer)
         self.work.mkdir()
         self.pid = 0
         self._sitter = self._start_sitter()
@@ -265,7 +268,9 @@ def make_root(root: Path) -> None:
         shutil.copy(library, target)
 
 
-def make_bundle(bundle: Path, command: list[str], faults: str, annotations: Mapping[str, str]) -> None:
+def make_bundle(
+    bundle: Path, command: list[str], faults: str, annotations: Mapping[str, str], interposer: Path | None = None
+) -> None:
     make_root(bundle / "rootfs")
     state = os.environ["GPUCR_SIM_STATE"]
     variables: Mapping[str, str] = {
@@ -273,6 +278,14 @@ def make_bundle(bundle: Path, command: list[str], faults: str, annotations: Mapp
         "GPUCR_SIM_FAULTS": faults,
         **{name: os.environ[name] for name in ("GPUCR_SIM_STATE", "GPUCR_SIM_GPUS", "GPUCR_SIM_FIXED_COST_MS")},
     }
+    mounted = []
+    if interposer is not None:
+        variables = {
+            **variables,
+            "LD_PRELOAD": preload_path(Path("/opt/gpucr")),
+            "GPUCR_INTERPOSER_DIR": "/work/agents",
+        }
+        mounted = [{"destination": "/opt/gpucr", "type": "bind", "source": str(interposer), "options": ["rbind", "ro"]}]
     tmpfs = {"type": "tmpfs", "source": "tmpfs", "options": ["nosuid", "mode=755", "size=4096k"]}
     settings = {
         "ociVersion": "1.0.2",
@@ -289,6 +302,7 @@ def make_bundle(bundle: Path, command: list[str], faults: str, annotations: Mapp
             {"destination": "/proc", "type": "proc", "source": "proc"},
             {"destination": "/dev", **tmpfs},
             {"destination": state, "type": "bind", "source": state, "options": ["rbind", "rw"]},
+            *mounted,
         ],
         "linux": {"namespaces": [{"type": kind} for kind in ("pid", "mount", "ipc", "uts")]},
     }

@@ -3,12 +3,14 @@
 from __future__ import annotations
 
 import shutil
+import signal
 import subprocess
 from pathlib import Path
 
 import pytest
 
 from gpucr.interposer.client import Agent
+from tests.counter import wait_until
 from tests.interposer.conftest import Start
 
 
@@ -30,6 +32,7 @@ def go_on(process: subprocess.Popen[str]) -> None:
 @pytest.mark.parametrize(
     "case",
     ["longjmp", "longjmp-twice", "longjmp-from-signal-stack", "pthread-exit", "raw-exit", "cancel", "many-threads",
+     "signals",
      "failed-capture", "capture-of-destroyed-stream"],
 )  # fmt: skip
 def test_a_call_that_was_left_in_an_unusual_way_does_not_count(start: Start, gate_program: Path, case: str) -> None:
@@ -94,4 +97,31 @@ def test_a_closed_gate_is_a_lease(start: Start, gate_program: Path) -> None:
         assert agent.close_gate(5).is_empty
         go_on(process)
         assert (agent.status().gate_closed, agent.status().inside) == (1, 0)
+    assert (line(process), process.wait(10)) == ("done", 0)
+
+
+def test_a_signal_handler_that_calls_cuda_may_come_while_its_thread_waits(start: Start, gate_program: Path) -> None:
+    process = begin(start, gate_program, "signal-in-the-gate")
+    assert line(process) == "ready"
+    with Agent(process.pid) as agent:
+        assert agent.close_gate(5).is_empty
+        go_on(process)
+        wait_until(lambda: Path(f"/proc/{process.pid}/wchan").read_text().startswith("futex"), "it to wait at the gate")
+        process.send_signal(signal.SIGUSR1)
+        assert line(process) == "handler"
+        assert agent.close_gate(5).is_empty
+        agent.open_gate()
+    assert (line(process), process.wait(10)) == ("done", 0)
+
+
+def test_64_threads_that_call_all_the_time_are_found_outside(start: Start, gate_program: Path) -> None:
+    process = begin(start, gate_program, "busy-threads")
+    assert [line(process), line(process)] == ["ready", "busy"]
+    with Agent(process.pid) as agent:
+        for _ in range(20):
+            assert agent.close_gate(5).is_empty
+            assert agent.status().inside == 0
+            agent.open_gate()
+    go_on(process)
+    go_on(process)
     assert (line(process), process.wait(10)) == ("done", 0)

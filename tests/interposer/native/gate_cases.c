@@ -11,6 +11,7 @@
 #include <stdlib.h>
 #include <string.h>
 #include <sys/syscall.h>
+#include <sys/time.h>
 #include <sys/wait.h>
 #include <unistd.h>
 
@@ -155,6 +156,59 @@ static void case_capture_of_destroyed_stream(void) {
     destroy((void *)16);
 }
 
+static volatile sig_atomic_t handled;
+
+static void on_signal(int number) {
+    void *frames[32];
+    backtrace(frames, 32); /* as a profiler does */
+    handled++;
+    if (number == SIGUSR1)
+        say("handler");
+    synchronize();
+}
+
+static void handle(int number) {
+    void *frames[2];
+    struct sigaction action = {.sa_handler = on_signal, .sa_flags = SA_RESTART};
+    backtrace(frames, 2); /* which loads a library when it is first called */
+    sigaction(number, &action, NULL);
+}
+
+static void busy(void *until) {
+    while (handled < (long)until)
+        sum(1, 2, 3, 4, 5, 6, 7, 8, 9, 10, 11, 12, 13, 14, 15, 16, 0.5, 0.25);
+}
+
+/* A profiler's signals arrive in calls, in the gate itself, and in calls within calls; the handler calls CUDA. */
+static void case_signals(void) {
+    struct itimerval every = {{0, 200}, {0, 200}}, never = {{0, 0}, {0, 0}};
+    handle(SIGPROF);
+    setitimer(ITIMER_PROF, &every, NULL);
+    busy((void *)300);
+    call(busy, (void *)600);
+    setitimer(ITIMER_PROF, &never, NULL);
+}
+
+static volatile sig_atomic_t enough;
+
+static void *keeps_calling(void *unused) {
+    while (!enough)
+        synchronize();
+    return unused;
+}
+
+/* Calls begin and end all the time while the gate is closed and opened. */
+static void busy_threads(void) {
+    static pthread_t threads[64];
+    for (int i = 0; i < 64; i++)
+        pthread_create(&threads[i], NULL, keeps_calling, NULL);
+    say("busy");
+    wait_line();
+    enough = 1;
+    for (int i = 0; i < 64; i++)
+        pthread_join(threads[i], NULL);
+}
+
 static void nested(void *unused) {
     (void)unused;
     say("inside");
@@ -206,6 +260,7 @@ static const struct {
     {"raw-exit", case_raw_exit},
     {"cancel", case_cancel},
     {"many-threads", case_many_threads},
+    {"signals", case_signals},
     {"failed-capture", case_failed_capture},
     {"capture-of-destroyed-stream", case_capture_of_destroyed_stream},
 };
@@ -237,6 +292,10 @@ int main(int argc, char **argv) {
     say("ready");
     if (strcmp(name, "fork") == 0)
         forks();
+    if (strcmp(name, "busy-threads") == 0)
+        busy_threads();
+    if (strcmp(name, "signal-in-the-gate") == 0)
+        handle(SIGUSR1);
     wait_line();
     if (strcmp(name, "capture") == 0) {
         say(synchronize() == 0 ? "passed" : "failed"); /* although the gate is closed */

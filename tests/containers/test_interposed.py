@@ -1,0 +1,36 @@
+"""A container whose programs load the interposer: its folder is mounted, and a variable names it."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+
+from gpucr.interposer import library
+from gpucr.interposer.build import compile_library
+from gpucr.interposer.client import Agent
+from tests.containers.conftest import StartContainer
+
+pytestmark = pytest.mark.criu
+
+
+def has_its_agent(pid: int) -> bool:
+    with Agent(pid) as agent:
+        return agent.own_pid == 1 and agent.close_gate(5).is_empty
+
+
+def test_its_agent_is_reached_and_is_there_again_after_a_restore(
+    container: StartContainer, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("gpucr.interposer.library._SHIPPED", compile_library(tmp_path))
+    monkeypatch.setattr("gpucr.interposer.library._home", lambda: tmp_path / "interposer")
+    made = container("--mib", "16", interposer=library.installed())
+    assert made.ask() == 101
+    assert has_its_agent(made.pid)
+    done = made.checkpoint()
+    assert done.returncode == 0, done.stderr
+    done = made.restore()
+    assert done.returncode == 0, done.stderr
+    made.wait_ready()
+    assert has_its_agent(made.pid)
+    assert (made.ask(), made.verify()) == (102, ["ok"])
