@@ -42,6 +42,7 @@ _COMMANDS = {
     "kill": "end a job at once, or send it a signal",
     "logs": "print what a job printed",
     "ls": "list the snapshots of a store",
+    "metrics": "print metrics of supervised jobs, for Prometheus",
     "move": "take a running job to other GPUs",
     "prune": "remove old snapshots from a store, and what nothing needs any more",
     "ps": "list the processes that use CUDA",

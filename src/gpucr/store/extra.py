@@ -1,4 +1,4 @@
-"""The libraries that only stores need: imported when needed, and named when they are missing."""
+"""The libraries that only some parts need: imported when needed, and named when they are missing."""
 
 from __future__ import annotations
 
@@ -7,7 +7,7 @@ from typing import Any
 
 from gpucr.errors import BrokenInstall
 
-_EXTRAS = {"obstore": "gpucr[objects]"}
+_EXTRAS = {"obstore": "gpucr[objects]", "prometheus_client": "gpucr[metrics]"}
 """What to install for a package that is no dependency of gpucr's own."""
 
 

@@ -1,0 +1,56 @@
+"""`gpucr metrics`: metrics of supervised jobs, for Prometheus."""
+
+from __future__ import annotations
+
+import sys
+import threading
+from pathlib import Path
+
+import click
+
+from gpucr.cli.options import complete_file, json_option
+from gpucr.cli.output import print_json
+
+
+@click.command("metrics")
+@click.option("--listen", metavar="[HOST:]PORT", help="Answer over HTTP, until a signal comes. HOST: 127.0.0.1.")
+@click.option(
+    "--textfile",
+    type=click.Path(path_type=Path),
+    metavar="FILE",
+    shell_complete=complete_file,
+    help="Write them into FILE, for node_exporter.",
+)
+@json_option
+def command(*, listen: str | None, textfile: Path | None, as_json: bool) -> None:
+    """Print the metrics of supervised jobs in Prometheus's text format. Needs `pip install 'gpucr[metrics]'`.
+
+    \b
+    Example:
+      gpucr metrics
+      gpucr metrics --textfile /var/lib/prometheus/node-exporter/gpucr.prom
+      gpucr metrics --listen 9470
+    """
+    from gpucr.supervise import metrics
+
+    if sum((listen is not None, textfile is not None, as_json)) > 1:
+        raise click.UsageError("give one of --listen, --textfile and --json")
+    if as_json:
+        found = [{"metric": name, "labels": labels, "value": str(value)} for name, labels, value in metrics.samples()]
+        print_json("metrics", {"metrics": found})
+    elif textfile is not None:
+        metrics.write_textfile(textfile)
+    elif listen is not None:
+        host, port = _address(listen)
+        click.echo(f"http://{host}:{metrics.serve(host, port)}/metrics")
+        sys.stdout.flush()
+        threading.Event().wait()
+    else:
+        click.echo(metrics.as_text().decode(), nl=False)
+
+
+def _address(text: str) -> tuple[str, int]:
+    host, _, port = text.rpartition(":")
+    if not port.isdecimal() or not port.isascii() or int(port) > 65535:
+        raise click.UsageError(f"{text!r} is no address: write --listen 9470 or --listen 0.0.0.0:9470")
+    return host.strip("[]") or "127.0.0.1", int(port)

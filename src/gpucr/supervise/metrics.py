@@ -1,0 +1,116 @@
+"""Metrics of all supervised jobs, for Prometheus: read from what supervisors keep on disk, whenever somebody asks."""
+
+from __future__ import annotations
+
+import contextlib
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+from gpucr.errors import GpucrError, InvalidRequest
+from gpucr.linux import durable
+from gpucr.store import extra
+from gpucr.supervise.folder import SupervisedFolder, SupervisedState, supervised
+
+_COUNTERS = (
+    ("checkpoints", "result", "gpucr_checkpoints", "Checkpoints that were taken, or failed."),
+    ("restores", "result", "gpucr_restores", "Restores after a failure."),
+    ("restarts", "reason", "gpucr_restarts", "Failures that the job was restarted after."),
+)
+_GAUGES = (
+    ("downtime_s", "gpucr_downtime_seconds", "How long the job stands still for a checkpoint, smoothed."),
+    ("checkpoint_s", "gpucr_checkpoint_duration_seconds", "How long a checkpoint takes in all, smoothed."),
+    ("interval_s", "gpucr_checkpoint_interval_seconds", "The time between two checkpoints."),
+    ("last_checkpoint_s", "gpucr_last_checkpoint_success_timestamp_seconds", "When the last one was taken."),
+    ("failed_checkpoints_in_a_row", "gpucr_failed_checkpoints_in_a_row", "Failed checkpoints since the last success."),
+    ("restarts_in_a_row", "gpucr_restarts_in_a_row", "Restarts since the last checkpoint."),
+)
+
+
+class JobsCollector:
+    """What prometheus_client asks for the metrics. Raises BrokenInstall without it."""
+
+    def __init__(self) -> None:
+        self._core = extra.load("prometheus_client.core", "metrics")
+
+    def collect(self) -> Iterator[Any]:
+        """The metric families of this moment. A job whose state cannot be read has only ``gpucr_job_info``."""
+        core = self._core
+        jobs = [(folder, *_look(folder)) for folder in supervised()]
+        info = core.GaugeMetricFamily(
+            "gpucr_job_info", "What the supervision of a job has come to; always 1.", labels=["job", "phase"]
+        )
+        up = core.GaugeMetricFamily("gpucr_supervisor_up", "Whether the job has a supervisor.", labels=["job"])
+        for folder, state, is_up in jobs:
+            info.add_metric([folder.name, state.phase if state is not None else "damaged"], 1)
+            up.add_metric([folder.name], is_up)
+        yield from (info, up)
+        known = [(folder.name, state) for folder, state, _ in jobs if state is not None]
+        for member, label, name, text in _COUNTERS:
+            counter = core.CounterMetricFamily(name, text, labels=["job", label])
+            for job, state in known:
+                for word, count in getattr(state, member).items():
+                    counter.add_metric([job, word], count)
+            yield counter
+        for member, name, text in _GAUGES:
+            gauge = core.GaugeMetricFamily(name, text, labels=["job"])
+            for job, state in known:
+                value = getattr(state, member)
+                if value is not None:
+                    gauge.add_metric([job], value)
+            yield gauge
+        sizes = core.GaugeMetricFamily(
+            "gpucr_snapshot_bytes", "The last snapshot: all of it, and what was new.", labels=["job", "kind"]
+        )
+        for job, state in known:
+            for kind, size_bytes in state.snapshot_bytes.items():
+                sizes.add_metric([job, kind], size_bytes)
+        yield sizes
+
+
+def _look(folder: SupervisedFolder) -> tuple[SupervisedState | None, bool]:
+    with contextlib.suppress(GpucrError):
+        return folder.state(), folder.supervisor() is not None
+    return None, False
+
+
+def samples() -> list[tuple[str, dict[str, str], float]]:
+    """Name, labels and value of every metric. Raises BrokenInstall."""
+    return [
+        (sample.name, dict(sample.labels), float(sample.value))
+        for family in JobsCollector().collect()
+        for sample in family.samples
+    ]
+
+
+def as_text() -> bytes:
+    """All metrics in Prometheus's text format. Raises BrokenInstall."""
+    text: bytes = extra.load("prometheus_client", "metrics").generate_latest(_registry())
+    return text
+
+
+def write_textfile(path: Path) -> None:
+    """For node_exporter's textfile collector, which never sees half a file. Raises InvalidRequest, BrokenInstall."""
+    text = as_text()
+    try:
+        durable.write(path.absolute(), text, mode=0o644)
+    except OSError as e:
+        raise InvalidRequest(
+            f"{path} cannot be written: {e.strerror}", hint="name a file in node_exporter's textfile directory"
+        ) from e
+
+
+def serve(host: str, port: int) -> int:
+    """Answer on http://HOST:PORT/metrics, in a thread. Port 0: any. Returns the port. Raises InvalidRequest."""
+    client = extra.load("prometheus_client", "metrics")
+    try:
+        server, _ = client.start_http_server(port, addr=host, registry=_registry())
+    except (OSError, OverflowError) as e:
+        raise InvalidRequest(f"{host}:{port} cannot be listened on: {e}", hint="name another address or port") from e
+    return int(server.server_port)
+
+
+def _registry() -> Any:
+    registry = extra.load("prometheus_client", "metrics").CollectorRegistry()
+    registry.register(JobsCollector())
+    return registry
