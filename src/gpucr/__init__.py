@@ -34,6 +34,7 @@ if TYPE_CHECKING:
         DriverUnavailable,
         GpucrError,
         IllegalState,
+        InterposerError,
         Interrupted,
         InvalidRequest,
         JobChanged,
@@ -53,6 +54,7 @@ if TYPE_CHECKING:
         Unsupported,
         WrongKey,
     )
+    from gpucr.gpu_state.ways import GpuState
     from gpucr.jobs.environment import EnvironmentChange
     from gpucr.jobs.record import JobRecord, JobState, Network, StateWord
     from gpucr.jobs.registry import ListedJob
@@ -119,11 +121,12 @@ _HOMES = {
     "gpucr.driver.process": ("Process",),
     "gpucr.errors": (
         "BrokenInstall", "CriuError", "CriuUnavailable", "CudaStarted", "DeadlineExceeded", "DriverError",
-        "DriverUnavailable", "GpucrError", "IllegalState", "Interrupted", "InvalidRequest", "JobChanged", "JobDamaged",
-        "LockTimeout", "NotACudaProcess", "NotPermitted", "NotSupportedByDriver", "ProcessNotFound",
-        "SimulatorUnavailable", "SnapshotDamaged", "SnapshotError", "SnapshotExists", "SnapshotUnfinished",
-        "StoreDamaged", "StoreError", "Unsupported", "WrongKey",
+        "DriverUnavailable", "GpucrError", "IllegalState", "InterposerError", "Interrupted", "InvalidRequest",
+        "JobChanged", "JobDamaged", "LockTimeout", "NotACudaProcess", "NotPermitted", "NotSupportedByDriver",
+        "ProcessNotFound", "SimulatorUnavailable", "SnapshotDamaged", "SnapshotError", "SnapshotExists",
+        "SnapshotUnfinished", "StoreDamaged", "StoreError", "Unsupported", "WrongKey",
     ),
+    "gpucr.gpu_state.ways": ("GpuState",),
     "gpucr.jobs.environment": ("EnvironmentChange",),
     "gpucr.jobs.record": ("JobRecord", "JobState", "Network", "StateWord"),
     "gpucr.jobs.registry": ("ListedJob",),
@@ -200,8 +203,10 @@ __all__ = [
     "Gpu",
     "GpuJob",
     "GpuMap",
+    "GpuState",
     "GpucrError",
     "IllegalState",
+    "InterposerError",
     "Interrupted",
     "InvalidRequest",
     "JobChanged",

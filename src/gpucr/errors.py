@@ -24,6 +24,7 @@
     │   ├── IllegalState               CUDA_ERROR_ILLEGAL_STATE (401)
     │   ├── LockTimeout                CUDA_ERROR_NOT_READY (600)
     │   └── NotSupportedByDriver       CUDA_ERROR_NOT_SUPPORTED (801)
+    ├── InterposerError            1   the library in a process did not do what it was asked
     ├── CriuError                  1   CRIU failed; carries its reason and its log
     ├── JobChanged                 1   the job changed under our hands (a process ended, another tool worked on it)
     │   └── CudaStarted                a process began to use CUDA between discovery and freeze
@@ -249,6 +250,12 @@ class NotSupportedByDriver(DriverError):
     """CUDA_ERROR_NOT_SUPPORTED (801): the process uses something this driver cannot checkpoint or restore."""
 
     code = "GPUCR-NOT-SUPPORTED"
+
+
+class InterposerError(GpucrError):
+    """The library in a process (`gpucr run` loads it) did not do what gpucr asked of it."""
+
+    code = "GPUCR-INTERPOSER"
 
 
 class CriuError(GpucrError):

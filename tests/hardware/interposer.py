@@ -7,7 +7,7 @@ twice: undisturbed, without the interposer, and under it while its memory is tak
 
     close gate, driver lock, driver unlock, gate empty, export, drop, lock, checkpoint, restore, unlock, give back, open
 
-With `--host` the memory is carried to the host and back (vault). Prints the time of every step, and says for each
+Prints the time of every step, and says for each
 program whether every line is the undisturbed one's. Exit code 1: one is not.
 """
 
@@ -161,20 +161,14 @@ def hold(driver: Driver, agent: Agent, times: Times) -> None:
     raise RuntimeError(f"not held in {attempts} attempts: last {closed}, lock {result}")
 
 
-def keep_on_gpu(driver: Driver, agent: Agent, times: Times, carrier: Any) -> None:
-    """One cycle with the memory left where it is, in this process's hands; or carried by a vault."""
+def keep_on_gpu(driver: Driver, agent: Agent, times: Times) -> None:
+    """One cycle with the memory left where it is, in this process's hands."""
     begin = time.monotonic()
     hold(driver, agent, times)
     with times.step("export"):
         held = [each for batch in agent.export() for each in batch]
-    if carrier is not None:
-        with times.step("save"):
-            carrier.save(held)
     with times.step("drop"):
         agent.drop()
-    if carrier is not None:
-        with times.step("let go"):
-            carrier.let_go(held)
     pid = agent.pid
     with times.step("lock"):
         driver.must("Lock", pid, (10000).to_bytes(4, "little") + bytes(60))
@@ -186,14 +180,8 @@ def keep_on_gpu(driver: Driver, agent: Agent, times: Times, carrier: Any) -> Non
         driver.must("Restore", pid)
     with times.step("unlock"):
         driver.must("Unlock", pid)
-    if carrier is None:
-        with times.step("give back"):
-            agent.give_back(held, renew=True)
-    else:
-        with times.step("create"):
-            made = [each for batch in agent.create([each.block for each in held]) for each in batch]
-        with times.step("load"):
-            carrier.load(made)
+    with times.step("give back"):
+        agent.give_back(held, renew=True)
     with times.step("open gate"):
         agent.open_gate()
     times.steps.setdefault("= thawed after", []).append(time.monotonic() - begin)
@@ -217,7 +205,6 @@ def try_program(name: str, command: Sequence[str], library: Path, options: argpa
     program = Program(command, {"LD_PRELOAD": str(library)})
     outcome: dict[str, Any] = {"program": name, "lines": len(expected), "plain_s": plain_s}
     done = 0
-    carrier = None
     try:
         if not program.wait_lines(2, options.limit):
             raise RuntimeError(f"it did not start under the interposer: {program.error_text()}")
@@ -230,15 +217,8 @@ def try_program(name: str, command: Sequence[str], library: Path, options: argpa
                 f"{status.pool_allocations} of pools, {status.arrays} arrays",
                 flush=True,
             )
-            if options.host:
-                from gpucr.interposer.vault import Vault
-
-                with times.step("vault starts"):
-                    carrier = Vault(0)
-                with times.step("vault room"):
-                    carrier.make_room(int(status.block_bytes * 1.1) + (1 << 30))
             for cycle in range(options.cycles):
-                keep_on_gpu(driver, agent, times, carrier)
+                keep_on_gpu(driver, agent, times)
                 done = cycle + 1
                 after = agent.status()
                 if after.stuck or after.away:
@@ -274,7 +254,7 @@ def on_alarm(_signal: int, _frame: Any) -> None:
 
 
 def commands(options: argparse.Namespace, folder: Path) -> dict[str, Callable[[], list[str]]]:
-    steps = str(options.steps or 20 + 12 * options.cycles + (200 + int(10 * options.gib) if options.host else 0))
+    steps = str(options.steps or 20 + 12 * options.cycles)
 
     def cuda() -> list[str]:
         program = folder / "recurrence"
@@ -297,7 +277,6 @@ def main() -> int:
     parser.add_argument("--steps", type=int, default=0)
     parser.add_argument("--limit", type=float, default=180, help="seconds for one run of a program")
     parser.add_argument("--only", choices=["cuda", "torch", "simulated"], action="append")
-    parser.add_argument("--host", action="store_true", help="carry the memory to the host and back")
     parser.add_argument("--json", type=Path)
     options = parser.parse_args()
     signal.signal(signal.SIGALRM, on_alarm)

@@ -5,11 +5,12 @@ from __future__ import annotations
 import functools
 from collections.abc import Callable, Mapping
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, TypeVar, cast
+from typing import TYPE_CHECKING, Any, TypeVar, cast, get_args
 
 import click
 
 from gpucr.cli.output import JsonWanted
+from gpucr.gpu_state.ways import GpuState
 from gpucr.jobs.names import is_name
 from gpucr.jobs.selector import JobSelector
 
@@ -184,6 +185,14 @@ timeout_option = click.option(
     type=click.FloatRange(min=0, min_open=True),
     metavar="S",
     help="Give up after S seconds and undo. Without it, locking is given 30 s and the rest as long as it takes.",
+)
+gpu_state_option = click.option(
+    "--gpu-state",
+    type=click.Choice(get_args(GpuState)),
+    default="auto",
+    show_default=True,
+    help="Insist on the way in which device memory leaves the GPU: by the driver alone, by the driver into files of "
+    "gpucr's, or by the interposer in the processes.",
 )
 gpu_map_option = click.option(
     "--gpu-map",

@@ -6,6 +6,7 @@ import click
 
 from gpucr.cli.options import (
     force_option,
+    gpu_state_option,
     job_argument,
     json_option,
     only_option,
@@ -15,12 +16,14 @@ from gpucr.cli.options import (
 )
 from gpucr.cli.progress import progress_printer
 from gpucr.cli.reports import print_change
+from gpucr.gpu_state.ways import GpuState
 from gpucr.jobs.selector import JobSelector
 from gpucr.operations.suspend import suspend
 
 
 @click.command("suspend")
 @job_argument()
+@gpu_state_option
 @only_option
 @timeout_option
 @force_option
@@ -30,6 +33,7 @@ from gpucr.operations.suspend import suspend
 def command(
     *,
     job: int | str | JobSelector,
+    gpu_state: GpuState,
     only: bool,
     timeout_s: float | None,
     force: bool,
@@ -46,5 +50,5 @@ def command(
       gpucr suspend 4711
     """
     on_progress = progress_printer(quiet=quiet or as_json, verbose=verbose)
-    report = suspend(job, only=only, timeout_s=timeout_s, force=force, on_progress=on_progress)
+    report = suspend(job, gpu_state=gpu_state, only=only, timeout_s=timeout_s, force=force, on_progress=on_progress)
     print_change("suspend", report, as_json=as_json, quiet=quiet)

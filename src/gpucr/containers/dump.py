@@ -143,7 +143,7 @@ def dump_for_runtime(root_pid: int, images: Path, hooks: RuntimeHooks, *, claim:
             running.run(_steps(context, cuda, run), roll=taken.roll, protection=taken.protection)
         finally:
             context.writer.cancel()
-            cuda.staging.close()
+            cuda.close()
             context.target.close()
         if run.left_running:
             taken.roll.require_gang(f"{context.target.where} is complete")

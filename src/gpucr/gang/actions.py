@@ -21,9 +21,10 @@ from collections.abc import Callable, Iterable, Mapping, Sequence
 from msgspec import Struct
 
 from gpucr.driver.api import Driver
+from gpucr.driver.libcuda import NOT_READY
 from gpucr.errors import DeadlineExceeded, GpucrError, IllegalState, JobChanged, LockTimeout, Unsupported
 from gpucr.gang.hold_leader import LeaderHold, LocksFailed
-from gpucr.gang.holdable import MAX_LOCK_TIMEOUT_MS, DriverLock
+from gpucr.gang.holdable import MAX_LOCK_TIMEOUT_MS, DriverLock, Holdable
 from gpucr.linux import cgroups, memory, processes
 from gpucr.model import CudaState, GangLock, GangMember, GpuMap, ProcessInfo
 
@@ -115,6 +116,10 @@ class Gang:
         self._members = {member.pid: member for member in members}
         self._stuck: dict[int, str] = {}
         self.first_lock: GangLock | None = None
+        self.rank: Callable[[int], Holdable | None] = lambda pid: None
+        """What keeps this process from submitting work, and lets it go on; None: the driver's lock alone."""
+        self.before_climb: Callable[[int], None] = lambda pid: None
+        """What is to be done with a member that is LOCKED, and was found CHECKPOINTED, before it is that again."""
         self.before_unlock: Callable[[], None] = lambda: None
         """What is to be done when all are LOCKED again and none runs yet; raises GpucrError or OSError."""
 
@@ -190,10 +195,19 @@ class Gang:
         begin = time.monotonic()
         if len(running) + len(locked) > 1:
             return self._hold_leader(running, locked, end, check)
-        # Rounded up: a lock that gives up before the deadline would be reported as one that nobody had limited.
-        timeout_ms = max(1, math.ceil(min((end - begin) * 1000, MAX_LOCK_TIMEOUT_MS)))
-        self._everywhere("lock", CudaState.RUNNING, lambda pid: self.driver.lock(pid, timeout_ms), running)
+        self._everywhere("lock", CudaState.RUNNING, lambda pid: self._hold(pid, end), running)
         return GangLock(len(running), 1, time.monotonic() - begin)
+
+    def _hold(self, pid: int, end: float) -> None:
+        rank, left_s = self.rank(pid), end - time.monotonic()
+        if rank is None:
+            # Rounded up: a lock that gives up before the deadline would be reported as one that nobody had limited.
+            self.driver.lock(pid, max(1, math.ceil(min(left_s * 1000, MAX_LOCK_TIMEOUT_MS))))
+        elif not rank.hold(left_s):
+            raise LockTimeout(
+                f"process {pid} still had GPU work pending when the time for its lock was over",
+                pid=pid, action="lock", result=NOT_READY,
+            )  # fmt: skip
 
     def _states(self, pids: Iterable[int]) -> tuple[dict[int, CudaState | None], dict[int, Exception]]:
         """The states now, each asked in a thread of its own, and the errors of those that cannot be asked."""
@@ -209,7 +223,7 @@ class Gang:
     def _hold_leader(
         self, running: Sequence[int], locked: Sequence[int], end: float, check: Callable[[], None]
     ) -> GangLock:
-        ranks = [DriverLock(self.driver, pid) for pid in (*running, *locked)]
+        ranks = [self.rank(pid) or DriverLock(self.driver, pid) for pid in (*running, *locked)]
         hold = LeaderHold(ranks, end=end, stuck_after_s=STUCK_AFTER_S, locked=locked, check=check)
         try:
             return hold.lock()
@@ -244,7 +258,7 @@ class Gang:
     def _unlock_unless_ended(self, pid: int) -> None:
         """Those that run already may be about to end, and end the rest of the job: that is no failure."""
         try:
-            self.driver.unlock(pid)
+            (self.rank(pid) or DriverLock(self.driver, pid)).release()
         except GpucrError:
             if processes.goes_on(self._members[pid].id):
                 raise
@@ -310,7 +324,11 @@ class Gang:
             self._lock(running, locked, time.monotonic() + DEFAULT_LOCK_TIMEOUT_S)
         if errors:
             raise self._explain("lock", CudaState.RUNNING, errors)
-        self._everywhere("checkpoint", CudaState.LOCKED, self.driver.checkpoint, checkpointed)
+        self._everywhere("checkpoint", CudaState.LOCKED, self._checkpoint_again, checkpointed)
+
+    def _checkpoint_again(self, pid: int) -> None:
+        self.before_climb(pid)
+        self.driver.checkpoint(pid)
 
     def _require_all_alive(self, action: str) -> None:
         """Raise JobChanged where a member ended without a driver call that failed: before the call, or right after."""

@@ -11,7 +11,7 @@ from __future__ import annotations
 
 import contextlib
 import signal
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Collection, Iterator, Mapping
 
 from gpucr.errors import DeadlineExceeded, GpucrError, JobChanged, NotPermitted
 from gpucr.linux import processes
@@ -29,7 +29,9 @@ class GangThreads:
     to stopped, and back, without running in between. The parent can see that stop, as `waitpid(WUNTRACED)` shows it.
     """
 
-    def __init__(self) -> None:
+    def __init__(self, also_free: Callable[[int], Collection[int]] = lambda pid: ()) -> None:
+        """``also_free``: threads of a process that are never held, because they never call the driver unasked."""
+        self._also_free = also_free
         self._held: list[HeldThreads] = []
         self._free_threads: dict[int, int] = {}
         self._ids: dict[int, ProcessId] = {}
@@ -88,7 +90,7 @@ class GangThreads:
             self._held.pop().release()
 
     def _hold(self, free_threads: Mapping[int, int], deadline: float | None = None) -> None:
-        held = HeldThreads(free_threads, deadline)
+        held = HeldThreads(free_threads, deadline, self._also_free)
         with explained(*free_threads):
             held.hold()
         self._held.append(held)

@@ -23,7 +23,7 @@ if TYPE_CHECKING:
     from gpucr.undo.protection import Protection
     from gpucr.undo.steps import Meter
 
-CAPTURED, PLAIN = "captured", "plain"
+CAPTURED, PLAIN, INTERPOSED = "captured", "plain", "interposed"
 
 
 class Backend(Protocol):

@@ -8,10 +8,11 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 
 from gpucr.errors import GpucrError
 from gpucr.gpu_state import staging
-from gpucr.gpu_state.backend import Backend
+from gpucr.gpu_state.backend import CAPTURED, Backend
 from gpucr.gpu_state.captured import CapturedStaging
 from gpucr.gpu_state.plain import PlainStaging
 from gpucr.gpu_state.source import Saver, Source
+from gpucr.gpu_state.ways import GpuState, refused
 from gpucr.linux.tmpfs import StagingFile
 from gpucr.model import CudaState, DevicePart, Extent, StagedExtent
 from gpucr.quantities import format_bytes
@@ -33,22 +34,27 @@ class GangStaging:
     """Where the device memory of each process goes, and where it is. See `gpu_state.backend` for the order.
 
     With ``use_files`` the driver's staging is captured (`CapturedStaging`), which needs root, else `PlainStaging`;
-    ``over`` tells which backends a process has over that, lowest first. ``writer`` saves what they hold while they get
-    it; with ``save_gently`` it takes few processors after that, until somebody waits for it.
+    ``gpu_state`` is the way that a user insists on. ``over`` tells which backends a process has over that, lowest
+    first, and ``why_not`` why it has none. ``writer`` saves what they hold while they get it; with ``save_gently`` it
+    takes few processors after that, until somebody waits for it.
     """
 
     def __init__(
         self,
         *,
         use_files: bool,
+        gpu_state: GpuState = "auto",
         writer: Saver | None = None,
         save_gently: bool = False,
         over: Callable[[int], Sequence[Backend]] = lambda pid: (),
+        why_not: Mapping[int, str] | None = None,
     ) -> None:
         self.use_files = use_files
+        self._gpu_state = gpu_state
         self._writer = writer
         self._save_gently = save_gently
         self._over = over
+        self._why_not = why_not if why_not is not None else {}
         self._driver: dict[int, PlainStaging] = {}  # level 0, by pid
         self._stacks: dict[int, tuple[Backend, ...]] = {}  # with level 0
         self._saved_bytes: dict[DevicePart, int] = {}  # what the writer knows of
@@ -115,6 +121,8 @@ class GangStaging:
         Before it, what lies over the driver's takes its memory, level by level. After it all that there is can be read.
         """
         backends = [each for pid in restore_threads for each in self._stack(pid)]
+        for pid in restore_threads.keys() & self._why_not.keys():
+            meter.note(f"process {pid}: device memory leaves by the driver, not by an interposer: {self._why_not[pid]}")
         over = threading.Event()
         follower = threading.Thread(target=self._follow, args=(backends, meter, over), name="follow", daemon=True)
         try:
@@ -129,6 +137,7 @@ class GangStaging:
             self._stop(follower, over)
             for each in backends:
                 each.complete(meter)
+            self._require_captured(backends)
             for each in backends:
                 self._save_all_of(each)
         except BaseException:
@@ -163,10 +172,22 @@ class GangStaging:
 
     def _stack(self, pid: int) -> tuple[Backend, ...]:
         if pid not in self._stacks:
-            part = DevicePart(pid)
-            lowest = CapturedStaging(part, is_saved=self._writer is not None) if self.use_files else PlainStaging(part)
+            lowest = self._lowest(DevicePart(pid))
             self._driver[pid], self._stacks[pid] = lowest, (lowest, *self._over(pid))
         return self._stacks[pid]
+
+    def _lowest(self, part: DevicePart) -> PlainStaging:
+        if self.use_files:
+            return CapturedStaging(part, is_saved=self._writer is not None or self._gpu_state == CAPTURED)
+        return PlainStaging(part, is_watched=self._gpu_state != "driver")
+
+    def _require_captured(self, backends: Sequence[Backend]) -> None:
+        """Raise Unsupported where that was insisted on, and private memory has it."""
+        for each in backends if self._gpu_state == CAPTURED else ():
+            if isinstance(each, PlainStaging) and each.private:
+                raise refused(
+                    f"staging of process {each.part.pid} could not be captured", "see with `-v` why (`gpucr doctor`)"
+                )
 
     def _stop(self, follower: threading.Thread, over: threading.Event, *, raises: bool = True) -> None:
         over.set()

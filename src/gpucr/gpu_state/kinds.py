@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 
 from gpucr.errors import Unsupported
-from gpucr.gpu_state.backend import CAPTURED, PLAIN, Backend, Kind, Return
+from gpucr.gpu_state.backend import CAPTURED, INTERPOSED, PLAIN, Backend, Kind, Return
 from gpucr.gpu_state.captured import CapturedReturn
 from gpucr.model import KIND_NAME, DevicePart, StagedExtent
 from gpucr.undo.protection import Protection
@@ -18,7 +18,7 @@ def register(kind: Kind) -> None:
 
     Raises ValueError for a name that is taken, or that no kind can have.
     """
-    if kind.name in (*_kinds, CAPTURED, PLAIN) or not KIND_NAME.fullmatch(kind.name):
+    if kind.name in (*_kinds, CAPTURED, PLAIN, INTERPOSED) or not KIND_NAME.fullmatch(kind.name):
         raise ValueError(f"no kind can be called {kind.name!r}, or there is one")
     _kinds[kind.name] = kind
 

@@ -101,6 +101,11 @@ class Placement:
         """The choice was made with the pids of a snapshot: ``pids`` says, once they are there, which each has now."""
         self._pids = pids
 
+    def visible(self, pid: int) -> tuple[Gpu, ...]:
+        """The GPUs that a member could use so far, in its order."""
+        gpus = self._gpus.get(self._number(pid))
+        return gpus.visible if gpus is not None else ()
+
     def maps(self, gang: Gang) -> dict[int, GpuMap]:
         """The GPU map of each member that goes to other GPUs, by pid."""
         chosen = {

@@ -15,11 +15,13 @@ from gpucr.undo.steps import Meter
 class PlainStaging:
     """See `Backend`. ``private`` says where the driver has left the memory in the process, after `complete`.
 
-    The driver is given huge pages for it where there are any, which is faster; nothing depends on that.
+    The driver is given huge pages for it where there are any, which is faster; nothing depends on that. ``is_watched``
+    is False: the driver does all of it alone.
     """
 
-    def __init__(self, part: DevicePart) -> None:
+    def __init__(self, part: DevicePart, *, is_watched: bool = True) -> None:
         self.part = part
+        self._is_watched = is_watched
         self.extents: tuple[StagedExtent, ...] = ()
         self.private: tuple[Extent, ...] = ()
         self._expected_bytes = 0
@@ -51,6 +53,8 @@ class PlainStaging:
     def begin(self, restore_thread: int, meter: Meter, deadline: float | None) -> None:
         """Watch the restore thread, to give the driver better staging than it asks for."""
         self._before = _maps_if_alive(self.part.pid)
+        if not self._is_watched:
+            return
         self._capture = Capture(
             self.part.pid,
             restore_thread,
@@ -68,6 +72,7 @@ class PlainStaging:
     def complete(self, meter: Meter) -> None:
         """See where staging is."""
         if self._capture is None:
+            self._locate()
             return
         self._capture.finish()
         self._take(self._capture)
@@ -91,6 +96,9 @@ class PlainStaging:
         return None
 
     def _take(self, capture: Capture) -> None:
+        self._locate()
+
+    def _locate(self) -> None:
         self.private = staging.locate(self._before, _maps_if_alive(self.part.pid))
 
 

@@ -3,19 +3,25 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
+from typing import TYPE_CHECKING
 
 import msgspec
 
+from gpucr.driver.api import Driver
 from gpucr.driver.cuda import load_driver
 from gpucr.errors import GpucrError, JobChanged
 from gpucr.gang import Gang
 from gpucr.gang.threads import GangThreads
+from gpucr.interposer.presence import agent_threads, is_interposed
 from gpucr.linux import memory, processes
 from gpucr.model import CudaState, GangMember, GpuMap, ProcessId, StagedExtent
 from gpucr.undo.logs import append_to_log
 from gpucr.undo.protection import Protection
 from gpucr.undo.recovery import Action
+
+if TYPE_CHECKING:
+    from gpucr.interposer.client import Held
 
 _DRIVER_LIMIT_S = 600.0
 """How long calls of the driver may take in all: those that had begun, and those that bring the job back."""
@@ -30,12 +36,24 @@ class DetachedStaging(msgspec.Struct, frozen=True):
     extents: tuple[StagedExtent, ...]
 
 
+class HeldBlocks(msgspec.Struct, frozen=True):
+    """Device memory of an interposed process that is in so many descriptors alone, or that the process keeps itself.
+
+    ``blocks`` has the fields of each `interposer.protocol.Block`, ``uuids`` the GPUs that the process sees.
+    """
+
+    pid: int
+    uuids: tuple[str, ...]
+    blocks: tuple[tuple[int, ...], ...]
+
+
 class BringBack(Action):
     """A gang goes back to where it was found, whatever keeps it from running.
 
     - ``members`` go back to the state in which they were found.
     - ``restore_threads``: per pid of a member, the one thread that may run while device memory is away.
     - ``detached``: staging that is mapped back before the driver restores. The descriptors are its files, in order.
+    - ``held``: what interposers have let go; its descriptors follow, block by block.
     - ``stopped``: processes that SIGSTOP may have stopped, and that go on.
     - ``moving``: to which GPUs members may be on their way, by pid. When one has got there, the others follow: it may
       stand where they had been.
@@ -44,6 +62,7 @@ class BringBack(Action):
     members: tuple[GangMember, ...] = ()
     restore_threads: dict[int, int] = msgspec.field(default_factory=dict)
     detached: tuple[DetachedStaging, ...] = ()
+    held: tuple[HeldBlocks, ...] = ()
     stopped: tuple[ProcessId, ...] = ()
     moving: dict[int, GpuMap] = msgspec.field(default_factory=dict)
 
@@ -55,14 +74,15 @@ class BringBack(Action):
     def recover(self, descriptors: Sequence[int]) -> bool:
         """Hold the threads, end the stop, map device memory, let the driver restore and unlock, let the threads go."""
         members = [member for member in self.members if processes.goes_on(member.id)]
-        threads = GangThreads()
+        threads = GangThreads(agent_threads)
+        files, blocks = descriptors[: len(self.detached)], descriptors[len(self.detached) :]
         try:
             if members:
                 self._hold(threads, members)
                 # The driver answers only while its thread runs; all others are held, and do not notice.
                 processes.continue_stopped(set(self.stopped) & {member.id for member in members})
-                self._attach_all(members, descriptors)
-                _return_to_found(members, self.moving)
+                self._attach_all(members, files)
+                _return_to_found(members, self.moving, lambda driver: self._give_back(driver, members, blocks))
                 self._close_left_behind(members)
         finally:
             threads.release()
@@ -106,6 +126,25 @@ class BringBack(Action):
             if waiting:
                 time.sleep(_LOOK_EVERY_S)
 
+    def _give_back(self, driver: Driver, members: Sequence[GangMember], descriptors: Sequence[int]) -> None:
+        """What interposers have let go. The driver has restored; a process that is not there needs nothing."""
+        if not self.held:
+            return
+        from gpucr.gpu_state import interposed  # late: what a driver's own suspend does not need
+        from gpucr.interposer.vault import Vaults
+
+        alive, given = {member.pid for member in members if processes.goes_on(member.id)}, iter(descriptors)
+        vaults = Vaults()
+        try:
+            for each in self.held:
+                held = interposed.held_of(each.blocks, given)
+                if each.pid in alive:
+                    line = interposed.Line(each.pid)
+                    interposed.bring_back(driver, line, each.uuids, vaults, held)
+                    interposed.let_go_on(line)
+        finally:
+            vaults.close()
+
     def _close_left_behind(self, members: Sequence[GangMember]) -> None:
         """While the driver fills a staging file, the process has it open: its capture can close it no more."""
         from gpucr.gpu_state import staging  # late, as above
@@ -125,10 +164,15 @@ def _is_reservation(pid: int, extent: StagedExtent) -> bool:
     )
 
 
-def _return_to_found(members: Sequence[GangMember], moving: Mapping[int, GpuMap]) -> None:
+def _return_to_found(
+    members: Sequence[GangMember], moving: Mapping[int, GpuMap], give_back: Callable[[Driver], None]
+) -> None:
     """Every member back to its found state, also where the driver is still at work on the dead gpucr's call."""
     end = time.monotonic() + _DRIVER_LIMIT_S
-    gang = Gang(load_driver(), members, deadline=end)
+    driver = load_driver()
+    gang = Gang(driver, members, deadline=end)
+    gang.before_unlock = lambda: give_back(driver)
+    gang.before_climb = lambda pid: _take_out_again(driver, pid)
     while True:
         try:
             _finish_move(gang, {member.pid: moving[member.pid] for member in members if member.pid in moving})
@@ -150,6 +194,13 @@ def _finish_move(gang: Gang, moving: Mapping[int, GpuMap]) -> None:
             append_to_log("guard", f"not moved to other GPUs: {error}")
 
 
+def _take_out_again(driver: Driver, pid: int) -> None:
+    if is_interposed(pid):
+        from gpucr.gpu_state import interposed  # late, as above
+
+        interposed.take_out_again(driver, pid)
+
+
 class GangProtection:
     """What the guard of an operation knows of its gang, kept up as the steps go on.
 
@@ -161,6 +212,7 @@ class GangProtection:
         self.protection = protection
         self._action = BringBack()
         self._files: tuple[int, ...] = ()
+        self._blocks: dict[int, tuple[HeldBlocks, tuple[int, ...]]] = {}
 
     def members(self, members: Sequence[GangMember]) -> None:
         """These may leave the state in which they were found."""
@@ -182,7 +234,14 @@ class GangProtection:
     def attached(self) -> None:
         """All staging is where the driver left it again."""
         self._action.detached, self._files = (), ()
-        self.protection.amend(self._action)
+        self.protection.amend(self._action, self._descriptors())
+
+    def blocks(self, pid: int, uuids: Sequence[str], held: Sequence[Held]) -> None:
+        """Device memory of this process may be in these descriptors alone; none: the process has it, or keeps it."""
+        blocks = tuple(msgspec.structs.astuple(each.block) for each in held)
+        self._blocks[pid] = HeldBlocks(pid, tuple(uuids), blocks), tuple(each.descriptor for each in held)
+        self._action.held = tuple(blocks for blocks, _ in self._blocks.values())
+        self._tell()
 
     def moving(self, maps: Mapping[int, GpuMap]) -> None:
         """These members, by pid, go to other GPUs."""
@@ -195,4 +254,7 @@ class GangProtection:
         self._tell()
 
     def _tell(self) -> None:
-        self.protection.protect(self._action, self._files)
+        self.protection.protect(self._action, self._descriptors())
+
+    def _descriptors(self) -> tuple[int, ...]:
+        return (*self._files, *(fd for _, fds in self._blocks.values() for fd in fds))

@@ -21,7 +21,7 @@ import queue
 import signal as signals
 import threading
 import time
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Collection, Iterator, Mapping
 from typing import overload
 
 from msgspec import Struct
@@ -333,14 +333,21 @@ class TracedThread:
 class HeldThreads:
     """All threads of some processes but one each, stopped. Running or stopped (SIGSTOP) → held → as before.
 
-    ``free_threads`` maps each pid to the thread id that goes on. Needs the right to trace the processes (same user and
-    dumpable, or CAP_SYS_PTRACE; Yama's ptrace_scope below 2). A stop by SIGSTOP stays in force for the free threads
-    until somebody sends SIGCONT, which the held ones do not notice. ``deadline`` (time.monotonic): how long one that
-    hangs in the kernel, where nothing stops it, is waited for.
+    ``free_threads`` maps each pid to the thread id that goes on; ``also_free`` tells of more in a process. Needs
+    the right to trace the processes (same user and dumpable, or CAP_SYS_PTRACE; Yama's ptrace_scope below 2). A
+    stop by SIGSTOP stays in force for the free threads until somebody sends SIGCONT, which the held ones do not
+    notice. ``deadline`` (time.monotonic): how long one that hangs in the kernel, where nothing stops it, is waited
+    for.
     """
 
-    def __init__(self, free_threads: Mapping[int, int], deadline: float | None = None) -> None:
+    def __init__(
+        self,
+        free_threads: Mapping[int, int],
+        deadline: float | None = None,
+        also_free: Callable[[int], Collection[int]] = lambda pid: (),
+    ) -> None:
         self._free_threads = dict(free_threads)
+        self._also_free = also_free
         self._deadline = deadline
         self._held: list[TracedThread] = []
         self._calls: queue.SimpleQueue[tuple[Callable[[], None], queue.SimpleQueue[BaseException | None]] | None]
@@ -388,7 +395,7 @@ class HeldThreads:
 
     def _seize_all(self) -> None:
         for pid, free_thread in self._free_threads.items():
-            seen = {free_thread}
+            seen = {free_thread, *self._also_free(pid)}
             # A thread that is not held yet can start another one: look again until there is none that is new.
             while new := [tid for tid in processes.threads(pid) if tid not in seen]:
                 seen.update(new)

@@ -44,17 +44,19 @@ class StagingFile:
         self.reason = reason
 
     @classmethod
-    def create(cls, size_bytes: int) -> StagingFile:
+    def create(cls, size_bytes: int, name: str = FILE_NAME) -> StagingFile:
         """Make an empty file of this size, rounded up to 2 MiB, that takes no memory yet.
+
+        ``name``: another one, for what is not the driver's staging.
 
         Huge pages need CAP_SYS_ADMIN (a tmpfs of its own) or a machine that gives them to all shared memory. Raises
         OSError where there can be no such file at all (file size limit, no descriptor left).
         """
         failure = None
         try:
-            fd = _open_on_private_tmpfs()
+            fd = _open_on_private_tmpfs(name)
         except OSError as e:
-            fd, failure = os.memfd_create(FILE_NAME.removeprefix("memfd:"), os.MFD_CLOEXEC), e.strerror
+            fd, failure = os.memfd_create(name.removeprefix("memfd:"), os.MFD_CLOEXEC), e.strerror
         try:
             file = cls(fd, None)
             file.resize(-(-size_bytes // HUGE_PAGE_BYTES) * HUGE_PAGE_BYTES)
@@ -161,20 +163,20 @@ def _why_not_huge(fd: int, failure: str | None) -> str | None:
         return "the kernel was built without huge pages in shared memory"
 
 
-def _open_on_private_tmpfs() -> int:
+def _open_on_private_tmpfs(name: str) -> int:
     """A deleted file on a tmpfs that is mounted nowhere and lives as long as the file. Needs CAP_SYS_ADMIN."""
     with contextlib.ExitStack() as opened:
         context = _syscall("fsopen", _FSOPEN, b"tmpfs", _CLOEXEC)
         opened.callback(os.close, context)
         # Without a size, half of the machine's memory would be the limit. 0: the machine's and the cgroup's.
-        for name, value in ((b"huge", b"always"), (b"size", b"0"), (b"mode", b"0700")):
-            _syscall("fsconfig", _FSCONFIG, context, _SET_STRING, name, value, 0)
+        for option, value in ((b"huge", b"always"), (b"size", b"0"), (b"mode", b"0700")):
+            _syscall("fsconfig", _FSCONFIG, context, _SET_STRING, option, value, 0)
         _syscall("fsconfig", _FSCONFIG, context, _CREATE, None, None, 0)
         mount = _syscall("fsmount", _FSMOUNT, context, _CLOEXEC, 0)
         opened.callback(os.close, mount)
         # Not O_TMPFILE: the name is how the mapping is recognised in a process's maps later.
-        fd = os.open(FILE_NAME, os.O_CREAT | os.O_EXCL | os.O_RDWR | os.O_CLOEXEC, 0o600, dir_fd=mount)
-        os.unlink(FILE_NAME, dir_fd=mount)
+        fd = os.open(name, os.O_CREAT | os.O_EXCL | os.O_RDWR | os.O_CLOEXEC, 0o600, dir_fd=mount)
+        os.unlink(name, dir_fd=mount)
         return fd
 
 

@@ -313,7 +313,7 @@ def _close(context: OwnDump, *, has_staging: bool) -> None:
     """What fails here hides neither a success nor a job that could not be brought back."""
     context.writer.cancel()
     if context.cuda is not None and has_staging:
-        context.cuda.staging.close()
+        context.cuda.close()
     with contextlib.suppress(GpucrError, OSError):
         context.target.close()
 

@@ -80,7 +80,7 @@ def freeze(
         cuda = cuda_work(found, protection, held, SavedLater(), deadline=deadline) if found.job.gang else None
         steps, thaw = steps_to_freeze(found.job, cuda, protection)
         if cuda is not None:
-            opened.callback(cuda.staging.close)
+            opened.callback(cuda.close)
             steps.insert(0, cuda.allocate(leave_running=True))
         phases = running.run(steps, roll=taken.roll, deadline=deadline, protection=protection)
         if cuda is not None:

@@ -5,7 +5,7 @@ Suspend, dump, the container hook and `gpucr.freeze` are made of them.
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 
 from msgspec import Struct
 
@@ -13,7 +13,9 @@ from gpucr.driver.gpus import list_gpus
 from gpucr.gang import Gang
 from gpucr.gang.threads import GangThreads
 from gpucr.gpu_state import kinds
+from gpucr.gpu_state.backend import Backend
 from gpucr.gpu_state.gang_staging import AllocateStaging, GangStaging
+from gpucr.gpu_state.interposed import Interposers
 from gpucr.gpu_state.placement import ProcessGpus, gpus_of
 from gpucr.gpu_state.recovery import GangProtection
 from gpucr.gpu_state.source import Saver
@@ -29,8 +31,10 @@ from gpucr.gpu_state.steps import (
     UnlockGang,
 )
 from gpucr.gpu_state.stop_others import StopOthers
+from gpucr.gpu_state.ways import GpuState, uses_files
+from gpucr.interposer.presence import agent_threads
 from gpucr.jobs.selection import FoundJob
-from gpucr.model import GangMember, Gpu, Job
+from gpucr.model import GangMember, Gpu, Job, ProcessId
 from gpucr.undo.protection import Protection
 from gpucr.undo.steps import Step
 
@@ -54,6 +58,7 @@ class CudaWork(Struct, frozen=True, kw_only=True):
     device_bytes: Mapping[int, Mapping[str, int]]
     staging: GangStaging
     threads: GangThreads
+    interposers: Interposers
     guarded: GangProtection
     checkpoint: CheckpointGang
 
@@ -61,6 +66,11 @@ class CudaWork(Struct, frozen=True, kw_only=True):
     def protection(self) -> Protection:
         """What the guard knows."""
         return self.guarded.protection
+
+    def close(self) -> None:
+        """Free what holds device memory."""
+        self.staging.close()
+        self.interposers.close()
 
     def gpus_of(self, member: GangMember) -> ProcessGpus:
         """The GPUs of one process."""
@@ -105,32 +115,52 @@ def cuda_work(
     *,
     deadline: float | None = None,
     save_gently: bool = False,
-    use_files: bool = True,
+    gpu_state: GpuState = "auto",
+    to_stay: bool = False,
     whole_tree: bool = True,
 ) -> CudaWork:
     """For a job that uses CUDA. ``held``: its device memory, per pid and GPU UUID. Changes nothing.
 
     Without a ``saver`` the CPU threads go on, and nothing is taken that only gpucr could give back: the job may stay
-    so when the operation is over (suspend). ``use_files``, ``whole_tree``: as in GangStaging and CheckpointGang.
+    so when the operation is over. ``to_stay``: it does (suspend), and interposers take what they can. ``gpu_state``,
+    ``whole_tree``: as in GangStaging and CheckpointGang.
     """
     if found.driver is None or not found.job.gang:
         raise ValueError("the job does not use CUDA")
     gang = Gang(found.driver, found.job.gang, deadline=deadline)
+    threads, guarded = GangThreads(agent_threads), GangProtection(protection)
+    gpus = list_gpus()
+
+    def uuids_of(process: ProcessId) -> list[str]:
+        return [gpu.uuid for gpu in gpus_of(process, gpus, used=held.get(process.pid, {})).visible]
+
+    interposers = Interposers(found.driver, uuids_of, guarded, to_host=True, gpu_state=gpu_state)
+    interposers.require(found.job.gang)
+
+    def over(pid: int) -> Sequence[Backend]:
+        if to_stay:
+            return interposers.over(pid)
+        return kinds.stack_over(pid, protection) if saver is not None else ()
+
     staging = GangStaging(
-        use_files=use_files,
+        use_files=uses_files(gpu_state),
+        gpu_state=gpu_state,
         writer=saver,
         save_gently=save_gently,
-        over=(lambda pid: kinds.stack_over(pid, protection)) if saver is not None else (lambda pid: ()),
+        over=over,
+        why_not=interposers.why_not,
     )
+    if to_stay:
+        gang.rank = interposers.rank
     gang.before_unlock = lambda: staging.give_back(gang.state)
-    threads, guarded = GangThreads(), GangProtection(protection)
     expected_bytes = sum(sum(by_gpu.values()) for by_gpu in held.values())
     return CudaWork(
         gang=gang,
-        gpus=list_gpus(),
+        gpus=gpus,
         device_bytes=held,
         staging=staging,
         threads=threads,
+        interposers=interposers,
         guarded=guarded,
         checkpoint=CheckpointGang(
             gang,

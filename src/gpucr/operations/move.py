@@ -69,7 +69,7 @@ def move(
         findings = selection.findings_before_freeze(found.job, preflight.needs_of_suspend(held, in_files=use_files))
         findings += findings_of_traps(found.job, found.driver, uses)
         findings += preflight.check_room(choice.needed_bytes, placement.here, choice.gpu_map)
-        work = cuda_work(found, protection, held, None, deadline=deadline, use_files=use_files, whole_tree=not only)
+        work = cuda_work(found, protection, held, None, deadline=deadline, whole_tree=not only)
         opened.callback(work.staging.close)
         steps: list[Step] = []
         if choice.gpu_map is not None:

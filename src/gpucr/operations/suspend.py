@@ -17,13 +17,14 @@ from gpucr.errors import GpucrError
 from gpucr.gang import Gang
 from gpucr.gpu_state import staging, suspended
 from gpucr.gpu_state.gpu_choice import GpuRequest
-from gpucr.gpu_state.placement import place_suspended
+from gpucr.gpu_state.interposed import SuspendedBlocks
+from gpucr.gpu_state.placement import gpus_of, place_suspended
 from gpucr.gpu_state.recovery import GangProtection
 from gpucr.gpu_state.steps import RestoreGang, UnlockGang
+from gpucr.gpu_state.ways import GpuState, require_possible, uses_files
 from gpucr.jobs import selection
 from gpucr.jobs.selector import JobSelector
 from gpucr.jobs.taken import TakenJob, taken_job
-from gpucr.linux import processes
 from gpucr.model import CudaState, GangLock, GangMember, GpuMap
 from gpucr.operations.freeze_steps import cuda_work
 from gpucr.undo.cancellation import Cancellation
@@ -66,6 +67,7 @@ class ChangeReport:
 def suspend(
     pid: int | str | JobSelector,
     *,
+    gpu_state: GpuState = "auto",
     only: bool = False,
     timeout_s: float | None = None,
     force: bool = False,
@@ -76,25 +78,36 @@ def suspend(
 
     ``pid``, or the name of a registered job, stands for its whole tree (``only``: for the one process); a `JobSelector`
     for several trees, or a cgroup, whose CUDA processes are one gang. ``force`` takes what is not one job, too, and
-    overrules preflight. Processes found CHECKPOINTED stay so. CPU threads go on until they call CUDA. Needs access to
-    the processes (same user, or CAP_SYS_PTRACE).
+    overrules preflight. ``gpu_state`` insists on a way for the device memory. Processes found CHECKPOINTED stay so. CPU
+    threads go on until they call CUDA. Needs access to the processes (same user, or CAP_SYS_PTRACE).
 
     Raises NotACudaProcess, Unsupported (nothing was changed), LockTimeout, DeadlineExceeded, Interrupted, DriverError
     or JobChanged (all undone), JobDamaged (not undone).
     """  # fmt: skip
     with operation("suspend", pid, on_progress=on_progress, cancel=cancel) as running, contextlib.ExitStack() as opened:
+        require_possible(gpu_state)
         deadline = selection.deadline_after(timeout_s)
         taken = opened.enter_context(taken_job(running, pid, TO_CHANGE, only=only, force=force))
         found, protection = taken.cuda()
         uses = gpu_processes()
         held = preflight.device_bytes_in_use(found.job, uses)
-        use_files = processes.can_checkpoint_processes()
+        use_files = uses_files(gpu_state)
         findings = selection.findings_before_freeze(found.job, preflight.needs_of_suspend(held, in_files=use_files))
         findings += findings_of_traps(found.job, found.driver, uses)
         preflight.require_no_blocking(findings, force=force)
-        work = cuda_work(found, protection, held, None, deadline=deadline, use_files=use_files, whole_tree=not only)
-        opened.callback(work.staging.close)
+        work = cuda_work(
+            found,
+            protection,
+            held,
+            None,
+            deadline=deadline,
+            gpu_state=gpu_state,
+            to_stay=True,
+            whole_tree=not only,
+        )
+        opened.callback(work.close)
         work.staging.prepare(work.sizes)
+        work.interposers.wait_prepared()  # while the job runs: it stands still for the copy alone
         phases = running.run(work.steps_off_gpu(), roll=taken.roll, deadline=deadline, protection=protection)
         gang = work.gang
         for member in gang.members:
@@ -159,11 +172,24 @@ def _resume(
         findings += preflight.check_driver(gang.driver.capabilities(), choice.gpu_map)
     preflight.require_no_blocking(findings, force=force)
     steps: list[Step] = []  # none for a job that runs: what is not done is not announced, either
+    maps = placement.maps(gang)
+    ids = {member.pid: member.id for member in gang.members}
+
+    def uuids_of(pid: int) -> list[str]:
+        return [gpu.uuid for gpu in placement.visible(pid) or gpus_of(ids[pid], here, used={}).visible]
+
+    suspended_blocks = SuspendedBlocks(gang.driver, uuids_of, maps)
+    gang.before_unlock = lambda: suspended_blocks.give_back(gang.members)
+    gang.before_climb = suspended_blocks.take_out_again
     if away:
         steps.append(RestoreGang(gang, placement if choice.gpu_map is not None else None, down_to=before_suspend))
-    if any(m.found is not CudaState.RUNNING and before_suspend(m) is CudaState.RUNNING for m in gang.members):
+    left_half_way = any(suspended_blocks.is_away(m.pid) for m in gang.members if m.found is CudaState.RUNNING)
+    if left_half_way or any(
+        m.found is not CudaState.RUNNING and before_suspend(m) is CudaState.RUNNING for m in gang.members
+    ):
         steps.append(UnlockGang(gang, down_to=before_suspend))
     with contextlib.ExitStack() as kept:
+        kept.callback(suspended_blocks.close)
         for member in gang.members:
             _keep_staging_file(member, kept)
         GangProtection(protection).members(gang.members)

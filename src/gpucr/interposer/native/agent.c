@@ -93,8 +93,13 @@ static uint32_t do_close(void) {
     return DONE;
 }
 
+/* What is kept has the bytes of memory that is away, or that was made anew and is not filled yet. */
+static bool is_whole(void) {
+    return !carry_anything_away() && kept < 0;
+}
+
 static void open_if_whole(void) {
-    if (carry_anything_away())
+    if (!is_whole())
         return;
     carry_forget_exports();
     gate_open();
@@ -217,7 +222,7 @@ static uint32_t perform(void) {
     case STATUS:
         return DONE;
     case OPEN: /* opened after the answer: the program may end at once, and the agent with it */
-        return carry_anything_away() ? MEMORY_IS_AWAY : DONE;
+        return is_whole() ? DONE : MEMORY_IS_AWAY;
     case EXPORT:
     case DROP:
     case IMPORT:

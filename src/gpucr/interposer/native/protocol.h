@@ -22,7 +22,7 @@ enum operation {
     IMPORT,     /* records with a descriptor each; a = 1: the blocks are renewed, so that they can be exported again */
     CREATE,     /* records: made anew, empty, at their addresses. Answer: a descriptor for each */
     LIST,       /* a = first block. Answer: records; a = the next block, b = 1: that was all */
-    KEEP,       /* one descriptor, which is kept for whoever asks; none: the one that is kept is closed */
+    KEEP,       /* one descriptor, which is kept for whoever asks, with the gate closed; none: the one that is kept is closed */
     FETCH,      /* answer: that descriptor, if there is one */
     SHARE,      /* on the peers' socket: a = address in a range, b = the exporter's token. Answer as for EXPORT, a = next address */
 };

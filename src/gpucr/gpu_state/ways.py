@@ -1,0 +1,32 @@
+"""The ways in which device memory leaves its GPU, where a user insists on one (``--gpu-state``)."""
+
+from __future__ import annotations
+
+from typing import Literal, get_args
+
+from gpucr.errors import InvalidRequest, Unsupported
+from gpucr.gpu_state.backend import CAPTURED
+from gpucr.linux import processes
+
+GpuState = Literal["auto", "driver", "captured", "interposed"]
+"""``auto``: for each process its interposer, else captured staging, else the driver's own."""
+
+
+def require_possible(gpu_state: str) -> None:
+    """Raise InvalidRequest for a way that there is not, and Unsupported for one that this user cannot go."""
+    if gpu_state not in get_args(GpuState):
+        raise InvalidRequest(f"gpu_state is {gpu_state!r}", hint="give one of " + ", ".join(get_args(GpuState)))
+    if gpu_state == CAPTURED and not processes.can_checkpoint_processes():
+        raise refused("staging cannot be captured without root", "run gpucr as root")
+
+
+def uses_files(gpu_state: GpuState) -> bool:
+    """Whether the driver's staging is captured in files."""
+    return gpu_state != "driver" and processes.can_checkpoint_processes()
+
+
+def refused(why: str, what_to_do: str) -> Unsupported:
+    """The way that was insisted on cannot be gone."""
+    return Unsupported(
+        why, hint=f"{what_to_do}, or leave the way to gpucr (`--gpu-state auto`)", code="GPUCR-GPU-STATE"
+    )

@@ -1,0 +1,87 @@
+"""`--gpu-state`: device memory leaves the GPU in the way that a user insists on, or nothing happens."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import get_args
+
+import pytest
+
+import gpucr
+from gpucr.driver.cuda import CudaDriver
+from gpucr.errors import InvalidRequest, Unsupported
+from gpucr.gpu_state import staging
+from gpucr.gpu_state.ways import GpuState
+from gpucr.interposer.library import installed, preload_path
+from gpucr.linux import processes
+from gpucr.model import CudaState
+from tests.conftest import skip_or_fail
+from tests.counter import Counter, CounterFactory
+
+RUNNING, CHECKPOINTED = CudaState.RUNNING, CudaState.CHECKPOINTED
+SIZE_BYTES = 24 << 20
+
+
+@pytest.fixture(autouse=True)
+def as_root() -> None:
+    if not processes.can_checkpoint_processes():
+        skip_or_fail("root", "staging is captured by root alone")
+
+
+@pytest.fixture
+def interposed(counter: CounterFactory, sim_only: None, tmp_path: Path) -> Counter:
+    """A counter that may go each way."""
+    environment = {"LD_PRELOAD": preload_path(installed()), "GPUCR_INTERPOSER_DIR": str(tmp_path / "agents")}
+    return counter("--mib", "24", env=environment)
+
+
+def assert_runs(job: Counter, driver: CudaDriver) -> None:
+    assert [driver.state(pid) for pid in job.processes()] == [RUNNING] * len(job.processes())
+    assert job.send("verify") == "ok"
+
+
+@pytest.mark.parametrize("way", get_args(GpuState))
+def test_a_suspend_goes_the_way_that_was_insisted_on(way: GpuState, interposed: Counter, driver: CudaDriver) -> None:
+    for _ in range(2):
+        gpucr.suspend(interposed.pid, gpu_state=way)
+        assert driver.state(interposed.pid) is CHECKPOINTED
+        held_bytes = staging.total_bytes(staging.file_extents(interposed.pid))
+        assert (held_bytes >= SIZE_BYTES) == (way == "captured"), held_bytes
+        gpucr.resume(interposed.pid)
+        assert_runs(interposed, driver)
+
+
+def test_a_process_without_an_interposer_does_not_go_its_way(counter: CounterFactory, driver: CudaDriver) -> None:
+    job = counter("--mib", "8")
+    with pytest.raises(
+        Unsupported, match=f"process {job.pid} cannot leave by an interposer: it was started without"
+    ) as e:
+        gpucr.suspend(job.pid, gpu_state="interposed")
+    assert e.value.code == "GPUCR-GPU-STATE"
+    assert_runs(job, driver)
+    notes: list[str] = []
+    gpucr.suspend(job.pid, on_progress=lambda progress: notes.append(progress.description))
+    assert any("by the driver, not by an interposer: it was started without one" in note for note in notes)
+    gpucr.resume(job.pid)
+    assert_runs(job, driver)
+
+
+def test_what_cannot_be_captured_is_not_suspended_otherwise(
+    counter: CounterFactory, driver: CudaDriver, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    job = counter("--mib", "8")
+    monkeypatch.setattr("gpucr.gpu_state.captured.CapturedStaging._file_to_capture", lambda self, meter: None)
+    with pytest.raises(Unsupported, match=f"staging of process {job.pid} could not be captured") as caught:
+        gpucr.suspend(job.pid, gpu_state="captured")
+    assert caught.value.code == "GPUCR-GPU-STATE"
+    assert_runs(job, driver)
+    monkeypatch.setattr(processes, "can_checkpoint_processes", lambda: False)
+    with pytest.raises(Unsupported, match="cannot be captured without root"):
+        gpucr.suspend(job.pid, gpu_state="captured")
+    assert_runs(job, driver)
+
+
+def test_another_word(counter: CounterFactory) -> None:
+    job = counter("--mib", "8")
+    with pytest.raises(InvalidRequest, match="gpu_state is 'plain'"):
+        gpucr.suspend(job.pid, gpu_state="plain")  # type: ignore[arg-type]

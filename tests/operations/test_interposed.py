@@ -1,0 +1,132 @@
+"""Jobs that run under the interposer: suspend and resume on the simulator."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+
+import gpucr
+from gpucr.driver.cuda import CudaDriver
+from gpucr.driver.gpus import list_gpus
+from gpucr.errors import InterposerError
+from gpucr.gpu_state.interposed import Line, bring_back, take_out_again
+from gpucr.interposer.client import Agent
+from gpucr.interposer.library import installed, preload_path
+from gpucr.interposer.protocol import Code, Operation, Refused
+from gpucr.interposer.vault import Vault, VaultFailed, Vaults
+from gpucr.model import CudaState
+from tests.counter import Counter, CounterFactory
+
+RUNNING, CHECKPOINTED = CudaState.RUNNING, CudaState.CHECKPOINTED
+MIB = 1 << 20
+
+
+@pytest.fixture
+def job(counter: CounterFactory, sim_only: None, tmp_path: Path) -> Counter:
+    """A counter whose device memory can leave it."""
+    environment = {"LD_PRELOAD": preload_path(installed()), "GPUCR_INTERPOSER_DIR": str(tmp_path / "agents")}
+    return counter("--mib", "24", env=environment)
+
+
+def blocks_of(pid: int) -> tuple[int, int, int]:
+    """How many blocks it has, how many of them are away, and whether its gate is closed."""
+    line = Line(pid)
+    try:
+        status = line.agent.status()
+        return status.blocks, status.away, status.gate_closed
+    finally:
+        line.hang_up()
+
+
+def test_suspend_and_resume(job: Counter, driver: CudaDriver) -> None:
+    before = blocks_of(job.pid)
+    assert before[0] > 0
+    for count in (101, 102):
+        gpucr.suspend(job.pid)
+        assert driver.state(job.pid) is CHECKPOINTED
+        assert blocks_of(job.pid) == (before[0], before[0], 1)
+        gpucr.resume(job.pid)
+        assert driver.state(job.pid) is RUNNING
+        assert blocks_of(job.pid) == before
+        assert job.send("verify") == "ok"
+        assert job.ask() == count
+
+
+def test_a_resume_that_fails_leaves_the_job_suspended(
+    job: Counter, driver: CudaDriver, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    gpucr.suspend(job.pid)
+    monkeypatch.setattr(Agent, "fetch", lambda self: None)
+    with pytest.raises(InterposerError, match="is away, and nobody has it") as caught:
+        gpucr.resume(job.pid)
+    assert caught.value.code == "GPUCR-INTERPOSER"
+    assert driver.state(job.pid) is CHECKPOINTED
+    monkeypatch.undo()
+    gpucr.resume(job.pid)
+    assert driver.state(job.pid) is RUNNING
+    assert job.send("verify") == "ok"
+    assert job.ask() == 101
+
+
+def test_memory_that_was_filled_in_part_is_not_taken_for_whole(
+    job: Counter, driver: CudaDriver, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Made anew, it is no longer away; what it had is kept until all of it is there, and the gate closed as long."""
+    gpucr.suspend(job.pid)
+
+    def fail(self: Vault, *_: object) -> None:
+        raise VaultFailed("the GPU fell off the bus")
+
+    monkeypatch.setattr(Vault, "write", fail)
+    driver.restore(job.pid, None)
+    line, vaults = Line(job.pid), Vaults()
+    with pytest.raises(VaultFailed):
+        bring_back(driver, line, [gpu.uuid for gpu in list_gpus()], vaults)
+    line.hang_up()
+    vaults.close()
+    blocks, away, gate_closed = blocks_of(job.pid)
+    assert (blocks > 0, away, gate_closed) == (True, 0, 1)
+    take_out_again(driver, job.pid)
+    driver.checkpoint(job.pid)
+    with pytest.raises(VaultFailed):
+        gpucr.resume(job.pid)
+    assert driver.state(job.pid) is CHECKPOINTED
+    assert blocks_of(job.pid) == (blocks, blocks, 1)
+    monkeypatch.undo()
+    gpucr.resume(job.pid)
+    assert job.send("verify") == "ok"
+    assert job.ask() == 101
+
+
+@pytest.mark.parametrize("fails", ["export", "drop", "keep", "blocks"])
+def test_a_suspend_that_fails_leaves_the_job_running(
+    fails: str, job: Counter, driver: CudaDriver, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    real = getattr(Agent, fails)
+
+    def refuse(self: Agent, *arguments: object, **more: object) -> object:
+        if arguments == (None,):
+            return real(self, None)  # nothing is kept any more, which is a part of the undo
+        raise Refused(Operation.EXPORT, Code.NO_DESCRIPTORS)
+
+    monkeypatch.setattr(Agent, fails, refuse)
+    with pytest.raises(InterposerError, match=f"interposer of process {job.pid} did not .*no descriptors"):
+        gpucr.suspend(job.pid, gpu_state="interposed")
+    monkeypatch.undo()
+    assert driver.state(job.pid) is RUNNING
+    assert blocks_of(job.pid)[1:] == (0, 0)
+    assert job.send("verify") == "ok"
+    assert job.ask() == 101
+
+
+def test_a_job_that_was_left_half_way_is_resumed(job: Counter, driver: CudaDriver) -> None:
+    """Another tool has had the driver bring it back: its memory is still away, and its gate closed."""
+    gpucr.suspend(job.pid)
+    driver.restore(job.pid, None)
+    driver.unlock(job.pid)
+    assert blocks_of(job.pid)[2] == 1
+    gpucr.resume(job.pid)
+    assert blocks_of(job.pid)[1:] == (0, 0)
+    assert job.send("verify") == "ok"
+    assert job.ask() == 101
