@@ -29,6 +29,8 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
+from msgspec.structs import asdict
+
 ROOT = Path(__file__).resolve().parents[2]
 sys.path[:0] = [str(ROOT / "src"), str(ROOT)]
 
@@ -171,7 +173,7 @@ def disturb(program: Program, options: argparse.Namespace, times: Times, outcome
     with contextlib.ExitStack() as stack:
         gang = connect(stack, program.process.pid)
         gang = [agent for agent in gang if agent.status().blocks or agent.status().imported]
-        outcome["processes"] = [vars(agent.status()) for agent in gang]
+        outcome["processes"] = [asdict(agent.status()) for agent in gang]
         for agent in gang:
             status = agent.status()
             mine = f"{status.blocks} blocks, {status.block_bytes / 2**30:.2f} GiB, {status.stuck} stuck"

@@ -8,22 +8,21 @@ from __future__ import annotations
 
 import functools
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+
+from msgspec import Struct
 
 from gpucr.interposer.protocol import Block, Flag
 from gpucr.linux import open_file
 
 
-@dataclass(frozen=True)
-class Place:
+class Place(Struct, frozen=True):
     """A block of process ``pid``."""
 
     pid: int
     block: Block
 
 
-@dataclass(frozen=True)
-class Sharing:
+class Sharing(Struct, frozen=True):
     """Imported blocks and what they show: ``owned`` maps each to its owner's; ``unowned`` have no owner in the gang."""
 
     owned: Mapping[Place, Place]
