@@ -243,3 +243,25 @@ def test_a_program_that_does_not_go_on_is_told_with_what_it_printed(
     (made.work / "log").write_text("libcuda.so.1: cannot open shared object file")
     with pytest.raises(Failed, match=r"(?s)line 10 of the program.*libcuda\.so\.1: cannot open"):
         made.wait_more()
+
+
+# --- interposed_suspend.py ---------------------------------------------------------------------------------------
+
+
+@pytest.mark.usefixtures("sim_only")
+def test_suspends_in_each_way_on_the_simulated_driver(tmp_path: Path) -> None:
+    variables = {"XDG_STATE_HOME": str(tmp_path / "state"), "GPUCR_SIM_STATE": str(tmp_path / "gpus")}
+    done = subprocess.run(
+        [
+            sys.executable, "tests/hardware/interposed_suspend.py", "--program", "simulated", "--cycles", "1",
+            "--steps", "60", "--limit", "60", "--json", str(tmp_path / "results"),
+        ],
+        cwd=ROOT, env={**os.environ, **variables}, capture_output=True, text=True, check=False,
+    )  # fmt: skip
+    assert done.returncode == 0, done.stdout + done.stderr
+    results = json.loads((tmp_path / "results").read_text())
+    assert [(each["way"], each["cycles"], each["lines"]) for each in results] == [
+        ("driver", 1, 60),
+        ("captured", 1, 60),
+        ("interposed", 1, 60),
+    ]
