@@ -40,7 +40,7 @@ def worker_id() -> str:
 @pytest.fixture(scope="module")
 def machine_with_grant(worker_id: str, platform: str) -> Iterator[OrdinaryUser]:
     if platform != "sim":
-        pytest.skip("tests/hardware/privileges.py is for real GPUs")
+        pytest.skip("tests/hardware/ordinary_user.py is for real GPUs")
     for user in _user(worker_id, 0):
         granted = user.as_root("criu", "--grant")
         assert granted.returncode == 0, granted.stderr
@@ -50,7 +50,7 @@ def machine_with_grant(worker_id: str, platform: str) -> Iterator[OrdinaryUser]:
 @pytest.fixture(scope="module")
 def machine_without_grant(worker_id: str, platform: str) -> Iterator[OrdinaryUser]:
     if platform != "sim":
-        pytest.skip("tests/hardware/privileges.py is for real GPUs")
+        pytest.skip("tests/hardware/ordinary_user.py is for real GPUs")
     yield from _user(worker_id, 1)
 
 

@@ -1,0 +1,146 @@
+"""What an ordinary user can do with a CUDA job of his own, and how long it takes. Run as root on a machine with a GPU.
+
+    PYTHON tests/hardware/ordinary_user.py [--mib N] [--uid N] [--json FILE]
+
+PYTHON has gpucr, and the user must be able to read both (not below a closed /root). Root grants CRIU, and takes it back
+at the end unless it was granted before. Then the user, without any capability, and root, each in a folder of their own:
+run, suspend, resume, freeze, thaw, dump, restore; after each the job must go on with its data. Prints a table of
+seconds. Exit code 1: something failed.
+"""
+
+from __future__ import annotations
+
+import argparse
+import contextlib
+import json
+import os
+import shutil
+import signal
+import subprocess
+import sys
+import tempfile
+import time
+from pathlib import Path
+
+LIMIT_S = 120.0
+PASSED_ON = ("LD_LIBRARY_PATH", "GPUCR_SIM_GPUS", "GPUCR_SIM_FIXED_COST_MS")  # also on a simulated GPU
+FREEZE = (
+    "import sys, time, gpucr\n"
+    "begin = time.perf_counter(); frozen = gpucr.freeze(int(sys.argv[1]))\n"
+    "middle = time.perf_counter(); frozen.thaw()\n"
+    "print(middle - begin, time.perf_counter() - middle)"
+)
+
+
+class Failed(Exception):
+    """A step did not do what it should."""
+
+
+class Actor:
+    """Somebody who runs gpucr, in a home folder of their own."""
+
+    def __init__(self, uid: int, port: int, mib: int) -> None:
+        self.home = Path(tempfile.mkdtemp(prefix="gpucr-ordinary-"))
+        os.chown(self.home, uid, uid)
+        drop = ("setpriv", f"--reuid={uid}", f"--regid={uid}", "--clear-groups") if uid else ()
+        self._prefix = (*drop, "env", "-C", str(self.home))
+        self._environment = {name: os.environ[name] for name in PASSED_ON if name in os.environ}
+        self._environment |= {"HOME": str(self.home), "PATH": os.environ["PATH"]}
+        self._environment["GPUCR_SIM_STATE"] = str(self.home / "simulated")
+        if not uid:  # where root's CRIU is
+            self._environment["XDG_DATA_HOME"] = os.environ.get("XDG_DATA_HOME") or str(Path.home() / ".local/share")
+        self._port, self._mib, self._count = str(port), str(mib), 100
+        self.pid = 0
+        self.seconds: dict[str, float] = {}
+
+    def run(self, *command: str) -> str:
+        """A program, which must end with 0. Returns what it printed."""
+        done = subprocess.run(
+            [*self._prefix, *command], env=self._environment, stdin=subprocess.DEVNULL, capture_output=True, text=True,
+            check=False, timeout=LIMIT_S,
+        )  # fmt: skip
+        if done.returncode != 0:
+            raise Failed(f"{' '.join(command[-6:])}: exit code {done.returncode}: {done.stderr.strip()[-400:]}")
+        return done.stdout
+
+    def gpucr(self, step: str, *arguments: str) -> str:
+        """One command, timed as this step."""
+        begin = time.perf_counter()
+        printed = self.run(sys.executable, "-m", "gpucr", *arguments)
+        self.seconds[step] = time.perf_counter() - begin
+        return printed
+
+    def session(self) -> None:
+        """All steps."""
+        counter = (sys.executable, "-m", "gpucr", "sim", "counter", "--port", self._port, "--mib", self._mib)
+        isolation = () if "setpriv" in self._prefix else ("--no-isolate",)
+        self.gpucr("run", "run", "--name", "count", *isolation, "--", *counter)
+        jobs = json.loads(self.run(sys.executable, "-m", "gpucr", "jobs", "--json"))["jobs"]
+        self.pid = jobs[0]["pid"]
+        self._goes_on()
+        for step, arguments in {
+            "suspend": ("suspend", "count"),
+            "resume": ("resume", "count"),
+            "dump": ("dump", "count", "--to", "snapshot"),
+            "restore": ("restore", "snapshot"),
+        }.items():
+            self.gpucr(step, *arguments)
+            if step in ("resume", "restore"):
+                self._goes_on()
+        frozen_s, thawed_s = self.run(sys.executable, "-c", FREEZE, str(self.pid)).split()
+        self.seconds |= {"freeze": float(frozen_s), "thaw": float(thawed_s)}
+        self._goes_on()
+
+    def _goes_on(self) -> None:
+        self._count += 1
+        asked = ("sim", "ask", "--timeout", "60", self._port)
+        answers = [self.run(sys.executable, "-m", "gpucr", *asked, text).strip() for text in ("inc", "verify")]
+        if answers != [str(self._count), "ok"]:
+            raise Failed(f"the job answered {answers}, not {self._count} and ok")
+
+    def close(self) -> None:
+        """End the job, and remove the folder."""
+        with contextlib.suppress(ProcessLookupError):
+            if self.pid:
+                os.kill(self.pid, signal.SIGKILL)
+        shutil.rmtree(self.home, ignore_errors=True)
+
+
+def main() -> int:
+    """Try all."""
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--mib", type=int, default=4096, help="device memory of the job")
+    parser.add_argument("--uid", type=int, default=4001)
+    parser.add_argument("--json", type=Path, help="write the seconds here, too")
+    options = parser.parse_args()
+    gpucr = [sys.executable, "-m", "gpucr", "criu"]
+    report = subprocess.run([*gpucr, "--json"], capture_output=True, text=True, check=True, timeout=600)
+    was_granted = json.loads(report.stdout)["granted"] is not None
+    if not was_granted:
+        subprocess.run([*gpucr, "--grant"], check=True, stdout=subprocess.DEVNULL, timeout=LIMIT_S)
+    seconds: dict[str, dict[str, float]] = {}
+    problems = []
+    try:
+        for who, uid, port in (("user", options.uid, 7411), ("root", 0, 7412)):
+            actor = Actor(uid, port, options.mib)
+            try:
+                actor.session()
+            except (Failed, subprocess.TimeoutExpired, LookupError, ValueError) as e:
+                problems.append(f"{who}: {e}")
+            finally:
+                actor.close()
+            seconds[who] = actor.seconds
+    finally:
+        if not was_granted:
+            subprocess.run([*gpucr, "--revoke"], check=True, capture_output=True, timeout=LIMIT_S)
+    for step in seconds["root"] | seconds["user"]:
+        cells = [f"{seconds[who][step]:8.2f}" if step in seconds[who] else "       -" for who in ("user", "root")]
+        print(f"{step:10}{cells[0]} s as user{cells[1]} s as root")
+    print("\n".join(problems) or "all steps succeeded")
+    if options.json:
+        options.json.write_text(json.dumps({"seconds": seconds, "problems": problems}, indent=1))
+    return int(bool(problems))
+
+
+if __name__ == "__main__":
+    sys.exit(main())
