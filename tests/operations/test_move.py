@@ -5,6 +5,7 @@ from __future__ import annotations
 import os
 import signal
 import subprocess
+from collections.abc import Callable
 from pathlib import Path
 
 import pytest
@@ -12,6 +13,7 @@ import pytest
 import gpucr
 from gpucr.driver.cuda import CudaDriver
 from gpucr.driver.gpus import gpu_processes
+from gpucr.interposer.build import compile_library
 from gpucr.model import CudaState
 from gpucr.sim import build as simulator
 from tests import command
@@ -142,3 +144,62 @@ def test_the_command_and_what_it_refuses(machine: MakeMachine, counter: CounterF
     gpucr.suspend(job.pid)
     away = command.run("move", job.pid, "--gpu", "0")
     assert (away.returncode, "is suspended" in away.stderr, "gpucr resume" in away.stderr) == (2, True, True)
+
+
+@pytest.fixture(scope="module")
+def library(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return compile_library(tmp_path_factory.mktemp("interposer"))
+
+
+@pytest.fixture
+def interposed(counter: CounterFactory, library: Path, tmp_path: Path) -> Callable[..., Counter]:
+    """A counter whose device memory can leave it."""
+
+    def start(faults: str = "") -> Counter:
+        variables = {"LD_PRELOAD": str(library), "GPUCR_INTERPOSER_DIR": str(tmp_path / "agents")}
+        return counter("--mib", "24", env={**variables, "GPUCR_SIM_FAULTS": faults})
+
+    return start
+
+
+@pytest.mark.parametrize(("peers", "faults"), [("0", ""), ("1", ""), ("1", "restore#1=999"), ("0", "unlock#3=999")])
+def test_memory_of_an_interposed_job_goes_along(
+    machine: MakeMachine, interposed: Callable[..., Counter], driver: CudaDriver, monkeypatch: pytest.MonkeyPatch,
+    peers: str, faults: str,
+) -> None:  # fmt: skip
+    """From GPU to GPU where they reach each other, else by way of host memory."""
+    uuids = machine("2x512MiB")
+    monkeypatch.setenv("GPUCR_SIM_PEERS", peers)
+    job, count = interposed(faults), 101
+
+    def moved(gpu: int) -> subprocess.CompletedProcess[str]:
+        """By a process of its own: the simulated driver remembers the machine on which one has started CUDA."""
+        return command.run("move", job.pid, "--gpu", gpu, "-v")
+
+    if faults:
+        assert moved(1).returncode == 1
+        assert_goes_on(job, driver, [job.pid], count)
+        count += 1
+    for gpu in (1, 0):
+        was = places(job)
+        done = moved(gpu)
+        assert done.returncode == 0, done.stderr
+        assert places(job) == {job.pid: [uuids[gpu]]}
+        assert ("taken out by its interposer" in done.stderr) is (was != places(job))
+        assert_goes_on(job, driver, [job.pid], count)
+        count += 1
+
+
+@pytest.mark.parametrize("peers", ["0", "1"])
+@pytest.mark.parametrize("phase", ["checkpoint", "move"])
+def test_gpucr_is_killed_while_memory_is_away(
+    machine: MakeMachine, interposed: Callable[..., Counter], driver: CudaDriver, monkeypatch: pytest.MonkeyPatch,
+    peers: str, phase: str,
+) -> None:  # fmt: skip
+    uuids = machine("2x512MiB")
+    monkeypatch.setenv("GPUCR_SIM_PEERS", peers)
+    job = interposed()
+    killed("end", phase, "move", job.pid)
+    wait_until(lambda: not is_claimed([job.pid]), "the guard to be done")
+    assert places(job) == {job.pid: [uuids[phase == "move"]]}
+    assert_goes_on(job, driver, [job.pid], 101)

@@ -492,6 +492,15 @@ class Interposed:
         self._source = None
         self._guarded.blocks(self.part.pid, self._uuids, ())
 
+    @property
+    def is_given_back(self) -> bool:
+        """Whether `give_back` has returned what `begin` had taken."""
+        return self._source is None and bool(self.extents)
+
+    def moved(self, gpu_map: GpuMap) -> None:
+        """The driver has restored the process on other GPUs: what is away goes there."""
+        self._uuids = tuple(gpu_map.new_for(uuid) for uuid in self._uuids)
+
     def _let_go(self) -> None:
         """The bytes are elsewhere, and the GPU memory is free when nobody holds its descriptors."""
         assert self._source is not None  # noqa: S101 - its bytes were read
@@ -598,6 +607,17 @@ class Interposers:
         made.close()
         self.why_not[pid] = why_not
         return None
+
+    def moved(self, maps: Mapping[int, GpuMap]) -> None:
+        """The driver has restored these processes, by pid, on other GPUs."""
+        for pid, gpu_map in maps.items():
+            backend = self._backends.get(pid)
+            if backend is not None:
+                backend.moved(gpu_map)
+
+    def is_given_back(self) -> bool:
+        """Whether one of them has its memory again."""
+        return any(backend is not None and backend.is_given_back for backend in self._backends.values())
 
     def close(self) -> None:
         """The vaults; the backends are closed by who has them."""

@@ -117,12 +117,14 @@ def cuda_work(
     save_gently: bool = False,
     gpu_state: GpuState = "auto",
     to_stay: bool = False,
+    to_host: bool = True,
     whole_tree: bool = True,
 ) -> CudaWork:
     """For a job that uses CUDA. ``held``: its device memory, per pid and GPU UUID. Changes nothing.
 
     Without a ``saver`` the CPU threads go on, and nothing is taken that only gpucr could give back: the job may stay
-    so when the operation is over. ``to_stay``: it does (suspend), and interposers take what they can. ``gpu_state``,
+    so when the operation is over. ``to_stay``: it does (suspend), and interposers take what they can, to host memory or
+    not ``to_host`` (then it lives in descriptors of ours for as long as the operation lasts). ``gpu_state``,
     ``whole_tree``: as in GangStaging and CheckpointGang.
     """
     if found.driver is None or not found.job.gang:
@@ -134,7 +136,7 @@ def cuda_work(
     def uuids_of(process: ProcessId) -> list[str]:
         return [gpu.uuid for gpu in gpus_of(process, gpus, used=held.get(process.pid, {})).visible]
 
-    interposers = Interposers(found.driver, uuids_of, guarded, to_host=True, gpu_state=gpu_state)
+    interposers = Interposers(found.driver, uuids_of, guarded, to_host=to_host, gpu_state=gpu_state)
     interposers.require(found.job.gang)
 
     def over(pid: int) -> Sequence[Backend]:

@@ -10,7 +10,7 @@ from gpucr.diagnosis.traps import findings_of_traps
 from gpucr.driver.gpus import gpu_processes
 from gpucr.errors import InvalidRequest
 from gpucr.gpu_state.gpu_choice import GpuRequest
-from gpucr.gpu_state.move import MoveGang
+from gpucr.gpu_state.move import MoveGang, goes_from_gpu_to_gpu
 from gpucr.gpu_state.placement import place_moved
 from gpucr.gpu_state.steps import UnlockGang
 from gpucr.jobs import selection
@@ -69,16 +69,24 @@ def move(
         findings = selection.findings_before_freeze(found.job, preflight.needs_of_suspend(held, in_files=use_files))
         findings += findings_of_traps(found.job, found.driver, uses)
         findings += preflight.check_room(choice.needed_bytes, placement.here, choice.gpu_map)
-        work = cuda_work(found, protection, held, None, deadline=deadline, whole_tree=not only)
-        opened.callback(work.staging.close)
+        work = cuda_work(
+            found, protection, held, None, deadline=deadline, to_stay=True, to_host=not goes_from_gpu_to_gpu(choice),
+            whole_tree=not only,
+        )  # fmt: skip
+        opened.callback(work.close)
         steps: list[Step] = []
         if choice.gpu_map is not None:
             findings += preflight.check_driver(work.gang.driver.capabilities(), choice.gpu_map)
             unlock = UnlockGang(work.gang, down_to=lambda member: member.found)
-            steps = [*work.steps_off_gpu(), MoveGang(work.gang, placement, work.guarded), WithoutUndo(unlock)]
+            steps = [
+                *work.steps_off_gpu(),
+                MoveGang(work.gang, placement, work.guarded, work.interposers),
+                WithoutUndo(unlock),
+            ]
         preflight.require_no_blocking(findings, force=force)
         if steps:
             work.staging.prepare(work.sizes)
+            work.interposers.wait_prepared()  # while the job runs
         phases = running.run(steps, roll=taken.roll, deadline=deadline, protection=protection)
         taken.roll.require_gang("the rest of the job runs on its new GPUs")
         return replace(
