@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import os
+import stat
 import sys
 import textwrap
 from collections.abc import Iterator
@@ -296,3 +297,51 @@ def test_nosuid_is_found_out_at_the_grant(stranger: OrdinaryUser) -> None:
     assert done.returncode == 4
     assert "nosuid" in done.stderr
     assert json.loads(stranger.as_root("criu", "--json").stdout)["granted"] is None
+
+
+# --- stores ------------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("umask", ["000", "077"])
+def test_a_store_is_its_owners_alone_whatever_the_umask(user: OrdinaryUser, umask: str) -> None:
+    pid = start_program(user, "")
+    store = user.home / f"store-{umask}"
+    with_umask = ("sh", "-c", f'umask {umask}; exec "$@"', "sh", sys.executable, "-m", "gpucr")
+    for arguments in (("store", "init", store.name), ("dump", str(pid), "--to", f"{store.name}#a")):
+        done = user.run(*with_umask, *arguments)
+        assert done.returncode == 0, done.stderr
+    modes = {(path.is_dir(), stat.S_IMODE(path.stat().st_mode)) for path in (store, *store.rglob("*"))}
+    assert modes == {(True, 0o700), (False, 0o600)}
+
+
+def test_a_store_that_a_group_can_write_is_refused_and_stays_as_it_is(user: OrdinaryUser) -> None:
+    pid = start_program(user, "")
+    user.succeeds("store", "init", "shared")
+    user.succeeds("dump", str(pid), "--leave-running", "--to", "shared#a")
+    store = user.home / "shared"
+    store.chmod(0o770)
+    before = sorted(store.rglob("*"))
+    for arguments in (
+        ("dump", str(pid), "--to", "shared#b"),
+        ("restore", "shared#a"),
+        ("prune", "shared", "--keep-last", "1"),
+        ("rm", "shared#a"),
+    ):
+        code, said = user.refused(*arguments)
+        assert "others can write it" in said, arguments
+        assert code == "GPUCR-STORE"
+    assert sorted(store.rglob("*")) == before
+    assert_goes_on(user)
+
+
+def test_a_store_of_another_user_is_refused_even_where_it_can_be_read(user: OrdinaryUser) -> None:
+    pid = start_program(user, "")
+    user.succeeds("store", "init", "theirs")
+    user.succeeds("dump", str(pid), "--to", "theirs#a")
+    for path in (user.home / "theirs", *(user.home / "theirs").rglob("*")):
+        path.chmod(0o755 if path.is_dir() else 0o644)
+        os.chown(path, 65534, 65534)
+    for arguments in (("ls", "theirs"), ("restore", "theirs#a"), ("prune", "theirs", "--keep-last", "1")):
+        code, said = user.refused(*arguments)
+        assert "uid 65534" in said, arguments
+        assert code == "GPUCR-STORE"
