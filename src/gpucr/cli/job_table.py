@@ -27,18 +27,20 @@ _SHARED_COLUMNS = (
     Column("DEVICE", rank=1, is_number=True),
     Column("HOST", rank=5, is_number=True),
 )
+_INTERPOSER = Column("INTERPOSER", rank=8)
 _CHECK = Column("CHECKPOINTABLE")
 _COMMAND = Column("COMMAND", rank=3, least=_SHORTEST_COMMAND, keeps_end=False)
 
 
 def process_lines(jobs: Sequence[GpuJob], gpus: Sequence[Gpu], width: int | None, *, checked: bool) -> list[str]:
     """A table with a line a process, those of a job together; below it why jobs cannot be checkpointed, if asked."""
-    columns = (Column("PID", is_number=True), Column("JOB", least=_SHORTEST_NAME), *_SHARED_COLUMNS)
+    columns = (Column("PID", is_number=True), Column("JOB", least=_SHORTEST_NAME), *_SHARED_COLUMNS, _INTERPOSER)
     rows = [
         (
             str(each.process.pid),
             job.name or str(job.pid),
             *_process_cells(each, gpus),
+            "yes" if each.interposed else "no",
             *((_verdict(job),) if checked else ()),
             printable(" ".join(each.process.command_line) or f"[{each.process.name}]"),
         )

@@ -12,6 +12,7 @@ from gpucr.driver.cuda import load_driver
 from gpucr.driver.gpus import gpu_processes
 from gpucr.errors import GpucrError, NotACudaProcess
 from gpucr.gang import Halt, state_of
+from gpucr.interposer.client import has_agent
 from gpucr.jobs import selection
 from gpucr.jobs.selector import JobSelector
 from gpucr.linux import memory, processes
@@ -24,7 +25,8 @@ class ProcessState(Struct, frozen=True):
     ``halt`` is ``stopped`` (by a signal or a tracer) or ``frozen`` (with its cgroup) where it has the driver's library
     loaded and cannot be asked for its state, which is None then too.
 
-    ``age_s`` is the time since it was started or, of a restored process, restored.
+    ``age_s`` is the time since it was started or, of a restored process, restored. ``interposed``: the interposer's
+    agent runs in it.
     """
 
     process: ProcessInfo
@@ -33,6 +35,7 @@ class ProcessState(Struct, frozen=True):
     device_bytes: Mapping[str, int] = field(default_factory=dict)
     age_s: float = 0.0
     halt: str | None = None
+    interposed: bool = False
 
     @property
     def word(self) -> str | None:
@@ -96,8 +99,15 @@ def job_states(pid: int | str | JobSelector, *, only: bool = False) -> tuple[Pro
 def _describe(
     process: ProcessInfo, state: CudaState | None, held: Mapping[int, Mapping[str, int]], halt: str | None = None
 ) -> ProcessState:
-    resident_bytes = memory.resident_bytes(process.pid)
-    return ProcessState(process, state, resident_bytes, held.get(process.pid, {}), processes.age_s(process.id), halt)
+    return ProcessState(
+        process,
+        state,
+        memory.resident_bytes(process.pid),
+        held.get(process.pid, {}),
+        processes.age_s(process.id),
+        halt,
+        has_agent(process.pid),
+    )
 
 
 def _device_bytes() -> dict[int, dict[str, int]]:
