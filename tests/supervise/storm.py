@@ -25,6 +25,7 @@ from typing import Any
 import click
 
 import gpucr
+from gpucr.driver.gpus import list_gpus
 from gpucr.jobs.record import JobRecord
 from gpucr.jobs.registered import registry
 from gpucr.linux import processes
@@ -35,7 +36,7 @@ from gpucr.supervise.folder import UNFINISHED, SupervisedFolder
 from gpucr.supervise.settings import Supervision
 from gpucr.supervise.start import end_supervisors, run_supervised, take_up_jobs
 
-STEPS, RANKS = 150, 2
+STEPS, MOST_RANKS = 150, 2
 VICTIMS = ("rank", "root", "tree", "supervisor", "helper", "keeper")
 _LIMIT_S = 120.0
 
@@ -93,7 +94,7 @@ def one_job(folder: Path, kills: int, dice: random.Random, outcome: Outcome) -> 
         backoff_first_s=0.01,
         backoff_most_s=0.05,
     )
-    command = [sys.executable, "-I", "-S", "-u", "-c", JOB.format(steps=STEPS, ranks=RANKS)]
+    command = [sys.executable, "-I", "-S", "-u", "-c", JOB.format(steps=STEPS, ranks=_ranks())]
     run_supervised(command, settings, name="train", cwd=folder)
     supervised = SupervisedFolder("train")
     end = time.monotonic() + _LIMIT_S
@@ -108,6 +109,11 @@ def one_job(folder: Path, kills: int, dice: random.Random, outcome: Outcome) -> 
             left -= 1
         take_up_jobs()
     _check(folder, supervised, outcome)
+
+
+def _ranks() -> int:
+    """A GPU each."""
+    return max(1, min(MOST_RANKS, len(list_gpus())))
 
 
 def _kill(what: str, dice: random.Random, killed: Counter[str]) -> bool:
@@ -149,7 +155,7 @@ def _check(folder: Path, supervised: SupervisedFolder, outcome: Outcome) -> None
     if state.phase != "finished":
         outcome.problems.append(f"the job is {state.phase}: {_tail(supervised.log_path)}")
     expected = [sum(range(step + 1)) for step in range(STEPS)]
-    for rank in range(RANKS):
+    for rank in range(_ranks()):
         found = [int(line) for line in (folder / f"rank{rank}").read_text().split()]
         if found != expected:
             outcome.problems.append(f"rank {rank} has {len(found)} steps, the last of them {found[-3:]}")
