@@ -251,17 +251,19 @@ def bring_back(driver: Driver, line: Line, uuids: Sequence[str], vaults: Vaults,
     The gate stays closed, and what is kept is kept, until `let_go_on`. Nothing where nothing is away. Raises
     InterposerError, VaultFailed, JobChanged, DriverError; what is not back yet is where it was.
     """
-    with spoken(line.pid, "take its memory back"), unlocked(driver, line.pid):
+    with spoken(line.pid, "take its memory back"), contextlib.ExitStack() as opened:
         agent = line.agent
+        kept = agent.fetch()
+        file = StagingFile.adopt(kept) if kept is not None else None
+        if file is not None:
+            opened.callback(file.close)
+        elif not agent.status().away:  # whoever was about to take it was killed: the gate may be open already
+            return
+        opened.enter_context(unlocked(driver, line.pid))
         give_back(agent, held)
         blocks = [each for each in agent.blocks() if can_leave(each)]
-        kept = agent.fetch()
-        if kept is not None:
-            file = StagingFile.adopt(kept)
-            try:
-                _fill(agent, blocks, file, uuids, vaults)
-            finally:
-                file.close()
+        if file is not None:
+            _fill(agent, blocks, file, uuids, vaults)
         elif any(each.flags & Flag.AWAY for each in blocks):
             raise InterposerError(
                 f"device memory of process {line.pid} is away, and nobody has it",

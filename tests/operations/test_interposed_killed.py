@@ -1,0 +1,93 @@
+"""gpucr is killed before and after each thing that it does to an interposed job: it runs on, or is suspended whole."""
+
+from __future__ import annotations
+
+import os
+import signal
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+import gpucr
+from gpucr.driver.cuda import CudaDriver
+from gpucr.interposer.library import installed, preload_path
+from gpucr.model import CudaState
+from tests.counter import Counter, CounterFactory, wait_until
+from tests.operations.test_killed import is_claimed, is_unharmed
+
+RUNNING, CHECKPOINTED = CudaState.RUNNING, CudaState.CHECKPOINTED
+
+KILLER = """
+import os, signal, sys, gpucr
+from gpucr.driver.cuda import CudaDriver
+from gpucr.interposer.client import Agent
+from gpucr.interposer.vault import Vault
+when, owner, name, operation, pid = sys.argv[1:]
+owner = {"driver": CudaDriver, "agent": Agent, "vault": Vault}[owner]
+real = getattr(owner, name)
+def killed(*arguments, **options):
+    result = real(*arguments, **options) if when == "after" else None
+    if when == "after" and name == "export":
+        result = list(result)
+    os.kill(os.getpid(), signal.SIGKILL)
+setattr(owner, name, killed)
+getattr(gpucr, operation)(int(pid))
+"""
+
+
+@pytest.fixture
+def job(counter: CounterFactory, sim_only: None, tmp_path: Path) -> Counter:
+    """Two processes whose device memory can leave them."""
+    variables = {"LD_PRELOAD": preload_path(installed()), "GPUCR_INTERPOSER_DIR": str(tmp_path / "agents")}
+    return counter("--mib", "24", "--fork", "1", env=variables)
+
+
+def killed(when: str, call: str, operation: str, pid: int) -> None:
+    done = subprocess.run(
+        [sys.executable, "-c", KILLER, when, *call.split("."), operation, str(pid)],
+        check=False, capture_output=True, timeout=60, env={**os.environ},
+    )  # fmt: skip
+    assert done.returncode == -signal.SIGKILL, done.stderr.decode()
+
+
+def wait_for_guard(pids: list[int]) -> None:
+    wait_until(lambda: not is_claimed(pids), "the guard to be done")
+
+
+def assert_runs(job: Counter, driver: CudaDriver, pids: list[int], expected: int) -> None:
+    assert job.processes() == pids
+    assert {driver.state(pid) for pid in pids} == {RUNNING}
+    assert job.ask() == expected
+    assert job.send("verify") == "ok"
+    assert is_unharmed(job)
+
+
+@pytest.mark.parametrize("when", ["before", "after"])
+@pytest.mark.parametrize(
+    "call",
+    ["agent.close_gate", "driver.lock", "driver.unlock", "agent.export", "agent.drop", "vault.read",
+     "driver.checkpoint", "agent.keep"],
+)  # fmt: skip
+def test_in_a_suspend(when: str, call: str, job: Counter, driver: CudaDriver) -> None:
+    pids = job.processes()
+    killed(when, call, "suspend", job.pid)
+    wait_for_guard(pids)
+    assert_runs(job, driver, pids, 101)
+    gpucr.suspend(job.pid, gpu_state="interposed")
+    gpucr.resume(job.pid)
+    assert_runs(job, driver, pids, 102)
+
+
+@pytest.mark.parametrize("when", ["before", "after"])
+@pytest.mark.parametrize(
+    "call", ["driver.restore", "driver.unlock", "agent.create", "vault.write", "driver.lock", "agent.keep"]
+)
+def test_in_a_resume(when: str, call: str, job: Counter, driver: CudaDriver) -> None:
+    pids = job.processes()
+    gpucr.suspend(job.pid, gpu_state="interposed")
+    killed(when, call, "resume", job.pid)
+    wait_for_guard(pids)
+    gpucr.resume(job.pid)
+    assert_runs(job, driver, pids, 101)
