@@ -640,17 +640,35 @@ class SuspendedBlocks:
         self._uuids_of = uuids_of
         self._maps = maps
         self._vaults = Vaults()
+        self._starting: threading.Thread | None = None
 
     def is_away(self, pid: int) -> bool:
         """Whether memory of this process is away, wherever the driver has it: whoever brought it back was killed."""
         status = ask_status(pid) if is_interposed(pid) else None
         return status is not None and status.away > 0
 
+    def start(self, pids: Iterable[int]) -> None:
+        """Begin to start the vaults that these processes need: the driver restores meanwhile."""
+        self._starting = threading.Thread(target=self._start, args=(tuple(pids),), name="vault", daemon=True)
+        self._starting.start()
+
+    def _start(self, pids: Sequence[int]) -> None:
+        with contextlib.suppress(GpucrError, OSError, IndexError, Refused, BadAnswer):  # said when it is needed
+            for pid in filter(is_interposed, pids):
+                line, places = Line(pid), self._places(pid)
+                try:
+                    locations = {each.location for each in line.agent.blocks() if each.flags & Flag.AWAY}
+                finally:
+                    line.hang_up()
+                for location in locations:
+                    self._vaults.of(places[location])
+
     def give_back(self, members: Iterable[GangMember]) -> None:
         """It goes back into all of them, and they are LOCKED. Raises the first error when all were tried.
 
         None gives up what it keeps before all have what was away: until then the job can be suspended again as it was.
         """
+        self._wait_started()  # one client at a time
         errors: list[GpucrError] = []
         lines: list[Line] = []
         for member in members:
@@ -681,4 +699,9 @@ class SuspendedBlocks:
 
     def close(self) -> None:
         """The vaults."""
+        self._wait_started()
         self._vaults.close()
+
+    def _wait_started(self) -> None:
+        if self._starting is not None:
+            self._starting.join()

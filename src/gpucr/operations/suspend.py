@@ -193,6 +193,7 @@ def _resume(
         for member in gang.members:
             _keep_staging_file(member, kept)
         GangProtection(protection).members(gang.members)
+        suspended_blocks.start(member.pid for member in away)
         phases = running.run(steps, roll=roll, deadline=gang.deadline, protection=protection)
         threading.Thread(target=kept.pop_all().close, name="free-staging").start()
     for member in gang.members:
