@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import os
+import signal
 from pathlib import Path
 
 import pytest
@@ -9,7 +11,7 @@ import pytest
 import gpucr
 from gpucr.driver.cuda import CudaDriver
 from gpucr.driver.gpus import list_gpus
-from gpucr.errors import InterposerError
+from gpucr.errors import InterposerError, Unsupported
 from gpucr.gpu_state.interposed import Line, bring_back, take_out_again
 from gpucr.interposer.client import Agent
 from gpucr.interposer.library import installed, preload_path
@@ -130,3 +132,40 @@ def test_a_job_that_was_left_half_way_is_resumed(job: Counter, driver: CudaDrive
     assert blocks_of(job.pid)[1:] == (0, 0)
     assert job.send("verify") == "ok"
     assert job.ask() == 101
+
+
+@pytest.mark.criu
+def test_a_suspended_job_is_resumed_before_it_is_dumped(job: Counter, driver: CudaDriver, tmp_path: Path) -> None:
+    gpucr.suspend(job.pid)
+    with pytest.raises(Unsupported, match=f"process {job.pid} is suspended through its interposer") as caught:
+        gpucr.dump(job.pid, tmp_path / "s")
+    assert caught.value.code == "GPUCR-GPU-STATE"
+    assert driver.state(job.pid) is CHECKPOINTED
+    gpucr.resume(job.pid)
+    gpucr.dump(job.pid, tmp_path / "s", leave_running=True)
+    assert job.send("verify") == "ok"
+    assert job.ask() == 101
+
+
+@pytest.mark.parametrize("call", ["close_gate", "drop", "keep"])
+def test_a_process_that_dies_in_the_middle_is_told_and_takes_no_other_with_it(
+    call: str, counter: CounterFactory, driver: CudaDriver, tmp_path: Path, sim_only: None,
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:  # fmt: skip
+    variables = {"LD_PRELOAD": preload_path(installed()), "GPUCR_INTERPOSER_DIR": str(tmp_path / "agents")}
+    job = counter("--mib", "24", "--fork", "2", env=variables)
+    pids = job.processes()
+    real = getattr(Agent, call)
+
+    def die(self: Agent, *arguments: object, **options: object) -> object:
+        if self.pid == pids[-1]:
+            os.kill(self.pid, signal.SIGKILL)
+        return real(self, *arguments, **options)
+
+    monkeypatch.setattr(Agent, call, die)
+    with pytest.raises(gpucr.GpucrError, match=str(pids[-1])):
+        gpucr.suspend(job.pid)
+    monkeypatch.undo()
+    for pid in pids[:-1]:
+        assert driver.state(pid) is RUNNING
+        assert blocks_of(pid)[1:] == (0, 0)

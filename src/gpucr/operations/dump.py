@@ -218,6 +218,7 @@ def prepare(
             preflight.needs_of_dump({} if is_frozen else held, target.disk, job.pids, target.buffers_bytes),
         ),
         *(findings_of_traps(job, found.driver, uses) if not is_frozen else ()),
+        *(preflight.check_kept(job) if not is_frozen else ()),
         *preflight.check_tracers(job),
         *(each for tree in job.trees for each in preflight.check_session(tree)),
         *preflight.check_dump_by_user(job, criu.install),

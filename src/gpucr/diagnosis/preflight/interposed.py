@@ -12,7 +12,9 @@ from gpucr.diagnosis.preflight.findings import Finding
 from gpucr.diagnosis.preflight.measured import Measurements, all_come_back, say
 from gpucr.diagnosis.preflight.sharing import LOSS, local_world_size
 from gpucr.diagnosis.preflight.traits import CudaTraits, JobTraits
+from gpucr.interposer.client import ask_status
 from gpucr.interposer.protocol import Status
+from gpucr.model import CudaState, Job
 from gpucr.quantities import counted
 
 _TOLD_BY = "counted by its interposer"
@@ -31,6 +33,26 @@ def check_interposed(job: JobTraits, measured: Measurements) -> list[Finding]:
         if each.counted is not None:
             found += _shared(each, each.counted, measured)
             found += _outside(each, each.counted)
+    return found
+
+
+def check_kept(job: Job) -> list[Finding]:
+    """Suspended processes that keep the bytes of their device memory in a file of gpucr's, which CRIU does not dump."""
+    found: list[Finding] = []
+    for member in job.gang:
+        status = ask_status(member.pid) if member.found is CudaState.CHECKPOINTED else None
+        if status is not None and status.away:
+            found.append(
+                Finding(
+                    "blocking",
+                    f"process {member.pid} is suspended through its interposer",
+                    f"{counted(status.away, 'block')} of its device memory {'is' if status.away == 1 else 'are'} away",
+                    "CRIU cannot dump the file that keeps them",
+                    f"resume it first (`gpucr resume {job.root.pid}`), or suspend it with `--gpu-state captured`",
+                    member.pid,
+                    code="GPUCR-GPU-STATE",
+                )
+            )
     return found
 
 
