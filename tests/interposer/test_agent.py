@@ -17,7 +17,7 @@ from msgspec.structs import replace
 
 from gpucr.interposer import client
 from gpucr.interposer.client import Agent, Held, ask_status, socket_path
-from gpucr.interposer.protocol import MOST_BYTES, Code, Operation, Refused, parse, request
+from gpucr.interposer.protocol import MOST_BYTES, Code, Operation, OtherVersion, Refused, parse, request
 from tests.interposer.conftest import Start
 from tests.sim.libcuda import Libcuda
 
@@ -178,14 +178,15 @@ def test_what_a_process_has_is_told_to_whoever_looks(job: Callable[..., Job], mo
 
 
 NONSENSE = """
-import os, socket, sys
+import os, socket, struct, sys
 folder = os.environ["GPUCR_INTERPOSER_DIR"]
 os.mkdir(folder, 0o700)
 listener = socket.socket(socket.AF_UNIX, socket.SOCK_SEQPACKET)
 listener.bind(f"{folder}/{os.getpid()}.{os.stat('/proc/self/ns/pid').st_ino}")
 listener.listen()
 print("ready", flush=True)
-for answer in (b"", b"x", bytes(32), bytes(100), os.urandom(5000)):
+version_2 = struct.pack("<IHHIIQQ", 0x49555047, 2, 1, 0, 0, 0, 0)
+for answer in (b"", b"x", bytes(32), bytes(100), os.urandom(5000), version_2, version_2):
     client, _ = listener.accept()
     client.recv(5000)
     if answer:
@@ -198,7 +199,9 @@ def test_an_agent_that_answers_nonsense_is_as_good_as_none(start: Start) -> None
     process = start(sys.executable, "-c", NONSENSE)
     assert process.stdout is not None
     assert process.stdout.readline() == "ready\n"
-    assert [ask_status(process.pid) for _ in range(5)] == [None] * 5
+    assert [ask_status(process.pid) for _ in range(6)] == [None] * 6
+    with pytest.raises(OtherVersion, match="speaks version 2 of the protocol, this gpucr version 1"):
+        Agent(process.pid)
     assert process.wait(10) == 0
 
 

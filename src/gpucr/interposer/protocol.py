@@ -88,6 +88,10 @@ class BadAnswer(Exception):
     """What came is not of this protocol."""
 
 
+class OtherVersion(BadAnswer):
+    """The library in the process is of another gpucr: a job keeps the one that it was started with."""
+
+
 class Block(Struct, frozen=True):
     """One piece of physical memory of the process, seen from ``address`` on (0: from nowhere).
 
@@ -182,6 +186,8 @@ def parse(packet: bytes, operation: Operation) -> Answer:
         raise BadAnswer("what answers is not an agent")
     if code == Code.BUSY:
         return Answer(code, a, b, count, b"")
-    if version != VERSION or (answered != operation and code == Code.DONE):
-        raise BadAnswer(f"the agent answers {answered} in version {version}, asked was {operation} in {VERSION}")
+    if version != VERSION:
+        raise OtherVersion(f"the agent speaks version {version} of the protocol, this gpucr version {VERSION}")
+    if answered != operation and code == Code.DONE:
+        raise BadAnswer(f"the agent answers {answered}, asked was {operation}")
     return Answer(code, a, b, count, packet[_HEAD.size :])
