@@ -268,6 +268,7 @@ again = ipc_open(raw)
 base, size = u64(), size_t()
 assert cuda.cuMemGetAddressRange_v2(byref(base), byref(size), u64(first.value + 4 * MIB)) == 0
 assert (first.value, base.value, size.value) == (again.value, first.value, 5 * MIB)
+assert (cuda.cuMemFree_v2(first), cuda.cuMemRetainAllocationHandle(byref(base), ctypes.c_void_p(first.value))) == (1, 1)
 while (word := stop()) != "end":
     if word == "write":
         write(first, 42, 3 * MIB)

@@ -127,8 +127,8 @@ class Agent:
             try:
                 self._open()
                 return
-            except Refused as e:
-                if e.code != Code.BUSY or time.monotonic() > until:
+            except (Refused, ConnectionResetError) as e:  # reset: it listens anew, and the old socket is gone
+                if (isinstance(e, Refused) and e.code != Code.BUSY) or time.monotonic() > until:
                     raise
                 time.sleep(_TRY_AGAIN_S)
 

@@ -225,8 +225,8 @@ result replaced_cuMemFree_v2(address pointer) {
     table_lock();
     free_what_was_put_off();
     struct range *range = range_of(pointer);
-    bool own = range != NULL && range->kind == OWN;
-    result result = own ? free_own(pointer, range) : free_native(pointer);
+    enum kind kind = range != NULL ? range->kind : SMALL;
+    result result = kind == OPENED ? INVALID_VALUE : kind == OWN ? free_own(pointer, range) : free_native(pointer);
     table_unlock();
     return result;
 }

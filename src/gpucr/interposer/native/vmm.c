@@ -144,7 +144,7 @@ result replaced_cuMemImportFromShareableHandle(handle *virtual, void *shareable,
     return result;
 }
 
-/* Memory of cuMemAlloc has no handle, as with the driver. */
+/* Memory of cuMemAlloc and of legacy IPC has no handle, as with the driver. */
 result replaced_cuMemRetainAllocationHandle(handle *virtual, void *pointer) {
     const struct range *range;
     table_lock();
@@ -152,7 +152,7 @@ result replaced_cuMemRetainAllocationHandle(handle *virtual, void *pointer) {
     result result = INVALID_VALUE;
     if (virtual == NULL || mapping == NULL) {
         result = real.cuMemRetainAllocationHandle(virtual, pointer);
-    } else if ((range = range_of(mapping->start)) == NULL || range->kind != OWN) {
+    } else if ((range = range_of(mapping->start)) == NULL || (range->kind != OWN && range->kind != OPENED)) {
         struct block *block = block_at(mapping->block);
         block->references++;
         *virtual = block_handle(block);
