@@ -19,6 +19,7 @@ from gpucr.interposer.protocol import Code, Operation, Refused
 from gpucr.interposer.vault import Vault, VaultFailed, Vaults
 from gpucr.model import CudaState
 from tests.counter import Counter, CounterFactory
+from tests.ranks import RanksFactory
 
 RUNNING, CHECKPOINTED = CudaState.RUNNING, CudaState.CHECKPOINTED
 MIB = 1 << 20
@@ -169,3 +170,18 @@ def test_a_process_that_dies_in_the_middle_is_told_and_takes_no_other_with_it(
     for pid in pids[:-1]:
         assert driver.state(pid) is RUNNING
         assert blocks_of(pid)[1:] == (0, 0)
+
+
+@pytest.mark.parametrize("count", [2, 8])
+def test_ranks_that_wait_for_each_other(count: int, ranks: RanksFactory, driver: CudaDriver, tmp_path: Path) -> None:
+    """Gate and lock are one rung: no rank's gate stays closed while another one waits for what it has not submitted."""
+    variables = {"LD_PRELOAD": preload_path(installed()), "GPUCR_INTERPOSER_DIR": str(tmp_path / "agents")}
+    job = ranks(count, "--mib", "4", "--step-us", "2000", env=variables)
+    for _ in range(2):
+        report = gpucr.suspend(job.pid, gpu_state="interposed", timeout_s=30.0)
+        assert report.lock is not None
+        assert report.lock.processes == count
+        assert {driver.state(pid) for pid in job.ranks} == {CHECKPOINTED}
+        assert all(blocks_of(pid)[1] > 0 for pid in job.ranks)
+        gpucr.resume(job.pid)
+        job.assert_goes_on()
