@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import time
 from collections.abc import Callable, Mapping, Sequence
 from typing import TYPE_CHECKING
@@ -82,7 +83,9 @@ class BringBack(Action):
                 # The driver answers only while its thread runs; all others are held, and do not notice.
                 processes.continue_stopped(set(self.stopped) & {member.id for member in members})
                 self._attach_all(members, files)
-                _return_to_found(members, self.moving, lambda driver: self._give_back(driver, members, blocks))
+                _return_to_found(
+                    members, self.moving, lambda driver, moved: self._give_back(driver, moved, members, blocks)
+                )
                 self._close_left_behind(members)
         finally:
             threads.release()
@@ -126,7 +129,9 @@ class BringBack(Action):
             if waiting:
                 time.sleep(_LOOK_EVERY_S)
 
-    def _give_back(self, driver: Driver, members: Sequence[GangMember], descriptors: Sequence[int]) -> None:
+    def _give_back(
+        self, driver: Driver, moved: Mapping[int, GpuMap], members: Sequence[GangMember], descriptors: Sequence[int]
+    ) -> None:
         """What interposers have let go. The driver has restored; a process that is not there needs nothing."""
         if not self.held:
             return
@@ -140,7 +145,8 @@ class BringBack(Action):
                 held = interposed.held_of(each.blocks, given)
                 if each.pid in alive:
                     line = interposed.Line(each.pid)
-                    interposed.bring_back(driver, line, each.uuids, vaults, held)
+                    gpu_map = moved.get(each.pid, GpuMap(()))
+                    interposed.bring_back(driver, line, [gpu_map.new_for(uuid) for uuid in each.uuids], vaults, held)
                     interposed.let_go_on(line)
         finally:
             vaults.close()
@@ -165,17 +171,21 @@ def _is_reservation(pid: int, extent: StagedExtent) -> bool:
 
 
 def _return_to_found(
-    members: Sequence[GangMember], moving: Mapping[int, GpuMap], give_back: Callable[[Driver], None]
+    members: Sequence[GangMember],
+    moving: Mapping[int, GpuMap],
+    give_back: Callable[[Driver, Mapping[int, GpuMap]], None],
 ) -> None:
     """Every member back to its found state, also where the driver is still at work on the dead gpucr's call."""
     end = time.monotonic() + _DRIVER_LIMIT_S
     driver = load_driver()
     gang = Gang(driver, members, deadline=end)
-    gang.before_unlock = lambda: give_back(driver)
+    moved: dict[int, GpuMap] | None = None
+    gang.before_unlock = lambda: give_back(driver, moved or {})
     gang.before_climb = lambda pid: _take_out_again(driver, pid)
     while True:
         try:
-            _finish_move(gang, {member.pid: moving[member.pid] for member in members if member.pid in moving})
+            if moved is None:  # once: later a process may be back because it was brought back here
+                moved = _finish_move(gang, {each.pid: moving[each.pid] for each in members if each.pid in moving})
             gang.return_to_found()
             gang.wait_for_calls()
         except JobChanged:
@@ -186,12 +196,19 @@ def _return_to_found(
             return
 
 
-def _finish_move(gang: Gang, moving: Mapping[int, GpuMap]) -> None:
-    if any(gang.state(pid) not in (CudaState.CHECKPOINTED, None) for pid in moving):
-        try:
-            gang.restore(moving, down_to=lambda member: member.found)
-        except GpucrError as error:  # then back to where they were: the driver has changed nothing
-            append_to_log("guard", f"not moved to other GPUs: {error}")
+def _finish_move(gang: Gang, moving: Mapping[int, GpuMap]) -> dict[int, GpuMap]:
+    """Where one is on its new GPUs, the others follow. The maps of all that are there then."""
+    for pid in moving:
+        with contextlib.suppress(GpucrError):  # refused, but only after the calls that the dead gpucr had begun
+            gang.driver.lock(pid, 1)
+    there = [pid for pid in moving if gang.state(pid) not in (CudaState.CHECKPOINTED, None)]
+    if not there:
+        return {}
+    try:
+        gang.restore(moving, down_to=lambda member: member.found)
+    except GpucrError as error:  # then back to where they were: the driver has changed nothing
+        append_to_log("guard", f"not moved to other GPUs: {error}")
+    return {pid: moving[pid] for pid in moving if gang.state(pid) not in (CudaState.CHECKPOINTED, None)}
 
 
 def _take_out_again(driver: Driver, pid: int) -> None:
