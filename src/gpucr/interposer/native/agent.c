@@ -14,29 +14,11 @@
 #define LONGEST_CLOSE_MS 60000
 #define LOOK_EVERY_MS 500
 #define REFUSAL_MS 100
-#define SPARES 16
 
 static _Atomic bool started;
 static pthread_mutex_t descriptors_open = PTHREAD_MUTEX_INITIALIZER; /* while it is held nobody forks */
 static int listening = -1, client = -1, kept = -1;
 static struct packet asked, answer; /* the agent's alone; too large for a stack that somebody else may have chosen */
-
-/* --- numbers for the agent's own descriptors, where the program has taken all that it may have ------------------------- */
-
-static int spares[SPARES];
-static unsigned spare_count;
-
-static void spares_take(void) {
-    while (spare_count < SPARES && (spares[spare_count] = open("/dev/null", O_RDONLY | O_CLOEXEC)) >= 0)
-        spare_count++;
-}
-
-static void spares_give(void) {
-    while (spare_count > 0)
-        close(spares[--spare_count]);
-}
-
-/* --- what there is ----------------------------------------------------------------------------------------------------- */
 
 static void count_ranges(struct status *status) {
     for (size_t i = 0; i < ranges.count; i++) {

@@ -15,6 +15,7 @@
 #define FOLDER_VARIABLE "GPUCR_INTERPOSER_DIR"
 #define NAME_FORMAT "%d.%u" /* process, pid namespace: an address has little room */
 #define NAME_BYTES sizeof "4194304.4294967295"
+#define SPARES 16
 
 /* Ours alone, and no link that somebody else put there. */
 static bool open_folder(const char *path, int *folder) {
@@ -192,4 +193,17 @@ bool socket_send(int client, const struct packet *packet, const void *payload, u
         memcpy(CMSG_DATA(first), packet->descriptors, bytes);
     }
     return sendmsg(client, &message, MSG_NOSIGNAL) >= 0;
+}
+
+static int spares[SPARES];
+static unsigned spare_count;
+
+void spares_take(void) {
+    while (spare_count < SPARES && (spares[spare_count] = open("/dev/null", O_RDONLY | O_CLOEXEC)) >= 0)
+        spare_count++;
+}
+
+void spares_give(void) {
+    while (spare_count > 0)
+        close(spares[--spare_count]);
 }
