@@ -199,6 +199,19 @@ def test_a_job_that_prints_nothing_hangs(bench: Bench) -> None:
     assert bench.events("failed")[0]["why"] == "it has printed nothing for 300 s"
 
 
+def test_a_snapshot_that_was_taken_of_a_hung_job_is_not_restored(bench: Bench) -> None:
+    def prints() -> None:
+        bench.job.printed += 10
+        if bench.clock.now < 1000 + 250:
+            bench.clock.after(bench.clock.now - 1000 + 10, prints)
+
+    prints()
+    bench.job.on_restore = bench.ends(DONE)
+    assert _restarts(bench, every_s=100.0, output_timeout_s=300.0) == {"hang-output": 1}
+    assert len(bench.job.stored) == 5
+    assert bench.job.done[-1] == "restore s2", "the others were taken after its last sign of life"
+
+
 def test_a_job_that_prints_does_not_hang(bench: Bench) -> None:
     def prints() -> None:
         bench.job.printed += 10

@@ -90,6 +90,7 @@ class Supervisor:
                 return self._restart("gpu", "; ".join(f"GPU {uuid}: {what}" for uuid, what in failed))
         trouble = self._watch.trouble()
         if trouble is not None:
+            self._suspect(self._watch.hung_for_s(trouble[0]))
             return self._restart(*trouble)
         if self._clock.now_s() >= self._due_s:
             self._checkpoint()
@@ -216,6 +217,15 @@ class Supervisor:
         )
         if state.restored_from is not None and all(each.id != state.restored_from for each in state.snapshots):
             snapshots = (Taken(state.restored_from, now_s, (now_s,)), *snapshots)
+        self._journal.update(snapshots=snapshots)
+
+    def _suspect(self, hung_s: float) -> None:
+        """The job has hung for so long: snapshots that were taken meanwhile would hang as well. None is restored."""
+        state, now_s = self._journal.state, self._clock.wall_s()
+        failures = (now_s,) * self._settings.crashes
+        snapshots = tuple(
+            replace(each, failures=failures) if each.created_s > now_s - hung_s else each for each in state.snapshots
+        )
         self._journal.update(snapshots=snapshots)
 
     def _bring_back(self, why: str, gone: set[str]) -> bool:

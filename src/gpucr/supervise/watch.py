@@ -59,6 +59,12 @@ class Watch:
         self._printed_s = self._beat_s = self._busy_s = self._gpu_looked_s = now_s
         self._health_s = now_s + self._settings.health_every_s
         self._health_failures = 0
+        self._begun_s = now_s
+        self._alive_s: dict[str, float] = {}
+
+    def hung_for_s(self, kind: str) -> float:
+        """How long ago it last showed life of this kind, checkpoints included: what was saved since may be hung too."""
+        return self._clock.now_s() - self._alive_s.get(kind, self._begun_s)
 
     def stood_still(self, seconds: float) -> None:
         """The job could do nothing in the last ``seconds``. What was a hang before still is one."""
@@ -78,6 +84,7 @@ class Watch:
         size = self._job.log_size()
         if size != self._log_size:
             self._log_size, self._printed_s = size, now_s
+            self._alive_s["hang-output"] = now_s
         if now_s - self._printed_s < limit_s:
             return None
         return "hang-output", f"it has printed nothing for {limit_s:g} s"
@@ -93,6 +100,7 @@ class Watch:
         # Whether it changes is looked at, never whether it is recent: the clock may jump.
         if found is not None and found != self._heartbeat:
             self._heartbeat, self._beat_s = found, now_s
+            self._alive_s["hang-heartbeat"] = now_s
         if now_s - self._beat_s < limit_s:
             return None
         return "hang-heartbeat", f"{path} has not been touched for {limit_s:g} s"
@@ -113,6 +121,8 @@ class Watch:
                 self._health.kill()
                 self._health.poll()
             self._health_failures = 0 if code == 0 else self._health_failures + 1
+            if code == 0:
+                self._alive_s["hang-health"] = now_s
             self._health = None
         if self._health_failures < HEALTH_FAILURES:
             return None
@@ -124,7 +134,7 @@ class Watch:
             return None
         self._gpu_looked_s = now_s
         if self._is_busy(self._job.gpus()):
-            self._busy_s = now_s
+            self._busy_s = self._alive_s["hang-gpu"] = now_s
         if now_s - self._busy_s < limit_s:
             return None
         return "hang-gpu", f"its GPUs have been idle for {limit_s:g} s"
