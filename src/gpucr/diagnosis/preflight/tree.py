@@ -6,8 +6,6 @@ import contextlib
 import os
 from collections.abc import Collection, Iterator, Sequence
 
-from gpucr.criu.granted import find_grant
-from gpucr.criu.install import NEEDED_CAPABILITY, find_criu
 from gpucr.diagnosis.preflight.findings import Finding
 from gpucr.errors import CriuUnavailable, NotPermitted
 from gpucr.linux import capabilities, processes
@@ -23,6 +21,9 @@ def require_privileges(job_pid: int) -> None:
     """Raise NotPermitted where the caller can have no CRIU work: he is not root, and root has granted him none."""
     if processes.can_checkpoint_processes():
         return
+    from gpucr.criu.granted import find_grant  # a suspend does without CRIU
+    from gpucr.criu.install import find_criu
+
     if find_grant() is not None:
         _require_capabilities_of_files(job_pid)
     with contextlib.suppress(CriuUnavailable):  # that none was granted says more
@@ -30,9 +31,9 @@ def require_privileges(job_pid: int) -> None:
             return
     if os.geteuid() == 0:
         raise NotPermitted(
-            "dump and restore need CAP_SYS_ADMIN and CAP_SYS_PTRACE, which CRIU works with, and root lacks them here",
+            "dump and restore need root's capabilities (CAP_SYS_ADMIN and CAP_SYS_PTRACE), which root lacks here",
             pid=job_pid,
-            hint="give them to the container (`--cap-add`), or run gpucr outside it",
+            hint="run the same command with sudo outside the container, or give it these capabilities (`--cap-add`)",
         )
     raise NotPermitted(
         "dump and restore need a CRIU that ordinary users may start, and this machine grants none to "
@@ -44,6 +45,8 @@ def require_privileges(job_pid: int) -> None:
 
 
 def _require_capabilities_of_files(job_pid: int) -> None:
+    from gpucr.criu.install import NEEDED_CAPABILITY
+
     own = capabilities.own()
     if own.no_new_privs:
         raise NotPermitted(

@@ -5,15 +5,16 @@ from __future__ import annotations
 import os
 from collections.abc import Collection, Iterator
 from pathlib import Path
-from typing import Literal
+from typing import TYPE_CHECKING, Literal
 
-from gpucr.criu.install import CriuInstall
-from gpucr.criu.options import has_connections
 from gpucr.diagnosis.preflight.findings import Finding
 from gpucr.linux import capabilities, namespaces
 from gpucr.linux.namespaces import Kind
 from gpucr.linux.processes import PROC
 from gpucr.model import Job
+
+if TYPE_CHECKING:
+    from gpucr.criu.install import CriuInstall
 
 _PTRACE_SCOPE = Path("/proc/sys/kernel/yama/ptrace_scope")
 _NAMESPACES: tuple[Kind | Literal["user"], ...] = ("user", "pid", "mnt", "net", "ipc")
@@ -49,6 +50,8 @@ def check_dump_by_user(job: Job, install: CriuInstall) -> list[Finding]:
 
 
 def _connections(job: Job) -> Iterator[Finding]:
+    from gpucr.criu.options import has_connections  # a suspend does without CRIU
+
     if has_connections(job.pids):
         yield Finding(
             "blocking",
