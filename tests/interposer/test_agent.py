@@ -15,6 +15,8 @@ from pathlib import Path
 import pytest
 from msgspec.structs import replace
 
+from gpucr import suspend
+from gpucr.errors import GpucrError
 from gpucr.interposer import client
 from gpucr.interposer.client import Agent, Held, ask_status, socket_path
 from gpucr.interposer.protocol import MOST_BYTES, Code, Operation, OtherVersion, Refused, parse, request
@@ -350,7 +352,10 @@ def test_a_thread_that_waits_at_the_drivers_lock_is_inside(job: Callable[..., Jo
 AROUND = """
 import ctypes, os, sys
 cuda = ctypes.CDLL("libcuda.so.1")
+context, pointer = ctypes.c_void_p(), ctypes.c_uint64()
 assert cuda.cuInit(0) == 0
+assert cuda.cuDevicePrimaryCtxRetain(ctypes.byref(context), 0) == cuda.cuCtxSetCurrent(context) == 0
+assert cuda.cuMemAlloc_v2(ctypes.byref(pointer), ctypes.c_size_t(4 << 20)) == 0
 if sys.argv[1] == "deepbind":
     ctypes.CDLL("libcuda.so.1", mode=os.RTLD_NOW | os.RTLD_DEEPBIND)
 elif sys.argv[1] == "dlmopen":
@@ -372,3 +377,6 @@ def test_a_process_whose_calls_may_go_around_the_gate_says_so(
     with Agent(process.pid) as agent:
         assert agent.status().around == around
     assert (ask_status(process.pid) is None) == (around > 0)
+    if around:
+        with pytest.raises(GpucrError, match="may come to the driver around the gate"):
+            suspend(process.pid, gpu_state="interposed")

@@ -398,6 +398,7 @@ class Interposed:
             (status.stuck, "{} of its blocks cannot leave a second time"),
             (status.imported, "{} of its blocks are other processes'"),
             (status.away, "{} of its blocks are away already"),
+            (status.around, "{} of its libraries may come to the driver around the gate"),
         )
         return next((text.format(count) for count, text in reasons if count), None)
 
