@@ -75,7 +75,8 @@ class OrdinaryUser:
         """gpucr, run by root on this machine."""
         # Root's CRIU is the one that root has outside, wherever that lies.
         command = [sys.executable, "-m", "gpucr", *arguments]
-        environment = {**os.environ, **self._simulated, "XDG_DATA_HOME": str(provided_folder().parents[1])}
+        libraries = {"LD_LIBRARY_PATH": self.environment["LD_LIBRARY_PATH"]}  # root's own may lie below a closed folder
+        environment = {**os.environ, **self._simulated, **libraries, "XDG_DATA_HOME": str(provided_folder().parents[1])}
         return self._run(["env", "-C", str(_REPOSITORY), *command], environment)
 
     def as_root_runs(self, *command: str) -> subprocess.CompletedProcess[str]:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import os
 import shutil
 import subprocess
+import tempfile
 from collections.abc import Callable, Iterator
 from pathlib import Path
 
@@ -42,12 +43,19 @@ def gate_program(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 @pytest.fixture
-def start(library: Path, tmp_path: Path) -> Iterator[Start]:
+def agents() -> Iterator[Path]:
+    """Where the agents' sockets lie, which is made by the first one. The tests' own folders have too long names."""
+    with tempfile.TemporaryDirectory(prefix="agents-") as folder:
+        yield Path(folder) / "a"
+
+
+@pytest.fixture
+def start(library: Path, agents: Path) -> Iterator[Start]:
     """Starts a program under the interposer; what still runs at the end is killed."""
     started: list[subprocess.Popen[str]] = []
 
     def begin(*command: str, inherit: bool = False, **environment: str) -> subprocess.Popen[str]:
-        variables = {"LD_PRELOAD": str(library), "GPUCR_INTERPOSER_DIR": str(tmp_path / "agents")}
+        variables = {"LD_PRELOAD": str(library), "GPUCR_INTERPOSER_DIR": str(agents)}
         process = subprocess.Popen(
             command,
             env={**os.environ, **variables, **environment},

@@ -314,22 +314,21 @@ def test_another_process_that_listens_in_its_place_is_not_believed(job: Callable
             assert agent.own_pid == process.pid
 
 
-def test_no_socket_outlives_its_process(job: Callable[..., Job], tmp_path: Path) -> None:
+def test_no_socket_outlives_its_process(job: Callable[..., Job], agents: Path) -> None:
     killed, other = job(5 * MIB), job(5 * MIB)
-    folder = tmp_path / "agents"
     killed.process.kill()
     killed.process.communicate()
-    assert len(list(folder.iterdir())) == 2
+    assert len(list(agents.iterdir())) == 2
     third = job(5 * MIB)
     other.process.communicate(timeout=10)  # its input ends, and it with it
     assert other.process.returncode == 0
-    assert [each.name for each in folder.iterdir()] == [socket_path(third.pid).name]
+    assert [each.name for each in agents.iterdir()] == [socket_path(third.pid).name]
 
 
-def test_nothing_happens_in_a_program_without_cuda(start: Start, tmp_path: Path) -> None:
+def test_nothing_happens_in_a_program_without_cuda(start: Start, agents: Path) -> None:
     process = start("sh", "-c", "cat /proc/self/status | grep Threads")
     assert process.communicate(timeout=10)[0].split() == ["Threads:", "1"]
-    assert not (tmp_path / "agents").exists()
+    assert not agents.exists()
 
 
 def test_a_thread_that_waits_at_the_drivers_lock_is_inside(job: Callable[..., Job]) -> None:

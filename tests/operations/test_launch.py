@@ -368,7 +368,7 @@ def test_an_unknown_name(arguments: list[str], counter: Callable[..., JobRecord]
 
 
 def test_what_is_neither_a_pid_nor_a_name() -> None:
-    done = command.run("state", "A/b")
+    done = command.run("state", "A+b")
     assert done.returncode == 2
     assert "neither a pid nor the name of a job" in done.stderr
 

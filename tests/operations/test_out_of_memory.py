@@ -183,7 +183,7 @@ def fails_late(moment: tuple[str, str], *arguments: object) -> None:
 
 def test_memory_runs_out_after_the_last_step(counter: CounterFactory, driver: CudaDriver) -> None:
     job = counter("--mib", "1", "--fork", "1")
-    report = (("return", "_report"), ("call", "print_change"), ("return", "print_change"))
+    report = (("return", "change_report"), ("call", "print_change"), ("return", "print_change"))
     for moment in (*LATE, ("call", "remember"), *report):
         fails_late(moment, "suspend", job.pid)
         assert {driver.state(pid) for pid in job.processes()} == {CudaState.CHECKPOINTED}

@@ -22,6 +22,7 @@ def test_suspend_and_resume(counter: CounterFactory) -> None:
     job = counter("--mib", "1")
     _prints_nothing("suspend", job.pid)
     _prints_nothing("resume", job.pid)
+    _prints_nothing("move", job.pid, "--gpu", "1")
     assert job.ask() == 101
     assert run_json("suspend", job.pid, "-q")["processes"][0]["state"] == "checkpointed"
 
@@ -59,7 +60,7 @@ def test_stores(counter: CounterFactory, tmp_path: Path) -> None:
 
 def test_every_command_that_cron_may_run_has_it() -> None:
     quiet = {name for name, command in COMMANDS.items() if not isinstance(command, click.Group) and _has_quiet(command)}
-    names = ("suspend", "resume", "dump", "restore", "verify", "copy", "rm", "prune", "doctor")
+    names = ("suspend", "resume", "move", "dump", "restore", "verify", "copy", "rm", "prune", "doctor")
     assert quiet == {f"gpucr {name}" for name in names}
 
 

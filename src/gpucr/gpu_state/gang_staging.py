@@ -35,8 +35,8 @@ class GangStaging:
 
     With ``use_files`` the driver's staging is captured (`CapturedStaging`), which needs root, else `PlainStaging`;
     ``gpu_state`` is the way that a user insists on. ``over`` tells which backends a process has over that, lowest
-    first, and ``why_not`` why it has none. ``writer`` saves what they hold while they get it; with ``save_gently`` it
-    takes few processors after that, until somebody waits for it.
+    first, and ``why_not`` why it has none where it could have. ``writer`` saves what they hold while they get it; with
+    ``save_gently`` it takes few processors after that, until somebody waits for it.
     """
 
     def __init__(

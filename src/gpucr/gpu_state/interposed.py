@@ -545,6 +545,9 @@ class _Work:
             raise self._error
 
 
+WITHOUT = "it was started without one"
+
+
 class Interposers:
     """The interposed processes of an operation. ``uuids_of``: the GPUs that a process sees, in its order.
 
@@ -573,8 +576,9 @@ class Interposers:
         """Raise Unsupported where one of these that run would go another way, and this one is insisted on."""
         for member in members if self._gpu_state == INTERPOSED else ():
             if member.found is CudaState.RUNNING and not self.over(member.pid):
+                why = self.why_not.get(member.pid, WITHOUT)
                 raise refused(
-                    f"device memory of process {member.pid} cannot leave by an interposer: {self.why_not[member.pid]}",
+                    f"device memory of process {member.pid} cannot leave by an interposer: {why}",
                     "start the job with `gpucr run --interpose`",
                 )
 
@@ -594,7 +598,6 @@ class Interposers:
         if self._gpu_state not in ("auto", INTERPOSED) or self._driver.state(pid) is not CudaState.RUNNING:
             return None
         if not is_interposed(pid):
-            self.why_not[pid] = "it was started without one"
             return None
         stat = processes.read_stat(pid)
         if stat is None:
