@@ -153,8 +153,12 @@ class OrdinaryUser:
 
 
 def _reachable() -> str:
-    """Commands after which every user can reach Python, its packages and gpucr, also below a closed /root."""
-    wanted = {Path(path).resolve() for path in (sys.base_prefix, sys.prefix, _REPOSITORY)}
+    """Commands after which every user can reach Python, its packages and gpucr, also below a closed /root.
+
+    And root the CRIU that was provided, where one was.
+    """
+    paths = (sys.base_prefix, sys.prefix, _REPOSITORY, provided_folder())
+    wanted = {Path(path).resolve() for path in paths if Path(path).exists()}
     closed = {each for path in wanted for each in path.parents if not each.stat().st_mode & 0o001} | {Path("/opt")}
     outermost = [each for each in closed if not closed & set(each.parents)]
     lines: list[str] = []
