@@ -12,7 +12,8 @@ import gpucr
 from gpucr.driver.cuda import CudaDriver
 from gpucr.driver.gpus import list_gpus
 from gpucr.errors import InterposerError, Unsupported
-from gpucr.gpu_state.interposed import Line, bring_back, take_out_again
+from gpucr.gpu_state.interposed.coming_back import bring_back, take_out_again
+from gpucr.gpu_state.interposed.line import Line
 from gpucr.interposer.client import Agent
 from gpucr.interposer.library import installed, preload_path
 from gpucr.interposer.protocol import Code, Operation, Refused

@@ -135,19 +135,21 @@ class BringBack(Action):
         """What interposers have let go. The driver has restored; a process that is not there needs nothing."""
         if not self.held:
             return
-        from gpucr.gpu_state import interposed  # late: what a driver's own suspend does not need
+        from gpucr.gpu_state.interposed.blocks import held_of  # late: what a driver's own suspend does not need
+        from gpucr.gpu_state.interposed.coming_back import bring_back, let_go_on
+        from gpucr.gpu_state.interposed.line import Line
         from gpucr.interposer.vault import Vaults
 
         alive, given = {member.pid for member in members if processes.goes_on(member.id)}, iter(descriptors)
         vaults = Vaults()
         try:
             for each in self.held:
-                held = interposed.held_of(each.blocks, given)
+                held = held_of(each.blocks, given)
                 if each.pid in alive:
-                    line = interposed.Line(each.pid)
+                    line = Line(each.pid)
                     gpu_map = moved.get(each.pid, GpuMap(()))
-                    interposed.bring_back(driver, line, [gpu_map.new_for(uuid) for uuid in each.uuids], vaults, held)
-                    interposed.let_go_on(line)
+                    bring_back(driver, line, [gpu_map.new_for(uuid) for uuid in each.uuids], vaults, held)
+                    let_go_on(line)
         finally:
             vaults.close()
 
@@ -213,9 +215,9 @@ def _finish_move(gang: Gang, moving: Mapping[int, GpuMap]) -> dict[int, GpuMap]:
 
 def _take_out_again(driver: Driver, pid: int) -> None:
     if is_interposed(pid):
-        from gpucr.gpu_state import interposed  # late, as above
+        from gpucr.gpu_state.interposed.coming_back import take_out_again  # late, as above
 
-        interposed.take_out_again(driver, pid)
+        take_out_again(driver, pid)
 
 
 class GangProtection:

@@ -15,7 +15,7 @@ from gpucr.gang.threads import GangThreads
 from gpucr.gpu_state import kinds
 from gpucr.gpu_state.backend import Backend
 from gpucr.gpu_state.gang_staging import AllocateStaging, GangStaging
-from gpucr.gpu_state.interposed import Interposers
+from gpucr.gpu_state.interposed.backend import Interposers
 from gpucr.gpu_state.placement import ProcessGpus, gpus_of
 from gpucr.gpu_state.recovery import GangProtection
 from gpucr.gpu_state.source import Saver

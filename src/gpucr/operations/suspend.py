@@ -17,7 +17,7 @@ from gpucr.errors import GpucrError
 from gpucr.gang import Gang
 from gpucr.gpu_state import staging, suspended
 from gpucr.gpu_state.gpu_choice import GpuRequest
-from gpucr.gpu_state.interposed import SuspendedBlocks
+from gpucr.gpu_state.interposed.suspended import SuspendedBlocks
 from gpucr.gpu_state.placement import gpus_of, place_suspended
 from gpucr.gpu_state.recovery import GangProtection
 from gpucr.gpu_state.steps import RestoreGang, UnlockGang

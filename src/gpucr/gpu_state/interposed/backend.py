@@ -1,0 +1,313 @@
+"""The backend: memory of one process out of it, and the backends of an operation."""
+
+from __future__ import annotations
+
+import contextlib
+import mmap
+import threading
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from typing import Protocol
+
+from gpucr.driver.api import Driver
+from gpucr.errors import GpucrError
+from gpucr.gpu_state.backend import INTERPOSED
+from gpucr.gpu_state.interposed.blocks import BlocksSource, HostRoom, can_leave
+from gpucr.gpu_state.interposed.coming_back import bring_back, let_go_on
+from gpucr.gpu_state.interposed.line import GatedLock, Line, spoken, unlocked
+from gpucr.gpu_state.source import Source
+from gpucr.gpu_state.ways import GpuState, refused
+from gpucr.interposer.client import Held
+from gpucr.interposer.presence import is_interposed
+from gpucr.interposer.protocol import BadAnswer, Refused
+from gpucr.interposer.vault import Vaults
+from gpucr.linux import processes
+from gpucr.linux.tmpfs import StagingFile
+from gpucr.model import CudaState, DevicePart, GangMember, GpuMap, ProcessId, StagedExtent
+from gpucr.quantities import format_bytes
+from gpucr.undo.steps import Meter
+
+KEPT_NAME = "memfd:gpucr-device"
+"""How the file is called that a suspended process keeps: not as the driver's staging, which is closed everywhere."""
+
+
+class Guarded(Protocol):
+    """What the guard is told (`gpu_state.recovery.GangProtection`)."""
+
+    def blocks(self, pid: int, uuids: Sequence[str], held: Sequence[Held]) -> None:
+        """This memory of the process is about to be in these descriptors alone.
+
+        None: it is back, or the process keeps it. ``uuids``: the GPUs that the process sees.
+        """
+
+
+class Interposed:
+    """See `Backend`. ``uuids``: the GPUs that the process sees, in its order.
+
+    ``to_host``: at `complete` the bytes are in host memory, which the process itself holds for whoever resumes it.
+    """
+
+    kind = INTERPOSED
+
+    def __init__(
+        self, part: DevicePart, driver: Driver, uuids: Sequence[str], vaults: Vaults, guarded: Guarded, *, to_host: bool
+    ) -> None:
+        self.part = part
+        self.line = Line(part.pid)
+        self.lock = GatedLock(driver, self.line)
+        self.extents: tuple[StagedExtent, ...] = ()
+        self._driver = driver
+        self._uuids = tuple(uuids)
+        self._vaults = vaults
+        self._guarded = guarded
+        self._to_host = to_host
+        self._held: list[Held] = []
+        self._source: BlocksSource | None = None
+        self._room: StagingFile | None = None
+        self._preparing: threading.Thread | None = None
+        self._copying: _Work | None = None
+
+    def why_not(self) -> str | None:
+        """Why its memory cannot leave so, or would in pieces; None: it can. Raises as `Agent`."""
+        status = self.line.agent.status()
+        if not status.blocks:
+            return "it has no memory that could leave"
+        reasons = (
+            (status.stuck, "{} of its blocks cannot leave a second time"),
+            (status.imported, "{} of its blocks are other processes'"),
+            (status.away, "{} of its blocks are away already"),
+            (status.around, "{} of its libraries may come to the driver around the gate"),
+        )
+        return next((text.format(count) for count, text in reasons if count), None)
+
+    @property
+    def source(self) -> Source | None:
+        """The memory on the GPU."""
+        return self._source
+
+    def available_bytes(self) -> int:
+        """All of it, as soon as it is out of the process."""
+        return self._source.size_bytes if self._source is not None else 0
+
+    def prepare(self, size_bytes: int) -> int:
+        """Begin to start the vaults, and to make room."""
+        with spoken(self.part.pid, "tell what it has"):
+            blocks = [each for each in self.line.agent.blocks() if can_leave(each)]
+        own_bytes = sum(each.size_bytes for each in blocks)
+        uuids = {self._uuids[each.location] for each in blocks}
+        self._preparing = threading.Thread(target=self._prepare, args=(own_bytes, uuids), name="vault", daemon=True)
+        self._preparing.start()
+        return min(size_bytes, own_bytes)
+
+    def _prepare(self, own_bytes: int, uuids: set[str]) -> None:
+        with contextlib.suppress(GpucrError, OSError):  # said when it is needed
+            for uuid in uuids:
+                self._vaults.of(uuid)
+        if self._to_host:
+            with contextlib.suppress(OSError):
+                self._room = StagingFile.create(own_bytes, KEPT_NAME)
+                self._room.populate(0, own_bytes)
+
+    def wait_prepared(self) -> None:
+        """Until vaults and room are there."""
+        if self._preparing is not None:
+            self._preparing.join()
+
+    def begin(self, restore_thread: int, meter: Meter, deadline: float | None) -> None:
+        """Take the memory out. From here on it is in our descriptors, and the guard's, alone."""
+        pid = self.part.pid
+        self.wait_prepared()
+        with spoken(pid, "let its memory go"), unlocked(self._driver, pid):
+            agent = self.line.agent
+            for batch in agent.export():
+                self._held += batch
+            self._guarded.blocks(pid, self._uuids, self._held)
+            agent.drop()
+        self._source = BlocksSource(self.part, self._held, self._uuids, self._vaults)
+        self.extents = self._source.extents
+        meter.note(f"process {pid}: {format_bytes(self._source.size_bytes)} taken out by its interposer")
+        if self._to_host:
+            self._copying = _Work(self._copy_to_host)
+
+    def wait_begun(self) -> None:
+        """It is out."""
+
+    def _copy_to_host(self) -> None:
+        assert self._source is not None  # noqa: S101 - begin has made it
+        size_bytes = self._source.size_bytes
+        if self._room is None:
+            self._room = StagingFile.create(size_bytes, KEPT_NAME)
+        self._room.resize(max(self._room.size_bytes, size_bytes))
+        room = HostRoom(self._room, max(size_bytes, mmap.PAGESIZE))
+        try:
+            self._source.copy_to(room.address)
+        finally:
+            room.close()
+
+    def complete(self, meter: Meter) -> None:
+        """The driver has the rest. To the host: the process keeps the bytes, and its GPU memory is free."""
+        pid = self.part.pid
+        if self._copying is not None:
+            self._copying.wait()
+            assert self._room is not None  # noqa: S101 - it was copied to
+            assert self._source is not None  # noqa: S101
+            self._room.resize(self._source.size_bytes)
+            with spoken(pid, "keep its memory"):
+                self.line.agent.keep(self._room.fd)
+            self._let_go()
+        self.line.hang_up()  # CRIU cannot dump a connection to us
+
+    def abort(self) -> None:
+        """Nobody wants the bytes; they stay where they are until `give_back`."""
+        if self._copying is not None:
+            with contextlib.suppress(GpucrError, OSError):
+                self._copying.wait()
+
+    def give_back(self) -> None:
+        """Whatever is away comes back to its addresses, from the descriptors or from host memory."""
+        if self._source is None:
+            return
+        self._source.close()
+        bring_back(self._driver, self.line, self._uuids, self._vaults, self._held)
+        let_go_on(self.line)
+        self._source = None
+        self._guarded.blocks(self.part.pid, self._uuids, ())
+
+    @property
+    def is_given_back(self) -> bool:
+        """Whether `give_back` has returned what `begin` had taken."""
+        return self._source is None and bool(self.extents)
+
+    def moved(self, gpu_map: GpuMap) -> None:
+        """The driver has restored the process on other GPUs: what is away goes there."""
+        self._uuids = tuple(gpu_map.new_for(uuid) for uuid in self._uuids)
+
+    def _let_go(self) -> None:
+        """The bytes are elsewhere, and the GPU memory is free when nobody holds its descriptors."""
+        assert self._source is not None  # noqa: S101 - its bytes were read
+        self._source.close()
+        self._guarded.blocks(self.part.pid, self._uuids, ())
+        while self._held:
+            self._held.pop().close()
+
+    def close(self) -> None:
+        """The descriptors and the connection: a gate that is closed opens, unless memory is away."""
+        self.wait_prepared()
+        if self._source is not None:
+            self._source.close()
+        while self._held:
+            self._held.pop().close()
+        self.line.hang_up()
+        if self._room is not None:
+            self._room.close()
+
+
+class _Work:
+    """Something that is done in a thread of its own."""
+
+    def __init__(self, work: Callable[[], None]) -> None:
+        self._error: Exception | None = None
+        self._thread = threading.Thread(target=self._run, args=(work,), name="vault", daemon=True)
+        self._thread.start()
+
+    def _run(self, work: Callable[[], None]) -> None:
+        try:
+            work()
+        except Exception as e:  # noqa: BLE001 - raised where it is waited for
+            self._error = e
+
+    def wait(self) -> None:
+        """Until it is done. Raises what it raised."""
+        self._thread.join()
+        if self._error is not None:
+            raise self._error
+
+
+WITHOUT = "it was started without one"
+
+
+class Interposers:
+    """The interposed processes of an operation. ``uuids_of``: the GPUs that a process sees, in its order.
+
+    ``gpu_state``: the way that a user insists on. ``why_not``: by pid, why a process goes another way than this one.
+    """
+
+    def __init__(
+        self,
+        driver: Driver,
+        uuids_of: Callable[[ProcessId], Sequence[str]],
+        guarded: Guarded,
+        *,
+        to_host: bool,
+        gpu_state: GpuState = "auto",
+    ) -> None:
+        self._driver = driver
+        self._uuids_of = uuids_of
+        self._guarded = guarded
+        self._to_host = to_host
+        self._vaults = Vaults()
+        self._backends: dict[int, Interposed | None] = {}
+        self._gpu_state = gpu_state
+        self.why_not: dict[int, str] = {}
+
+    def require(self, members: Iterable[GangMember]) -> None:
+        """Raise Unsupported where one of these that run would go another way, and this one is insisted on."""
+        for member in members if self._gpu_state == INTERPOSED else ():
+            if member.found is CudaState.RUNNING and not self.over(member.pid):
+                why = self.why_not.get(member.pid, WITHOUT)
+                raise refused(
+                    f"device memory of process {member.pid} cannot leave by an interposer: {why}",
+                    "start the job with `gpucr run --interpose`",
+                )
+
+    def over(self, pid: int) -> tuple[Interposed, ...]:
+        """What takes memory of this process, which runs; nothing where it has no interposer, or one that is no use."""
+        if pid not in self._backends:
+            self._backends[pid] = self._find(pid)
+        found = self._backends[pid]
+        return (found,) if found is not None else ()
+
+    def rank(self, pid: int) -> GatedLock | None:
+        """What holds this process."""
+        found = self._backends.get(pid) or next(iter(self.over(pid)), None)
+        return found.lock if found is not None else None
+
+    def _find(self, pid: int) -> Interposed | None:
+        if self._gpu_state not in ("auto", INTERPOSED) or self._driver.state(pid) is not CudaState.RUNNING:
+            return None
+        if not is_interposed(pid):
+            return None
+        stat = processes.read_stat(pid)
+        if stat is None:
+            return None
+        uuids = self._uuids_of(ProcessId(pid, stat.start_time_ticks))
+        made = Interposed(DevicePart(pid, 1), self._driver, uuids, self._vaults, self._guarded, to_host=self._to_host)
+        try:
+            why_not = made.why_not()
+        except (Refused, BadAnswer, OSError) as e:  # another version, somebody else's, busy: as without it
+            why_not = str(e)
+        if why_not is None:
+            return made
+        made.close()
+        self.why_not[pid] = why_not
+        return None
+
+    def moved(self, maps: Mapping[int, GpuMap]) -> None:
+        """The driver has restored these processes, by pid, on other GPUs."""
+        for pid, gpu_map in maps.items():
+            backend = self._backends.get(pid)
+            if backend is not None:
+                backend.moved(gpu_map)
+
+    def is_given_back(self) -> bool:
+        """Whether one of them has its memory again."""
+        return any(backend is not None and backend.is_given_back for backend in self._backends.values())
+
+    def close(self) -> None:
+        """The vaults; the backends are closed by who has them."""
+        self._vaults.close()
+
+    def wait_prepared(self) -> None:
+        """Until the backends that were asked to prepare have done so."""
+        for backend in self._backends.values():
+            if backend is not None:
+                backend.wait_prepared()

@@ -1,0 +1,131 @@
+"""The memory that an interposer carries, as bytes: read from descriptors, and written into new memory."""
+
+from __future__ import annotations
+
+import bisect
+import ctypes
+import functools
+import mmap
+import threading
+from collections.abc import Callable, Iterable, Iterator, Sequence
+
+from gpucr.interposer.client import Held
+from gpucr.interposer.protocol import Block, Flag
+from gpucr.interposer.vault import SLOT_BYTES, Shown, Vault, Vaults, in_parallel, pointing
+from gpucr.linux.tmpfs import StagingFile
+from gpucr.model import DevicePart, StagedExtent
+
+_PIECE_BYTES = 4 * SLOT_BYTES
+
+
+_UNMAPPED = 1 << 62
+"""From here on a snapshot numbers memory that no address of the process shows."""
+
+
+def can_leave(block: Block) -> bool:
+    """Whether an interposer carries it; the others are not ours to move."""
+    return not block.flags & (Flag.IMPORTED | Flag.CANNOT_LEAVE)
+
+
+def extents_of(blocks: Sequence[Block]) -> tuple[StagedExtent, ...]:
+    """One for each block, one behind the other; who is shown at no address is numbered."""
+    extents: list[StagedExtent] = []
+    offset = 0
+    for block in blocks:
+        extents.append(StagedExtent(block.address or _UNMAPPED + offset, block.size_bytes, offset))
+        offset += block.size_bytes
+    return tuple(extents)
+
+
+class BlocksSource:
+    """See `Source`: memory that descriptors keep alive, read from its GPUs."""
+
+    def __init__(self, part: DevicePart, held: Sequence[Held], uuids: Sequence[str], vaults: Vaults) -> None:
+        self.part = part
+        self.extents = extents_of([each.block for each in held])
+        self.size_bytes = sum(extent.size_bytes for extent in self.extents)
+        self._held = tuple(held)
+        self._uuids = uuids
+        self._vaults = vaults
+        self._seen: dict[int, tuple[Vault, Shown]] = {}
+        self._lock = threading.Lock()
+
+    def read_into(self, position: int, data: memoryview) -> None:
+        """Through the vault of its GPU."""
+        with pointing(data) as address:
+            self._read(position, len(data), lambda start: address + start - position)
+
+    def copy_to(self, address: int) -> None:
+        """All of it, to host memory from there on."""
+        pieces = [
+            (extent.offset + at, min(_PIECE_BYTES, extent.size_bytes - at))
+            for extent in self.extents
+            for at in range(0, extent.size_bytes, _PIECE_BYTES)
+        ]
+        in_parallel([functools.partial(self._read, start, size, lambda at: address + at) for start, size in pieces])
+
+    def _read(self, position: int, size_bytes: int, place: Callable[[int], int]) -> None:
+        number = bisect.bisect_right(self._offsets, position) - 1
+        while size_bytes > 0:
+            extent = self.extents[number]
+            within = position - extent.offset
+            size = min(size_bytes, extent.size_bytes - within)
+            vault, shown = self._see(number)
+            start = position
+            vault.read(
+                shown.address + within,
+                size,
+                lambda slot, offset, count, start=start: ctypes.memmove(place(start + offset), slot, count),  # type: ignore[misc]
+            )
+            position, size_bytes, number = position + size, size_bytes - size, number + 1
+
+    @functools.cached_property
+    def _offsets(self) -> list[int]:
+        return [extent.offset for extent in self.extents]
+
+    def _see(self, number: int) -> tuple[Vault, Shown]:
+        with self._lock:
+            if number not in self._seen:
+                held = self._held[number]
+                vault = self._vaults.of(self._uuids[held.block.location])
+                self._seen[number] = vault, vault.see(held.descriptor, held.block.size_bytes)
+            return self._seen[number]
+
+    def close(self) -> None:
+        """See nothing of it any more."""
+        with self._lock:
+            while self._seen:
+                vault, shown = self._seen.popitem()[1]
+                vault.forget(shown)
+
+
+def held_of(blocks: Iterable[Sequence[int]], descriptors: Iterator[int]) -> list[Held]:
+    """The inverse of a block's fields, each with its descriptor."""
+    return [
+        Held(Block(index, generation, size, kind, location, Flag(flags), *rest), next(descriptors))
+        for index, generation, size, kind, location, flags, *rest in blocks
+    ]
+
+
+def writes(vault: Vault, shown: Shown, start: int) -> list[Callable[[], None]]:
+    """What fills device memory from the host address, in pieces."""
+
+    def one(at: int) -> None:
+        size = min(_PIECE_BYTES, shown.size_bytes - at)
+        vault.write(shown.address + at, size, lambda slot, offset, n: ctypes.memmove(slot, start + at + offset, n))
+
+    return [functools.partial(one, at) for at in range(0, shown.size_bytes, _PIECE_BYTES)]
+
+
+class HostRoom:
+    """A file in memory, as addresses of this process. The file stays the caller's."""
+
+    def __init__(self, file: StagingFile, size_bytes: int) -> None:
+        self._map = mmap.mmap(file.fd, size_bytes)
+        self._start = ctypes.c_char.from_buffer(self._map)
+        self.address = ctypes.addressof(self._start)
+
+    def close(self) -> None:
+        """The addresses are nobody's any more."""
+        del self._start
+        self._map.close()

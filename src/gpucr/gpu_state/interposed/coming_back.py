@@ -1,0 +1,126 @@
+"""What is away of a process comes back: from descriptors, or from what the process keeps."""
+
+from __future__ import annotations
+
+import contextlib
+import os
+from collections.abc import Callable, Mapping, Sequence
+
+from gpucr.driver.api import Driver
+from gpucr.errors import InterposerError
+from gpucr.gpu_state.interposed.blocks import HostRoom, can_leave, extents_of, writes
+from gpucr.gpu_state.interposed.line import Line, spoken, unlocked
+from gpucr.interposer.client import Agent, Held
+from gpucr.interposer.protocol import BadAnswer, Block, Code, Flag, Refused
+from gpucr.interposer.vault import Shown, Vault, Vaults, in_parallel
+from gpucr.linux.tmpfs import StagingFile
+from gpucr.model import StagedExtent
+
+
+def give_back(agent: Agent, held: Sequence[Held]) -> None:
+    """Map memory again, renewed, so that it can leave another time; what is back already is passed over."""
+    left = [each for each in held if each.descriptor >= 0]
+    while left:
+        try:
+            agent.give_back(left, renew=True)
+        except Refused as e:
+            left = [each for each in left if each.descriptor >= 0]
+            if e.code != Code.NOT_AWAY or not left:
+                raise
+            left.pop(0).close()
+        else:
+            return
+
+
+def bring_back(driver: Driver, line: Line, uuids: Sequence[str], vaults: Vaults, held: Sequence[Held] = ()) -> None:
+    """What is away of a process comes back: from these descriptors, or from what the process keeps. LOCKED → LOCKED.
+
+    The gate stays closed, and what is kept is kept, until `let_go_on`. Nothing where nothing is away. Raises
+    InterposerError, VaultFailed, JobChanged, DriverError; what is not back yet is where it was.
+    """
+    with spoken(line.pid, "take its memory back"), contextlib.ExitStack() as opened:
+        agent = line.agent
+        kept = agent.fetch()
+        file = StagingFile.adopt(kept) if kept is not None else None
+        if file is not None:
+            opened.callback(file.close)
+        elif not agent.status().away:  # whoever was about to take it was killed: the gate may be open already
+            return
+        opened.enter_context(unlocked(driver, line.pid))
+        give_back(agent, held)
+        blocks = [each for each in agent.blocks() if can_leave(each)]
+        if file is not None:
+            _fill(agent, blocks, file, uuids, vaults)
+        elif any(each.flags & Flag.AWAY for each in blocks):
+            raise InterposerError(
+                f"device memory of process {line.pid} is away, and nobody has it",
+                hint="the gpucr that took it was killed together with its guard: end the job",
+            )
+
+
+def let_go_on(line: Line) -> None:
+    """All of it is back: what the process keeps is given up, and its gate opens. The driver's lock holds it now."""
+    with spoken(line.pid, "open its gate"):
+        line.agent.keep(None)
+    line.hang_up()
+
+
+def take_out_again(driver: Driver, pid: int) -> None:
+    """What has come back of what the process keeps is away again, so that the driver can checkpoint it.
+
+    LOCKED → LOCKED. Nothing where nothing is kept.
+    """
+    line = Line(pid)
+    try:
+        with spoken(pid, "let its memory go again"):
+            kept = line.agent.fetch()
+            if kept is None:
+                return
+            os.close(kept)
+            with unlocked(driver, pid):
+                for batch in line.agent.export():
+                    for each in batch:
+                        each.close()
+                line.agent.drop()
+    finally:
+        line.hang_up()
+
+
+def _fill(agent: Agent, blocks: Sequence[Block], file: StagingFile, uuids: Sequence[str], vaults: Vaults) -> None:
+    """New memory for what is away, and the bytes of all from the file: what is there may have been filled in part."""
+    places = {(block.index, block.generation): extent for block, extent in zip(blocks, extents_of(blocks), strict=True)}
+    size_bytes = sum(block.size_bytes for block in blocks)
+    if file.size_bytes != size_bytes:
+        raise BadAnswer(f"it keeps {file.size_bytes} bytes of {size_bytes}")
+    room = HostRoom(file, size_bytes)
+    try:
+        for made in agent.create([block for block in blocks if block.flags & Flag.AWAY]):
+            for each in made:
+                each.close()
+        for there in agent.export():
+            _fill_these(there, places, room.address, uuids, vaults)
+    finally:
+        room.close()
+
+
+def _fill_these(
+    there: Sequence[Held],
+    places: Mapping[tuple[int, int], StagedExtent],
+    address: int,
+    uuids: Sequence[str],
+    vaults: Vaults,
+) -> None:
+    seen: list[tuple[Vault, Shown]] = []
+    try:
+        work: list[Callable[[], None]] = []
+        for each in there:
+            vault = vaults.of(uuids[each.block.location])
+            shown = vault.see(each.descriptor, each.block.size_bytes)
+            seen.append((vault, shown))
+            work += writes(vault, shown, address + places[each.block.index, each.block.generation].offset)
+        in_parallel(work)
+    finally:
+        for vault, shown in seen:
+            vault.forget(shown)
+        for each in there:
+            each.close()
