@@ -12,6 +12,7 @@ TYPE_CHECKING = False  # type checkers take this name for typing's; importing ty
 if TYPE_CHECKING:
     from typing import Any
 
+    from gpucr.borrow.several import JobOutcome, JobOutlook, plan_resume, plan_suspend, resume_jobs, suspend_jobs
     from gpucr.checkups.doctor import DoctorReport, doctor
     from gpucr.checkups.repairs import Repair
     from gpucr.containers.by_runtime import find_container
@@ -110,6 +111,9 @@ if TYPE_CHECKING:
     from gpucr.undo.steps import Phase
 
 _HOMES = {
+    "gpucr.borrow.several": (
+        "JobOutcome", "JobOutlook", "plan_resume", "plan_suspend", "resume_jobs", "suspend_jobs",
+    ),
     "gpucr.diagnosis.canaries.results": ("CanaryOutcome", "CanaryResult", "MeasuredMachine", "ProbeReport"),
     "gpucr.checkups.doctor": ("DoctorReport", "doctor"),
     "gpucr.checkups.repairs": ("Repair",),
@@ -211,6 +215,8 @@ __all__ = [
     "InvalidRequest",
     "JobChanged",
     "JobDamaged",
+    "JobOutcome",
+    "JobOutlook",
     "JobRecord",
     "JobSelector",
     "JobSnapshot",
@@ -299,11 +305,14 @@ __all__ = [
     "open_snapshot",
     "plan_dump",
     "plan_job",
+    "plan_resume",
+    "plan_suspend",
     "probe",
     "prune_store",
     "remove_snapshot",
     "restore",
     "resume",
+    "resume_jobs",
     "run_job",
     "run_supervised",
     "stop_job",
@@ -311,6 +320,7 @@ __all__ = [
     "subscribe",
     "supervise_job",
     "suspend",
+    "suspend_jobs",
     "take_up_jobs",
     "verify_snapshots",
     "wait_job",

@@ -160,7 +160,7 @@ def test_what_is_no_cgroup_is_refused(cgroup: Path, tmp_path: Path) -> None:
 @pytest.mark.parametrize(
     ("arguments", "why"),
     [
-        (("suspend", "100", "200"), "with --as-one only"),
+        (("state", "100", "200"), "with --as-one only"),
         (("suspend", "100", "--cgroup", "/sys/fs/cgroup/x"), "name a job in one way"),
         (("resume", "--cgroup", "/sys/fs/cgroup/x", "--container", "x"), "name a job in one way"),
         (("state", "100", "--runtime-root", "/x"), "go with --container"),

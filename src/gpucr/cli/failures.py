@@ -26,7 +26,14 @@ _IN_FIELDS_OF_THEIR_OWN = frozenset({"message", "hint", "code"})
 
 def show(error: GpucrError, wanted: JsonWanted) -> None:
     """Show an error of gpucr. Where the command's object is on stdout already, no second one follows."""
-    say(f"error: {error.message}")
+    say_error(error)
+    if wanted.is_wanted and not wanted.is_printed:
+        print_json("error", fields_of(error))
+
+
+def say_error(error: GpucrError, *, of_job: str = "") -> None:
+    """Tell what went wrong: with one of several jobs, ``of_job``."""
+    say(f"error: {of_job}{': ' if of_job else ''}{error.message}")
     if error.why:
         say(f"why:   {error.why}")
     if isinstance(error, CriuError) and error.log_path:
@@ -34,8 +41,6 @@ def show(error: GpucrError, wanted: JsonWanted) -> None:
     if hint := _hint(error):
         say(f"hint:  {hint}")
     say(f"code:  {error.code}")
-    if wanted.is_wanted and not wanted.is_printed:
-        print_json("error", _fields(error))
 
 
 def show_usage(error: click.ClickException, wanted: JsonWanted) -> None:
@@ -43,7 +48,7 @@ def show_usage(error: click.ClickException, wanted: JsonWanted) -> None:
     error.show()
     say(f"code:  {InvalidRequest.code}")
     if wanted.is_wanted and not wanted.is_printed:
-        print_json("error", _fields(InvalidRequest(error.format_message())))
+        print_json("error", fields_of(InvalidRequest(error.format_message())))
 
 
 def unexpected(error: Exception, *, has_succeeded: bool = False) -> GpucrError:
@@ -111,7 +116,8 @@ def _has_current_folder() -> bool:
     return True
 
 
-def _fields(error: GpucrError) -> dict[str, Any]:
+def fields_of(error: GpucrError) -> dict[str, Any]:
+    """The members of an error in JSON."""
     return {
         "code": error.code,
         "exit_code": error.exit_code,

@@ -44,7 +44,8 @@ class JobTarget(click.ParamType):  # type: ignore[type-arg]  # click 8.1 knows n
         return candidates.jobs(incomplete)
 
 
-def _complete_gpu(ctx: click.Context, param: click.Parameter, incomplete: str) -> list[CompletionItem]:
+def complete_gpu(ctx: click.Context, param: click.Parameter, incomplete: str) -> list[CompletionItem]:
+    """GPUs of this machine."""
     from gpucr.cli import candidates
 
     return candidates.gpus(incomplete)
@@ -71,10 +72,13 @@ def complete_file(ctx: click.Context, param: click.Parameter, incomplete: str) -
     return candidates.files(incomplete)
 
 
-def job_argument(*, is_required: bool = True, with_container: bool = True) -> Callable[[F], F]:
+def job_argument(
+    *, is_required: bool = True, with_container: bool = True, can_be_several: bool = False
+) -> Callable[[F], F]:
     """The ways to name a job: PID|NAME, several of them with --as-one, --cgroup, --container. The command gets ``job``.
 
-    It is a pid, a name, a `JobSelector`, or None where none was named and none ``is_required``.
+    It is a pid, a name, a `JobSelector`, or None where none was named and none ``is_required``. With ``can_be_several``
+    the command gets ``jobs`` instead, a tuple of these: several PIDs without --as-one are several jobs.
     """
 
     def decorate(command: F) -> F:
@@ -88,9 +92,14 @@ def job_argument(*, is_required: bool = True, with_container: bool = True) -> Ca
                 raise click.UsageError("name a job: PID or NAME, or --cgroup")
             if any(place.values()) and not ways[2]:
                 raise click.UsageError("--runtime and --runtime-root go with --container")
+            if can_be_several and not as_one and targets:
+                return command(jobs=tuple(dict.fromkeys(targets)), **others)
             if len(targets) > 1 and not as_one:
                 raise click.UsageError("several processes are handled as one job with --as-one only")
-            return command(job=_selected(targets, cgroup, place), **others)
+            job = _selected(targets, cgroup, place)
+            if can_be_several:
+                return command(jobs=() if job is None else (job,), **others)
+            return command(job=job, **others)
 
         parameters = [
             click.argument("targets", nargs=-1, type=JobTarget(), metavar="PID|NAME..."),
@@ -194,6 +203,11 @@ gpu_state_option = click.option(
     help="Insist on the way in which device memory leaves the GPU: by the driver alone, by the driver into files of "
     "gpucr's, or by the interposer in the processes.",
 )
+dry_run_option = click.option(
+    "--dry-run",
+    is_flag=True,
+    help="Look at the jobs, print what would be done, and change nothing. Exit code 3: one would be refused.",
+)
 gpu_map_option = click.option(
     "--gpu-map",
     metavar="OLD=NEW,...",
@@ -203,6 +217,6 @@ gpu_map_option = click.option(
 gpu_option = click.option(
     "--gpu",
     metavar="auto|GPU,...",
-    shell_complete=_complete_gpu,
+    shell_complete=complete_gpu,
     help="Put the GPUs that the job uses on free ones with enough memory (auto), or on these, by index or UUID.",
 )

@@ -80,21 +80,26 @@ def print_change(command: str, report: ChangeReport, *, as_json: bool, quiet: bo
         say_warnings(report)
         say_gpu_reasons(report)
     if as_json:
-        processes = [
-            {
-                "pid": change.pid,
-                "found_state": change.found.word,
-                "state": change.now.word if change.now is not None else None,
-            }
-            for change in report.processes
-        ]
-        phases = report.phases
-        data = {"pid": report.pid, "processes": processes, "phases": phases, "host_bytes": report.size_bytes}
-        data |= {"seconds": report.seconds, "lock": lock_fields(report.lock), "warnings": list(report.warnings)}
-        print_json(command, {**data, **gpu_fields(report)})
+        print_json(command, change_fields(report))
     if as_json or quiet:
         return
     for change in report.processes:
         now = change.now.word if change.now is not None else "ended"
         was = f" (was {change.found.word})" if change.found is not change.now else " (as before)"
         click.echo(f"{change.pid} {now}{was}")
+
+
+def change_fields(report: ChangeReport) -> dict[str, Any]:
+    """The members of the JSON of a suspend, a resume and a move."""
+    processes = [
+        {
+            "pid": change.pid,
+            "found_state": change.found.word,
+            "state": change.now.word if change.now is not None else None,
+        }
+        for change in report.processes
+    ]
+    phases = report.phases
+    data = {"pid": report.pid, "processes": processes, "phases": phases, "host_bytes": report.size_bytes}
+    data |= {"seconds": report.seconds, "lock": lock_fields(report.lock), "warnings": list(report.warnings)}
+    return {**data, **gpu_fields(report)}

@@ -1,10 +1,12 @@
-"""`gpucr suspend`: a job's GPU memory to host memory, its GPUs released."""
+"""`gpucr suspend`: the GPU memory of jobs to host memory, their GPUs released."""
 
 from __future__ import annotations
 
 import click
 
 from gpucr.cli.options import (
+    complete_gpu,
+    dry_run_option,
     force_option,
     gpu_state_option,
     job_argument,
@@ -22,7 +24,16 @@ from gpucr.operations.suspend import suspend
 
 
 @click.command("suspend")
-@job_argument()
+@job_argument(is_required=False, can_be_several=True)
+@click.option(
+    "--gpu",
+    "gpus",
+    metavar="GPU,...",
+    shell_complete=complete_gpu,
+    help="Instead of PID: all jobs of yours that use one of these GPUs.",
+)
+@click.option("--all", "every_job", is_flag=True, help="Instead of PID: all jobs of yours that use a GPU.")
+@dry_run_option
 @gpu_state_option
 @only_option
 @timeout_option
@@ -32,7 +43,10 @@ from gpucr.operations.suspend import suspend
 @verbose_option
 def command(
     *,
-    job: int | str | JobSelector,
+    jobs: tuple[int | str | JobSelector, ...],
+    gpus: str | None,
+    every_job: bool,
+    dry_run: bool,
     gpu_state: GpuState,
     only: bool,
     timeout_s: float | None,
@@ -43,12 +57,32 @@ def command(
 ) -> None:
     """Move the GPU memory of PID and its whole tree to host memory and release its GPUs.
 
-    The processes stay; those that call CUDA wait until `gpucr resume`. If anything fails, everything is undone.
+    The processes stay; those that call CUDA wait until `gpucr resume`. If anything fails, everything is undone. Of
+    several jobs each is suspended by itself, one after the other: one that fails leaves the others alone.
 
     \b
     Example:
       gpucr suspend 4711
+      gpucr suspend train eval
+      gpucr suspend --gpu 0,1 --dry-run
     """
     on_progress = progress_printer(quiet=quiet or as_json, verbose=verbose)
-    report = suspend(job, gpu_state=gpu_state, only=only, timeout_s=timeout_s, force=force, on_progress=on_progress)
-    print_change("suspend", report, as_json=as_json, quiet=quiet)
+    if len(jobs) == 1 and gpus is None and not every_job and not dry_run:
+        report = suspend(
+            jobs[0], gpu_state=gpu_state, only=only, timeout_s=timeout_s, force=force, on_progress=on_progress
+        )
+        print_change("suspend", report, as_json=as_json, quiet=quiet)
+        return
+    from gpucr.borrow.several import plan_suspend, suspend_jobs  # one job alone needs none of it
+    from gpucr.cli.several import print_outcomes, print_outlooks, require_one_way
+
+    require_one_way(jobs, on_gpus=gpus is not None, every_job=every_job, only=only)
+    chosen = jobs or None
+    if dry_run:
+        outlooks = plan_suspend(chosen, gpus=gpus, gpu_state=gpu_state, only=only, force=force)
+        print_outlooks("suspend", outlooks, as_json=as_json, quiet=quiet, force=force)
+        return
+    outcomes = suspend_jobs(
+        chosen, gpus=gpus, gpu_state=gpu_state, timeout_s=timeout_s, force=force, on_progress=on_progress
+    )
+    print_outcomes("suspend", outcomes, as_json=as_json, quiet=quiet)

@@ -1,0 +1,98 @@
+"""Which jobs are meant: those that were named, or all of the caller's, on some GPUs only."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Callable, Collection, Sequence
+
+from gpucr.driver.gpus import list_gpus
+from gpucr.errors import InvalidRequest
+from gpucr.gpu_state import suspended
+from gpucr.gpu_state.gpu_choice import find_gpu
+from gpucr.jobs.selector import JobSelector
+from gpucr.linux import processes
+from gpucr.model import CudaState, Gpu
+from gpucr.operations.gpu_jobs import GpuJob, beside, list_gpu_jobs
+from gpucr.operations.listing import ProcessState
+
+Target = int | str | JobSelector
+"""What names a job: a pid, a name, or a selector of several trees."""
+
+
+def label_of(target: Target) -> str:
+    """How a job is called in messages and in JSON."""
+    if not isinstance(target, JobSelector):
+        return str(target)
+    return target.cgroup or "+".join(map(str, target.trees))
+
+
+def named_gpus(text: str) -> tuple[Gpu, ...]:
+    """The GPUs of this machine that are meant by indices and UUIDs with commas between, each once.
+
+    Raises InvalidRequest.
+    """
+    names = [name.strip() for name in text.split(",")]
+    if not all(names) or "auto" in names:
+        raise InvalidRequest(
+            f"{text!r} does not name GPUs", hint="write --gpu 1 or --gpu GPU-6b1e,3", code="GPUCR-BAD-GPU"
+        )
+    here = list_gpus()
+    found = {gpu.uuid: gpu for gpu in (find_gpu(name, here, "on this machine") for name in names)}
+    return tuple(found.values())
+
+
+def chosen_jobs(
+    jobs: Sequence[Target] | None, gpus: str | None, find: Callable[[str | None], list[Target]]
+) -> list[Target]:
+    """Those that are named, each once; None: those that ``find`` finds on the ``gpus``. Raises InvalidRequest."""
+    if jobs is None:
+        return find(gpus)
+    if gpus is not None:
+        raise InvalidRequest("jobs are chosen by their names or by their GPUs", hint="give one of the two")
+    return list(dict.fromkeys(jobs))
+
+
+def running_on(gpus: str | None) -> list[Target]:
+    """The caller's jobs that use one of these GPUs (None: any), and are not suspended."""
+    uuids = None if gpus is None else {gpu.uuid for gpu in named_gpus(gpus)}
+
+    def fits(each: ProcessState) -> bool:
+        return each.state is not CudaState.CHECKPOINTED and _touches(each.device_bytes, uuids)
+
+    return _own_jobs(fits)
+
+
+def suspended_on(gpus: str | None) -> list[Target]:
+    """The caller's suspended jobs that were on one of these GPUs (None: any), without those whose GPUs are lent."""
+    uuids = None if gpus is None else {gpu.uuid for gpu in named_gpus(gpus)}
+
+    def fits(each: ProcessState) -> bool:
+        if each.state is not CudaState.CHECKPOINTED:
+            return False
+        record = suspended.recall(each.process.id)
+        return uuids is None or (record is not None and _touches(record.device_bytes, uuids))
+
+    return _own_jobs(fits)
+
+
+def _touches(device_bytes: Collection[str], uuids: Collection[str] | None) -> bool:
+    return uuids is None or any(uuid in uuids for uuid in device_bytes)
+
+
+def _own_jobs(fits: Callable[[ProcessState], bool]) -> list[Target]:
+    """The caller's jobs with a process that fits, without those that this process is in.
+
+    What one process has started, ranks of a launcher without CUDA say, is one job.
+    """
+    ours = {os.getpid(), *processes.ancestors(os.getpid())}
+    own = [job for job in list_gpu_jobs() if _is_own(job) and job.pid not in ours]
+    found: list[Target] = []
+    for job in own:
+        ranks = sorted({job.pid, *(other.pid for other in beside(job, own))})
+        if any(fits(each) for member in own if member.pid in ranks for each in member.processes):
+            found.append(job.name or (job.pid if len(ranks) == 1 else JobSelector(*ranks)))
+    return list(dict.fromkeys(found))
+
+
+def _is_own(job: GpuJob) -> bool:
+    return job.name is not None or job.root.uid == os.getuid()

@@ -1,0 +1,212 @@
+"""Several jobs suspended or resumed, one after the other: each is an operation of its own, undone by itself."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Mapping, Sequence
+
+from msgspec import Struct
+
+from gpucr.borrow.chosen import Target, chosen_jobs, label_of, running_on, suspended_on
+from gpucr.diagnosis import preflight
+from gpucr.diagnosis.traps import findings_of_traps
+from gpucr.driver.gpus import gpu_processes, list_gpus
+from gpucr.errors import GpucrError, Interrupted, JobDamaged, NotACudaProcess
+from gpucr.gpu_state import suspended
+from gpucr.gpu_state.gpu_choice import GpuRequest
+from gpucr.gpu_state.placement import place_suspended
+from gpucr.gpu_state.ways import GpuState, require_possible, uses_files
+from gpucr.jobs import selection
+from gpucr.jobs.selector import JobSelector
+from gpucr.model import CudaState, GpuMap
+from gpucr.operations.suspend import ChangeReport, resume, suspend
+from gpucr.undo.cancellation import Cancellation
+from gpucr.undo.events import OnProgress
+
+
+class JobOutcome(Struct, frozen=True):
+    """What became of one of several jobs: a ``report``, or the ``error`` that left it as it was found."""
+
+    job: str
+    report: ChangeReport | None = None
+    error: GpucrError | None = None
+
+
+class JobOutlook(Struct, frozen=True):
+    """What would be done with one of several jobs. ``device_bytes``: what leaves or comes back, per GPU UUID.
+
+    ``findings`` are preflight's; ``error`` is what keeps gpucr from looking at it.
+    """
+
+    job: str
+    pids: tuple[int, ...] = ()
+    device_bytes: Mapping[str, int] = {}
+    findings: tuple[preflight.Finding, ...] = ()
+    error: GpucrError | None = None
+
+    @property
+    def is_refused(self) -> bool:
+        """Whether it would be left as it is."""
+        return self.error is not None or any(finding.severity == "blocking" for finding in self.findings)
+
+
+def suspend_jobs(
+    jobs: Sequence[int | str | JobSelector] | None = None,
+    *,
+    gpus: str | None = None,
+    gpu_state: GpuState = "auto",
+    timeout_s: float | None = None,
+    force: bool = False,
+    on_progress: OnProgress | None = None,
+    cancel: Cancellation | None = None,
+) -> tuple[JobOutcome, ...]:
+    """Suspend several jobs as `suspend` does one, one after the other; one that fails leaves the others alone.
+
+    ``jobs``: pids, names and selectors; None: all jobs of the caller that use one of the ``gpus`` (indices and UUIDs
+    with commas between; None: any). ``timeout_s`` is for each. After an interruption no other one is begun.
+
+    Raises InvalidRequest for GPUs that are not there, DriverUnavailable. What happens to a job is in its outcome.
+    """
+    require_possible(gpu_state)
+    return _each(
+        chosen_jobs(jobs, gpus, running_on),
+        lambda job: suspend(
+            job, gpu_state=gpu_state, timeout_s=timeout_s, force=force, on_progress=on_progress, cancel=cancel
+        ),
+    )
+
+
+def resume_jobs(
+    jobs: Sequence[int | str | JobSelector] | None = None,
+    *,
+    gpus: str | None = None,
+    gpu_map: GpuMap | str | None = None,
+    gpu: str | None = None,
+    timeout_s: float | None = None,
+    force: bool = False,
+    on_progress: OnProgress | None = None,
+    cancel: Cancellation | None = None,
+) -> tuple[JobOutcome, ...]:
+    """Resume several jobs as `resume` does one, one after the other; one that fails leaves the others alone.
+
+    ``jobs``: pids, names and selectors; None: all suspended jobs of the caller that were on one of the ``gpus`` (None:
+    any), but for those whose GPUs are lent. ``gpu_map`` and ``gpu`` are as of `resume`, for each.
+
+    Raises InvalidRequest for GPUs that are not there, DriverUnavailable. What happens to a job is in its outcome.
+    """
+    GpuRequest.of(gpu_map, gpu)
+    return _each(
+        chosen_jobs(jobs, gpus, suspended_on),
+        lambda job: resume(
+            job, gpu_map=gpu_map, gpu=gpu, timeout_s=timeout_s, force=force, on_progress=on_progress, cancel=cancel
+        ),
+    )
+
+
+def plan_suspend(
+    jobs: Sequence[int | str | JobSelector] | None = None,
+    *,
+    gpus: str | None = None,
+    gpu_state: GpuState = "auto",
+    only: bool = False,
+    force: bool = False,
+) -> tuple[JobOutlook, ...]:
+    """What `suspend_jobs` would do with the same arguments. Changes nothing.
+
+    Host memory is counted for all of them together: the finding is that of the first job that has no room any more.
+    """
+    require_possible(gpu_state)
+    needs: list[preflight.MemoryNeed] = []
+    uses = gpu_processes()
+
+    def look(job: Target) -> JobOutlook:
+        found = selection.find_job(job, only=only, force=force)
+        pids = _require_cuda(found)
+        held = preflight.device_bytes_in_use(found.job, uses)
+        needs.extend(preflight.needs_of_suspend(held, in_files=uses_files(gpu_state)))
+        findings = [
+            *preflight.check_states(found.job),
+            *findings_of_traps(found.job, found.driver, uses),
+            *preflight.check_host_memory(needs),
+        ]
+        return JobOutlook(label_of(job), pids, _added_up(held.values()), tuple(findings))
+
+    return tuple(_looked_at(job, look) for job in chosen_jobs(jobs, gpus, running_on))
+
+
+def plan_resume(
+    jobs: Sequence[int | str | JobSelector] | None = None,
+    *,
+    gpus: str | None = None,
+    gpu_map: GpuMap | str | None = None,
+    gpu: str | None = None,
+    only: bool = False,
+    force: bool = False,
+) -> tuple[JobOutlook, ...]:
+    """What `resume_jobs` would do with the same arguments. Changes nothing; each job is looked at by itself."""
+    request, here = GpuRequest.of(gpu_map, gpu), list_gpus()
+
+    def look(job: Target) -> JobOutlook:
+        found = selection.find_job(job, only=only, force=force)
+        pids = _require_cuda(found)
+        away = [member for member in found.job.gang if member.found is CudaState.CHECKPOINTED]
+        records = {member.pid: suspended.recall(member.id) for member in away}
+        choice = place_suspended(away, records, request, here, found.job.pids).choice
+        findings = [
+            *preflight.check_states(found.job),
+            *preflight.check_room(choice.needed_bytes, here, choice.gpu_map),
+        ]
+        return JobOutlook(label_of(job), pids, choice.needed_bytes, tuple(findings))
+
+    return tuple(_looked_at(job, look) for job in chosen_jobs(jobs, gpus, suspended_on))
+
+
+def exit_code_of(errors: Sequence[GpucrError | None]) -> int:
+    """For the command: 0 where nothing failed; what a damaged job gives; else what all failures give, or 1."""
+    codes = {error.exit_code for error in errors if error is not None}
+    for code in (JobDamaged.exit_code, Interrupted.exit_code):
+        if code in codes:
+            return code
+    return 0 if not codes else codes.pop() if len(codes) == 1 else GpucrError.exit_code
+
+
+def _each(jobs: Sequence[Target], change: Callable[[Target], ChangeReport]) -> tuple[JobOutcome, ...]:
+    outcomes: list[JobOutcome] = []
+    stopped: Interrupted | None = None
+    for job in jobs:
+        if stopped is not None:
+            why = Interrupted(f"not begun: {stopped.message}", hint="name it again")
+            outcomes.append(JobOutcome(label_of(job), error=why))
+            continue
+        try:
+            outcomes.append(JobOutcome(label_of(job), report=change(job)))
+        except GpucrError as e:
+            stopped = e if isinstance(e, Interrupted) else None
+            outcomes.append(JobOutcome(label_of(job), error=e))
+    return tuple(outcomes)
+
+
+def _looked_at(job: Target, look: Callable[[Target], JobOutlook]) -> JobOutlook:
+    try:
+        return look(job)
+    except GpucrError as e:
+        return JobOutlook(label_of(job), error=e)
+
+
+def _require_cuda(found: selection.FoundJob) -> tuple[int, ...]:
+    pids = tuple(member.pid for member in found.job.gang)
+    if not pids:
+        root = found.job.root
+        raise NotACudaProcess(
+            f"no process in the tree of {root.pid} ({root.name}) uses CUDA",
+            pid=root.pid,
+            hint="`gpucr ps` lists the processes that do",
+        )
+    return pids
+
+
+def _added_up(held: Iterable[Mapping[str, int]]) -> dict[str, int]:
+    total: dict[str, int] = {}
+    for by_gpu in held:
+        for uuid, size_bytes in by_gpu.items():
+            total[uuid] = total.get(uuid, 0) + size_bytes
+    return total

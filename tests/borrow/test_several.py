@@ -1,0 +1,207 @@
+"""Several jobs suspended and resumed at once: named, by their GPUs, or all of them."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Callable
+
+import pytest
+from click.testing import CliRunner, Result
+
+import gpucr
+from gpucr.borrow import chosen
+from gpucr.cli import main
+from gpucr.cli.output import JsonWanted
+from gpucr.driver.cuda import CudaDriver
+from gpucr.driver.gpus import gpu_processes
+from gpucr.linux import memory
+from gpucr.model import CudaState
+from tests.command import run, run_json
+from tests.counter import Counter, CounterFactory, processes_of_this_test
+from tests.ranks import RanksFactory
+from tests.unit.children import sleeper
+
+RUNNING, CHECKPOINTED = CudaState.RUNNING, CudaState.CHECKPOINTED
+
+pytestmark = pytest.mark.usefixtures("machine")
+
+
+def on(counter: CounterFactory, devices: str) -> Counter:
+    return counter("--mib", "1", "--devices", devices)
+
+
+def states(driver: CudaDriver, *jobs: Counter) -> list[CudaState | None]:
+    return [driver.state(job.pid) for job in jobs]
+
+
+def test_several_jobs_are_named(counter: CounterFactory, driver: CudaDriver) -> None:
+    first, second, other = on(counter, "0"), on(counter, "1"), on(counter, "0")
+    printed = run_json("suspend", first.pid, second.pid, first.pid)
+    assert printed["schema"] == "gpucr.suspend.jobs"
+    assert [each["job"] for each in printed["jobs"]] == [str(first.pid), str(second.pid)]
+    assert [each["report"]["processes"][0]["state"] for each in printed["jobs"]] == ["checkpointed"] * 2
+    assert states(driver, first, second, other) == [CHECKPOINTED, CHECKPOINTED, RUNNING]
+    done = run("resume", first.pid, second.pid)
+    assert done.returncode == 0, done.stderr
+    assert done.stdout.splitlines() == [f"{job.pid} running (was checkpointed)" for job in (first, second)]
+    assert [job.ask() for job in (first, second, other)] == [101] * 3
+
+
+@pytest.mark.usefixtures("alone")
+def test_jobs_are_chosen_by_their_gpus(counter: CounterFactory, driver: CudaDriver, machine: list[str]) -> None:
+    zero, one, both = on(counter, "0"), on(counter, "1"), on(counter, "0,1")
+    assert run("suspend", "--gpu", "1").returncode == 0
+    assert states(driver, zero, one, both) == [RUNNING, CHECKPOINTED, CHECKPOINTED]
+    assert run("resume", "--gpu", machine[0]).returncode == 0, "the job that was on both"
+    assert states(driver, zero, one, both) == [RUNNING, CHECKPOINTED, RUNNING]
+    assert run_here("resume", "--all", "--gpu", "0").exit_code == 0, "with --all it says where to"
+    assert {use.gpu_uuid for use in gpu_processes() if use.pid == one.pid} == {machine[0]}
+
+
+@pytest.fixture
+def alone(monkeypatch: pytest.MonkeyPatch) -> None:
+    """All jobs are those of this test: others run beside it."""
+    monkeypatch.setattr(
+        chosen,
+        "list_gpu_jobs",
+        lambda: [job for job in gpucr.list_gpu_jobs() if job.pid in processes_of_this_test()],
+    )
+
+
+def run_here(*arguments: object) -> Result:
+    """The command in this process."""
+    return CliRunner().invoke(main.command, [str(each) for each in arguments], obj=JsonWanted())
+
+
+@pytest.mark.usefixtures("alone")
+def test_all_jobs_and_what_is_suspended_already(counter: CounterFactory, driver: CudaDriver) -> None:
+    first, second = on(counter, "0"), on(counter, "1")
+    gpucr.suspend(first.pid)
+    (outcome,) = gpucr.suspend_jobs()
+    assert (outcome.job, outcome.error) == (str(second.pid), None)
+    assert states(driver, first, second) == [CHECKPOINTED, CHECKPOINTED]
+    assert [each.job for each in gpucr.resume_jobs()] == sorted((str(first.pid), str(second.pid)), key=int)
+    assert states(driver, first, second) == [RUNNING, RUNNING]
+
+
+def test_nothing_to_suspend() -> None:
+    done = run("suspend", "--gpu", "0")
+    assert (done.returncode, done.stdout) == (0, "")
+    assert "there is nothing to suspend" in done.stderr
+    assert run_json("resume", "--gpu", "0")["jobs"] == []
+
+
+def test_ranks_of_one_launcher_are_one_job(ranks: RanksFactory, driver: CudaDriver) -> None:
+    job = ranks(3, "--queue", "1")
+    (outcome,) = gpucr.suspend_jobs(gpus="0,1")
+    assert outcome.error is None
+    assert outcome.job == "+".join(map(str, sorted(job.ranks)))
+    assert {driver.state(pid) for pid in job.ranks} == {CHECKPOINTED}
+    (outcome,) = gpucr.resume_jobs(gpus="0,1")
+    assert outcome.error is None
+    job.assert_goes_on()
+
+
+def test_one_that_fails_leaves_the_others_alone(
+    counter: CounterFactory, driver: CudaDriver, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    good = on(counter, "0")
+    bad = counter("--mib", "1", env={"GPUCR_SIM_FAULTS": "checkpoint=999"})
+    last = on(counter, "1")
+    done = run("suspend", good.pid, bad.pid, last.pid, "--json")
+    assert done.returncode == 1
+    printed = json.loads(done.stdout)["jobs"]
+    assert [each["error"] and each["error"]["code"] for each in printed] == [None, "GPUCR-DRIVER", None]
+    assert f"error: {bad.pid}: " in done.stderr
+    assert "1 of 3 jobs failed" in done.stderr
+    assert states(driver, good, bad, last) == [CHECKPOINTED, RUNNING, CHECKPOINTED]
+    assert bad.ask() == 101
+
+
+def test_the_exit_code_is_that_of_the_failures(counter: CounterFactory) -> None:
+    bad = counter("--mib", "1", env={"GPUCR_SIM_FAULTS": "checkpoint=999"})
+    with sleeper() as without_cuda:
+        assert run("suspend", without_cuda.pid, 999_999_999).returncode == 2
+        assert run("suspend", bad.pid, without_cuda.pid).returncode == 1, "they have failed for different reasons"
+
+
+def test_a_damaged_job_gives_its_exit_code(counter: CounterFactory) -> None:
+    good = on(counter, "0")
+    lost = counter("--mib", "1", env={"GPUCR_SIM_FAULTS": "checkpoint=die"})
+    done = run("suspend", lost.pid, good.pid)
+    assert done.returncode == 10
+    assert f"error: {lost.pid}: " in done.stderr
+    assert run("resume", good.pid).returncode == 0
+
+
+def test_an_interruption_leaves_the_rest_as_it_is(counter: CounterFactory, driver: CudaDriver) -> None:
+    first, second = on(counter, "0"), on(counter, "1")
+    cancel = gpucr.Cancellation()
+    cancel.cancel("enough")
+    outcomes = gpucr.suspend_jobs([first.pid, second.pid], cancel=cancel)
+    assert [type(each.error) for each in outcomes] == [gpucr.Interrupted] * 2
+    assert "not begun" in str(outcomes[1].error)
+    assert states(driver, first, second) == [RUNNING, RUNNING]
+
+
+@pytest.mark.usefixtures("alone")
+def test_a_dry_run_changes_nothing(counter: CounterFactory, driver: CudaDriver, machine: list[str]) -> None:
+    first, second = on(counter, "0"), on(counter, "1")
+    printed = json.loads(run_here("suspend", "--all", "--dry-run", "--json").stdout)
+    assert printed["schema"] == "gpucr.suspend.plan"
+    assert [each["job"] for each in printed["jobs"]] == sorted((str(first.pid), str(second.pid)), key=int)
+    by_job = {each["job"]: each for each in printed["jobs"]}
+    assert by_job[str(first.pid)]["pids"] == [first.pid]
+    assert by_job[str(first.pid)]["device_bytes"][machine[0]] >= 1 << 20
+    assert states(driver, first, second) == [RUNNING, RUNNING]
+    gpucr.suspend(first.pid)
+    done = run_here("resume", "--all", "--dry-run")
+    assert done.exit_code == 0, done.stderr
+    assert done.stdout.startswith(f"{first.pid}  resume processes {first.pid}: ")
+    assert states(driver, first, second) == [CHECKPOINTED, RUNNING]
+
+
+def test_a_dry_run_says_what_would_be_refused(counter: CounterFactory) -> None:
+    with sleeper() as without_cuda:
+        done = run("suspend", without_cuda.pid, "--dry-run")
+        assert done.returncode == 2
+        assert "GPUCR-NOT-CUDA" in done.stderr
+    big = counter("--mib", "64", "--devices", "0")
+    gpucr.suspend(big.pid)
+    outlook = gpucr.plan_resume([big.pid], gpu_map="0=1")[0]
+    assert (outlook.is_refused, outlook.error) == (False, None)
+
+
+def test_host_memory_is_counted_for_all_together(
+    counter: CounterFactory, monkeypatch: pytest.MonkeyPatch, in_room: Callable[[int], None]
+) -> None:
+    first, second = counter("--mib", "200"), counter("--mib", "200")
+    in_room(450 << 20)
+    outlooks = gpucr.plan_suspend([first.pid, second.pid])
+    assert [each.is_refused for each in outlooks] == [False, True]
+    assert {finding.code for finding in outlooks[1].findings} == {"GPUCR-HOST-MEMORY"}
+
+
+@pytest.fixture
+def in_room(monkeypatch: pytest.MonkeyPatch) -> Callable[[int], None]:
+    """Have the machine say that so much host memory is available."""
+    return lambda size_bytes: monkeypatch.setattr(memory, "machine_available_bytes", lambda: size_bytes)
+
+
+@pytest.mark.parametrize(
+    ("arguments", "why"),
+    [
+        (("suspend",), "name jobs in one way"),
+        (("suspend", "100", "--all"), "name jobs in one way"),
+        (("suspend", "--gpu", "0", "--all"), "name jobs in one way"),
+        (("suspend", "100", "200", "--only"), "--only is for one process"),
+        (("suspend", "--gpu", "auto"), "does not name GPUs"),
+        (("suspend", "--gpu", "7"), "7"),
+        (("resume",), "name jobs in one way"),
+        (("resume", "--gpu", "auto"), "does not name GPUs"),
+    ],
+)
+def test_jobs_are_named_in_one_way(arguments: tuple[str, ...], why: str) -> None:
+    done = run(*arguments)
+    assert done.returncode == 2
+    assert why in done.stderr
