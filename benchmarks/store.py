@@ -24,13 +24,14 @@ from rich.table import Table
 
 from benchmarks.machine import place_of
 from gpucr.cli.output import print_json, say
+from gpucr.linux.buffers import copy
 from gpucr.store import codec, extra, index, pieces, transform
 from gpucr.store import config as configuration
 from gpucr.store.codec import Codec, Compress, Encoding
 from gpucr.store.crypto import KeyRing
 from gpucr.store.keys import Secret
 from gpucr.store.local import LocalBackend
-from gpucr.store.memory import AlignedBuffer, copy
+from gpucr.store.memory import AlignedBuffer
 from gpucr.store.opened import Store
 from gpucr.store.pieces import PieceRef
 from gpucr.store.reader import StoreReader

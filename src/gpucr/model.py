@@ -156,15 +156,17 @@ class Extent(Struct, frozen=True):
     size_bytes: int
 
 
-class StagedExtent(Struct, frozen=True):
+class StagedExtent(Struct, frozen=True, omit_defaults=True):
     """A range of staging that lies in a staging file: address in the process, size, and offset in the file (bytes).
 
-    Address and offset are page-aligned, and the size is that of whole pages.
+    Address and offset are page-aligned, and the size is that of whole pages. ``gpu`` is the UUID of the GPU that it was
+    on, where more than the driver has to know it.
     """
 
     address: int
     size_bytes: int
     offset: int
+    gpu: str | None = None
 
     @property
     def end(self) -> int:

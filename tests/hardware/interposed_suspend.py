@@ -29,6 +29,10 @@ from typing import Any
 
 ROOT = Path(__file__).resolve().parents[2]
 PROGRAMS = Path(__file__).parent / "interposed"
+sys.path[:0] = [str(ROOT)]
+
+from tests.hardware.interposed import pace  # noqa: E402 - found where the checkout is
+
 WAYS = ("driver", "captured", "interposed")
 STANDS_STILL_FROM = "lock"
 LINES_BETWEEN = 3
@@ -79,6 +83,9 @@ class Training:
         self.name = name
         self._log = folder / f"{name}.log"
         self._limit_s = limit_s
+        self._may_step = folder / f"{name}.steps"
+        pace.let_go_on(self._may_step, pace.AHEAD)
+        os.environ[pace.VARIABLE] = str(self._may_step)
         gpucr("run", option, "--name", name, "--log", self._log, "--json", "--", *command, limit_s=limit_s)
 
     def lines(self) -> list[str]:
@@ -97,6 +104,7 @@ class Training:
     def wait_more(self, more: int) -> None:
         """Until it has written so many lines more."""
         wanted = len(self.lines()) + more
+        pace.let_go_on(self._may_step, wanted + pace.AHEAD)
         self.wait(lambda: len(self.lines()) >= wanted or self.has_ended(), f"line {wanted}")
         if len(self.lines()) < wanted:
             raise Failed(f"it ended after {len(self.lines())} lines: {self.lines()[-5:]}")
@@ -108,6 +116,7 @@ class Training:
 
     def wait_end(self, count: int) -> None:
         """Until it has written all lines, and ended."""
+        pace.let_go_on(self._may_step, count)
         self.wait(lambda: len(self.lines()) >= count or self.has_ended(), f"line {count}")
         self.wait(self.has_ended, "its end")
 
@@ -209,7 +218,7 @@ def table(outcomes: Sequence[Outcome]) -> str:
 
 def training_command(options: argparse.Namespace) -> list[str]:
     """The program, with steps enough for all cycles of the slowest way."""
-    steps = options.steps or 60 + options.cycles * (20 * LINES_BETWEEN)
+    steps = options.steps or 2 * pace.AHEAD + options.cycles * (20 * LINES_BETWEEN)
     if options.program == "simulated":
         return [sys.executable, str(PROGRAMS / "driver_calls.py"), str(steps)]
     return [sys.executable, str(PROGRAMS / "training.py"), str(options.gib), str(steps), "0.05"]

@@ -31,13 +31,14 @@ from pathlib import Path
 from typing import Any
 
 ROOT = Path(__file__).resolve().parents[2]
-sys.path.insert(0, str(ROOT / "src"))
+sys.path[:0] = [str(ROOT / "src"), str(ROOT)]
 
 from msgspec import structs  # noqa: E402
 
 from gpucr.interposer.build import compile_library  # noqa: E402
 from gpucr.interposer.client import Agent  # noqa: E402
 from gpucr.interposer.protocol import Refused  # noqa: E402
+from tests.hardware.interposed import pace  # noqa: E402
 
 PROGRAMS = Path(__file__).parent / "interposed"
 STEP_LIMIT_S = 60.0
@@ -99,11 +100,17 @@ class Program:
     """One run: its lines are collected as they come."""
 
     def __init__(self, command: Sequence[str], environment: dict[str, str]) -> None:
+        self._may_step = Path(tempfile.mkstemp(prefix="gpucr-steps-")[1])
+        pace.let_go_on(self._may_step, pace.AHEAD)
         self.lines: list[str] = []
         self.errors = tempfile.TemporaryFile("w+")  # noqa: SIM115 (open as long as the program)
         self._changed = threading.Condition()
         self.process = subprocess.Popen(
-            command, stdout=subprocess.PIPE, stderr=self.errors, text=True, env={**os.environ, **environment}
+            command,
+            stdout=subprocess.PIPE,
+            stderr=self.errors,
+            text=True,
+            env={**os.environ, pace.VARIABLE: str(self._may_step), **environment},
         )
         self._reader = threading.Thread(target=self._read, daemon=True)
         self._reader.start()
@@ -118,18 +125,22 @@ class Program:
     def wait_lines(self, count: int, limit_s: float) -> bool:
         """False: it ended, or is stuck."""
         until = time.monotonic() + limit_s
+        pace.let_go_on(self._may_step, count + pace.AHEAD)
         with self._changed:
             while len(self.lines) < count and time.monotonic() < until and self.process.poll() is None:
                 self._changed.wait(0.2)
             return len(self.lines) >= count
 
     def finish(self, limit_s: float) -> int:
+        """Let it do all of its steps."""
+        pace.let_go_on(self._may_step, sys.maxsize)
         try:
             code = self.process.wait(limit_s)
         except subprocess.TimeoutExpired:
             self.process.kill()
             code = self.process.wait()
         self._reader.join(10)
+        self._may_step.unlink()
         return code
 
     def error_text(self) -> str:

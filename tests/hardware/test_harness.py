@@ -254,14 +254,14 @@ def test_suspends_in_each_way_on_the_simulated_driver(tmp_path: Path) -> None:
     done = subprocess.run(
         [
             sys.executable, "tests/hardware/interposed_suspend.py", "--program", "simulated", "--cycles", "1",
-            "--steps", "60", "--limit", "60", "--json", str(tmp_path / "results"),
+            "--steps", "140", "--limit", "60", "--json", str(tmp_path / "results"),
         ],
         cwd=ROOT, env={**os.environ, **variables}, capture_output=True, text=True, check=False,
     )  # fmt: skip
     assert done.returncode == 0, done.stdout + done.stderr
     results = json.loads((tmp_path / "results").read_text())
     assert [(each["way"], each["cycles"], each["lines"]) for each in results] == [
-        ("driver", 1, 60),
-        ("captured", 1, 60),
-        ("interposed", 1, 60),
+        ("driver", 1, 140),
+        ("captured", 1, 140),
+        ("interposed", 1, 140),
     ]

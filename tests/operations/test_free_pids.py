@@ -19,7 +19,7 @@ import gpucr
 from gpucr.criu.image_entries import images_in
 from gpucr.criu.pids import pids_in
 from gpucr.linux import processes
-from gpucr.operations import restore
+from gpucr.snapshot import machine
 from tests.counter import wait_until
 
 pytestmark = pytest.mark.criu
@@ -159,7 +159,7 @@ def test_a_zombie_of_the_job_is_waited_for(start: Start, tmp_path: Path) -> None
 def test_a_zombie_of_the_job_that_nobody_collects(
     start: Start, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(restore, "REAPING_TIMEOUT_S", 0.05)
+    monkeypatch.setattr(machine, "REAPING_TIMEOUT_S", 0.05)
     job, zombie = start(WITH_ZOMBIE)
     dump_and_collect(job, tmp_path / "s")
     with pytest.raises(gpucr.Unsupported, match=f"pid {zombie} is taken by the zombie of python") as caught:

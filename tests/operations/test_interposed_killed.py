@@ -21,11 +21,12 @@ RUNNING, CHECKPOINTED = CudaState.RUNNING, CudaState.CHECKPOINTED
 
 KILLER = """
 import os, signal, sys, gpucr
+from gpucr.criu.engine import Criu
 from gpucr.driver.cuda import CudaDriver
 from gpucr.interposer.client import Agent
 from gpucr.interposer.vault import Vault
-when, owner, name, operation, pid = sys.argv[1:]
-owner = {"driver": CudaDriver, "agent": Agent, "vault": Vault}[owner]
+when, owner, name, operation, *words = sys.argv[1:]
+owner = {"driver": CudaDriver, "agent": Agent, "vault": Vault, "criu": Criu}[owner]
 real = getattr(owner, name)
 def killed(*arguments, **options):
     result = real(*arguments, **options) if when == "after" else None
@@ -33,7 +34,7 @@ def killed(*arguments, **options):
         result = list(result)
     os.kill(os.getpid(), signal.SIGKILL)
 setattr(owner, name, killed)
-getattr(gpucr, operation)(int(pid))
+getattr(gpucr, operation)(*(int(word) if word.isdigit() else word for word in words))
 """
 
 
@@ -44,9 +45,9 @@ def job(counter: CounterFactory, sim_only: None, tmp_path: Path) -> Counter:
     return counter("--mib", "24", "--fork", "1", env=variables)
 
 
-def killed(when: str, call: str, operation: str, pid: int) -> None:
+def killed(when: str, call: str, operation: str, *words: object) -> None:
     done = subprocess.run(
-        [sys.executable, "-c", KILLER, when, *call.split("."), operation, str(pid)],
+        [sys.executable, "-c", KILLER, when, *call.split("."), operation, *map(str, words)],
         check=False, capture_output=True, timeout=60, env={**os.environ},
     )  # fmt: skip
     assert done.returncode == -signal.SIGKILL, done.stderr.decode()
@@ -90,4 +91,39 @@ def test_in_a_resume(when: str, call: str, job: Counter, driver: CudaDriver) -> 
     killed(when, call, "resume", job.pid)
     wait_for_guard(pids)
     gpucr.resume(job.pid)
+    assert_runs(job, driver, pids, 101)
+
+
+@pytest.mark.criu
+@pytest.mark.parametrize("when", ["before", "after"])
+@pytest.mark.parametrize(
+    "call",
+    ["agent.close_gate", "agent.export", "agent.drop", "vault.read", "driver.checkpoint", "criu.dump"],
+)  # fmt: skip
+def test_in_a_dump(when: str, call: str, job: Counter, driver: CudaDriver, tmp_path: Path) -> None:
+    """Before the commit it runs on; after it there is a snapshot of the whole job."""
+    pids = job.processes()
+    killed(when, call, "dump", job.pid, tmp_path / "s")
+    wait_for_guard(pids)
+    if call != "criu.dump" or when == "before":
+        assert_runs(job, driver, pids, 101)
+        gpucr.dump(job.pid, tmp_path / "t")
+    to = tmp_path / "t" if (tmp_path / "t").exists() else tmp_path / "s"
+    job.reap()
+    gpucr.restore(to)
+    assert job.processes() == pids
+    assert job.send("verify") == "ok"
+
+
+@pytest.mark.criu
+@pytest.mark.parametrize("when", ["before", "after"])
+@pytest.mark.parametrize("call", ["vault.make", "vault.write", "driver.restore", "agent.give_back", "driver.unlock"])
+def test_in_a_restore(when: str, call: str, job: Counter, driver: CudaDriver, tmp_path: Path) -> None:
+    """Nothing of it is left, and the next one succeeds."""
+    pids = job.processes()
+    gpucr.dump(job.pid, tmp_path / "s")
+    job.reap()
+    killed(when, call, "restore", tmp_path / "s")
+    wait_for_guard(pids)
+    gpucr.restore(tmp_path / "s")
     assert_runs(job, driver, pids, 101)

@@ -15,10 +15,11 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from gpucr.errors import BrokenInstall
+from gpucr.linux.buffers import copy
 from gpucr.store import codec, extra, pieces, transform
 from gpucr.store.codec import COMPRESS, Choice, Codec, Compress, Encoding
 from gpucr.store.crypto import Changed
-from gpucr.store.memory import AlignedBuffer, copy, is_direct
+from gpucr.store.memory import AlignedBuffer, is_direct
 from gpucr.store.pace import Pace
 from gpucr.store.pieces import ZERO_ID, PieceListError, PieceRef
 

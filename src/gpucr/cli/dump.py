@@ -12,6 +12,7 @@ from gpucr.cli.keys import key_file_option, with_key
 from gpucr.cli.options import (
     complete_place,
     force_option,
+    gpu_state_option,
     job_argument,
     json_option,
     only_option,
@@ -26,6 +27,7 @@ from gpucr.cli.progress import progress_printer
 from gpucr.cli.reports import lock_fields, print_phases, report_fields, say_warnings, snapshot_text
 from gpucr.containers.record import Runtime
 from gpucr.errors import InvalidRequest, Unsupported
+from gpucr.gpu_state.ways import GpuState
 from gpucr.jobs.selector import JobSelector
 from gpucr.operations.dump import DumpPlan, Persist, dump, plan_dump
 from gpucr.quantities import format_bytes
@@ -38,6 +40,7 @@ class _Options(TypedDict):
     leave_running: bool
     persist: Persist
     only: bool
+    gpu_state: GpuState
     compress: Compress
     encrypt: bool
     trust_store: bool
@@ -80,6 +83,7 @@ class _Options(TypedDict):
     is_flag=True,
     help="Look at the job, print what would be done, and change nothing. Exit code 3: it would be refused.",
 )
+@gpu_state_option
 @only_option
 @timeout_option
 @force_option
@@ -100,6 +104,7 @@ def command(
     trust_store: bool,
     key_file: Path | None,
     dry_run: bool,
+    gpu_state: GpuState,
     only: bool,
     timeout_s: float | None,
     force: bool,
@@ -140,8 +145,8 @@ def command(
     if job is None or runtime is not None or runtime_root is not None:
         raise click.UsageError("name what to dump: PID, NAME, or --container ID with --runtime and --runtime-root")
     options: _Options = {
-        "leave_running": leave_running, "persist": persist, "only": only, "compress": compress, "encrypt": encrypt,
-        "trust_store": trust_store,
+        "leave_running": leave_running, "persist": persist, "only": only, "gpu_state": gpu_state, "compress": compress,
+        "encrypt": encrypt, "trust_store": trust_store,
     }  # fmt: skip
     if dry_run:
         plan = with_key(key_file, lambda key: plan_dump(job, to, **options, key=key, force=force), place=to)

@@ -11,7 +11,6 @@ import contextlib
 from pathlib import Path
 
 from gpucr.diagnosis import preflight
-from gpucr.diagnosis.traps import findings_of_targets
 from gpucr.driver.api import Driver
 from gpucr.driver.cuda import load_driver
 from gpucr.driver.gpus import list_gpus
@@ -20,15 +19,18 @@ from gpucr.gang import Gang
 from gpucr.gang.threads import GangThreads
 from gpucr.gpu_state import kinds
 from gpucr.gpu_state.gpu_choice import GpuRequest
+from gpucr.gpu_state.interposed.restored import RestoredBlocks
 from gpucr.gpu_state.placement import Placement
 from gpucr.gpu_state.steps import HoldThreads, ReleaseThreads, RestoreGang, UnlockGang
+from gpucr.interposer.presence import agent_threads
 from gpucr.jobs.restored_tree import RestoredTree, end_restored, take_stock
 from gpucr.linux import processes
 from gpucr.operations.restore_steps import LoadDevice, RestoreDevice, restore_threads
 from gpucr.snapshot.folder import GPU_PART_NAME, Snapshot
 from gpucr.snapshot.gpus import place_snapshot
+from gpucr.snapshot.machine import findings_of_room
 from gpucr.snapshot.manifest import Manifest
-from gpucr.snapshot.origin import FolderSource, device_bytes_of
+from gpucr.snapshot.origin import FolderSource
 from gpucr.undo.interrupts import Interrupts
 from gpucr.undo.operation import TO_MOVE, operation
 from gpucr.undo.protection import Protection
@@ -62,7 +64,7 @@ def restore_for_runtime(root_pid: int, images: Path) -> None:
             snapshot, driver, placement, _ = _examine(images)
             known = snapshot.manifest.processes
             running.require_descriptors(len(known), sum(p.found_state is not None for p in known), TO_MOVE)
-            load = LoadDevice(FolderSource(snapshot))
+            load = LoadDevice(FolderSource(snapshot), RestoredBlocks(driver, placement.new_uuid))
             try:
                 running.run(_steps(root_pid, snapshot, load, driver, placement, protection), protection=protection)
             finally:
@@ -82,18 +84,10 @@ def _examine(images: Path) -> tuple[Snapshot, Driver, Placement, list[preflight.
     driver = load_driver()
     here = list_gpus()
     placement = place_snapshot(manifest, GpuRequest.of(None, None), here, ())
-    choice = placement.choice
     # The private memory of the processes is there already: CRIU has made them.
-    needs = preflight.needs_of_restore(
-        device_bytes_of(manifest),
-        processes=len(manifest.processes),
-        buffers_bytes=FolderSource(snapshot).buffers_bytes,
+    findings = findings_of_room(
+        manifest, placement.choice, here, private_bytes=0, buffers_bytes=FolderSource(snapshot).buffers_bytes
     )
-    findings = [
-        *preflight.check_host_memory(needs),
-        *preflight.check_gpus(choice.had, choice.needed_bytes, here, choice.gpu_map),
-        *findings_of_targets(choice.needed_bytes or [gpu.uuid for gpu in choice.had], here, choice.gpu_map),
-    ]
     return snapshot, driver, placement, findings
 
 
@@ -101,7 +95,7 @@ def _steps(
     root_pid: int, snapshot: Snapshot, load: LoadDevice, driver: Driver, placement: Placement, protection: Protection
 ) -> list[Step]:
     gang = Gang(driver, ())
-    threads = GangThreads()
+    threads = GangThreads(agent_threads)
     adopt = AdoptTree(root_pid, snapshot.manifest, gang, protection)
     tree = adopt.tree
     restore_gang = RestoreGang(gang, placement, down_to=lambda member: member.found)

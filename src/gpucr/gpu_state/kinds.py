@@ -7,6 +7,7 @@ from collections.abc import Mapping, Sequence
 from gpucr.errors import Unsupported
 from gpucr.gpu_state.backend import CAPTURED, INTERPOSED, PLAIN, Backend, Kind, Return
 from gpucr.gpu_state.captured import CapturedReturn
+from gpucr.gpu_state.interposed.restored import RestoredBlocks
 from gpucr.model import KIND_NAME, DevicePart, StagedExtent
 from gpucr.undo.protection import Protection
 
@@ -28,11 +29,11 @@ def unregister(name: str) -> None:
     del _kinds[name]
 
 
-def stack_over(pid: int, protection: Protection) -> tuple[Backend, ...]:
-    """The backends of this process over that of the driver, lowest first."""
+def stack_over(pid: int, protection: Protection, below: int = 0) -> tuple[Backend, ...]:
+    """The backends of this process that were registered, lowest first, over so many others and that of the driver."""
     stack: list[Backend] = []
     for kind in _kinds.values():
-        backend = kind.backend_for(DevicePart(pid, len(stack) + 1), protection)
+        backend = kind.backend_for(DevicePart(pid, below + len(stack) + 1), protection)
         if backend is not None:
             stack.append(backend)
     return tuple(stack)
@@ -42,7 +43,8 @@ def require_kinds(parts: Mapping[DevicePart, str], where: str) -> None:
     """Raise Unsupported where device memory of one of these kinds cannot be brought back here."""
     for part, name in parts.items():
         kind = _kinds.get(name) if part.level else None
-        if kind is None and (part.level or name != CAPTURED):
+        is_own = name == (INTERPOSED if part.level else CAPTURED)
+        if kind is None and not is_own:
             raise Unsupported(
                 f"device memory of process {part.pid} was held by {name!r}, which this gpucr does not know",
                 hint=f"restore {where} with a gpucr that does; `gpucr inspect --json` lists the kinds",
@@ -56,8 +58,15 @@ def require_kinds(parts: Mapping[DevicePart, str], where: str) -> None:
             )
 
 
-def return_for(part: DevicePart, name: str, extents: Sequence[StagedExtent], size_bytes: int) -> Return:
-    """What brings back a part that was held by this kind (`require_kinds` has passed). Raises Unsupported."""
+def return_for(
+    part: DevicePart, name: str, extents: Sequence[StagedExtent], size_bytes: int, interposed: RestoredBlocks
+) -> Return:
+    """What brings back a part that was held by this kind (`require_kinds` has passed).
+
+    Raises Unsupported, VaultFailed.
+    """
+    if name == INTERPOSED:
+        return interposed.return_for(part, extents)
     if part.level:
         return _kinds[name].return_for(part, extents, size_bytes)
     return CapturedReturn(part, extents, size_bytes)

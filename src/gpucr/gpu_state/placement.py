@@ -106,6 +106,10 @@ class Placement:
         gpus = self._gpus.get(self._number(pid))
         return gpus.visible if gpus is not None else ()
 
+    def new_uuid(self, uuid: str) -> str:
+        """Where memory of this GPU goes."""
+        return self.choice.gpu_map.new_for(uuid) if self.choice.gpu_map is not None else uuid
+
     def maps(self, gang: Gang) -> dict[int, GpuMap]:
         """The GPU map of each member that goes to other GPUs, by pid."""
         chosen = {

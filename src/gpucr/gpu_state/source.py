@@ -69,6 +69,9 @@ class Saver(Protocol):
     def limit_threads(self, count: int | None) -> None:
         """Take so many threads from now on (None: all)."""
 
+    def wait(self, timeout_s: float | None = None) -> bool:
+        """Until all of it is saved. False: out of time. Raises what ended the saving."""
+
 
 class SavedLater:
     """Takes the place of what saves device memory (see `Saver`): all of it is saved from the frozen job."""
@@ -87,6 +90,10 @@ class SavedLater:
 
     def limit_threads(self, count: int | None) -> None:
         """Nothing."""
+
+    def wait(self, timeout_s: float | None = None) -> bool:
+        """Nothing is."""
+        return False
 
 
 class FileSource(Struct, frozen=True):

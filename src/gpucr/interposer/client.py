@@ -36,6 +36,9 @@ _ANSWER_S = 30.0
 _BUSY_S = 1.0
 """How long another client is waited for: one that only looks is soon gone."""
 
+GIVEN_AT_ONCE = 8
+"""So many blocks are renewed at once: as much room they take twice on the GPU."""
+
 _LOOK_S = 2.0
 _TRY_AGAIN_S = 0.01
 
@@ -281,8 +284,9 @@ class Agent:
 
         Raises Refused; what is back by then has a descriptor of -1.
         """
-        for start in range(0, len(held), 8 if renew else MOST_RECORDS):
-            batch = held[start : start + (8 if renew else MOST_RECORDS)]
+        at_once = GIVEN_AT_ONCE if renew else MOST_RECORDS
+        for start in range(0, len(held), at_once):
+            batch = held[start : start + at_once]
             answer, descriptors = self._exchange(
                 Operation.IMPORT,
                 int(renew),

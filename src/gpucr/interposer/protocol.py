@@ -12,6 +12,8 @@ MAGIC = 0x49555047
 VERSION = 1
 MOST_RECORDS = 128
 DRIVER_ERROR = 0x10000
+ON_DEVICE, ON_HOST_NODE = 1, 3
+"""CUmemLocationType, of a block."""
 
 _HEAD = struct.Struct("<IHHIIQQ")
 _RECORD = struct.Struct("<IIQiiIIQiI")

@@ -18,12 +18,16 @@ from typing import Any, ClassVar
 from msgspec import Struct
 
 from gpucr.errors import InterposerError
+from gpucr.interposer.protocol import ON_DEVICE, ON_HOST_NODE
 
 SLOT_BYTES = 32 << 20
 WORKERS = 12
 """Measured (H200 machine, 16 processors, 25 GiB): 37 GiB/s down and 43 up."""
 
-_READ_WRITE, _ON_DEVICE, _PINNED, _POSIX_DESCRIPTOR, _NON_BLOCKING = 3, 1, 1, 1, 1
+VAULT_BYTES = 640 << 20
+"""What a vault takes of its GPU. Measured (H200, driver 580): 530 MiB."""
+
+_READ_WRITE, _PINNED, _POSIX_DESCRIPTOR, _NON_BLOCKING = 3, 1, 1, 1
 
 _POINTER, _SIZE, _LONG = ctypes.c_void_p, ctypes.c_size_t, ctypes.c_uint64
 
@@ -70,6 +74,8 @@ class _Library:
         "cuMemUnmap": (_LONG, _SIZE),
         "cuMemSetAccess": (_LONG, _SIZE, _POINTER, _SIZE),
         "cuMemRelease": (_LONG,),
+        "cuMemGetInfo_v2": (_POINTER, _POINTER),
+        "cuMemsetD8_v2": (_LONG, ctypes.c_ubyte, _SIZE),
     }
 
     def __init__(self) -> None:
@@ -139,6 +145,13 @@ class Vault:
         self._cuda("cuStreamCreate", ctypes.byref(stream), _NON_BLOCKING)
         self._slots.put((slot.value or 0, stream))
 
+    def free_bytes(self) -> int:
+        """What is free on the GPU now. Raises VaultFailed."""
+        free, total = _SIZE(), _SIZE()
+        self._cuda("cuCtxSetCurrent", self._context)
+        self._cuda("cuMemGetInfo_v2", ctypes.byref(free), ctypes.byref(total))
+        return free.value
+
     def see(self, descriptor: int, size_bytes: int) -> Shown:
         """Another process's memory, which the descriptor stands for. Raises VaultFailed."""
         self._cuda("cuCtxSetCurrent", self._context)
@@ -146,17 +159,20 @@ class Vault:
         self._cuda("cuMemImportFromShareableHandle", ctypes.byref(handle), descriptor, _POSIX_DESCRIPTOR)
         return self._show(handle.value, size_bytes)
 
-    def make(self, size_bytes: int) -> Shown:
-        """New memory, which another process can be given. Raises VaultFailed."""
+    def make(self, size_bytes: int, *, on_host: bool = False) -> Shown:
+        """New memory, all zeros, which another process can be given. Raises VaultFailed."""
         self._cuda("cuCtxSetCurrent", self._context)
         handle = _LONG()
-        wanted = _Properties(_PINNED, _POSIX_DESCRIPTOR, _ON_DEVICE, self._ordinal)
+        kind, place = (ON_HOST_NODE, 0) if on_host else (ON_DEVICE, self._ordinal)
+        wanted = _Properties(_PINNED, _POSIX_DESCRIPTOR, kind, place)
         self._cuda("cuMemCreate", ctypes.byref(handle), size_bytes, ctypes.byref(wanted), 0)
-        return self._show(handle.value, size_bytes)
+        made = self._show(handle.value, size_bytes)
+        self._cuda("cuMemsetD8_v2", made.address, 0, size_bytes)
+        return made
 
     def _show(self, handle: int, size_bytes: int) -> Shown:
         address = _LONG()
-        access = _Access(_ON_DEVICE, self._ordinal, _READ_WRITE)
+        access = _Access(ON_DEVICE, self._ordinal, _READ_WRITE)
         try:
             self._cuda("cuMemAddressReserve", ctypes.byref(address), size_bytes, 0, 0, 0)
             self._cuda("cuMemMap", address, size_bytes, 0, handle, 0)

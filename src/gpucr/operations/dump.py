@@ -14,12 +14,13 @@ from gpucr.diagnosis import preflight
 from gpucr.diagnosis.traps import findings_of_traps
 from gpucr.driver.gpus import gpu_processes
 from gpucr.errors import CudaStarted, GpucrError, InvalidRequest
+from gpucr.gpu_state.ways import GpuState, require_possible
 from gpucr.jobs import registered, selection
 from gpucr.jobs.end_frozen import EndFrozenJob
 from gpucr.jobs.selector import JobSelector
 from gpucr.jobs.taken import taken_job
 from gpucr.model import GangLock
-from gpucr.operations.dump_steps import CommitSnapshot, CriuDump, OwnDump, PrepareTarget, SaveDevice
+from gpucr.operations.dump_steps import CommitSnapshot, CriuDump, OwnDump, PrepareTarget, SaveDevice, SaveFirst
 from gpucr.operations.freeze_steps import CudaWork, cuda_work, steps_to_freeze
 from gpucr.snapshot.destination import DumpCounts
 from gpucr.snapshot.device.writer import DeviceWriter
@@ -84,6 +85,7 @@ def dump(
     leave_running: bool = False,
     persist: Persist = "background",
     only: bool = False,
+    gpu_state: GpuState = "auto",
     compress: Compress = "auto",
     encrypt: bool = False,
     trust_store: bool = False,
@@ -104,7 +106,7 @@ def dump(
     before the first is dumped. Whatever fails before the end, every process is as it was found and ``to`` is as it was.
     Needs root (CAP_SYS_ADMIN and CAP_SYS_PTRACE), or for the caller's own jobs a CRIU that root has granted
     (`gpucr criu --grant`).
-    ``force`` takes what is not one job, too, and overrules preflight.
+    ``force`` takes what is not one job, too, and overrules preflight. ``gpu_state`` insists on a way for device memory.
 
     ``to`` is a folder that does not exist, or is empty; or a store (``STORE#NAME``, where the name may be left out), in
     which what it has already is not stored again: it is read and compared, and written anew where it is damaged; with
@@ -117,6 +119,7 @@ def dump(
     JobDamaged (not undone).
     """  # fmt: skip
     with operation("dump", pid, on_progress=on_progress, cancel=cancel) as running:
+        require_possible(gpu_state)
         deadline = selection.deadline_after(timeout_s)
         place = find_target(to, compress=compress, encrypt=encrypt, trust_store=trust_store, key=key)
         for attempt in range(1, ATTEMPTS + 1):
@@ -129,6 +132,7 @@ def dump(
                     leave_running=leave_running,
                     persist=persist,
                     only=only,
+                    gpu_state=gpu_state,
                     deadline=deadline,
                 )
                 preflight.require_no_blocking(prepared.findings, force=force)
@@ -147,6 +151,7 @@ def plan_dump(
     leave_running: bool = False,
     persist: Persist = "background",
     only: bool = False,
+    gpu_state: GpuState = "auto",
     compress: Compress = "auto",
     encrypt: bool = False,
     trust_store: bool = False,
@@ -157,9 +162,18 @@ def plan_dump(
     place = find_target(to, compress=compress, encrypt=encrypt, trust_store=trust_store, key=key)
     found = selection.find_job(pid, force=force)
     prepared = prepare(
-        found, place, Protection(), leave_running=leave_running, persist=persist, only=only, deadline=None
+        found,
+        place,
+        Protection(),
+        leave_running=leave_running,
+        persist=persist,
+        only=only,
+        gpu_state=gpu_state,
+        deadline=None,
     )
     steps = tuple(step.describe() for step in prepared.steps)
+    if prepared.context.cuda is not None:
+        prepared.context.cuda.close()
     return DumpPlan(prepared.context.job.root.pid, steps, prepared.findings)
 
 
@@ -181,6 +195,7 @@ def prepare(
     leave_running: bool,
     persist: Persist,
     only: bool = False,
+    gpu_state: GpuState = "auto",
     deadline: float | None,
     is_frozen: bool = False,
     frozen: CudaWork | None = None,
@@ -210,12 +225,18 @@ def prepare(
     cuda = frozen
     if protection is not None and job.gang and not is_frozen:
         gently = leave_running and persist == "background"
-        cuda = cuda_work(found, protection, held, writer, deadline=deadline, save_gently=gently)
+        cuda = cuda_work(found, protection, held, writer, deadline=deadline, save_gently=gently, gpu_state=gpu_state)
     findings = (
         *selection.findings_before_freeze(
             # Of a frozen job device memory is in host memory already.
             job,
-            preflight.needs_of_dump({} if is_frozen else held, target.disk, job.pids, target.buffers_bytes),
+            preflight.needs_of_dump(
+                {} if is_frozen else held,
+                target.disk,
+                job.pids,
+                target.buffers_bytes,
+                cuda.on_gpu if cuda is not None and not is_frozen else {},
+            ),
         ),
         *(findings_of_traps(job, found.driver, uses) if not is_frozen else ()),
         *(preflight.check_kept(job) if not is_frozen else ()),
@@ -274,7 +295,9 @@ def _steps(context: OwnDump, persist: Persist, *, is_frozen: bool) -> tuple[list
         if context.is_frozen and context.protection is not None:
             return [*begin, save, EndFrozenJob(context.job, context.protection)], save
         return begin, criu
-    return ([*begin, save, *thaw] if persist == "sync" else [*begin, *thaw, save]), save
+    if persist == "sync":
+        return [*begin, save, *thaw], save
+    return [*begin, *([SaveFirst(context)] if cuda is not None and cuda.may_wait else []), *thaw, save], save
 
 
 def run_prepared(prepared: Prepared, running: Operation, roll: Roll | None) -> DumpReport:

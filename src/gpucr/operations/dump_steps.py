@@ -327,8 +327,24 @@ def commit(context: JobDump, draft: Manifest, interrupts: Interrupts, meter: Met
     target, writer = context.target, context.writer
     writer.limit_threads(None)
     target.seal_images()
-    staging = context.cuda.staging if context.cuda is not None else None
-    meter.expect(staging.saved_bytes if staging is not None else 0)
+    _wait_saved(context, interrupts, meter)
+    meter.note(f"device memory: {format_bytes(writer.seen_bytes)} seen, {format_bytes(writer.written_bytes)} written")
+    if writer.rewritten_pieces:
+        meter.note(f"{writer.rewritten_pieces} pieces were written again: they changed after they had been saved early")
+    interrupts.postpone()
+    writer.sync()
+    held = context.cuda.staging.saved() if context.cuda is not None else []
+    stored = {each.part: replace(writer.device_data(each.part, each.extents), kind=each.kind) for each in held}
+    snapshot = target.commit(draft.with_device_parts(stored))
+    interrupts.commit()
+    if context.note is not None:
+        context.note.write(snapshot, left_running=context.leave_running)
+    return snapshot
+
+
+def _wait_saved(context: JobDump, interrupts: Interrupts, meter: Meter) -> None:
+    writer = context.writer
+    meter.expect(context.cuda.staging.saved_bytes if context.cuda is not None else 0)
     while not writer.wait(_WAIT_S):
         meter.set(writer.seen_bytes)
         interrupts.check()
@@ -337,18 +353,32 @@ def commit(context: JobDump, draft: Manifest, interrupts: Interrupts, meter: Met
                 "the time was over while device memory was saved", hint="give a longer --timeout, or a faster disk"
             )
     meter.set(writer.seen_bytes)
-    meter.note(f"device memory: {format_bytes(writer.seen_bytes)} seen, {format_bytes(writer.written_bytes)} written")
-    if writer.rewritten_pieces:
-        meter.note(f"{writer.rewritten_pieces} pieces were written again: they changed after they had been saved early")
-    interrupts.postpone()
-    writer.sync()
-    held = staging.saved() if staging is not None else []
-    stored = {each.part: replace(writer.device_data(each.part, each.extents), kind=each.kind) for each in held}
-    snapshot = target.commit(draft.with_device_parts(stored))
-    interrupts.commit()
-    if context.note is not None:
-        context.note.write(snapshot, left_running=context.leave_running)
-    return snapshot
+
+
+class SaveFirst:
+    """Where device memory has room nowhere else, it is saved before the job runs again."""
+
+    name = "save first"
+
+    def __init__(self, context: OwnDump) -> None:
+        self._context = context
+
+    def describe(self) -> str:
+        """When."""
+        return "save device memory before the job runs again, where there is no room for a copy"
+
+    def run(self, interrupts: Interrupts, meter: Meter) -> int:
+        """Wait for it, if it must be."""
+        keeping = self._context.cuda.interposers.keeping if self._context.cuda is not None else None
+        if keeping is None or not keeping.job_waits:
+            return 0
+        self._context.writer.limit_threads(None)
+        with interrupts.allowed():
+            _wait_saved(self._context, interrupts, meter)
+        return self._context.writer.seen_bytes
+
+    def undo(self) -> None:
+        """Nothing: what was written is PrepareTarget's to discard."""
 
 
 def started_cuda(context: JobDump) -> list[int]:

@@ -21,6 +21,7 @@ from gpucr.driver.gpus import gpu_processes
 from gpucr.errors import InvalidRequest, JobDamaged, ProcessNotFound
 from gpucr.gang.threads import STOP_TIMEOUT_S
 from gpucr.gpu_state.source import SavedLater
+from gpucr.gpu_state.ways import GpuState, require_possible
 from gpucr.jobs import registered, selection
 from gpucr.jobs.end_frozen import EndFrozenJob
 from gpucr.jobs.selector import JobSelector
@@ -45,12 +46,16 @@ if TYPE_CHECKING:
 def freeze(
     pid: int | str | JobSelector,
     *,
+    gpu_state: GpuState = "auto",
     timeout_s: float | None = None,
     force: bool = False,
     on_progress: OnProgress | None = None,
     cancel: Cancellation | None = None,
 ) -> FrozenJob:
-    """Stop a whole job, its device memory in host memory and its GPUs free, until `FrozenJob.thaw`.
+    """Stop a whole job, its device memory in gpucr's hands, until `FrozenJob.thaw`.
+
+    Device memory of processes with an interposer stays where it is on the GPU; that of others goes to host memory, and
+    their GPUs are free. ``gpu_state`` insists on a way.
 
     ``pid``, or the name of a registered job, stands for its whole tree, a `JobSelector` for all of its trees; they need
     not use CUDA. ``force`` takes what is not one job, too, and overrules preflight. What runs is stopped as by SIGSTOP,
@@ -64,23 +69,29 @@ def freeze(
         operation("freeze", pid, on_progress=on_progress, cancel=cancel) as running,
         contextlib.ExitStack() as opened,
     ):
+        require_possible(gpu_state)
         deadline = selection.deadline_after(timeout_s)
         taken = opened.enter_context(taken_job(running, pid, TO_MOVE, force=force, guarded=True))
         found, protection = taken.found, taken.guard()
         found.require_without_us()
         uses = gpu_processes() if found.job.gang else ()
         held = preflight.device_bytes_in_use(found.job, uses)
+        cuda: CudaWork | None = None
+        if found.job.gang:
+            cuda = cuda_work(found, protection, held, SavedLater(), deadline=deadline, gpu_state=gpu_state)
+            opened.callback(cuda.close)
+        on_gpu = cuda.on_gpu if cuda is not None else {}
         findings = (
-            *selection.findings_before_freeze(found.job, preflight.needs_of_suspend(held, in_files=True)),
+            *selection.findings_before_freeze(
+                found.job, preflight.needs_of_suspend(held, in_files=True, on_gpu=on_gpu)
+            ),
             *findings_of_traps(found.job, found.driver, uses),
             *preflight.check_tracers(found.job),
             *preflight.check_ptrace(),
         )
         preflight.require_no_blocking(findings, force=force)
-        cuda = cuda_work(found, protection, held, SavedLater(), deadline=deadline) if found.job.gang else None
         steps, thaw = steps_to_freeze(found.job, cuda, protection)
         if cuda is not None:
-            opened.callback(cuda.close)
             steps.insert(0, cuda.allocate(leave_running=True))
         phases = running.run(steps, roll=taken.roll, deadline=deadline, protection=protection)
         if cuda is not None:
@@ -117,7 +128,7 @@ class FrozenJob:
     That holds for an end by an exception, too. When this process dies, its guard thaws the job. Each method raises
     InvalidRequest after the job was thawed or ended. One thread at a time may use it.
 
-    ``pid`` is the first tree's root, ``size_bytes`` the device memory that is in host memory now, ``phases`` what the
+    ``pid`` is the first tree's root, ``size_bytes`` the device memory that is out of the job now, ``phases`` what the
     freeze took.
     """
 

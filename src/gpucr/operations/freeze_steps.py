@@ -67,6 +67,16 @@ class CudaWork(Struct, frozen=True, kw_only=True):
         """What the guard knows."""
         return self.guarded.protection
 
+    @property
+    def on_gpu(self) -> dict[str, int]:
+        """What of device memory stays on the GPU while the job stands still, in bytes per GPU UUID."""
+        return self.interposers.carried(member.pid for member in self.gang.members)
+
+    @property
+    def may_wait(self) -> bool:
+        """Whether a process of it may have to wait until its memory is saved."""
+        return self.interposers.keeping is not None and any(self.interposers.over(m.pid) for m in self.gang.members)
+
     def close(self) -> None:
         """Free what holds device memory."""
         self.staging.close()
@@ -116,15 +126,13 @@ def cuda_work(
     deadline: float | None = None,
     save_gently: bool = False,
     gpu_state: GpuState = "auto",
-    to_stay: bool = False,
-    to_host: bool = True,
+    to_host: bool = False,
     whole_tree: bool = True,
 ) -> CudaWork:
     """For a job that uses CUDA. ``held``: its device memory, per pid and GPU UUID. Changes nothing.
 
-    Without a ``saver`` the CPU threads go on, and nothing is taken that only gpucr could give back: the job may stay
-    so when the operation is over. ``to_stay``: it does (suspend), and interposers take what they can, to host memory or
-    not ``to_host`` (then it lives in descriptors of ours for as long as the operation lasts). ``gpu_state``,
+    Interposers take what they can: to host memory that the processes keep, or not ``to_host``: then it lives in
+    descriptors of ours for as long as the operation lasts. Without a ``saver`` the CPU threads go on. ``gpu_state``,
     ``whole_tree``: as in GangStaging and CheckpointGang.
     """
     if found.driver is None or not found.job.gang:
@@ -136,13 +144,15 @@ def cuda_work(
     def uuids_of(process: ProcessId) -> list[str]:
         return [gpu.uuid for gpu in gpus_of(process, gpus, used=held.get(process.pid, {})).visible]
 
-    interposers = Interposers(found.driver, uuids_of, guarded, to_host=to_host, gpu_state=gpu_state)
+    wait_saved = saver.wait if saver is not None and save_gently else None
+    interposers = Interposers(
+        found.driver, uuids_of, guarded, gpus, to_host=to_host, gpu_state=gpu_state, wait_saved=wait_saved
+    )
     interposers.require(found.job.gang)
 
     def over(pid: int) -> Sequence[Backend]:
-        if to_stay:
-            return interposers.over(pid)
-        return kinds.stack_over(pid, protection) if saver is not None else ()
+        below = interposers.over(pid)
+        return (*below, *kinds.stack_over(pid, protection, len(below))) if saver is not None else below
 
     staging = GangStaging(
         use_files=uses_files(gpu_state),
@@ -152,8 +162,7 @@ def cuda_work(
         over=over,
         why_not=interposers.why_not,
     )
-    if to_stay:
-        gang.rank = interposers.rank
+    gang.rank = interposers.rank
     gang.before_unlock = lambda: staging.give_back(gang.state)
     expected_bytes = sum(sum(by_gpu.values()) for by_gpu in held.values())
     return CudaWork(

@@ -70,7 +70,7 @@ def move(
         findings += findings_of_traps(found.job, found.driver, uses)
         findings += preflight.check_room(choice.needed_bytes, placement.here, choice.gpu_map)
         work = cuda_work(
-            found, protection, held, None, deadline=deadline, to_stay=True, to_host=not goes_from_gpu_to_gpu(choice),
+            found, protection, held, None, deadline=deadline, to_host=not goes_from_gpu_to_gpu(choice),
             whole_tree=not only,
         )  # fmt: skip
         opened.callback(work.close)

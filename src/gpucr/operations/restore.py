@@ -4,20 +4,14 @@ from __future__ import annotations
 
 import contextlib
 import os
-import platform
 from collections.abc import Sequence
 from dataclasses import dataclass, field, replace
-from pathlib import PurePosixPath
 from typing import TYPE_CHECKING, get_args
 
-from gpucr.criu.credentials import capabilities_in, uids_in
-from gpucr.criu.image_entries import ImageError
-from gpucr.criu.images import RestoreImages, have_clocks
-from gpucr.criu.install import CriuInstall, find_criu
+from gpucr.criu.images import RestoreImages
+from gpucr.criu.install import find_criu
 from gpucr.criu.options import RestoreOptions
-from gpucr.criu.pids import pids_in
 from gpucr.diagnosis import preflight
-from gpucr.diagnosis.traps import findings_of_targets
 from gpucr.driver.api import Driver
 from gpucr.driver.cuda import load_driver
 from gpucr.driver.gpus import gpu_processes, list_gpus, nvml_kept_open
@@ -33,15 +27,15 @@ from gpucr.errors import (
 from gpucr.gang import Gang
 from gpucr.gang.threads import GangThreads
 from gpucr.gpu_state import kinds
-from gpucr.gpu_state.gpu_choice import GpuChoice, GpuRequest
+from gpucr.gpu_state.gpu_choice import GpuRequest
+from gpucr.gpu_state.interposed.restored import RestoredBlocks
 from gpucr.gpu_state.placement import Placement
 from gpucr.gpu_state.steps import HoldThreads, ReleaseThreads, RestoreGang, UnlockGang
+from gpucr.interposer.presence import agent_threads
 from gpucr.jobs import registered, selection
 from gpucr.jobs.sandbox_steps import KeepJob, SandboxPlan, StartKeeper, StartSandbox, check_clone, plan_sandbox
-from gpucr.linux import capabilities
 from gpucr.linux.claims import claimed_pids
-from gpucr.linux.pid_uses import wait_for_reaping
-from gpucr.model import Gpu, GpuMap
+from gpucr.model import GpuMap
 from gpucr.operations.restore_steps import (
     CriuRestore,
     LoadDevice,
@@ -53,8 +47,9 @@ from gpucr.snapshot.folder import Snapshot
 from gpucr.snapshot.gpus import place_snapshot
 from gpucr.snapshot.job_snapshot import JobSnapshot
 from gpucr.snapshot.location import Place, open_snapshot, source_of
+from gpucr.snapshot.machine import findings_of_machine
 from gpucr.snapshot.manifest import Manifest
-from gpucr.snapshot.origin import ProvideFiles, RestoreSource, device_bytes_of, private_bytes_of
+from gpucr.snapshot.origin import ProvideFiles, RestoreSource
 from gpucr.snapshot.shared_files import ROOT, names_in_use
 from gpucr.surroundings.folders import MakeFolders
 from gpucr.surroundings.steps import AdaptFiles, FreePorts, PutBackSharedFiles, endpoints_to_bind, steps_before_criu
@@ -66,9 +61,6 @@ from gpucr.undo.steps import Phase, Step, WithoutUndo
 
 if TYPE_CHECKING:
     from gpucr.store.keys import Secret
-
-REAPING_TIMEOUT_S = 10.0
-"""How long a restore waits for the parents of the dumped processes to collect their zombies."""
 
 
 @dataclass(frozen=True)
@@ -166,7 +158,7 @@ def restore(
             if plan is None:
                 opened.enter_context(claimed_pids(process.pid for process in snapshot.manifest.processes))
             install = find_criu()
-            findings = _findings(source, placement.choice, here, plan, install)
+            findings = findings_of_machine(source, placement.choice, here, install, in_sandbox=plan is not None)
             findings += _findings_outside(snapshot, files, tcp, plan)
             findings += check_clone(snapshot.manifest) if clone else []
             preflight.require_no_blocking(findings, force=force)
@@ -230,13 +222,15 @@ def _run(
     deadline: float | None,
 ) -> RestoreReport:
     snapshot = source.snapshot
-    load = LoadDevice(source) if snapshot.manifest.device_parts else None
+    load: LoadDevice | None = None
+    if gang is not None and snapshot.manifest.device_parts:
+        load = LoadDevice(source, RestoredBlocks(gang.driver, placement.new_uuid))
     provide = ProvideFiles(source, protection)
     steps: list[Step] = [provide] if load is None else [provide, load] if source.provides_first else [load, provide]
     if snapshot.manifest.folders:
         steps.append(MakeFolders(snapshot.manifest.folders))
     steps += [start, *around, criu]
-    threads, tree = GangThreads(), criu.tree
+    threads, tree = GangThreads(agent_threads), criu.tree
     release = ReleaseThreads(threads, protection, lambda: to_continue(snapshot.manifest, tree.value), is_result=True)
     if gang is not None:
         restore_gang = RestoreGang(gang, placement, down_to=lambda member: member.found)
@@ -313,59 +307,6 @@ def _options(snapshot: JobSnapshot) -> RestoreOptions:
         hint = "restore from another snapshot or copy"
         raise SnapshotDamaged("the manifest has no CRIU options", path=snapshot.where, hint=hint)
     return RestoreOptions.from_dump(dumped)
-
-
-def _pids_needed_here(source: RestoreSource) -> set[int]:
-    """None of a job that has a pid namespace of its own."""
-    known = source.snapshot.manifest.processes
-    if any(len(process.ns_pids) > 1 for process in known):
-        return set()
-    pids = {tid for process in known for tid in (process.pid, *process.threads)}
-    with contextlib.suppress(OSError, ImageError):  # a damaged image is an error of its own, when it is provided
-        for open_image in source.openers:
-            pids.update(pids_in(open_image))
-    return pids
-
-
-def _findings(
-    source: RestoreSource, choice: GpuChoice, here: Sequence[Gpu], plan: SandboxPlan | None, install: CriuInstall
-) -> list[preflight.Finding]:
-    manifest = source.snapshot.manifest
-    pids = _pids_needed_here(source) if plan is None else set()
-    findings = preflight.check_free_pids(wait_for_reaping(pids, REAPING_TIMEOUT_S))
-    paths = [PurePosixPath(file.path) for file in manifest.files]
-    findings += preflight.check_clocks(are_in_images=have_clocks(path.name for path in paths))
-    wanted, uids = 0, set[int]()
-    with contextlib.suppress(OSError, ImageError):  # a damaged image is an error of its own, when it is provided
-        for folder, open_image in zip(manifest.image_folders, source.openers, strict=True):
-            names = [path.name for path in paths if path.parent.name == folder]
-            wanted |= capabilities_in(names, open_image)
-            uids |= uids_in(names, open_image)
-        findings += preflight.check_capabilities(wanted, capabilities.own().after_exec())
-    findings += preflight.check_restore_by_user(install, uids, in_sandbox=plan is not None)
-    needs = preflight.needs_of_restore(
-        device_bytes_of(manifest),
-        processes=len(manifest.processes),
-        private_bytes=private_bytes_of(manifest),
-        buffers_bytes=source.buffers_bytes,
-    )
-    findings += preflight.check_host_memory(needs)
-    if manifest.has_gpu_state:
-        findings += preflight.check_gpus(choice.had, choice.needed_bytes, here, choice.gpu_map)
-        targets = choice.needed_bytes or [gpu.uuid for gpu in choice.had]
-        findings += findings_of_targets(targets, here, choice.gpu_map)
-    if manifest.architecture != platform.machine():
-        findings.append(
-            preflight.Finding(
-                "blocking",
-                f"the snapshot is of a {manifest.architecture} machine",
-                f"this one is {platform.machine()}",
-                "its programs cannot run here",
-                "restore it on a machine of that kind",
-                code="GPUCR-ARCHITECTURE",
-            )
-        )
-    return findings
 
 
 def _driver_for(snapshot: JobSnapshot) -> Driver | None:

@@ -22,6 +22,7 @@ from gpucr.errors import (
 from gpucr.gang import Gang
 from gpucr.gpu_state import kinds
 from gpucr.gpu_state.backend import Return
+from gpucr.gpu_state.interposed.restored import RestoredBlocks
 from gpucr.gpu_state.placement import Placement
 from gpucr.gpu_state.steps import RestoreGang
 from gpucr.jobs.restored_tree import RestoredTree, end_restored, take_stock
@@ -55,8 +56,9 @@ class LoadDevice:
 
     name = "load"
 
-    def __init__(self, source: RestoreSource) -> None:
+    def __init__(self, source: RestoreSource, interposed: RestoredBlocks) -> None:
         self._source = source
+        self._interposed = interposed
         self._returns: dict[DevicePart, Return] = {}
         self.loading: Result[Loading] = Result()
 
@@ -68,7 +70,9 @@ class LoadDevice:
     def run(self, interrupts: Interrupts, meter: Meter) -> int:
         """Make room and start the threads that read."""
         for part, data in self._source.snapshot.manifest.device_parts.items():
-            back = self._returns[part] = kinds.return_for(part, data.kind, data.extents, data.size_bytes)
+            back = self._returns[part] = kinds.return_for(
+                part, data.kind, data.extents, data.size_bytes, self._interposed
+            )
             if back.note is not None:
                 meter.note(back.note)
         reader = DeviceReader(self._source.pieces(), [each.destination for each in self._returns.values()])
@@ -86,6 +90,7 @@ class LoadDevice:
         self.undo()
         for each in self._returns.values():
             each.close()
+        self._interposed.close()
 
 
 class CriuRestore:

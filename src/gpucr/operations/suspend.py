@@ -102,7 +102,7 @@ def suspend(
             None,
             deadline=deadline,
             gpu_state=gpu_state,
-            to_stay=True,
+            to_host=True,
             whole_tree=not only,
         )
         opened.callback(work.close)

@@ -11,6 +11,7 @@ from typing import TYPE_CHECKING, BinaryIO
 
 from gpucr.criu.image_entries import ImageError, OpenImage, images_in
 from gpucr.errors import SnapshotDamaged
+from gpucr.gpu_state.backend import INTERPOSED
 from gpucr.model import DevicePart
 from gpucr.snapshot.device import crew
 from gpucr.snapshot.device.folder_pieces import FolderPieces
@@ -27,8 +28,8 @@ if TYPE_CHECKING:  # what only looks at a snapshot needs no driver
 
 
 def device_bytes_of(manifest: Manifest) -> int:
-    """What the staging files of its processes will hold."""
-    return sum(data.size_bytes for data in manifest.device_parts.values())
+    """What the staging files of its processes will hold: device memory that the driver brings back."""
+    return sum(data.size_bytes for data in manifest.device_parts.values() if data.kind != INTERPOSED)
 
 
 def private_bytes_of(manifest: Manifest) -> int:

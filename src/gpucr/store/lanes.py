@@ -7,10 +7,11 @@ from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager
 
+from gpucr.linux.buffers import copy
 from gpucr.store.backend import Buffer, Sink
 from gpucr.store.codec import Encoding
 from gpucr.store.crypto import TAG_BYTES, PackCipher
-from gpucr.store.memory import AlignedBuffer, copy, is_direct
+from gpucr.store.memory import AlignedBuffer, is_direct
 from gpucr.store.opened import Store
 from gpucr.store.pack import (
     BLOCK_BYTES,

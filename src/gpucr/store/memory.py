@@ -1,12 +1,12 @@
-"""Page-aligned memory for pieces, as O_DIRECT wants it, and copies that do not hold the GIL."""
+"""Page-aligned memory for pieces, as O_DIRECT wants it, and comparisons that do not hold the GIL."""
 
 from __future__ import annotations
 
 import contextlib
-import ctypes
 import mmap
 
 from gpucr.linux import libc
+from gpucr.linux.buffers import address_of
 from gpucr.store.backend import Buffer
 
 
@@ -23,23 +23,6 @@ class AlignedBuffer:
 
     def __len__(self) -> int:
         return len(self.view)
-
-
-def address_of(view: memoryview) -> int:
-    """Where writable memory begins."""
-    return ctypes.addressof(ctypes.c_char.from_buffer(view))
-
-
-def copy(into: memoryview, data: Buffer) -> None:
-    """Copy all of the data to the front of ``into``."""
-    if len(data) > len(into):
-        raise ValueError(f"{len(data)} bytes do not fit into {len(into)}")
-    if isinstance(data, bytes):
-        ctypes.memmove(address_of(into), data, len(data))
-    elif len(data) and not memoryview(data).readonly:
-        ctypes.memmove(address_of(into), address_of(memoryview(data)), len(data))
-    else:
-        into[: len(data)] = data  # a read-only view does not tell its address: the rare case
 
 
 def is_equal(one: Buffer, other: Buffer) -> bool:

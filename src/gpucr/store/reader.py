@@ -13,11 +13,12 @@ from itertools import islice
 from typing import NamedTuple
 
 from gpucr.errors import GpucrError, StoreDamaged
+from gpucr.linux.buffers import copy
 from gpucr.store import codec, pieces
 from gpucr.store.backend import Buffer, Missing
 from gpucr.store.crypto import Changed
 from gpucr.store.index import Index
-from gpucr.store.memory import AlignedBuffer, copy, is_equal
+from gpucr.store.memory import AlignedBuffer, is_equal
 from gpucr.store.opened import Store
 from gpucr.store.pack import Place, bound, pack_name
 from gpucr.store.pieces import PieceListError, PieceRef

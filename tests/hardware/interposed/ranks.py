@@ -13,6 +13,7 @@ import time
 os.environ.setdefault("CUBLAS_WORKSPACE_CONFIG", ":4096:8")  # read when cuBLAS starts
 os.environ.setdefault("NCCL_NVLS_ENABLE", "0")
 
+import pace  # type: ignore[import-not-found]  # beside this program
 import torch
 import torch.distributed as dist
 import torch.multiprocessing as processes
@@ -36,6 +37,7 @@ def rank_main(rank: int, port: int, steps: int, pause_s: float) -> None:
     data = torch.randn(256, WIDTH, device="cuda") + rank
     numbers = torch.empty(1 << 22, device="cuda")
     for step in range(steps):
+        pace.wait_for(step)
         optimizer.zero_grad()
         loss = parallel(data).square().mean()
         loss.backward()

@@ -13,6 +13,8 @@ import socket
 import sys
 import time
 
+import pace  # type: ignore[import-not-found]  # beside this program
+
 cuda = ctypes.CDLL("libcuda.so.1")
 SIZES = (2 << 20, 6 << 20, 64 << 20)
 PART = 1 << 16
@@ -119,6 +121,7 @@ def first(link: socket.socket, steps: int, pause_s: float) -> None:
     start()
     addresses = make(link)
     for step in range(steps):
+        pace.wait_for(step)
         write(addresses, step, 0)
         link.send(b"x")
         there = link.recv(16).decode()

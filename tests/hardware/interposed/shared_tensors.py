@@ -10,6 +10,7 @@ import sys
 import time
 from typing import Any
 
+import pace  # type: ignore[import-not-found]  # beside this program
 import torch
 import torch.multiprocessing as processes
 
@@ -37,6 +38,7 @@ def main() -> None:
     large = torch.arange(1 << 26, dtype=torch.int64, device="cuda")
     tensors.put([inner, large])
     for step in range(steps):
+        pace.wait_for(step)
         inner.add_(step)
         large.add_(step)
         torch.cuda.synchronize()

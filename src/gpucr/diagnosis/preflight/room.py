@@ -5,6 +5,7 @@ from __future__ import annotations
 import os
 from collections.abc import Mapping, Sequence
 from pathlib import Path
+from types import MappingProxyType
 
 from msgspec import Struct
 
@@ -18,6 +19,9 @@ _DISK_MARGIN_BYTES = 64 << 20
 _WORK_BYTES, _PROCESS_BYTES = 64 << 20, 12 << 20
 _PAGE_TABLES_SHARE = 128
 """Small pages have 8 bytes of page table for 4096 bytes, in the process and in gpucr; this is twice that."""
+
+_VAULT_BYTES = 1 << 30
+"""What gpucr's own CUDA context and its pinned ring take for one GPU."""
 
 _BUFFERS_A_BYTE = 4
 """No more of the buffers is touched than there is data for: a piece, and what it becomes on its way into a store."""
@@ -55,42 +59,53 @@ class MemoryNeed(Struct, frozen=True):
     size_bytes: int
 
 
-def needs_of_suspend(held: Mapping[int, Mapping[str, int]], *, in_files: bool) -> list[MemoryNeed]:
+def needs_of_suspend(
+    held: Mapping[int, Mapping[str, int]], *, in_files: bool, on_gpu: Mapping[str, int] = MappingProxyType({})
+) -> list[MemoryNeed]:
     """Each process takes its own device memory in, or with ``in_files`` gpucr's files take in that of all.
 
-    ``held``: see `device_bytes_in_use`.
+    ``held``: see `device_bytes_in_use`; ``on_gpu``: what of it stays on the GPU, in bytes per UUID.
     """
-    work = _need_of_work(len(held), _total(held), 0)
+    work = _need_of_work(len(held), _total(held), len(on_gpu) * _VAULT_BYTES)
     if in_files:
-        return [MemoryNeed(os.getpid(), _total(held)), work]
+        return [MemoryNeed(os.getpid(), max(0, _total(held) - sum(on_gpu.values()))), work]
     return [*(MemoryNeed(pid, sum(by_gpu.values())) for pid, by_gpu in held.items()), work]
 
 
 def needs_of_dump(
-    held: Mapping[int, Mapping[str, int]], folder: Path | None, pids: Sequence[int], buffers_bytes: int
+    held: Mapping[int, Mapping[str, int]],
+    folder: Path | None,
+    pids: Sequence[int],
+    buffers_bytes: int,
+    on_gpu: Mapping[str, int] = MappingProxyType({}),
 ) -> list[MemoryNeed]:
     """gpucr's staging files take in the device memory of all, and the snapshot as much again where it lies in memory.
 
     There it also takes what the processes ``pids`` have in private memory. ``folder``: where the snapshot goes, or the
     folder that it will be made in; None: to another machine. ``buffers_bytes``: what the threads that save hold.
+    ``on_gpu``: what of device memory goes to the snapshot straight from its GPU, in bytes per UUID.
     """
     device_bytes, images_bytes = _total(held), sum(memory.anonymous_bytes(pid) for pid in pids)
     buffers_bytes = min(buffers_bytes, _BUFFERS_A_BYTE * (device_bytes + images_bytes))
-    needs = [MemoryNeed(os.getpid(), device_bytes), _need_of_work(len(pids), device_bytes, buffers_bytes)]
+    needs = [
+        MemoryNeed(os.getpid(), max(0, device_bytes - sum(on_gpu.values()))),
+        _need_of_work(len(pids), device_bytes, buffers_bytes + len(on_gpu) * _VAULT_BYTES),
+    ]
     if folder is not None and memory.lies_in_memory(folder):
         needs.append(MemoryNeed(os.getpid(), device_bytes + images_bytes))
     return needs
 
 
 def needs_of_restore(
-    device_bytes: int, *, processes: int, private_bytes: int = 0, buffers_bytes: int
+    device_bytes: int, *, processes: int, private_bytes: int = 0, buffers_bytes: int, vaults: int = 0
 ) -> list[MemoryNeed]:
     """gpucr's staging files hold the device memory of all until the driver has taken it.
 
-    ``private_bytes``: the private memory of the processes, which CRIU makes again.
+    ``private_bytes``: the private memory of the processes, which CRIU makes again. ``vaults``: the GPUs that gpucr
+    fills itself.
     """
     buffers_bytes = min(buffers_bytes, _BUFFERS_A_BYTE * (device_bytes + private_bytes))
-    work = _need_of_work(processes, device_bytes, buffers_bytes)
+    work = _need_of_work(processes, device_bytes, buffers_bytes + vaults * _VAULT_BYTES)
     return [MemoryNeed(os.getpid(), device_bytes + private_bytes), work]
 
 

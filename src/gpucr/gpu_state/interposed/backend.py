@@ -11,18 +11,19 @@ from typing import Protocol
 from gpucr.driver.api import Driver
 from gpucr.errors import GpucrError
 from gpucr.gpu_state.backend import INTERPOSED
-from gpucr.gpu_state.interposed.blocks import BlocksSource, HostRoom, can_leave
+from gpucr.gpu_state.interposed.blocks import BlocksSource, HostRoom, can_leave, gpu_of
 from gpucr.gpu_state.interposed.coming_back import bring_back, let_go_on
+from gpucr.gpu_state.interposed.keeping import Keeping, Way
 from gpucr.gpu_state.interposed.line import GatedLock, Line, spoken, unlocked
-from gpucr.gpu_state.source import Source
+from gpucr.gpu_state.source import FileSource, Source
 from gpucr.gpu_state.ways import GpuState, refused
 from gpucr.interposer.client import Held
 from gpucr.interposer.presence import is_interposed
 from gpucr.interposer.protocol import BadAnswer, Refused
-from gpucr.interposer.vault import Vaults
+from gpucr.interposer.vault import VAULT_BYTES, Vaults
 from gpucr.linux import processes
 from gpucr.linux.tmpfs import StagingFile
-from gpucr.model import CudaState, DevicePart, GangMember, GpuMap, ProcessId, StagedExtent
+from gpucr.model import CudaState, DevicePart, GangMember, Gpu, GpuMap, ProcessId, StagedExtent
 from gpucr.quantities import format_bytes
 from gpucr.undo.steps import Meter
 
@@ -44,12 +45,21 @@ class Interposed:
     """See `Backend`. ``uuids``: the GPUs that the process sees, in its order.
 
     ``to_host``: at `complete` the bytes are in host memory, which the process itself holds for whoever resumes it.
+    ``keeping``: the process runs again before its memory is saved.
     """
 
     kind = INTERPOSED
 
     def __init__(
-        self, part: DevicePart, driver: Driver, uuids: Sequence[str], vaults: Vaults, guarded: Guarded, *, to_host: bool
+        self,
+        part: DevicePart,
+        driver: Driver,
+        uuids: Sequence[str],
+        vaults: Vaults,
+        guarded: Guarded,
+        *,
+        to_host: bool,
+        keeping: Keeping | None = None,
     ) -> None:
         self.part = part
         self.line = Line(part.pid)
@@ -60,11 +70,16 @@ class Interposed:
         self._vaults = vaults
         self._guarded = guarded
         self._to_host = to_host
+        self._keeping = keeping
+        self._way: Way | None = None
+        self._copy: FileSource | None = None
+        self._needed: dict[str, int] = {}
         self._held: list[Held] = []
         self._source: BlocksSource | None = None
         self._room: StagingFile | None = None
         self._preparing: threading.Thread | None = None
         self._copying: _Work | None = None
+        self._is_back = False
 
     def why_not(self) -> str | None:
         """Why its memory cannot leave so, or would in pieces; None: it can. Raises as `Agent`."""
@@ -81,36 +96,53 @@ class Interposed:
 
     @property
     def source(self) -> Source | None:
-        """The memory on the GPU."""
-        return self._source
+        """The memory on the GPU, or its copy."""
+        return self._copy or self._source
+
+    def carried(self) -> dict[str, int]:
+        """What of its memory it would take, in bytes per GPU UUID. Raises InterposerError, JobChanged."""
+        with spoken(self.part.pid, "tell what it has"):
+            blocks = [each for each in self.line.agent.blocks() if can_leave(each)]
+        found: dict[str, int] = {}
+        for each in blocks:
+            uuid = gpu_of(each, self._uuids) or self._uuids[0]
+            found[uuid] = found.get(uuid, 0) + each.size_bytes
+        return found
 
     def available_bytes(self) -> int:
-        """All of it, as soon as it is out of the process."""
-        return self._source.size_bytes if self._source is not None else 0
+        """All of it, as soon as it is out of the process; nothing of a copy that is being made."""
+        return self._source.size_bytes if self._source is not None and self._copying is None else 0
 
     def prepare(self, size_bytes: int) -> int:
         """Begin to start the vaults, and to make room."""
-        with spoken(self.part.pid, "tell what it has"):
-            blocks = [each for each in self.line.agent.blocks() if can_leave(each)]
-        own_bytes = sum(each.size_bytes for each in blocks)
-        uuids = {self._uuids[each.location] for each in blocks}
-        self._preparing = threading.Thread(target=self._prepare, args=(own_bytes, uuids), name="vault", daemon=True)
+        self._needed = self.carried()
+        own_bytes = sum(self._needed.values())
+        if self._keeping is not None:
+            self._keeping.need(self._needed)
+        self._preparing = threading.Thread(target=self._prepare, args=(own_bytes,), name="vault", daemon=True)
         self._preparing.start()
         return min(size_bytes, own_bytes)
 
-    def _prepare(self, own_bytes: int, uuids: set[str]) -> None:
+    def _prepare(self, own_bytes: int) -> None:
         with contextlib.suppress(GpucrError, OSError):  # said when it is needed
-            for uuid in uuids:
+            for uuid in self._needed:
                 self._vaults.of(uuid)
         if self._to_host:
-            with contextlib.suppress(OSError):
-                self._room = StagingFile.create(own_bytes, KEPT_NAME)
-                self._room.populate(0, own_bytes)
+            self._make_room(own_bytes)
+
+    def _make_room(self, own_bytes: int) -> None:
+        with contextlib.suppress(OSError):  # what is not there now is made when it is needed
+            self._room = StagingFile.create(own_bytes, KEPT_NAME)
+            self._room.populate(0, own_bytes)
 
     def wait_prepared(self) -> None:
-        """Until vaults and room are there."""
+        """Until vaults and room are there. Where memory has to be kept, how it will be is chosen now."""
         if self._preparing is not None:
             self._preparing.join()
+        if self._keeping is not None and self._way is None and self._needed:
+            self._way = self._keeping.choice().way
+            if self._way is Way.IN_HOST_MEMORY:
+                self._make_room(sum(self._needed.values()))
 
     def begin(self, restore_thread: int, meter: Meter, deadline: float | None) -> None:
         """Take the memory out. From here on it is in our descriptors, and the guard's, alone."""
@@ -125,7 +157,9 @@ class Interposed:
         self._source = BlocksSource(self.part, self._held, self._uuids, self._vaults)
         self.extents = self._source.extents
         meter.note(f"process {pid}: {format_bytes(self._source.size_bytes)} taken out by its interposer")
-        if self._to_host:
+        if self._keeping is not None and self._way is not None:
+            meter.note(self._keeping.choice().reason)
+        if self._to_host or self._way is Way.IN_HOST_MEMORY:
             self._copying = _Work(self._copy_to_host)
 
     def wait_begun(self) -> None:
@@ -151,9 +185,12 @@ class Interposed:
             assert self._room is not None  # noqa: S101 - it was copied to
             assert self._source is not None  # noqa: S101
             self._room.resize(self._source.size_bytes)
-            with spoken(pid, "keep its memory"):
-                self.line.agent.keep(self._room.fd)
-            self._let_go()
+            if self._to_host:
+                with spoken(pid, "keep its memory"):
+                    self.line.agent.keep(self._room.fd)
+                self._let_go()
+            else:
+                self._copy = FileSource(self.part, self._room.fd, self._source.size_bytes)
         self.line.hang_up()  # CRIU cannot dump a connection to us
 
     def abort(self) -> None:
@@ -163,19 +200,31 @@ class Interposed:
                 self._copying.wait()
 
     def give_back(self) -> None:
-        """Whatever is away comes back to its addresses, from the descriptors or from host memory."""
-        if self._source is None:
+        """Whatever is away comes back to its addresses, from the descriptors or from host memory.
+
+        What stays on the GPU to be saved is seen by then: it lives on behind the descriptors, and the process has
+        other memory with the same bytes.
+        """
+        if self._source is None or self._is_back:
             return
-        self._source.close()
+        if self._way is Way.ON_GPU:
+            self._source.see_all()
+        else:
+            self._source.close()
         bring_back(self._driver, self.line, self._uuids, self._vaults, self._held)
+        if self._way is Way.ON_GPU and self._keeping is not None:
+            with spoken(self.part.pid, "tell what it has"):
+                shares = self.line.agent.status().stuck > 0
+            if shares:  # the GPU has got full: the process runs on in the memory that is being saved
+                self._keeping.wait_saved()
         let_go_on(self.line)
-        self._source = None
+        self._is_back = True
         self._guarded.blocks(self.part.pid, self._uuids, ())
 
     @property
     def is_given_back(self) -> bool:
         """Whether `give_back` has returned what `begin` had taken."""
-        return self._source is None and bool(self.extents)
+        return self._is_back
 
     def moved(self, gpu_map: GpuMap) -> None:
         """The driver has restored the process on other GPUs: what is away goes there."""
@@ -228,7 +277,9 @@ WITHOUT = "it was started without one"
 class Interposers:
     """The interposed processes of an operation. ``uuids_of``: the GPUs that a process sees, in its order.
 
+    ``gpus`` are this machine's: one without room for a vault is left to the driver.
     ``gpu_state``: the way that a user insists on. ``why_not``: by pid, why a process goes another way than this one.
+    ``wait_saved``: they run again before what was taken out of them is saved, and this would wait for it.
     """
 
     def __init__(
@@ -236,15 +287,19 @@ class Interposers:
         driver: Driver,
         uuids_of: Callable[[ProcessId], Sequence[str]],
         guarded: Guarded,
+        gpus: Sequence[Gpu],
         *,
         to_host: bool,
         gpu_state: GpuState = "auto",
+        wait_saved: Callable[[], object] | None = None,
     ) -> None:
         self._driver = driver
         self._uuids_of = uuids_of
         self._guarded = guarded
+        self._free_bytes = {gpu.uuid: gpu.memory_free_bytes for gpu in gpus}
         self._to_host = to_host
         self._vaults = Vaults()
+        self.keeping = Keeping(self._vaults, wait_saved) if wait_saved is not None else None
         self._backends: dict[int, Interposed | None] = {}
         self._gpu_state = gpu_state
         self.why_not: dict[int, str] = {}
@@ -266,6 +321,14 @@ class Interposers:
         found = self._backends[pid]
         return (found,) if found is not None else ()
 
+    def carried(self, pids: Iterable[int]) -> dict[str, int]:
+        """What they take of these processes, in bytes per GPU UUID. Raises InterposerError, JobChanged."""
+        total: dict[str, int] = {}
+        for backend in (each for pid in pids for each in self.over(pid)):
+            for uuid, size_bytes in backend.carried().items():
+                total[uuid] = total.get(uuid, 0) + size_bytes
+        return total
+
     def rank(self, pid: int) -> GatedLock | None:
         """What holds this process."""
         found = self._backends.get(pid) or next(iter(self.over(pid)), None)
@@ -280,15 +343,30 @@ class Interposers:
         if stat is None:
             return None
         uuids = self._uuids_of(ProcessId(pid, stat.start_time_ticks))
-        made = Interposed(DevicePart(pid, 1), self._driver, uuids, self._vaults, self._guarded, to_host=self._to_host)
+        made = Interposed(
+            DevicePart(pid, 1),
+            self._driver,
+            uuids,
+            self._vaults,
+            self._guarded,
+            to_host=self._to_host,
+            keeping=self.keeping,
+        )
         try:
-            why_not = made.why_not()
+            why_not = made.why_not() or self._too_full(made.carried())
         except (Refused, BadAnswer, OSError) as e:  # another version, somebody else's, busy: as without it
             why_not = str(e)
         if why_not is None:
             return made
         made.close()
         self.why_not[pid] = why_not
+        return None
+
+    def _too_full(self, uuids: Iterable[str]) -> str | None:
+        for uuid in uuids:
+            if self._free_bytes.get(uuid, VAULT_BYTES) < VAULT_BYTES:
+                free = format_bytes(self._free_bytes[uuid])
+                return f"GPU {uuid} has {free} free, and gpucr needs {format_bytes(VAULT_BYTES)} there itself"
         return None
 
     def moved(self, maps: Mapping[int, GpuMap]) -> None:

@@ -10,7 +10,7 @@ import threading
 from collections.abc import Callable, Iterable, Iterator, Sequence
 
 from gpucr.interposer.client import Held
-from gpucr.interposer.protocol import Block, Flag
+from gpucr.interposer.protocol import ON_DEVICE, Block, Flag
 from gpucr.interposer.vault import SLOT_BYTES, Shown, Vault, Vaults, in_parallel, pointing
 from gpucr.linux.tmpfs import StagingFile
 from gpucr.model import DevicePart, StagedExtent
@@ -27,12 +27,23 @@ def can_leave(block: Block) -> bool:
     return not block.flags & (Flag.IMPORTED | Flag.CANNOT_LEAVE)
 
 
-def extents_of(blocks: Sequence[Block]) -> tuple[StagedExtent, ...]:
+def gpu_of(block: Block, uuids: Sequence[str]) -> str | None:
+    """The GPU that it is on; None: it is host memory. ``uuids``: the GPUs that the process sees, in its order."""
+    return uuids[block.location] if block.location_type == ON_DEVICE else None
+
+
+def vault_of(vaults: Vaults, block: Block, uuids: Sequence[str]) -> Vault:
+    """What reads and writes it: of host memory any vault does. Raises as `Vaults.of`."""
+    return vaults.of(gpu_of(block, uuids) or uuids[0])
+
+
+def extents_of(blocks: Sequence[Block], uuids: Sequence[str]) -> tuple[StagedExtent, ...]:
     """One for each block, one behind the other; who is shown at no address is numbered."""
     extents: list[StagedExtent] = []
     offset = 0
     for block in blocks:
-        extents.append(StagedExtent(block.address or _UNMAPPED + offset, block.size_bytes, offset))
+        address = block.address or _UNMAPPED + offset
+        extents.append(StagedExtent(address, block.size_bytes, offset, gpu_of(block, uuids)))
         offset += block.size_bytes
     return tuple(extents)
 
@@ -42,7 +53,7 @@ class BlocksSource:
 
     def __init__(self, part: DevicePart, held: Sequence[Held], uuids: Sequence[str], vaults: Vaults) -> None:
         self.part = part
-        self.extents = extents_of([each.block for each in held])
+        self.extents = extents_of([each.block for each in held], uuids)
         self.size_bytes = sum(extent.size_bytes for extent in self.extents)
         self._held = tuple(held)
         self._uuids = uuids
@@ -87,9 +98,14 @@ class BlocksSource:
         with self._lock:
             if number not in self._seen:
                 held = self._held[number]
-                vault = self._vaults.of(self._uuids[held.block.location])
+                vault = vault_of(self._vaults, held.block, self._uuids)
                 self._seen[number] = vault, vault.see(held.descriptor, held.block.size_bytes)
             return self._seen[number]
+
+    def see_all(self) -> None:
+        """From here on the descriptors may be closed. Raises VaultFailed."""
+        for number in range(len(self._held)):
+            self._see(number)
 
     def close(self) -> None:
         """See nothing of it any more."""

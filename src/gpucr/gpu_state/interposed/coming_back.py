@@ -8,7 +8,7 @@ from collections.abc import Callable, Mapping, Sequence
 
 from gpucr.driver.api import Driver
 from gpucr.errors import InterposerError
-from gpucr.gpu_state.interposed.blocks import HostRoom, can_leave, extents_of, writes
+from gpucr.gpu_state.interposed.blocks import HostRoom, can_leave, extents_of, vault_of, writes
 from gpucr.gpu_state.interposed.line import Line, spoken, unlocked
 from gpucr.interposer.client import Agent, Held
 from gpucr.interposer.protocol import BadAnswer, Block, Code, Flag, Refused
@@ -88,7 +88,9 @@ def take_out_again(driver: Driver, pid: int) -> None:
 
 def _fill(agent: Agent, blocks: Sequence[Block], file: StagingFile, uuids: Sequence[str], vaults: Vaults) -> None:
     """New memory for what is away, and the bytes of all from the file: what is there may have been filled in part."""
-    places = {(block.index, block.generation): extent for block, extent in zip(blocks, extents_of(blocks), strict=True)}
+    places = {
+        (block.index, block.generation): extent for block, extent in zip(blocks, extents_of(blocks, uuids), strict=True)
+    }
     size_bytes = sum(block.size_bytes for block in blocks)
     if file.size_bytes != size_bytes:
         raise BadAnswer(f"it keeps {file.size_bytes} bytes of {size_bytes}")
@@ -114,7 +116,7 @@ def _fill_these(
     try:
         work: list[Callable[[], None]] = []
         for each in there:
-            vault = vaults.of(uuids[each.block.location])
+            vault = vault_of(vaults, each.block, uuids)
             shown = vault.see(each.descriptor, each.block.size_bytes)
             seen.append((vault, shown))
             work += writes(vault, shown, address + places[each.block.index, each.block.generation].offset)

@@ -8,6 +8,7 @@ from collections.abc import Callable, Iterable, Mapping, Sequence
 
 from gpucr.driver.api import Driver
 from gpucr.errors import GpucrError
+from gpucr.gpu_state.interposed.blocks import vault_of
 from gpucr.gpu_state.interposed.coming_back import bring_back, let_go_on, take_out_again
 from gpucr.gpu_state.interposed.line import Line
 from gpucr.interposer.client import ask_status
@@ -42,11 +43,11 @@ class SuspendedBlocks:
             for pid in filter(is_interposed, pids):
                 line, places = Line(pid), self._places(pid)
                 try:
-                    locations = {each.location for each in line.agent.blocks() if each.flags & Flag.AWAY}
+                    away = [each for each in line.agent.blocks() if each.flags & Flag.AWAY]
                 finally:
                     line.hang_up()
-                for location in locations:
-                    self._vaults.of(places[location])
+                for each in away:
+                    vault_of(self._vaults, each, places)
 
     def give_back(self, members: Iterable[GangMember]) -> None:
         """It goes back into all of them, and they are LOCKED. Raises the first error when all were tried.

@@ -1,0 +1,140 @@
+"""Memory of a snapshot on its way into processes that CRIU has made again, and that have their interposer again.
+
+Nothing of it waits for CRIU: gpucr makes the memory on the GPUs that it goes to, and fills it, while CRIU works. The
+processes are given what is there when the driver has brought back the rest.
+"""
+
+from __future__ import annotations
+
+import bisect
+import functools
+from collections.abc import Callable, Sequence
+
+from gpucr.driver.api import Driver
+from gpucr.errors import InterposerError
+from gpucr.gpu_state.backend import WaitForBytes
+from gpucr.gpu_state.interposed.coming_back import let_go_on
+from gpucr.gpu_state.interposed.line import Line, spoken, unlocked
+from gpucr.interposer.client import GIVEN_AT_ONCE, Held
+from gpucr.interposer.protocol import Block, Flag
+from gpucr.interposer.vault import Shown, Vault, Vaults
+from gpucr.linux.buffers import at_address, copy
+from gpucr.model import DevicePart, StagedExtent
+
+
+class BlocksDestination:
+    """See `Destination`: new memory on GPUs, one piece for each extent. Raises VaultFailed."""
+
+    is_zeroed = True
+
+    def __init__(self, part: DevicePart, extents: Sequence[StagedExtent], places: Sequence[tuple[Vault, bool]]) -> None:
+        """``places``: for each extent a vault, and whether it is host memory that a GPU uses."""
+        self.part = part
+        self.size_bytes = extents[-1].offset + extents[-1].size_bytes
+        self._offsets = [extent.offset for extent in extents]
+        self._made: list[tuple[Vault, Shown]] = []
+        try:
+            for extent, (vault, on_host) in zip(extents, places, strict=True):
+                self._made.append((vault, vault.make(extent.size_bytes, on_host=on_host)))
+        except BaseException:
+            self.close()
+            raise
+
+    def write_from(self, position: int, data: memoryview) -> None:
+        """Through the vault of its GPU."""
+        number = bisect.bisect_right(self._offsets, position) - 1
+        while data:
+            vault, shown = self._made[number]
+            within = position - self._offsets[number]
+            size = min(len(data), shown.size_bytes - within)
+            vault.write(shown.address + within, size, functools.partial(_give, data))
+            position, data, number = position + size, data[size:], number + 1
+
+    def give(self, number: int, block: Block) -> Held:
+        """A descriptor of the memory for the process that has this block."""
+        vault, shown = self._made[number]
+        return Held(block, vault.export(shown))
+
+    def forget(self, number: int) -> None:
+        """The process has it."""
+        vault, shown = self._made[number]
+        vault.forget(shown)
+
+    def close(self) -> None:
+        """What was given to nobody is gone. Idempotent."""
+        while self._made:
+            vault, shown = self._made.pop()
+            vault.forget(shown)
+
+
+def _give(data: memoryview, slot: int, offset: int, size_bytes: int) -> None:
+    copy(at_address(slot, size_bytes), data[offset : offset + size_bytes])
+
+
+class BlocksReturn:
+    """See `Return`. The process is one that CRIU has made: its gate is closed, and all of its memory is away."""
+
+    note = None
+
+    def __init__(self, driver: Driver, destination: BlocksDestination, extents: Sequence[StagedExtent]) -> None:
+        self.destination = destination
+        self._driver = driver
+        self._sizes = [extent.size_bytes for extent in extents]
+        self._line: Line | None = None
+
+    def begin(self, pid: int, restore_thread: int, wait: WaitForBytes, *, stays: bool) -> None:
+        """LOCKED → LOCKED, its memory where it was."""
+        wait(self.destination.size_bytes)
+        self._line = line = Line(pid)
+        with spoken(pid, "take its memory back"), unlocked(self._driver, pid):
+            away = [each for each in line.agent.blocks() if each.flags & Flag.AWAY and not each.flags & Flag.IMPORTED]
+            if [each.size_bytes for each in away] != self._sizes:
+                raise InterposerError(
+                    f"the interposer of process {pid} wants {len(away)} blocks of memory, the snapshot has "
+                    f"{len(self._sizes)}, or of other sizes",
+                    hint="the snapshot cannot be restored: report it, with the output of `gpucr inspect --json`",
+                )
+            # Few at a time: the process copies them into memory of its own, and ours is free again after each.
+            for first in range(0, len(away), GIVEN_AT_ONCE):
+                numbers = range(first, min(first + GIVEN_AT_ONCE, len(away)))
+                held = [self.destination.give(number, away[number]) for number in numbers]
+                try:
+                    line.agent.give_back(held, renew=True)
+                finally:
+                    for each in held:
+                        each.close()
+                for number in numbers:
+                    self.destination.forget(number)
+
+    def finish(self) -> None:
+        """All processes have theirs: the gate opens, and the driver's lock holds it."""
+        if self._line is not None:
+            let_go_on(self._line)
+
+    def close(self) -> None:
+        """The memory that was given to nobody, and the connection."""
+        if self._line is not None:
+            self._line.hang_up()
+        self.destination.close()
+
+
+class RestoredBlocks:
+    """What brings memory of kind `interposed` back. ``new_uuid`` tells where a GPU's memory goes."""
+
+    def __init__(self, driver: Driver, new_uuid: Callable[[str], str]) -> None:
+        self._driver = driver
+        self._new_uuid = new_uuid
+        self._vaults = Vaults()
+
+    def return_for(self, part: DevicePart, extents: Sequence[StagedExtent]) -> BlocksReturn:
+        """For what one process held. Raises VaultFailed, OSError."""
+        uuids = [self._new_uuid(extent.gpu) if extent.gpu is not None else None for extent in extents]
+        on_gpu = next((uuid for uuid in uuids if uuid is not None), None)
+        if on_gpu is None:
+            raise InterposerError(f"the snapshot does not say which GPUs process {part.pid} had its memory on")
+        places = [(self._vaults.of(uuid or on_gpu), uuid is None) for uuid in uuids]
+        return BlocksReturn(self._driver, BlocksDestination(part, extents, places), extents)
+
+    def close(self) -> None:
+        """The vaults."""
+        self._vaults.close()

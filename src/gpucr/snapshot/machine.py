@@ -1,0 +1,99 @@
+"""Whether this machine can take a snapshot: free pids, memory, GPUs, capabilities, of the same kind."""
+
+from __future__ import annotations
+
+import contextlib
+import platform
+from collections.abc import Sequence
+from pathlib import PurePosixPath
+
+from gpucr.criu.credentials import capabilities_in, uids_in
+from gpucr.criu.image_entries import ImageError
+from gpucr.criu.images import have_clocks
+from gpucr.criu.install import CriuInstall
+from gpucr.criu.pids import pids_in
+from gpucr.diagnosis import preflight
+from gpucr.diagnosis.traps import findings_of_targets
+from gpucr.gpu_state.backend import INTERPOSED
+from gpucr.gpu_state.gpu_choice import GpuChoice
+from gpucr.interposer.vault import VAULT_BYTES
+from gpucr.linux import capabilities
+from gpucr.linux.pid_uses import wait_for_reaping
+from gpucr.model import Gpu
+from gpucr.snapshot.manifest import Manifest
+from gpucr.snapshot.origin import RestoreSource, device_bytes_of, private_bytes_of
+
+REAPING_TIMEOUT_S = 10.0
+"""How long a restore waits for the parents of the dumped processes to collect their zombies."""
+
+
+def findings_of_machine(
+    source: RestoreSource, choice: GpuChoice, here: Sequence[Gpu], install: CriuInstall, *, in_sandbox: bool
+) -> list[preflight.Finding]:
+    """What of this machine stands in the way. ``here``: its GPUs. Waits for parents to collect zombies."""
+    manifest = source.snapshot.manifest
+    pids = _pids_needed_here(source) if not in_sandbox else set()
+    findings = preflight.check_free_pids(wait_for_reaping(pids, REAPING_TIMEOUT_S))
+    paths = [PurePosixPath(file.path) for file in manifest.files]
+    findings += preflight.check_clocks(are_in_images=have_clocks(path.name for path in paths))
+    wanted, uids = 0, set[int]()
+    with contextlib.suppress(OSError, ImageError):  # a damaged image is an error of its own, when it is provided
+        for folder, open_image in zip(manifest.image_folders, source.openers, strict=True):
+            names = [path.name for path in paths if path.parent.name == folder]
+            wanted |= capabilities_in(names, open_image)
+            uids |= uids_in(names, open_image)
+        findings += preflight.check_capabilities(wanted, capabilities.own().after_exec())
+    findings += preflight.check_restore_by_user(install, uids, in_sandbox=in_sandbox)
+    findings += findings_of_room(
+        manifest, choice, here, private_bytes=private_bytes_of(manifest), buffers_bytes=source.buffers_bytes
+    )
+    if manifest.architecture != platform.machine():
+        findings.append(
+            preflight.Finding(
+                "blocking",
+                f"the snapshot is of a {manifest.architecture} machine",
+                f"this one is {platform.machine()}",
+                "its programs cannot run here",
+                "restore it on a machine of that kind",
+                code="GPUCR-ARCHITECTURE",
+            )
+        )
+    return findings
+
+
+def findings_of_room(
+    manifest: Manifest, choice: GpuChoice, here: Sequence[Gpu], *, private_bytes: int, buffers_bytes: int
+) -> list[preflight.Finding]:
+    """Whether host memory and these GPUs can take it. ``private_bytes``: what CRIU makes of private memory."""
+    parts = manifest.device_parts.values()
+    filled_by_us = {extent.gpu for data in parts if data.kind == INTERPOSED for extent in data.extents}
+    findings = preflight.check_host_memory(
+        preflight.needs_of_restore(
+            device_bytes_of(manifest),
+            processes=len(manifest.processes),
+            private_bytes=private_bytes,
+            buffers_bytes=buffers_bytes,
+            vaults=len(filled_by_us),
+        )
+    )
+    if manifest.has_gpu_state:
+        needed_bytes = {
+            uuid: size_bytes + (VAULT_BYTES if uuid in filled_by_us else 0)
+            for uuid, size_bytes in choice.needed_bytes.items()
+        }
+        findings += preflight.check_gpus(choice.had, needed_bytes, here, choice.gpu_map)
+        targets = needed_bytes or [gpu.uuid for gpu in choice.had]
+        findings += findings_of_targets(targets, here, choice.gpu_map)
+    return findings
+
+
+def _pids_needed_here(source: RestoreSource) -> set[int]:
+    """None of a job that has a pid namespace of its own."""
+    known = source.snapshot.manifest.processes
+    if any(len(process.ns_pids) > 1 for process in known):
+        return set()
+    pids = {tid for process in known for tid in (process.pid, *process.threads)}
+    with contextlib.suppress(OSError, ImageError):  # a damaged image is an error of its own, when it is provided
+        for open_image in source.openers:
+            pids.update(pids_in(open_image))
+    return pids

@@ -1,0 +1,246 @@
+"""Jobs that run under the interposer: dump, freeze and restore on the simulator."""
+
+from __future__ import annotations
+
+import contextlib
+from pathlib import Path
+
+import pytest
+from msgspec.structs import replace
+
+import gpucr
+from gpucr.criu.engine import Criu
+from gpucr.driver.cuda import CudaDriver
+from gpucr.driver.gpus import gpu_processes, list_gpus
+from gpucr.errors import CriuError, InterposerError, Unsupported
+from gpucr.gpu_state.interposed.restored import BlocksDestination
+from gpucr.interposer.client import Agent
+from gpucr.interposer.library import installed, preload_path
+from gpucr.interposer.protocol import Code, Operation, Refused
+from gpucr.interposer.vault import Vault, VaultFailed, Vaults
+from gpucr.linux.buffers import at_address
+from gpucr.model import CudaState, DevicePart, StagedExtent
+from gpucr.operations import freeze_steps
+from gpucr.snapshot import machine
+from gpucr.undo.events import Progress
+from tests.counter import Counter, CounterFactory
+from tests.operations.conftest import MakeMachine
+from tests.operations.test_interposed import blocks_of
+from tests.sandboxed import SandboxedCounter, end_all_in, start_counter
+
+MIB = 1 << 20
+RUNNING = CudaState.RUNNING
+pytestmark = [pytest.mark.criu, pytest.mark.usefixtures("sim_only")]
+
+
+@pytest.fixture
+def variables(tmp_path: Path) -> dict[str, str]:
+    """With these a program's device memory can leave it."""
+    return {"LD_PRELOAD": preload_path(installed()), "GPUCR_INTERPOSER_DIR": str(tmp_path / "agents")}
+
+
+@pytest.fixture
+def job(counter: CounterFactory, variables: dict[str, str]) -> Counter:
+    """Two processes of which one has a block."""
+    return counter("--mib", "24", "--fork", "1", env=variables)
+
+
+def kinds(report: gpucr.DumpReport) -> dict[DevicePart, str]:
+    """By which way device memory left."""
+    return report.snapshot.manifest.kinds
+
+
+def assert_runs(job: Counter, driver: CudaDriver, pids: list[int], expected: int) -> None:
+    """Each process runs, has all of its memory, and an agent that would let it go again."""
+    assert job.processes() == pids
+    assert {driver.state(pid) for pid in pids} == {RUNNING}
+    for pid in pids:
+        assert blocks_of(pid)[1:] == (0, 0)
+    assert job.send("verify") == "ok"
+    assert job.ask() == expected
+
+
+@pytest.mark.parametrize("place", ["folder", "store", "encrypted"])
+def test_dump_and_restore(place: str, job: Counter, driver: CudaDriver, tmp_path: Path) -> None:
+    to, key, pids = tmp_path / "s", None, job.processes()
+    if place != "folder":
+        key = gpucr.Secret.passphrase("a good passphrase") if place == "encrypted" else None
+        gpucr.init_store(to, key=key) if key is not None else gpucr.init_store(to)
+    before = [blocks_of(pid) for pid in pids]
+    report = gpucr.dump(job.pid, to, key=key)
+    assert [kind for part, kind in kinds(report).items() if part.level == 1] == ["interposed"] * 2
+    job.reap()
+    gpucr.restore(report.snapshot.where, key=key)
+    assert [blocks_of(pid) for pid in pids] == before
+    assert_runs(job, driver, pids, 101)
+    # What came back is the process's own, and leaves another time.
+    gpucr.suspend(job.pid, gpu_state="interposed")
+    gpucr.resume(job.pid)
+    assert_runs(job, driver, pids, 102)
+
+
+def test_device_memory_comes_back_on_another_gpu(
+    machine: MakeMachine, counter: CounterFactory, variables: dict[str, str], driver: CudaDriver, tmp_path: Path
+) -> None:
+    uuids = machine("2x1GiB")
+    job = counter("--mib", "24", env=variables)
+    report = gpucr.dump(job.pid, tmp_path / "s")
+    extents = report.snapshot.manifest.device_parts[DevicePart(job.pid, 1)].extents
+    assert {extent.gpu for extent in extents} == {uuids[0]}
+    job.reap()
+    gpucr.restore(tmp_path / "s", gpu="1")
+    assert {use.gpu_uuid for use in gpu_processes() if use.pid == job.pid} == {uuids[1]}
+    assert_runs(job, driver, [job.pid], 101)
+    again = gpucr.dump(job.pid, tmp_path / "t", leave_running=True)
+    extents = again.snapshot.manifest.device_parts[DevicePart(job.pid, 1)].extents
+    assert {extent.gpu for extent in extents} == {uuids[1]}
+
+
+def test_each_copy_of_a_job_has_memory_of_its_own(driver: CudaDriver, tmp_path: Path) -> None:
+    """Its agent is in a sandbox, where the folder of the sockets is another one."""
+    with contextlib.ExitStack() as opened:
+        opened.callback(end_all_in, tmp_path)
+        job = opened.enter_context(start_counter(tmp_path, "--mib", "24", interpose=True))
+        report = gpucr.dump("counter", tmp_path / "s", leave_running=True)
+        assert "interposed" in kinds(report).values()
+        counts = []
+        for _ in range(2):
+            clone = gpucr.restore(tmp_path / "s", clone=True)
+            copy = opened.enter_context(SandboxedCounter(clone.pid, job.port))
+            assert driver.state(clone.pid) is RUNNING
+            assert blocks_of(clone.pid) == blocks_of(job.pid)
+            assert blocks_of(clone.pid)[1:] == (0, 0)
+            assert copy.send("verify") == "ok"
+            counts.append((copy.ask(), copy.ask()))
+        assert counts == [(101, 102)] * 2
+        assert job.ask() == 101
+        assert job.send("verify") == "ok"
+
+
+def test_a_frozen_job_is_saved_and_thawed(job: Counter, driver: CudaDriver, tmp_path: Path) -> None:
+    pids = job.processes()
+    with gpucr.freeze(job.pid, gpu_state="interposed") as frozen:
+        assert frozen.size_bytes >= 2 * 24 * MIB
+        one, two = frozen.save(tmp_path / "a"), frozen.save(tmp_path / "b")
+        assert kinds(one) == kinds(two)
+        parts = [report.snapshot.manifest.device_parts for report in (one, two)]
+        assert parts[0] == parts[1]
+    assert_runs(job, driver, pids, 101)
+    with gpucr.freeze(job.pid) as frozen:
+        frozen.end()
+    job.reap()
+    gpucr.restore(tmp_path / "b")
+    assert_runs(job, driver, pids, 101)
+
+
+@pytest.mark.parametrize("what", ["export", "drop", "read", "criu"])
+@pytest.mark.parametrize("leave_running", [False, True])
+def test_a_dump_that_fails_leaves_the_job_running(
+    what: str, leave_running: bool, job: Counter, driver: CudaDriver, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    pids = job.processes()
+
+    def refuse(*_: object, **__: object) -> object:
+        raise Refused(Operation.EXPORT, Code.NO_DESCRIPTORS)
+
+    def fail(*_: object, **__: object) -> object:
+        raise VaultFailed("the GPU fell off the bus")
+
+    def not_dumped(*_: object, **__: object) -> object:
+        raise CriuError("it does not want to", phase="dump")
+
+    owner, failure = {
+        "export": (Agent, refuse), "drop": (Agent, refuse), "read": (Vault, fail), "criu": (Criu, not_dumped),
+    }[what]  # fmt: skip
+    monkeypatch.setattr(owner, {"criu": "dump"}.get(what, what), failure)
+    with pytest.raises((InterposerError, CriuError)):
+        gpucr.dump(job.pid, tmp_path / "s", leave_running=leave_running)
+    monkeypatch.undo()
+    assert not (tmp_path / "s").exists()
+    assert_runs(job, driver, pids, 101)
+
+
+def test_a_restore_that_fails_ends_what_it_began(
+    job: Counter, driver: CudaDriver, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    pids = job.processes()
+    gpucr.dump(job.pid, tmp_path / "s")
+    job.reap()
+
+    def refuse(*_: object, **__: object) -> None:
+        raise Refused(Operation.IMPORT, Code.NO_MEMORY)
+
+    with monkeypatch.context() as patch:
+        patch.setattr(Agent, "give_back", refuse)
+        with pytest.raises(InterposerError, match=f"process {pids[0]} did not take its memory back.*no memory"):
+            gpucr.restore(tmp_path / "s")
+    with monkeypatch.context() as patch:
+        real = Agent.blocks
+        patch.setattr(Agent, "blocks", lambda self: real(self)[1:])
+        with pytest.raises(InterposerError, match="wants 0 blocks of memory, the snapshot has 1"):
+            gpucr.restore(tmp_path / "s")
+    assert not [use for use in gpu_processes() if use.pid in pids]
+    gpucr.restore(tmp_path / "s")
+    assert_runs(job, driver, pids, 101)
+
+
+def test_a_restore_counts_what_gpucr_itself_takes_of_the_gpu(
+    job: Counter, driver: CudaDriver, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    pids = job.processes()
+    gpucr.dump(job.pid, tmp_path / "s")
+    job.reap()
+    with monkeypatch.context() as patch:
+        patch.setattr(machine, "VAULT_BYTES", 1 << 50)
+        with pytest.raises(Unsupported, match=r"free \(the job held 1024\.\d TiB on it\)") as caught:
+            gpucr.restore(tmp_path / "s")
+    assert caught.value.code == "GPUCR-GPU-FULL"
+    gpucr.restore(tmp_path / "s")
+    assert_runs(job, driver, pids, 101)
+
+
+def test_without_room_for_gpucr_itself_the_driver_takes_the_memory(
+    job: Counter, driver: CudaDriver, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    pids, notes = job.processes(), list[str]()
+
+    def listen(progress: Progress) -> None:
+        if progress.event == "note":
+            notes.append(progress.description)
+
+    full = [replace(gpu, memory_free_bytes=9 * MIB) for gpu in list_gpus()]
+    monkeypatch.setattr(freeze_steps, "list_gpus", lambda: full)
+    report = gpucr.dump(job.pid, tmp_path / "s", leave_running=True, on_progress=listen)
+    assert set(kinds(report).values()) == {"captured"}
+    assert [note for note in notes if "has 9.0 MiB free, and gpucr needs 640.0 MiB there itself" in note]
+    with pytest.raises(Unsupported, match=r"gpucr needs 640\.0 MiB there itself") as caught:
+        gpucr.dump(job.pid, tmp_path / "t", gpu_state="interposed")
+    assert caught.value.code == "GPUCR-GPU-STATE"
+    assert_runs(job, driver, pids, 101)
+
+
+def test_the_driver_takes_it_where_that_is_insisted_on(job: Counter, driver: CudaDriver, tmp_path: Path) -> None:
+    pids = job.processes()
+    report = gpucr.dump(job.pid, tmp_path / "s", gpu_state="captured")
+    assert set(kinds(report).values()) == {"captured"}
+    job.reap()
+    gpucr.restore(tmp_path / "s")
+    assert_runs(job, driver, pids, 101)
+
+
+def test_pieces_are_put_together_across_blocks() -> None:
+    vaults = Vaults()
+    try:
+        vault = vaults.of(list_gpus()[0].uuid)
+        extents = [StagedExtent(at, 2 * MIB, at) for at in (0, 2 * MIB, 4 * MIB)]
+        into = BlocksDestination(DevicePart(1, 1), extents, [(vault, False), (vault, True), (vault, False)])
+        data = bytes(range(256)) * (4 * MIB // 256)
+        into.write_from(MIB, memoryview(data))
+        found = bytearray()
+        for number in range(3):
+            shown = into._made[number][1]
+            vault.read(shown.address, shown.size_bytes, lambda slot, _, size: found.extend(at_address(slot, size)))
+        assert found == bytes(MIB) + data + bytes(MIB)
+        into.close()
+    finally:
+        vaults.close()

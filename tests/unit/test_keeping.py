@@ -1,0 +1,33 @@
+"""Where device memory stays while the job runs on and it is written out."""
+
+from __future__ import annotations
+
+import pytest
+
+from gpucr.gpu_state.interposed.keeping import Way, choose
+
+GIB, MIB = 1 << 30, 1 << 20
+
+
+@pytest.mark.parametrize(("needed", "free", "host", "way"), [
+    ({"a": 24}, {"a": 26}, 0, Way.ON_GPU),
+    ({"a": 24}, {"a": 25}, 26, Way.IN_HOST_MEMORY),  # a sixteenth has to stay free
+    ({"a": 24}, {"a": 25}, 25, Way.JOB_WAITS),
+    ({"a": 8, "b": 8}, {"a": 30, "b": 4}, 40, Way.IN_HOST_MEMORY),  # no room on one of them
+    ({"a": 8, "b": 8}, {"a": 30, "b": 30}, 0, Way.ON_GPU),
+    ({"a": 8, "b": 8}, {"a": 30}, 16, Way.JOB_WAITS),
+])  # fmt: skip
+def test_the_best_way_that_there_is_room_for(needed: dict[str, int], free: dict[str, int], host: int, way: Way) -> None:
+    found = choose({u: n * GIB for u, n in needed.items()}, {u: n * GIB for u, n in free.items()}, host * GIB)
+    assert found.way is way
+
+
+def test_little_memory_leaves_more_than_a_sixteenth() -> None:
+    assert choose({"a": MIB}, {"a": 256 * MIB}, 0).way is Way.JOB_WAITS
+    assert choose({"a": MIB}, {"a": 257 * MIB}, 0).way is Way.ON_GPU
+
+
+def test_the_reason_names_what_is_full() -> None:
+    reason = choose({"GPU-7": 24 * GIB}, {"GPU-7": 3 * GIB}, 5 * GIB).reason
+    assert "GPU GPU-7 has 3.0 GiB free" in reason
+    assert "5.0 GiB of host memory" in reason
