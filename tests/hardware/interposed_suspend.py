@@ -6,7 +6,7 @@ Run it from the root of the repository, as root, on a machine with a GPU, torch 
 training is started with `gpucr run`, suspended and resumed N times with `--gpu-state WAY` while it trains, and run to
 its end: every line must be the one of a run that nobody disturbed.
 
-With `--program simulated` the training is one of driver calls alone, for the simulated driver (`gpucr sim shell`).
+With `--program simulated` the training is one of driver calls alone, for the simulated driver (`gpucr sim env`).
 Prints a table. Exit code 1: a line differs, or a step failed or took longer than --limit.
 """
 

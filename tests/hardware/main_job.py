@@ -2,7 +2,7 @@
 
 Run it from the root of the repository, as root, on a machine with a GPU::
 
-    python3 tests/hardware/main_job.py --programs torch,cuda,cupy,jax,dataloader --out results
+    python3 tests/hardware/main_job.py --programs torch,cuda,cupy,jax,dataloader --out results [--interpose]
 
 Each program appends one line a step, with exact values (checksums, or floats in hexadecimal), and is run four times:
 
@@ -44,6 +44,9 @@ PYTHON_PROGRAMS = {
     "driver": ["driver_recurrence"],
 }
 PHASES = ("suspend", "dump", "leave-running")
+ENVIRONMENT: dict[str, str] = {}
+"""What the programs get besides this process's own."""
+
 STEPS_BEFORE_ACTION = 5
 """How many further steps a program makes before something is done to it."""
 
@@ -147,6 +150,7 @@ class Job:
                 stdout=log,
                 stderr=subprocess.STDOUT,
                 start_new_session=True,
+                env={**os.environ, **ENVIRONMENT},
             )
         self.pid = self._child.pid
 
@@ -416,7 +420,12 @@ def main(arguments: Sequence[str] | None = None) -> int:
     parser.add_argument("--pace", type=float, default=0.05, metavar="S", help="seconds a program sleeps after a step")
     parser.add_argument("--cycles", type=int, default=2, help="how often the dump phase dumps and restores")
     parser.add_argument("--deadline", type=float, default=180.0, metavar="S", help="seconds until a wait is a hang")
+    parser.add_argument("--interpose", action="store_true", help="start the programs with gpucr's interposer")
     options = parser.parse_args(arguments)
+    if options.interpose:
+        from gpucr.interposer.library import installed, preload_path
+
+        ENVIRONMENT["LD_PRELOAD"] = preload_path(installed())
     out: Path = options.out.resolve()
     if out.exists() and any(out.iterdir()):
         parser.error(f"{out} is not empty")
