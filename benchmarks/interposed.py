@@ -5,10 +5,12 @@ from __future__ import annotations
 import contextlib
 import importlib.util
 import os
+import shutil
 import signal
 import statistics
 import sys
 import tempfile
+import threading
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
@@ -30,6 +32,7 @@ from gpucr.criu.install import find_criu
 from gpucr.driver.cuda import load_driver
 from gpucr.driver.gpus import list_gpus
 from gpucr.interposer.build import compile_library
+from gpucr.linux import memory
 
 MEASURED = ("suspend", "resume", "downtime", "dump", "restore", "store", "store-restore", "move")
 MOST_TMPFS_GIB = 8.0
@@ -59,6 +62,7 @@ class Results:
 
     seconds: Times = field(default_factory=dict)
     written: dict[str, int] = field(default_factory=dict)
+    memory: dict[str, list[int]] = field(default_factory=dict)
     failures: list[str] = field(default_factory=list)
 
     def add(self, tool: str, what: str, seconds: float) -> None:
@@ -129,6 +133,7 @@ class Round:
             forget_cached(store)
         self._time(f"{prefix}store-restore", lambda: Outcome(gpucr.restore(f"{store}#a", key=key).phases))
         target.check()
+        shutil.rmtree(store)  # the next one needs the room
 
     def _time(
         self, what: str, act: Callable[[], Outcome], seconds_of: Callable[[Outcome, float], float] | None = None
@@ -137,7 +142,8 @@ class Round:
         signal.setitimer(signal.ITIMER_REAL, self._limit_s)
         begin = time.perf_counter()
         try:
-            outcome = act()
+            with host_memory() as taken:
+                outcome = act()
             wall_s = time.perf_counter() - begin
         except StepTookTooLong:
             raise StepTookTooLong(f"{what} took longer than {self._limit_s:.0f} s") from None
@@ -147,7 +153,27 @@ class Round:
         if seconds_of is not None:
             self._results.add(self._tool.name, f"{what}, in all", wall_s)
         self._results.add(self._tool.name, what, seconds)
-        say(f"{self._tool.name}: {what} {seconds:.3f} s (in all {wall_s:.3f} s)")
+        self._results.memory.setdefault(f"{self._tool.name} {what}", []).append(taken[0])
+        whole = f"in all {wall_s:.3f} s, with {taken[0] / 2**30:.2f} GiB of host memory"
+        say(f"{self._tool.name}: {what} {seconds:.3f} s ({whole})")
+
+
+@contextlib.contextmanager
+def host_memory() -> Iterator[list[int]]:
+    """At the end of the block: by how much the machine had less host memory to give, at most, than before it."""
+    before, taken, over = memory.machine_available_bytes(), [0], threading.Event()
+
+    def look() -> None:
+        while not over.wait(0.02):
+            taken[0] = max(taken[0], before - memory.machine_available_bytes())
+
+    looking = threading.Thread(target=look, daemon=True)
+    looking.start()
+    try:
+        yield taken
+    finally:
+        over.set()
+        looking.join()
 
 
 def standstill(outcome: Outcome, wall_s: float) -> float:
@@ -349,6 +375,7 @@ def command(
             for tool, by_what in part.seconds.items():
                 results.seconds.setdefault(tool, {}).update(by_what)
             results.written |= part.written
+            results.memory |= part.memory
             results.failures += part.failures
         described = hardware(disk)
     found = checks(results, limits)
@@ -363,6 +390,7 @@ def command(
                 "rounds": rounds,
                 "seconds": results.seconds,
                 "written_bytes": results.written,
+                "host_memory_bytes": results.memory,
                 "limits": {name: machine_limits.as_json(each) for name, each in limits.items()},
                 "checks": [{**vars(each), "holds": each.seconds <= each.allowed_s} for each in found],
                 "failures": results.failures,

@@ -103,7 +103,24 @@ def test_memory_that_was_filled_in_part_is_not_taken_for_whole(
     assert job.ask() == 101
 
 
-@pytest.mark.parametrize("fails", ["export", "drop", "keep", "blocks"])
+def test_an_agent_that_does_not_tell_is_done_without(
+    job: Counter, driver: CudaDriver, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def refuse(self: Agent) -> object:
+        raise Refused(Operation.LIST, Code.NO_DESCRIPTORS)
+
+    monkeypatch.setattr(Agent, "blocks", refuse)
+    with pytest.raises(Unsupported, match=r"did not tell what it has: .*no descriptors"):
+        gpucr.suspend(job.pid, gpu_state="interposed")
+    assert driver.state(job.pid) is RUNNING
+    assert gpucr.suspend(job.pid).processes[0].now is CHECKPOINTED
+    monkeypatch.undo()
+    assert blocks_of(job.pid)[1:] == (0, 0)  # the driver has taken them
+    gpucr.resume(job.pid)
+    assert job.send("verify") == "ok"
+
+
+@pytest.mark.parametrize("fails", ["export", "drop", "keep"])
 def test_a_suspend_that_fails_leaves_the_job_running(
     fails: str, job: Counter, driver: CudaDriver, monkeypatch: pytest.MonkeyPatch
 ) -> None:

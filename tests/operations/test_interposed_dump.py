@@ -10,6 +10,9 @@ from msgspec.structs import replace
 
 import gpucr
 from gpucr.criu.engine import Criu
+from gpucr.diagnosis import preflight
+from gpucr.diagnosis.preflight.measured import Measurements
+from gpucr.diagnosis.preflight.traits import JobTraits
 from gpucr.driver.cuda import CudaDriver
 from gpucr.driver.gpus import gpu_processes, list_gpus
 from gpucr.errors import CriuError, InterposerError, Unsupported
@@ -131,6 +134,35 @@ def test_a_frozen_job_is_saved_and_thawed(job: Counter, driver: CudaDriver, tmp_
     job.reap()
     gpucr.restore(tmp_path / "b")
     assert_runs(job, driver, pids, 101)
+
+
+@pytest.mark.parametrize("operation", ["dump", "freeze", "suspend", "move"])
+def test_preflight_is_told_by_the_agents(
+    operation: str, machine: MakeMachine, counter: CounterFactory, variables: dict[str, str], tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:  # fmt: skip
+    """One client at a time: what will take the memory must not keep preflight from asking."""
+    machine("2x1GiB")
+    job = counter("--mib", "24", "--fork", "1", env=variables)
+    told: list[bool] = []
+    real = preflight.check_traps
+
+    def listen(traits: JobTraits, measured: Measurements) -> list[preflight.Finding]:
+        told.extend(each.counted is not None for each in traits.processes)
+        return real(traits, measured)
+
+    monkeypatch.setattr(preflight, "check_traps", listen)
+    if operation == "dump":
+        gpucr.dump(job.pid, tmp_path / "s", leave_running=True)
+    elif operation == "freeze":
+        gpucr.freeze(job.pid).thaw()
+    elif operation == "suspend":
+        gpucr.suspend(job.pid)
+        gpucr.resume(job.pid)
+    else:
+        gpucr.move(job.pid, gpu="1")
+    assert told == [True, True]
+    assert job.send("verify") == "ok"
 
 
 @pytest.mark.parametrize("what", ["export", "drop", "read", "criu"])

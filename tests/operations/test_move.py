@@ -168,7 +168,7 @@ def test_memory_of_an_interposed_job_goes_along(
     peers: str, faults: str,
 ) -> None:  # fmt: skip
     """From GPU to GPU where they reach each other, else by way of host memory."""
-    uuids = machine("2x512MiB")
+    uuids = machine("2x1GiB")
     monkeypatch.setenv("GPUCR_SIM_PEERS", peers)
     job, count = interposed(faults), 101
 

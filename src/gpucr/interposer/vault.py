@@ -257,6 +257,10 @@ class Vaults:
                 self._vaults[uuid] = Vault(uuid)
             return self._vaults[uuid]
 
+    def __len__(self) -> int:
+        """How many there are."""
+        return len(self._vaults)
+
     def close(self) -> None:
         """All of them."""
         with self._lock:

@@ -9,7 +9,7 @@ from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import Protocol
 
 from gpucr.driver.api import Driver
-from gpucr.errors import GpucrError
+from gpucr.errors import GpucrError, InterposerError
 from gpucr.gpu_state.backend import INTERPOSED
 from gpucr.gpu_state.interposed.blocks import BlocksSource, HostRoom, can_leave, gpu_of
 from gpucr.gpu_state.interposed.coming_back import bring_back, let_go_on
@@ -70,6 +70,7 @@ class Interposed:
         self._vaults = vaults
         self._guarded = guarded
         self._to_host = to_host
+        self.carries: dict[str, int] = {}
         self._keeping = keeping
         self._way: Way | None = None
         self._copy: FileSource | None = None
@@ -322,10 +323,10 @@ class Interposers:
         return (found,) if found is not None else ()
 
     def carried(self, pids: Iterable[int]) -> dict[str, int]:
-        """What they take of these processes, in bytes per GPU UUID. Raises InterposerError, JobChanged."""
+        """What they would take of these processes, in bytes per GPU UUID."""
         total: dict[str, int] = {}
         for backend in (each for pid in pids for each in self.over(pid)):
-            for uuid, size_bytes in backend.carried().items():
+            for uuid, size_bytes in backend.carries.items():
                 total[uuid] = total.get(uuid, 0) + size_bytes
         return total
 
@@ -353,8 +354,11 @@ class Interposers:
             keeping=self.keeping,
         )
         try:
-            why_not = made.why_not() or self._too_full(made.carried())
-        except (Refused, BadAnswer, OSError) as e:  # another version, somebody else's, busy: as without it
+            why_not = made.why_not()
+            made.carries = made.carried()
+            why_not = why_not or self._too_full(made.carries)
+            made.line.hang_up()  # until it is needed: preflight asks the agent, too
+        except (Refused, BadAnswer, OSError, InterposerError) as e:  # another version, busy: as without it
             why_not = str(e)
         if why_not is None:
             return made

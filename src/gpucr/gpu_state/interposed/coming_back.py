@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextlib
 import os
 from collections.abc import Callable, Mapping, Sequence
+from typing import Protocol
 
 from gpucr.driver.api import Driver
 from gpucr.errors import InterposerError
@@ -32,8 +33,25 @@ def give_back(agent: Agent, held: Sequence[Held]) -> None:
             return
 
 
-def bring_back(driver: Driver, line: Line, uuids: Sequence[str], vaults: Vaults, held: Sequence[Held] = ()) -> None:
+class Filled(Protocol):
+    """New memory with the bytes of what a process keeps (`restored.BlocksDestination`)."""
+
+    def hand_over(self, agent: Agent, blocks: Sequence[Block]) -> None:
+        """Give it to the process."""
+
+
+def bring_back(
+    driver: Driver,
+    line: Line,
+    uuids: Sequence[str],
+    vaults: Vaults,
+    held: Sequence[Held] = (),
+    *,
+    filled: Filled | None = None,
+) -> None:
     """What is away of a process comes back: from these descriptors, or from what the process keeps. LOCKED → LOCKED.
+
+    ``filled``: what it keeps is there already.
 
     The gate stays closed, and what is kept is kept, until `let_go_on`. Nothing where nothing is away. Raises
     InterposerError, VaultFailed, JobChanged, DriverError; what is not back yet is where it was.
@@ -49,7 +67,9 @@ def bring_back(driver: Driver, line: Line, uuids: Sequence[str], vaults: Vaults,
         opened.enter_context(unlocked(driver, line.pid))
         give_back(agent, held)
         blocks = [each for each in agent.blocks() if can_leave(each)]
-        if file is not None:
+        if filled is not None and all(each.flags & Flag.AWAY for each in blocks):
+            filled.hand_over(agent, blocks)
+        elif file is not None:
             _fill(agent, blocks, file, uuids, vaults)
         elif any(each.flags & Flag.AWAY for each in blocks):
             raise InterposerError(

@@ -8,18 +8,22 @@ from __future__ import annotations
 
 import bisect
 import functools
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 
 from gpucr.driver.api import Driver
 from gpucr.errors import InterposerError
 from gpucr.gpu_state.backend import WaitForBytes
+from gpucr.gpu_state.interposed.blocks import writes
 from gpucr.gpu_state.interposed.coming_back import let_go_on
 from gpucr.gpu_state.interposed.line import Line, spoken, unlocked
-from gpucr.interposer.client import GIVEN_AT_ONCE, Held
+from gpucr.interposer.client import GIVEN_AT_ONCE, Agent, Held
 from gpucr.interposer.protocol import Block, Flag
 from gpucr.interposer.vault import Shown, Vault, Vaults
 from gpucr.linux.buffers import at_address, copy
 from gpucr.model import DevicePart, StagedExtent
+
+TWICE_BYTES = 1 << 30
+"""So much of a job is on its GPU twice while it comes back; more where one block is larger."""
 
 
 class BlocksDestination:
@@ -50,21 +54,51 @@ class BlocksDestination:
             vault.write(shown.address + within, size, functools.partial(_give, data))
             position, data, number = position + size, data[size:], number + 1
 
-    def give(self, number: int, block: Block) -> Held:
-        """A descriptor of the memory for the process that has this block."""
-        vault, shown = self._made[number]
-        return Held(block, vault.export(shown))
+    def fills(self, address: int) -> list[Callable[[], None]]:
+        """What fills all of it from the host memory at this address, in pieces."""
+        return [
+            work
+            for offset, (vault, shown) in zip(self._offsets, self._made, strict=True)
+            for work in writes(vault, shown, address + offset)
+        ]
 
-    def forget(self, number: int) -> None:
-        """The process has it."""
-        vault, shown = self._made[number]
-        vault.forget(shown)
+    def hand_over(self, agent: Agent, blocks: Sequence[Block]) -> None:
+        """Give the memory to the process that has these blocks, which are away. LOCKED, but for the agent.
+
+        Little at a time: the process copies it into memory of its own, and ours is free after that. Raises Refused,
+        BadAnswer, VaultFailed, OSError.
+        """
+        for numbers in _batches([block.size_bytes for block in blocks]):
+            held: list[Held] = []
+            try:
+                for number in numbers:
+                    vault, shown = self._made[number]
+                    held.append(Held(blocks[number], vault.export(shown)))
+                agent.give_back(held, renew=True)
+            finally:
+                for each in held:
+                    each.close()
+            for number in numbers:
+                vault, shown = self._made[number]
+                vault.forget(shown)
 
     def close(self) -> None:
         """What was given to nobody is gone. Idempotent."""
         while self._made:
             vault, shown = self._made.pop()
             vault.forget(shown)
+
+
+def _batches(sizes: Sequence[int]) -> Iterator[list[int]]:
+    """The numbers of these blocks, a few together that are not large."""
+    batch: list[int] = []
+    for number, size_bytes in enumerate(sizes):
+        if batch and (len(batch) == GIVEN_AT_ONCE or sum(sizes[n] for n in batch) + size_bytes > TWICE_BYTES):
+            yield batch
+            batch = []
+        batch.append(number)
+    if batch:
+        yield batch
 
 
 def _give(data: memoryview, slot: int, offset: int, size_bytes: int) -> None:
@@ -94,17 +128,7 @@ class BlocksReturn:
                     f"{len(self._sizes)}, or of other sizes",
                     hint="the snapshot cannot be restored: report it, with the output of `gpucr inspect --json`",
                 )
-            # Few at a time: the process copies them into memory of its own, and ours is free again after each.
-            for first in range(0, len(away), GIVEN_AT_ONCE):
-                numbers = range(first, min(first + GIVEN_AT_ONCE, len(away)))
-                held = [self.destination.give(number, away[number]) for number in numbers]
-                try:
-                    line.agent.give_back(held, renew=True)
-                finally:
-                    for each in held:
-                        each.close()
-                for number in numbers:
-                    self.destination.forget(number)
+            self.destination.hand_over(line.agent, away)
 
     def finish(self) -> None:
         """All processes have theirs: the gate opens, and the driver's lock holds it."""

@@ -8,14 +8,23 @@ from collections.abc import Callable, Iterable, Mapping, Sequence
 
 from gpucr.driver.api import Driver
 from gpucr.errors import GpucrError
-from gpucr.gpu_state.interposed.blocks import vault_of
+from gpucr.gpu_state.interposed.blocks import HostRoom, can_leave, extents_of, gpu_of, vault_of
 from gpucr.gpu_state.interposed.coming_back import bring_back, let_go_on, take_out_again
 from gpucr.gpu_state.interposed.line import Line
+from gpucr.gpu_state.interposed.restored import TWICE_BYTES, BlocksDestination
 from gpucr.interposer.client import ask_status
 from gpucr.interposer.presence import is_interposed
 from gpucr.interposer.protocol import BadAnswer, Flag, Refused
-from gpucr.interposer.vault import Vaults
-from gpucr.model import CudaState, GangMember, GpuMap
+from gpucr.interposer.vault import WORKERS, Vaults, in_parallel
+from gpucr.linux.tmpfs import StagingFile
+from gpucr.model import CudaState, DevicePart, GangMember, GpuMap
+
+_CONTEXT_BYTES = 1 << 30
+"""What the driver may still put on the GPU for a process that comes back, besides its memory."""
+
+
+def _needed(size_bytes: int) -> int:
+    return size_bytes + TWICE_BYTES + _CONTEXT_BYTES
 
 
 class SuspendedBlocks:
@@ -26,6 +35,7 @@ class SuspendedBlocks:
         self._uuids_of = uuids_of
         self._maps = maps
         self._vaults = Vaults()
+        self._filled: dict[int, BlocksDestination] = {}
         self._starting: threading.Thread | None = None
 
     def is_away(self, pid: int) -> bool:
@@ -34,20 +44,53 @@ class SuspendedBlocks:
         return status is not None and status.away > 0
 
     def start(self, pids: Iterable[int]) -> None:
-        """Begin to start the vaults that these processes need: the driver restores meanwhile."""
+        """Begin to fill memory for these processes, which are CHECKPOINTED: the driver restores them meanwhile."""
         self._starting = threading.Thread(target=self._start, args=(tuple(pids),), name="vault", daemon=True)
         self._starting.start()
 
     def _start(self, pids: Sequence[int]) -> None:
-        with contextlib.suppress(GpucrError, OSError, IndexError, Refused, BadAnswer):  # said when it is needed
+        # What fails is done, and said, when it is needed.
+        with contextlib.suppress(GpucrError, OSError, IndexError, Refused, BadAnswer), contextlib.ExitStack() as opened:
+            work: list[Callable[[], None]] = []
+            filling: dict[int, BlocksDestination] = {}
             for pid in filter(is_interposed, pids):
-                line, places = Line(pid), self._places(pid)
-                try:
-                    away = [each for each in line.agent.blocks() if each.flags & Flag.AWAY]
-                finally:
-                    line.hang_up()
-                for each in away:
-                    vault_of(self._vaults, each, places)
+                found = self._kept(pid, opened)
+                if found is not None:
+                    destination, address = found
+                    filling[pid] = destination
+                    work += destination.fills(address)
+            try:
+                in_parallel(work, WORKERS * max(1, len(self._vaults)))
+            except BaseException:
+                for each in filling.values():
+                    each.close()
+                raise
+            self._filled = filling
+
+    def _kept(self, pid: int, opened: contextlib.ExitStack) -> tuple[BlocksDestination, int] | None:
+        """New memory for what the process keeps, and where in host memory that is. None: not all of it is away."""
+        line, places = Line(pid), self._places(pid)
+        try:
+            blocks = [each for each in line.agent.blocks() if can_leave(each)]
+            vaults = [vault_of(self._vaults, each, places) for each in blocks]
+            kept = line.agent.fetch()
+        finally:
+            line.hang_up()
+        if kept is None:
+            return None
+        file = StagingFile.adopt(kept)
+        opened.callback(file.close)
+        size_bytes = sum(each.size_bytes for each in blocks)
+        if file.size_bytes != size_bytes or not all(each.flags & Flag.AWAY for each in blocks):
+            return None
+        if any(vault.free_bytes() < _needed(size_bytes) for vault in vaults):
+            return None
+        room = HostRoom(file, size_bytes)
+        opened.callback(room.close)
+        on_host = [gpu_of(each, places) is None for each in blocks]
+        extents = extents_of(blocks, places)
+        destination = BlocksDestination(DevicePart(pid, 1), extents, list(zip(vaults, on_host, strict=True)))
+        return destination, room.address
 
     def give_back(self, members: Iterable[GangMember]) -> None:
         """It goes back into all of them, and they are LOCKED. Raises the first error when all were tried.
@@ -62,7 +105,8 @@ class SuspendedBlocks:
                 state = self._driver.state(member.pid) if is_interposed(member.pid) else None
                 if state is CudaState.LOCKED or (state is CudaState.RUNNING and self.is_away(member.pid)):
                     lines.append(Line(member.pid))
-                    bring_back(self._driver, lines[-1], self._places(member.pid), self._vaults)
+                    filled = self._filled.get(member.pid)
+                    bring_back(self._driver, lines[-1], self._places(member.pid), self._vaults, filled=filled)
             except GpucrError as error:
                 errors.append(error)
         try:
@@ -84,8 +128,10 @@ class SuspendedBlocks:
         return [gpu_map.new_for(uuid) for uuid in uuids] if gpu_map is not None else uuids
 
     def close(self) -> None:
-        """The vaults."""
+        """The vaults, and what was filled and not given."""
         self._wait_started()
+        for each in self._filled.values():
+            each.close()
         self._vaults.close()
 
     def _wait_started(self) -> None:
