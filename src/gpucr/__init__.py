@@ -12,6 +12,9 @@ TYPE_CHECKING = False  # type checkers take this name for typing's; importing ty
 if TYPE_CHECKING:
     from typing import Any
 
+    from gpucr.borrow.borrower import borrow_gpus
+    from gpucr.borrow.ledger import BorrowPhase
+    from gpucr.borrow.listing import Borrowed, Borrower, LentJob, list_borrowed, recover_borrowed
     from gpucr.borrow.several import JobOutcome, JobOutlook, plan_resume, plan_suspend, resume_jobs, suspend_jobs
     from gpucr.checkups.doctor import DoctorReport, doctor
     from gpucr.checkups.repairs import Repair
@@ -57,7 +60,7 @@ if TYPE_CHECKING:
     )
     from gpucr.gpu_state.ways import GpuState
     from gpucr.jobs.environment import EnvironmentChange
-    from gpucr.jobs.record import JobRecord, JobState, Network, StateWord
+    from gpucr.jobs.record import JobRecord, JobState, Lent, Network, StateWord
     from gpucr.jobs.registry import ListedJob
     from gpucr.jobs.selector import JobSelector
     from gpucr.model import CudaState, GangLock, Gpu, GpuMap, ProcessId, ProcessInfo
@@ -111,6 +114,9 @@ if TYPE_CHECKING:
     from gpucr.undo.steps import Phase
 
 _HOMES = {
+    "gpucr.borrow.borrower": ("borrow_gpus",),
+    "gpucr.borrow.ledger": ("BorrowPhase",),
+    "gpucr.borrow.listing": ("Borrowed", "Borrower", "LentJob", "list_borrowed", "recover_borrowed"),
     "gpucr.borrow.several": (
         "JobOutcome", "JobOutlook", "plan_resume", "plan_suspend", "resume_jobs", "suspend_jobs",
     ),
@@ -132,7 +138,7 @@ _HOMES = {
     ),
     "gpucr.gpu_state.ways": ("GpuState",),
     "gpucr.jobs.environment": ("EnvironmentChange",),
-    "gpucr.jobs.record": ("JobRecord", "JobState", "Network", "StateWord"),
+    "gpucr.jobs.record": ("JobRecord", "JobState", "Lent", "Network", "StateWord"),
     "gpucr.jobs.registry": ("ListedJob",),
     "gpucr.jobs.selector": ("JobSelector",),
     "gpucr.model": ("CudaState", "GangLock", "Gpu", "GpuMap", "ProcessId", "ProcessInfo"),
@@ -179,6 +185,9 @@ _HOMES = {
 _HOME_OF = {name: home for home, names in _HOMES.items() for name in names}
 
 __all__ = [
+    "BorrowPhase",
+    "Borrowed",
+    "Borrower",
     "BrokenInstall",
     "CanaryOutcome",
     "CanaryResult",
@@ -223,6 +232,8 @@ __all__ = [
     "JobState",
     "LaterSpace",
     "LaunchPlan",
+    "Lent",
+    "LentJob",
     "ListedJob",
     "Listing",
     "LockTimeout",
@@ -285,6 +296,7 @@ __all__ = [
     "Wish",
     "WrongKey",
     "__version__",
+    "borrow_gpus",
     "copy_snapshots",
     "diff_snapshots",
     "doctor",
@@ -297,6 +309,7 @@ __all__ = [
     "inspect",
     "job_states",
     "last_probe",
+    "list_borrowed",
     "list_cuda_processes",
     "list_gpu_jobs",
     "list_jobs",
@@ -309,6 +322,7 @@ __all__ = [
     "plan_suspend",
     "probe",
     "prune_store",
+    "recover_borrowed",
     "remove_snapshot",
     "restore",
     "resume",

@@ -20,6 +20,10 @@ from gpucr.json_text import parse
 Count = Annotated[int, Meta(ge=0)]
 """`decode` sees to it that no number has more than 64 bits."""
 Pid = Annotated[int, Meta(ge=1)]
+HIGHEST_PRIORITY = 1000
+Priority = Annotated[int, Meta(ge=0, le=HIGHEST_PRIORITY)]
+"""Of a job, beside others that want its GPUs."""
+DEFAULT_PRIORITY = 100
 Text = Annotated[str, Meta(pattern=r"\A[^\0]*\Z")]
 """What can be a path, an argument or a variable of the environment."""
 

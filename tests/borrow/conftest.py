@@ -2,12 +2,15 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable, Iterator
 from pathlib import Path
 
 import pytest
 
 from gpucr.driver.gpus import list_gpus
+from gpucr.linux import memory
 from gpucr.sim import build as simulator
+from tests.borrow.jobs import Machine
 from tests.conftest import FIXED_COST_MS
 
 
@@ -20,3 +23,17 @@ def machine(sim_only: None, monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> 
     for variable, value in {**variables, "XDG_STATE_HOME": str(tmp_path / "state")}.items():
         monkeypatch.setenv(variable, value)
     return [gpu.uuid for gpu in list_gpus()]
+
+
+@pytest.fixture
+def shared(machine: list[str], tmp_path: Path) -> Iterator[Machine]:
+    """A machine with two GPUs of its own."""
+    made = Machine(tmp_path)
+    yield made
+    made.close()
+
+
+@pytest.fixture
+def in_room(monkeypatch: pytest.MonkeyPatch) -> Callable[[int], None]:
+    """Have the machine say that so much host memory is available."""
+    return lambda size_bytes: monkeypatch.setattr(memory, "machine_available_bytes", lambda: size_bytes)

@@ -14,7 +14,6 @@ from gpucr.cli import main
 from gpucr.cli.output import JsonWanted
 from gpucr.driver.cuda import CudaDriver
 from gpucr.driver.gpus import gpu_processes
-from gpucr.linux import memory
 from gpucr.model import CudaState
 from tests.command import run, run_json
 from tests.counter import Counter, CounterFactory, processes_of_this_test
@@ -180,12 +179,6 @@ def test_host_memory_is_counted_for_all_together(
     outlooks = gpucr.plan_suspend([first.pid, second.pid])
     assert [each.is_refused for each in outlooks] == [False, True]
     assert {finding.code for finding in outlooks[1].findings} == {"GPUCR-HOST-MEMORY"}
-
-
-@pytest.fixture
-def in_room(monkeypatch: pytest.MonkeyPatch) -> Callable[[int], None]:
-    """Have the machine say that so much host memory is available."""
-    return lambda size_bytes: monkeypatch.setattr(memory, "machine_available_bytes", lambda: size_bytes)
 
 
 @pytest.mark.parametrize(

@@ -324,6 +324,22 @@ def test_a_stop_while_it_waits_for_a_store_ends_it(bench: Bench) -> None:
     assert bench.job.now.word == "failed"
 
 
+def test_a_job_that_is_lent_is_neither_checkpointed_nor_missed(bench: Bench) -> None:
+    bench.clock.after(50, bench.ends(Look("lent")))
+    bench.clock.after(5000, bench.ends(RUNNING))
+    bench.clock.after(5060, bench.ends(DONE))
+    assert bench.supervise(output_timeout_s=90.0) == "finished"
+    assert bench.job.done == ["checkpoint"], "the one that was due, when it was back"
+    assert bench.job.at[0] >= 5000
+
+
+def test_a_supervisor_of_a_lent_job_can_be_ended(bench: Bench) -> None:
+    bench.clock.after(100, bench.ends(Look("lent")))
+    bench.clock.after(5000, lambda: bench.stop.request("leave"))
+    assert bench.supervise() == "left"
+    assert bench.job.done == []
+
+
 def test_a_job_that_somebody_else_has_dumped_is_not_brought_back(bench: Bench) -> None:
     bench.clock.after(100, bench.ends(Look("dumped")))
     assert bench.supervise() == "taken-away"

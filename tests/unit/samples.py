@@ -88,6 +88,7 @@ def manifest(*, files: tuple[FileRecord, ...] = (), device_data: DeviceData | No
             environment={"NCCL_P2P_DISABLE": "1"},
             io_uring_is_refused=True,
             log_path="/var/log/trainer-1.log",
+            priority=7,
         ),
         sandbox=SandboxRecord("own", "0123456789abcdef", "/var/log/trainer-1.log"),
         open_files=(

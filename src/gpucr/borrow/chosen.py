@@ -5,6 +5,7 @@ from __future__ import annotations
 import os
 from collections.abc import Callable, Collection, Sequence
 
+from gpucr.borrow.lend import lent_jobs
 from gpucr.driver.gpus import list_gpus
 from gpucr.errors import InvalidRequest
 from gpucr.gpu_state import suspended
@@ -72,7 +73,7 @@ def suspended_on(gpus: str | None) -> list[Target]:
         record = suspended.recall(each.process.id)
         return uuids is None or (record is not None and _touches(record.device_bytes, uuids))
 
-    return _own_jobs(fits)
+    return [job for job in _own_jobs(fits) if job not in lent_jobs()]
 
 
 def _touches(device_bytes: Collection[str], uuids: Collection[str] | None) -> bool:

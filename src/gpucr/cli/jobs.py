@@ -18,15 +18,19 @@ from gpucr.cli.options import json_option
 from gpucr.cli.output import print_json, printable
 from gpucr.errors import GpucrError, InvalidRequest
 from gpucr.jobs import others
+from gpucr.jobs.record import JobRecord
 from gpucr.jobs.registered import is_gone
 from gpucr.jobs.registry import ListedJob
 from gpucr.model import ProcessId
 from gpucr.operations.gpu_jobs import device_bytes_of_jobs
 from gpucr.operations.launch import forget_jobs, list_jobs
 from gpucr.quantities import format_bytes, format_seconds
+from gpucr.records import DEFAULT_PRIORITY
 from gpucr.supervise.folder import UNFINISHED, SupervisedFolder, SupervisedState, as_time
 
 _OPTIONAL = (
+    Column("PRIORITY", rank=10, is_number=True),
+    Column("LENT TO", rank=2, least=8),
     Column("GPU", rank=5, is_number=True),
     Column("SNAPSHOT", rank=6, is_number=True),
     Column("NEXT", rank=8, is_number=True),
@@ -111,9 +115,14 @@ class _More:
     device_bytes: int | None = None
     state: SupervisedState | None = None
     supervisor: ProcessId | None = None
+    lent_to: str = "-"
 
-    def cells(self) -> tuple[str, ...]:
+    def cells(self, record: JobRecord | None) -> tuple[str, ...]:
         """Of the optional columns."""
+        is_usual = record is None or record.priority == DEFAULT_PRIORITY
+        return ("-" if is_usual or record is None else str(record.priority), self.lent_to, *self._other_cells())
+
+    def _other_cells(self) -> tuple[str, ...]:
         now_s, state = time.time(), self.state
         memory = "-" if self.device_bytes is None else format_bytes(self.device_bytes)
         if state is None:
@@ -141,6 +150,12 @@ def _more(found: Sequence[ListedJob]) -> dict[str, _More]:
     with contextlib.suppress(GpucrError):
         held = device_bytes_of_jobs([job.record.pid for job in found if job.record and job.state.word == "running"])
     more: dict[str, _More] = {}
+    lent: dict[str, str] = {}
+    if any(job.record is not None and job.record.lent is not None for job in found):
+        from gpucr.borrow.listing import list_borrowed  # hardly ever needed
+
+        with contextlib.suppress(GpucrError):
+            lent = {each.name: ", ".join(each.waits_for) or "nobody" for each in list_borrowed().lent}
     for job in found:
         if others.SEPARATOR in job.name:  # supervised or not, that is their business
             more[job.name] = _More(held.get(job.record.pid) if job.record is not None else None)
@@ -150,7 +165,7 @@ def _more(found: Sequence[ListedJob]) -> dict[str, _More]:
         with contextlib.suppress(GpucrError):  # what is damaged is told by whoever needs it
             if folder.exists():
                 state, supervisor = folder.state(), folder.supervisor()
-        more[job.name] = _More(device_bytes, state, supervisor)
+        more[job.name] = _More(device_bytes, state, supervisor, lent.get(job.name, "-"))
     return more
 
 
@@ -172,13 +187,13 @@ def _print_table(found: Sequence[ListedJob], more: Mapping[str, _More] = Mapping
 def _row(job: ListedJob, more: _More) -> tuple[str, ...]:
     record = job.record
     if record is None:
-        return (job.name, "-", _state_text(job), "-", *more.cells(), "-", "-")
+        return (job.name, "-", _state_text(job), "-", *more.cells(None), "-", "-")
     return (
         job.name,
         str(record.pid),
         _state_text(job),
         _age(record.created),
-        *more.cells(),
+        *more.cells(record),
         "yes" if record.isolated else "no",
         printable(" ".join(record.command)),
     )
@@ -225,6 +240,8 @@ def _as_json_record(job: ListedJob, more: _More) -> dict[str, Any]:
         "log": record and record.log_path,
         "snapshot": record and record.snapshot,
         "snapshot_is_gone": record and record.snapshot and is_gone(record.snapshot),
+        "priority": record and record.priority,
+        "lent": record and record.lent is not None,
         "held_bytes": more.device_bytes,
         "supervision": _supervision_fields(more),
     }

@@ -27,6 +27,7 @@ if TYPE_CHECKING:
 
 _COMMANDS = {
     "batch": "run a job under a batch system, and bring it back when it is started again",
+    "borrow": "run a command on GPUs whose jobs make room for it, and bring these back",
     "completion": "print what makes a shell complete gpucr",
     "copy": "copy snapshots from one store to another",
     "criu": "show the CRIU that gpucr uses, and fetch it where it is missing",

@@ -12,7 +12,7 @@ from gpucr.cli.output import print_json, printable, say
 from gpucr.cli.supervision import supervision_options
 from gpucr.jobs.record import Network
 from gpucr.operations.launch import LaunchPlan, plan_job, run_job
-from gpucr.records import to_json
+from gpucr.records import DEFAULT_PRIORITY, HIGHEST_PRIORITY, to_json
 
 if TYPE_CHECKING:
     from gpucr.supervise.settings import Supervision
@@ -43,6 +43,14 @@ if TYPE_CHECKING:
     help="Start the job in the folder DIR.",
     shell_complete=complete_folder,
 )
+@click.option(
+    "--priority",
+    type=click.IntRange(0, HIGHEST_PRIORITY),
+    default=DEFAULT_PRIORITY,
+    show_default=True,
+    metavar="P",
+    help="Jobs of a higher priority may borrow its GPUs: `gpucr borrow`.",
+)
 @supervision_options
 @click.option("--explain", is_flag=True, help="Show what would be set and why, and start nothing.")
 @json_option
@@ -57,6 +65,7 @@ def command(
     interpose: bool | None,
     log: Path | None,
     cwd: Path | None,
+    priority: int,
     supervision: Supervision | None,
     explain: bool,
     as_json: bool,
@@ -87,6 +96,7 @@ def command(
         "log": log,
         "cwd": cwd,
         "interpose": interpose,
+        "priority": priority,
     }
     if supervision is not None:
         from gpucr.supervise import start  # all that supervisors need: other jobs start without it
@@ -107,6 +117,7 @@ def command(
                 "log": record.log_path,
                 "isolated": record.isolated,
                 "network": record.network,
+                "priority": record.priority,
                 "io_uring_refused": record.io_uring_is_refused,
                 "interposer": plan.interposer,
                 "environment": dict(record.environment),

@@ -13,10 +13,11 @@ import msgspec
 from msgspec import Meta, Struct
 
 from gpucr import records
+from gpucr.errors import InvalidRequest
 from gpucr.jobs.names import is_name
 from gpucr.linux import processes
 from gpucr.model import ProcessId
-from gpucr.records import Count, Record, RecordError, Text, decoder
+from gpucr.records import DEFAULT_PRIORITY, HIGHEST_PRIORITY, Count, Priority, Record, RecordError, Text, decoder
 
 FORMAT_VERSION = 1
 MAX_RECORD_BYTES = 16 << 20
@@ -29,6 +30,13 @@ Network = Literal["own", "host"]
 StateWord = Literal["running", "suspended", "ended", "dumped", "lost", "elsewhere", "damaged"]
 
 
+def check_priority(priority: int) -> int:
+    """The priority, if it can be one. Raises InvalidRequest."""
+    if not 0 <= priority <= HIGHEST_PRIORITY:
+        raise InvalidRequest(f"the priority is {priority}", hint=f"give a number from 0 to {HIGHEST_PRIORITY}")
+    return priority
+
+
 def boot_id() -> str:
     """What tells this boot of this machine from every other."""
     return Path("/proc/sys/kernel/random/boot_id").read_text().strip()
@@ -39,13 +47,23 @@ def pid_namespace() -> int:
     return Path("/proc/self/ns/pid").stat().st_ino
 
 
+class Lent(Record, frozen=True):
+    """That a borrower has the GPUs of a job, which is suspended meanwhile, or dumped (``key_file`` opens the store).
+
+    ``gpus`` are the UUIDs of all that it was on. Written before the job is touched.
+    """
+
+    gpus: tuple[Text, ...]
+    key_file: Text | None = None
+
+
 class JobRecord(Record, frozen=True):
     """One job that gpucr started or restored.
 
     ``pid`` names the job; ``root`` and ``keeper`` are the identities of its first process and of the process that waits
     for it (None: restored without one, its exit status will not be known). Both hold under ``boot_id`` of ``host`` and
     in one pid namespace. ``environment`` is what gpucr set in it. ``snapshot`` is the last one that was made of it, and
-    ``dumped`` says that this ended it.
+    ``dumped`` says that this ended it. Jobs of a higher ``priority`` may borrow its GPUs; ``lent``: one has.
     """
 
     name: Text
@@ -65,6 +83,8 @@ class JobRecord(Record, frozen=True):
     pid_namespace: Count = msgspec.field(default_factory=pid_namespace)
     snapshot: Text | None = None
     dumped: bool = False
+    priority: Priority = DEFAULT_PRIORITY
+    lent: Lent | None = None
     format_version: int = FORMAT_VERSION
 
     @property

@@ -155,6 +155,7 @@ def launch_record(record: JobRecord) -> LaunchRecord:
         environment=dict(record.environment),
         io_uring_is_refused=record.io_uring_is_refused,
         log_path=record.log_path,
+        priority=record.priority,
     )
 
 
@@ -248,6 +249,7 @@ class RestoredName:
             log_path=str(self.log_path),
             status_path=str(self.status_path),
             snapshot=self._snapshot.where,
+            priority=self._launch.priority,
         )
         try:
             self._reservation.register(record)

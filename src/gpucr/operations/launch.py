@@ -23,12 +23,13 @@ from gpucr.interposer import library
 from gpucr.jobs import others, sandbox
 from gpucr.jobs.environment import EnvironmentChange, changed, choose_environment
 from gpucr.jobs.names import check_name
-from gpucr.jobs.record import JobRecord, JobState, Network
+from gpucr.jobs.record import JobRecord, JobState, Network, check_priority
 from gpucr.jobs.registered import now, registry, registry_in_use
 from gpucr.jobs.registry import ListedJob, Reservation
 from gpucr.linux import processes, seccomp
 from gpucr.linux.own_python import without_passphrase
 from gpucr.model import CudaState
+from gpucr.records import DEFAULT_PRIORITY
 from gpucr.snapshot.shared_files import ROOT as SHARED_MEMORY
 from gpucr.undo.cancellation import Cancellation
 from gpucr.undo.interrupts import Interrupts
@@ -132,6 +133,7 @@ def run_job(
     cwd: str | os.PathLike[str] | None = None,
     environment: Mapping[str, str] | None = None,
     interpose: bool | None = None,
+    priority: int = DEFAULT_PRIORITY,
     cancel: Cancellation | None = None,
 ) -> StartedJob:
     """Start a job that can be frozen and brought back, and return at once. It goes on when gpucr ends.
@@ -140,11 +142,13 @@ def run_job(
     checkpointable, a session of its own, nothing on stdin, and its output goes to a log file; io_uring is refused where
     that is possible. ``isolate``: in pid, mount, IPC and network namespaces of its own; None: where the caller may
     (CAP_SYS_ADMIN and CAP_SYS_PTRACE). ``network="host"`` shares the machine's network. ``interpose``: its programs
-    load the interposer; None: as GPUCR_INTERPOSE says. Without a ``name`` it is called after its program.
+    load the interposer; None: as GPUCR_INTERPOSE says. Without a ``name`` it is called after its program. Jobs of a
+    higher ``priority`` (0 to 1000) may borrow its GPUs.
 
     Raises InvalidRequest (a name that is taken, a program that is not there, ...), Unsupported (the namespaces cannot
     be made, the registry cannot be written), BrokenInstall, Interrupted (a signal, ``cancel``). Then no job runs.
     """
+    check_priority(priority)
     plan = plan_job(command, isolate=isolate, network=network, cwd=cwd, environment=environment, interpose=interpose)
     log_path = None if log is None else _log_path(Path(log))
     jobs = registry()
@@ -163,10 +167,12 @@ def run_job(
     ):
         if plan.isolated:
             _require_visible("the log", str(reservation.log_path))
-        return StartedJob(_start(plan, reservation, given, interrupts), plan)
+        return StartedJob(_start(plan, reservation, given, interrupts, priority), plan)
 
 
-def _start(plan: LaunchPlan, reservation: Reservation, given: Mapping[str, str], interrupts: Interrupts) -> JobRecord:
+def _start(
+    plan: LaunchPlan, reservation: Reservation, given: Mapping[str, str], interrupts: Interrupts, priority: int
+) -> JobRecord:
     records: list[JobRecord] = []
 
     def register(started: sandbox.Started) -> None:
@@ -184,6 +190,7 @@ def _start(plan: LaunchPlan, reservation: Reservation, given: Mapping[str, str],
             keeper=started.keeper,
             log_path=str(reservation.log_path),
             status_path=str(reservation.status_path),
+            priority=priority,
         )
         records.append(reservation.register(record))
         interrupts.check()  # for the last time: what the job does from here on cannot be taken back

@@ -23,7 +23,7 @@ from gpucr import records
 from gpucr.criu.options import DumpOptions
 from gpucr.linux.scheduling import IO_PRIORITY_LIMIT, cpus_in
 from gpucr.model import KIND_NAME, Connection, CudaState, DevicePart, Endpoint, Extent, Gpu, JobFile, StagedExtent
-from gpucr.records import Count, Pid, Record, RecordError
+from gpucr.records import Count, Pid, Priority, Record, RecordError
 
 FORMAT = "gpucr-snapshot"
 FORMAT_VERSION = 1
@@ -221,6 +221,7 @@ class LaunchRecord(Record, frozen=True):
     environment: Mapping[str, str]
     io_uring_is_refused: bool
     log_path: str
+    priority: Priority
 
     def __post_init__(self) -> None:
         check_absolute(self.cwd)

@@ -36,10 +36,11 @@ from gpucr.undo.cancellation import Cancellation
 class Look(Struct, frozen=True):
     """What has become of a job. ``reason`` says how it ended, in words; ``kind`` is the reason of its restart.
 
-    ``running``; ``done``: exit code 0; ``failed``; ``dumped``: a dump has ended it, and a snapshot has it.
+    ``running``; ``lent``: a borrower has its GPUs, and brings it back; ``done``: exit code 0; ``failed``;
+    ``dumped``: a dump has ended it, and a snapshot has it.
     """
 
-    word: Literal["running", "done", "failed", "dumped"]
+    word: Literal["running", "lent", "done", "failed", "dumped"]
     reason: str = ""
     kind: Literal["exit", "signal", "lost"] = "lost"
 
@@ -102,6 +103,8 @@ class RegisteredJob:
         listed = registry().look(self._name)
         if listed is None or listed.record is None:
             return Look("failed", "its record is gone" if listed is None else "its record is damaged")
+        if listed.record.lent is not None:
+            return Look("lent")
         if listed.state.word in ("running", "suspended"):
             with contextlib.suppress(GpucrError):
                 self._known = tuple(each.id for each in processes.tree(listed.record.pid))
@@ -174,6 +177,7 @@ class RegisteredJob:
             cwd=how.cwd,
             environment=how.environment,
             interpose=how.interposed,
+            priority=how.priority,
             log=log,
         )
 

@@ -8,7 +8,7 @@ from typing import Literal
 
 from gpucr.errors import InvalidRequest
 from gpucr.jobs.record import Network
-from gpucr.records import Count, Record, Text
+from gpucr.records import DEFAULT_PRIORITY, Count, Priority, Record, Text
 
 FORMAT_VERSION = 1
 LONGEST_S = 366 * 86400.0
@@ -23,6 +23,7 @@ class StartAgain(Record, frozen=True):
     isolated: bool
     network: Network
     interposed: bool
+    priority: Priority = DEFAULT_PRIORITY
 
 
 class Supervision(Record, frozen=True):

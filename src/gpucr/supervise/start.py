@@ -19,6 +19,7 @@ from gpucr.jobs.registered import find_by_pid_or_name
 from gpucr.linux import own_python, processes, trusted_paths
 from gpucr.operations.launch import StartedJob, run_job
 from gpucr.operations.stores import init_store
+from gpucr.records import DEFAULT_PRIORITY
 from gpucr.snapshot.location import open_store, place_of_store
 from gpucr.store.keys import Secret
 from gpucr.store.snapshots import check_name
@@ -86,6 +87,7 @@ def run_supervised(
     log: str | os.PathLike[str] | None = None,
     cwd: str | os.PathLike[str] | None = None,
     interpose: bool | None = None,
+    priority: int = DEFAULT_PRIORITY,
 ) -> SupervisedStart:
     """Start a job as `run_job` does, and its supervisor. Raises what `run_job` does, and NotPermitted without root.
 
@@ -97,7 +99,16 @@ def run_supervised(
         check_name(check_job_name(name))
         with SupervisedFolder(name).held():
             pass  # refused now rather than when the job runs
-    started = run_job(command, name=name, isolate=isolate, network=network, log=log, cwd=cwd, interpose=interpose)
+    started = run_job(
+        command,
+        name=name,
+        isolate=isolate,
+        network=network,
+        log=log,
+        cwd=cwd,
+        interpose=interpose,
+        priority=priority,
+    )
     record = started.record
     again = StartAgain(
         command=record.command,
@@ -106,6 +117,7 @@ def run_supervised(
         isolated=record.isolated,
         network=record.network,
         interposed=started.plan.interposer is not None,
+        priority=priority,
     )
     try:
         prepare(record.name, replace(settings, start_again=again))

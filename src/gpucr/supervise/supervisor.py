@@ -78,6 +78,10 @@ class Supervisor:
             return "taken-away"
         if self._stop.wish == "leave":
             return "left"
+        if found.word == "lent" and self._stop.wish is None:
+            self._watch.begin_again()  # it stands still, or is away: nothing that it does not do now is a hang
+            self._due_s = max(self._due_s, self._clock.now_s() + POLL_S)
+            return None
         if self._stop.wish == "drain":
             return self._drain()
         if found.word == "failed":

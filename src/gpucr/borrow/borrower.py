@@ -1,0 +1,259 @@
+"""A borrower: it waits for its turn, has the jobs on its GPUs make room, runs a command, and brings the jobs back."""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import signal
+import sys
+import threading
+import time
+from collections import deque
+from collections.abc import Callable, Iterator, Sequence
+from pathlib import Path
+from typing import Any
+
+from gpucr.borrow import ledger, policy
+from gpucr.borrow.chosen import named_gpus
+from gpucr.borrow.guard import guarded
+from gpucr.borrow.ledger import Borrowing
+from gpucr.borrow.lend import Say, lend, look, plan, read_key
+from gpucr.borrow.recovery import end_command, recover, settle
+from gpucr.errors import GpucrError, Interrupted, Unsupported
+from gpucr.jobs.log import job_log
+from gpucr.jobs.record import JobState, Network, check_priority
+from gpucr.jobs.registered import registry, registry_in_use
+from gpucr.linux import processes
+from gpucr.linux.own_python import without_passphrase
+from gpucr.operations.launch import plan_job, run_job
+from gpucr.records import DEFAULT_PRIORITY
+from gpucr.undo.cancellation import Cancellation
+
+BORROWERS_PRIORITY = 2 * DEFAULT_PRIORITY
+"""Of a borrower, where nothing else is said: jobs that were started without a priority make room."""
+
+_PASSED_ON = (signal.SIGTERM, signal.SIGINT, signal.SIGHUP)
+_BY_SIGNAL = 128
+_LOOK_EVERY_S, _LAST_LINES_S = 0.1, 5.0
+
+
+def borrow_gpus(
+    command: Sequence[str],
+    gpus: str,
+    *,
+    priority: int = BORROWERS_PRIORITY,
+    to: str | None = None,
+    key_file: str | os.PathLike[str] | None = None,
+    wait: bool = True,
+    isolate: bool | None = None,
+    network: Network | None = None,
+    say: Callable[[str], None] | None = None,
+    cancel: Cancellation | None = None,
+) -> int:
+    """Run a command on GPUs (``"0,1"``) that jobs of a lower priority make room on, and bring these back afterwards.
+
+    The jobs are suspended to host memory, or, where that is short, dumped to ``to`` (a folder, or a store that
+    ``key_file`` opens). The command is a job of the registry, with CUDA_VISIBLE_DEVICES; what it prints goes to stdout
+    too. SIGTERM, SIGINT and SIGHUP are passed on to it; ``cancel`` sends it SIGTERM. Where jobs or borrowers of the
+    same or a higher priority have a GPU, they are waited for, or without ``wait`` refused. ``say`` gets a line for what
+    happens. When this process is killed, a guard ends the command and brings the jobs back.
+
+    Returns the command's exit code (128 and the signal's number where one has ended it; 1 where it was dumped). Raises
+    InvalidRequest, Unsupported, Interrupted, and what a suspend or dump raises (before the command runs: nothing was
+    changed, or all is back); and what keeps a job from coming back.
+    """
+    check_priority(priority)
+    key = None if key_file is None else str(Path(key_file).absolute())
+    read_key(key)
+    plan_job(command, isolate=isolate, network=network)
+    uuids = tuple(gpu.uuid for gpu in named_gpus(gpus))
+    talk = say or (lambda _: None)
+    recover(talk)
+    options = {"isolate": isolate, "network": network}
+    with guarded():
+        me = ledger.enter(priority=priority, gpus=uuids, command=tuple(command))
+        return _Borrower(me, to, key, options, talk, cancel, can_wait=wait).to_the_end()
+
+
+class _Borrower:
+    def __init__(
+        self,
+        me: Borrowing,
+        to: str | None,
+        key_file: str | None,
+        options: dict[str, Any],
+        say: Say,
+        cancel: Cancellation | None,
+        *,
+        can_wait: bool,
+    ) -> None:
+        self._me = me
+        self._to = to
+        self._key_file = key_file
+        self._options = options
+        self._say = say
+        self._outer = cancel
+        self._cancel = Cancellation()
+        self._can_wait = can_wait
+        self._signals: deque[signal.Signals] = deque()
+        self._is_started = False
+        self._code = 1
+        self._errors: list[BaseException] = []
+
+    def to_the_end(self) -> int:
+        """The work is done by another thread: operations would take the signals for theirs."""
+        with self._signals_noted():
+            thread = threading.Thread(target=self._work, name="borrower")
+            thread.start()
+            while thread.is_alive():
+                thread.join(_LOOK_EVERY_S)
+                if self._outer is not None and self._outer.is_cancelled and not self._cancel.is_cancelled:
+                    self._take_notice(signal.SIGTERM)
+        for error in self._errors:
+            raise error
+        return self._code
+
+    def _work(self) -> None:
+        try:
+            try:
+                self._take()
+                self._code = self._until_it_ends()
+            finally:
+                self._give_back()
+        except BaseException as e:  # noqa: BLE001 - raised in the caller's thread
+            self._errors.append(e)
+
+    # --- the way to the GPUs ---------------------------------------------------------------------------------------
+
+    def _take(self) -> None:
+        """Wait for the turn; when it has come, all is done before anybody else can have these GPUs."""
+        needed, told = set(self._me.gpus), ""
+        while True:
+            self._check()
+            with ledger.gpus_held(needed, self._check):
+                others, jobs = ledger.borrowings(), self._look()
+                blockers = policy.blockers(self._me, others, jobs)
+                victims = () if blockers else policy.victims(self._me, jobs)
+                more = needed.union(*(job.gpus for job in victims))
+                if not blockers and more == needed:
+                    self._make_room(victims)
+                    return
+            if not blockers:
+                needed = more  # jobs on other GPUs as well: nobody may change these, either
+                continue
+            if any(each.is_gone for each in others if each.name in blockers):
+                recover(self._say)
+                continue
+            if not self._can_wait:
+                raise Unsupported(
+                    f"{', '.join(blockers)} cannot be asked to make room by a priority of {self._me.priority}",
+                    hint="leave out --no-wait to wait in line, or give a higher --priority; `gpucr borrow --list`",
+                    code="GPUCR-BORROW-BUSY",
+                )
+            needed = set(self._me.gpus)
+            if told != (told := f"{self._me.name} waits for {', '.join(blockers)}"):
+                self._say(told)
+            time.sleep(_LOOK_EVERY_S)
+
+    def _look(self) -> Sequence[policy.Occupant]:
+        seen = look()
+        strangers = sorted({use.pid for use in seen.strangers if use.gpu_uuid in self._me.gpus})
+        if strangers:
+            raise Unsupported(
+                f"the GPUs are in use by {'process' if len(strangers) == 1 else 'processes'} "
+                f"{', '.join(map(str, strangers))}, which belong to no job in your registry and have no priority",
+                hint="end them, or start such jobs with `gpucr run --priority`",
+                code="GPUCR-BORROW-STRANGER",
+            )
+        return seen.jobs
+
+    def _make_room(self, victims: Sequence[policy.Occupant]) -> None:
+        ways = plan(victims, self._to, self._key_file)
+        self._check()
+        self._me = ledger.change(self._me, "taking")
+        for way in ways:
+            lend(way, self._key_file, self._cancel, self._say)
+        self._check()
+        self._me = ledger.change(self._me, "running")
+        variables = {**without_passphrase(os.environ), "CUDA_VISIBLE_DEVICES": ",".join(self._me.gpus)}
+        started = run_job(
+            self._me.command, name=self._me.name, environment=variables, priority=self._me.priority, **self._options
+        )
+        self._is_started = True
+        for warning in started.plan.warnings:
+            self._say(f"warning: {warning}")
+        self._say(f"{self._me.name} runs (process {started.record.pid})")
+
+    def _check(self) -> None:
+        if self._cancel.is_cancelled:
+            raise Interrupted(f"{self._cancel.reason}: the command was not started", hint="the jobs are as before")
+
+    # --- the command -----------------------------------------------------------------------------------------------
+
+    def _until_it_ends(self) -> int:
+        printing = threading.Thread(target=self._print, name="output", daemon=True)
+        printing.start()
+        while True:
+            with registry_in_use():
+                listed = registry().find(self._me.name)
+            record, state = listed.record, listed.state
+            if state.word == "running" and record is not None:
+                while self._signals:
+                    processes.send_signal(record.root, self._signals.popleft())
+            elif state.word != "dumped" or record is None or record.lent is None:  # else it comes back
+                break
+            time.sleep(_LOOK_EVERY_S)
+        printing.join(_LAST_LINES_S)
+        return self._code_of(state)
+
+    def _code_of(self, state: JobState) -> int:
+        if state.exit_code is not None:
+            return state.exit_code
+        if state.signal is not None:
+            return _BY_SIGNAL + state.signal
+        self._say(f"nobody knows how {self._me.name} ended ({state.word})")
+        return 1
+
+    def _print(self) -> None:
+        with contextlib.suppress(OSError, GpucrError):  # nobody reads it, or the log is gone: the command runs on
+            for piece in job_log(self._me.name, follow=True):
+                sys.stdout.buffer.write(piece)
+                sys.stdout.buffer.flush()
+
+    # --- the way back ----------------------------------------------------------------------------------------------
+
+    def _give_back(self) -> None:
+        if self._is_started:
+            end_command(self._me.name)  # also what its first process has left behind
+        ledger.leave(self._me)
+        settled = settle(self._say)
+        for name, away in settled.waiting:
+            self._say(f"{name} comes back when {', '.join(away)} has ended")
+        for name, error in settled.failed:
+            error.hint = f"`gpucr borrow --recover` tries again to bring back {name}" + (
+                f"; {error.hint}" if error.hint else ""
+            )
+            if self._code == 0 or not self._is_started:
+                raise error
+
+    # --- signals ---------------------------------------------------------------------------------------------------
+
+    @contextlib.contextmanager
+    def _signals_noted(self) -> Iterator[None]:
+        if threading.current_thread() is not threading.main_thread():
+            yield
+            return
+        before = {}
+        for number in _PASSED_ON:
+            if signal.getsignal(number) not in (signal.SIG_IGN, None):  # nohup ignores SIGHUP on purpose
+                before[number] = signal.signal(number, lambda number, _: self._take_notice(signal.Signals(number)))
+        try:
+            yield
+        finally:
+            for number, handler in before.items():
+                signal.signal(number, handler)
+
+    def _take_notice(self, number: signal.Signals) -> None:
+        """Before the command runs it is not begun; then the signal is the command's; at last it is too late."""
+        self._cancel.cancel(number.name)
+        self._signals.append(number)

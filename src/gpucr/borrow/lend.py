@@ -1,0 +1,252 @@
+"""Lending the GPUs of one job: it is suspended, or dumped where host memory is short, and brought back."""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import shutil
+import time
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from pathlib import Path
+
+from msgspec import Struct
+
+from gpucr.borrow.policy import Occupant
+from gpucr.diagnosis import preflight
+from gpucr.diagnosis.traps import findings_of_traps
+from gpucr.driver.gpus import gpu_processes
+from gpucr.errors import GpucrError, InvalidRequest, JobDamaged, NotACudaProcess, Unsupported
+from gpucr.gpu_state.ways import uses_files
+from gpucr.jobs import selection
+from gpucr.jobs.record import JobRecord, Lent
+from gpucr.jobs.registered import registry, registry_in_use
+from gpucr.jobs.registry import ListedJob
+from gpucr.linux import processes
+from gpucr.model import GpuUse
+from gpucr.operations.dump import dump, plan_dump
+from gpucr.operations.restore import restore
+from gpucr.operations.stores import remove_snapshot
+from gpucr.operations.suspend import resume, suspend
+from gpucr.snapshot.location import is_store
+from gpucr.store.keys import MAX_KEY_FILE_BYTES, Secret
+from gpucr.undo.cancellation import Cancellation
+
+Say = Callable[[str], None]
+_BUSY_S, _FREE_S, _PAUSE_S = 600.0, 10.0, 0.25
+
+
+class Seen(Struct, frozen=True):
+    """What has GPUs: the jobs of the registry, lent ones too, and processes that belong to none of them."""
+
+    jobs: tuple[Occupant, ...]
+    strangers: tuple[GpuUse, ...]
+
+
+class Way(Struct, frozen=True):
+    """How a job makes room: to host memory, or (``place``) to a snapshot."""
+
+    job: Occupant
+    place: str | None
+
+
+def look() -> Seen:
+    """Who has which GPUs now. Raises DriverUnavailable, Unsupported."""
+    uses = gpu_processes()
+    with registry_in_use():
+        listed = [job.record for job in registry().jobs() if job.record is not None]
+    here = {record.pid: record for record in listed if processes.is_alive(record.root)}
+    gpus: dict[int, set[str]] = {}
+    strangers = []
+    for use in uses:
+        line = {use.pid, *processes.ancestors(use.pid)} & here.keys()
+        if line:
+            root = min(line, key=lambda pid: len(processes.ancestors(pid)))  # the outermost, if jobs start jobs
+            gpus.setdefault(root, set()).add(use.gpu_uuid)
+        else:
+            strangers.append(use)
+    jobs = [
+        Occupant(record.name, record.priority, frozenset(gpus[pid]))
+        for pid, record in here.items()
+        if pid in gpus and record.lent is None
+    ]
+    jobs += [
+        Occupant(record.name, record.priority, frozenset(record.lent.gpus), is_lent=True)
+        for record in listed
+        if record.lent is not None
+    ]
+    return Seen(tuple(jobs), tuple(strangers))
+
+
+def plan(jobs: Sequence[Occupant], to: str | None, key_file: str | None) -> tuple[Way, ...]:
+    """How each job makes room, those in front to host memory as long as there is some. Changes no job.
+
+    Those that are dumped come first: that takes host memory, too, and gives it back.
+
+    Raises Unsupported where one of them cannot be suspended, or host memory is short and ``to`` is None, and as
+    `plan_dump` does.
+    """
+    uses, needs, ways = gpu_processes(), list[preflight.MemoryNeed](), list[Way]()
+    for job in jobs:
+        with _named(job.name):
+            found = selection.find_job(job.name)
+            held = preflight.device_bytes_in_use(found.job, uses)
+            own = preflight.needs_of_suspend(held, in_files=uses_files("auto"))
+            findings = [*preflight.check_states(found.job), *findings_of_traps(found.job, found.driver, uses)]
+            preflight.require_no_blocking(findings)
+            short = preflight.check_host_memory([*needs, *own])
+            if not any(finding.severity == "blocking" for finding in short):
+                needs.extend(own)
+                ways.append(Way(job, None))
+                continue
+            if to is None:
+                raise Unsupported(
+                    f"host memory is short: {short[0].sentence()}",
+                    hint="name a folder or a store for it with --to",
+                    code="GPUCR-HOST-MEMORY",
+                )
+            place = _place(to, job.name)
+            if not is_store(to):
+                Path(to).mkdir(mode=0o700, parents=True, exist_ok=True)
+            preflight.require_no_blocking(plan_dump(job.name, place, key=read_key(key_file)).findings)
+            ways.append(Way(job, place))
+    return tuple(sorted(ways, key=lambda way: way.place is None))
+
+
+def lend(way: Way, key_file: str | None, cancel: Cancellation, say: Say) -> None:
+    """Suspend the job, or dump it. That it is lent is noted before. A job that has ended makes room as well.
+
+    On failure it is as it was found. Raises as `suspend` and `dump` do.
+    """
+    name, place = way.job.name, way.place
+    record = _running_record(name)
+    if record is None:
+        return
+    with registry_in_use():
+        registry().update(record, lent=Lent(tuple(sorted(way.job.gpus)), key_file))
+    begun = time.monotonic()
+    try:
+        if place is None:
+            _when_free(lambda: suspend(name, cancel=cancel), cancel)
+        else:
+            _when_free(lambda: dump(name, place, key=read_key(key_file), cancel=cancel), cancel)
+    except GpucrError as e:
+        note_back(name)
+        if not processes.is_alive(record.root) and not isinstance(e, JobDamaged):
+            say(f"{name} has ended meanwhile")
+            return
+        with _named(name):
+            raise e
+    where = "host memory" if place is None else place
+    say(f"{name} made room in {time.monotonic() - begun:.1f} s: it is in {where}")
+
+
+def bring_back(name: str, say: Say) -> None:
+    """Have a lent job go on, from host memory or from its snapshot, which is removed then.
+
+    Of one that has ended only the note is removed. Raises as `resume` and `restore` do: it stays lent then.
+    """
+    with registry_in_use():
+        listed = registry().look(name)
+    if listed is None or listed.record is None or listed.record.lent is None or listed.state.word == "elsewhere":
+        return
+    word, record, key_file = listed.state.word, listed.record, listed.record.lent.key_file
+    begun = time.monotonic()
+    with _named(name):
+        if word == "dumped" and record.snapshot is not None:
+            _until_there_is_room(lambda: restore(record.snapshot or "", key=read_key(key_file)))
+            say(f"{name} is back after {time.monotonic() - begun:.1f} s, from {record.snapshot}")
+            _remove(record.snapshot, key_file, say)
+            return
+        if word == "running":
+            with contextlib.suppress(NotACudaProcess):  # it had not been suspended yet, and uses no GPU any more
+                _until_there_is_room(lambda: resume(name))
+            say(f"{name} is back after {time.monotonic() - begun:.1f} s, from host memory")
+        else:
+            say(f"{name} has ended while its GPUs were lent ({word})")
+    note_back(name)
+
+
+def read_key(key_file: str | None) -> Secret | None:
+    """What opens the store. Raises InvalidRequest where the key file cannot be read."""
+    if key_file is None:
+        return None
+    try:
+        with Path(key_file).open("rb") as stream:
+            return Secret.key_file(stream.read(MAX_KEY_FILE_BYTES + 1))
+    except OSError as e:
+        raise InvalidRequest(f"the key file {key_file} cannot be read: {e.strerror}", hint="put it back") from e
+
+
+def lent_jobs() -> Mapping[str, ListedJob]:
+    """The jobs whose GPUs are lent, by name. Raises Unsupported."""
+    with registry_in_use():
+        return {job.name: job for job in registry().jobs() if job.record is not None and job.record.lent is not None}
+
+
+def _place(to: str, name: str) -> str:
+    """In a store under the job's name; in a folder a new one."""
+    return f"{to}#{name}" if is_store(to) else os.path.join(os.path.abspath(to), f"{name}-{time.time_ns()}")
+
+
+def _running_record(name: str) -> JobRecord | None:
+    with registry_in_use():
+        listed = registry().look(name)
+    return listed.record if listed is not None and listed.state.word == "running" else None
+
+
+def note_back(name: str) -> None:
+    """Nobody has its GPUs on loan any more. Raises Unsupported."""
+    with registry_in_use():
+        listed = registry().look(name)
+        if listed is not None and listed.record is not None and listed.record.lent is not None:
+            registry().update(listed.record, lent=None)
+
+
+def _when_free(change: Callable[[], object], cancel: Cancellation) -> None:
+    """Another gpucr may work on the job: a supervisor that takes a checkpoint, say. That comes to its end."""
+    end_s = time.monotonic() + _BUSY_S
+    while True:
+        try:
+            change()
+        except Unsupported as e:
+            if e.code != "GPUCR-BUSY" or cancel.is_cancelled or time.monotonic() > end_s:
+                raise
+            time.sleep(_PAUSE_S)
+        else:
+            return
+
+
+def _until_there_is_room(change: Callable[[], object]) -> None:
+    """Memory of a process that has just ended may be taken for a moment, and pids of zombies."""
+    end_s = time.monotonic() + _FREE_S
+    while True:
+        try:
+            change()
+        except Unsupported:
+            if time.monotonic() > end_s:
+                raise
+            time.sleep(_PAUSE_S)
+        else:
+            return
+
+
+def _remove(snapshot: str, key_file: str | None, say: Say) -> None:
+    try:
+        if is_store(snapshot):
+            remove_snapshot(snapshot, key=read_key(key_file))
+        else:
+            shutil.rmtree(snapshot)
+    except (GpucrError, OSError) as e:
+        say(f"the snapshot {snapshot} is not needed any more, and could not be removed: {e}")
+
+
+@contextlib.contextmanager
+def _named(name: str) -> Iterator[None]:
+    """Errors of the block say which job they are about."""
+    try:
+        yield
+    except GpucrError as e:
+        if not e.message.startswith(f"the job {name}: "):
+            e.message = f"the job {name}: {e.message}"
+            e.args = (e.message,)
+        raise

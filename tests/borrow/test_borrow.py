@@ -1,0 +1,259 @@
+"""`gpucr borrow`: jobs make room by priority and come back, however the command ends."""
+
+from __future__ import annotations
+
+import os
+import signal
+import sys
+from functools import partial
+from pathlib import Path
+
+import pytest
+from click.testing import CliRunner
+
+import gpucr
+from gpucr.cli import main
+from gpucr.cli.output import JsonWanted
+from gpucr.driver.gpus import list_gpus
+from gpucr.jobs.registered import registry
+from tests import command
+from tests.borrow.jobs import Machine, counter_command, phase, waits
+from tests.counter import DEADLINE_S, CounterFactory, wait_until
+
+pytestmark = pytest.mark.root
+
+
+def names_on_gpus() -> set[str | None]:
+    return {job.name for job in gpucr.list_gpu_jobs() if job.device_bytes}
+
+
+def test_nothing_has_to_make_room(shared: Machine) -> None:
+    code = "import os, sys; print(os.environ['CUDA_VISIBLE_DEVICES'], flush=True); sys.exit(7)"
+    borrower = shared.borrow("--", sys.executable, "-c", code, gpu="1,0")
+    out, err = borrower.communicate(timeout=DEADLINE_S)
+    assert borrower.returncode == 7, err
+    assert out == ",".join(gpu.uuid for gpu in reversed(list_gpus())) + "\n"
+    assert gpucr.list_borrowed() == gpucr.Borrowed((), ())
+
+
+def test_jobs_of_a_lower_priority_make_room_and_come_back(shared: Machine) -> None:
+    low, lower = shared.job("low", priority=9), shared.job("lower", priority=0)
+    other = shared.job("o", priority=100, devices="1")
+    assert [job.ask() for job in (low, lower, other)] == [101] * 3
+    borrower = shared.borrow(*shared.until("eval"))
+    shared.wait_runs("eval")
+    assert [job.state for job in (low, lower, other)] == ["suspended", "suspended", "running"]
+    assert (low.gpus(), lower.gpus(), other.gpus()) == (set(), set(), {1})
+    found = command.run_json("borrow", "--list")
+    assert [(each["name"], each["phase"], each["waits_for"]) for each in found["borrowers"]] == [
+        ("borrow-1", "running", [])
+    ]
+    assert {each["name"]: each["waits_for"] for each in found["lent"]} == {"low": ["borrow-1"], "lower": ["borrow-1"]}
+    assert {job["name"]: (job["priority"], job["lent"]) for job in command.run_json("jobs")["jobs"]} == {
+        "borrow-1": (10, False), "low": (9, True), "lower": (0, True), "o": (100, False),
+    }  # fmt: skip
+    heading, _, *rows = command.run("jobs").stdout.splitlines()
+    assert ("LENT TO" in heading, [row.split().count("borrow-1") for row in rows]) == (True, [1, 1, 0])
+    assert gpucr.resume_jobs(gpus="0") == (), "they are not its jobs to resume"
+    shared.let_go("eval")
+    _, err = borrower.communicate(timeout=DEADLINE_S)
+    assert borrower.returncode == 7, err
+    assert [job.ask() for job in (low, lower, other)] == [102] * 3
+    assert [job.is_lent for job in (low, lower)] == [False, False]
+    assert "low is back" in err
+
+
+def test_a_job_of_a_higher_priority_is_waited_for(shared: Machine) -> None:
+    low, _ = shared.job("low"), shared.job("high", priority=10)
+    refused = command.run("borrow", "--gpu", "0", "--priority", "10", "--no-wait", "--", "true")
+    assert (refused.returncode, "GPUCR-BORROW-BUSY" in refused.stderr) == (3, True)
+    borrower = shared.borrow(*shared.until("eval"))
+    wait_until(lambda: phase() is not None, "the borrower")
+    assert waits() == {"borrow-1": ("high",)}
+    assert (low.state, low.ask(), phase()) == ("running", 101, "waiting")
+    gpucr.stop_job("high")
+    shared.wait_runs("eval")
+    assert low.state == "suspended"
+    shared.let_go("eval")
+    assert borrower.wait(DEADLINE_S) == 7
+    assert low.ask() == 102
+
+
+@pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGHUP])
+def test_a_signal_is_the_commands_and_the_jobs_come_back(shared: Machine, number: signal.Signals) -> None:
+    job = shared.job("train")
+    borrower = shared.borrow(*shared.until("eval"))
+    shared.wait_runs("eval")
+    borrower.send_signal(number)
+    _, err = borrower.communicate(timeout=DEADLINE_S)
+    assert borrower.returncode == 128 + number, err
+    assert job.ask() == 101
+
+
+def test_a_command_that_handles_a_signal_has_its_own_exit_code(shared: Machine) -> None:
+    job = shared.job("train")
+    script = 'trap "exit 9" TERM; touch "$0-runs"; while :; do sleep 0.01; done'
+    borrower = shared.borrow("--", "sh", "-c", script, str(shared.folder / "eval"))
+    shared.wait_runs("eval")
+    borrower.send_signal(signal.SIGTERM)
+    assert borrower.wait(DEADLINE_S) == 9
+    assert job.ask() == 101
+
+
+def test_what_the_command_leaves_behind_is_ended(shared: Machine) -> None:
+    job = shared.job("train")
+    left = 'sleep 600 & echo $! > "$0-left"; exit 0'
+    borrower = shared.borrow("--", "sh", "-c", left, str(shared.folder / "eval"))
+    assert borrower.wait(DEADLINE_S) == 0
+    assert not Path(f"/proc/{(shared.folder / 'eval-left').read_text().strip()}").exists()
+    assert job.ask() == 101
+
+
+def test_a_program_that_is_not_there(shared: Machine) -> None:
+    job = shared.job("train")
+    done = command.run("borrow", "--gpu", "0", "--", "/no/such/program")
+    assert (done.returncode, "GPUCR-NO-PROGRAM" in done.stderr) == (2, True)
+    assert (job.state, job.ask()) == ("running", 101)
+
+
+def test_a_signal_while_jobs_make_room_undoes_it(shared: Machine, tmp_path: Path) -> None:
+    first = shared.job("first", priority=5)
+    second = shared.job("second", faults=f"checkpoint=until:{tmp_path / 'slow'}")
+    borrower = shared.borrow(*shared.until("eval"))
+    wait_until(lambda: second.is_lent, lambda: f"the second suspend: {shared.talk()}")
+    borrower.send_signal(signal.SIGTERM)
+    (tmp_path / "slow").touch()
+    _, err = borrower.communicate(timeout=DEADLINE_S)
+    assert borrower.returncode == 130, err
+    assert "GPUCR-INTERRUPTED" in err
+    assert (first.ask(), second.ask()) == (101, 101)
+    assert (first.is_lent, second.is_lent, shared.runs("eval")) == (False, False, False)
+
+
+def test_one_that_cannot_make_room_has_all_come_back(shared: Machine) -> None:
+    first, second = shared.job("first", priority=5), shared.job("second", faults="checkpoint=999")
+    done = command.run("borrow", "--gpu", "0", "--", "true")
+    assert (done.returncode, "GPUCR-DRIVER" in done.stderr) == (1, True), done.stderr
+    assert "the job second: " in done.stderr
+    assert (first.ask(), second.ask()) == (101, 101)
+    assert waits() == {}
+
+
+def test_what_cannot_be_suspended_is_refused_before_anything(shared: Machine) -> None:
+    first, second = shared.job("first", priority=5), shared.job("second")
+    pid = second.record.pid
+    os.kill(pid, signal.SIGSTOP)
+    done = command.run("borrow", "--gpu", "0", "--", "true")
+    os.kill(pid, signal.SIGCONT)
+    assert done.returncode == 3, done.stderr
+    assert "the job second: " in done.stderr
+    assert "made room" not in done.stderr
+    assert (first.ask(), second.ask()) == (101, 101)
+
+
+def test_processes_that_gpucr_did_not_start_are_not_asked(shared: Machine, counter: CounterFactory) -> None:
+    job, stranger = shared.job("train"), counter("--mib", "1")
+    done = command.run("borrow", "--gpu", "0", "--", "true")
+    assert (done.returncode, "GPUCR-BORROW-STRANGER" in done.stderr) == (3, True)
+    assert str(stranger.pid) in done.stderr
+    assert (job.ask(), stranger.ask()) == (101, 101)
+    assert command.run("borrow", "--gpu", "1", "--", "true").returncode == 0
+
+
+def test_a_job_that_ends_meanwhile(shared: Machine) -> None:
+    job, other = shared.job("train"), shared.job("other")
+    borrower = shared.borrow(*shared.until("eval"))
+    shared.wait_runs("eval")
+    gpucr.stop_job("train", grace_s=0)
+    shared.let_go("eval")
+    _, err = borrower.communicate(timeout=DEADLINE_S)
+    assert borrower.returncode == 7, err
+    assert "train has ended while its GPUs were lent" in err
+    assert (job.is_lent, other.ask()) == (False, 101)
+
+
+def test_a_job_that_is_lost_while_it_makes_room(shared: Machine) -> None:
+    first, lost = shared.job("first", priority=5), shared.job("lost", faults="checkpoint=die")
+    done = command.run("borrow", "--gpu", "0", "--no-isolate", "--", *shared.until("eval")[1:])
+    assert (done.returncode, "GPUCR-JOB-DAMAGED" in done.stderr) == (10, True), done.stderr
+    assert (first.ask(), lost.is_lent, shared.runs("eval")) == (101, False, False)
+
+
+def test_a_borrower_is_borrowed_from(shared: Machine) -> None:
+    train = shared.job("train")
+    first = shared.borrow("--", *counter_command())
+    wait_until(lambda: "borrow-1" in names_on_gpus(), lambda: f"the first command: {shared.talk()}")
+    second = shared.borrow(*shared.until("b"), priority=20)
+    shared.wait_runs("b")
+    lent = {each.name: each.waits_for for each in gpucr.list_borrowed().lent}
+    assert lent == {"borrow-1": ("borrow-2",), "train": ("borrow-1", "borrow-2")}
+    shared.let_go("b")
+    _, err = second.communicate(timeout=DEADLINE_S)
+    assert second.returncode == 7, err
+    assert "borrow-1 is back" in err
+    assert "train comes back when borrow-1 has ended" in err
+    assert train.state == "suspended"
+    first.send_signal(signal.SIGTERM)
+    assert first.wait(DEADLINE_S) == 0, "as the counter ends"
+    assert train.ask() == 101
+
+
+def test_the_outer_borrower_ends_first(shared: Machine) -> None:
+    """What it has borrowed comes back when the other one has no GPU any more, and not before."""
+    train = shared.job("train")
+    first = shared.borrow("--", *counter_command())
+    wait_until(lambda: "borrow-1" in names_on_gpus(), lambda: f"the first command: {shared.talk()}")
+    second = shared.borrow(*shared.until("b"), priority=20)
+    shared.wait_runs("b")
+    gpucr.stop_job("borrow-1", grace_s=0)
+    _, err = first.communicate(timeout=DEADLINE_S)
+    assert first.returncode == 128 + signal.SIGKILL
+    assert "train comes back when borrow-2 has ended" in err
+    assert train.state == "suspended"
+    shared.let_go("b")
+    assert second.wait(DEADLINE_S) == 7
+    assert train.ask() == 101
+
+
+def _is_in_line(name: str) -> bool:
+    return phase(name) is not None
+
+
+def test_three_in_line(shared: Machine) -> None:
+    train = shared.job("train")
+    names = ("a", "b", "c")
+    borrowers = []
+    for number, name in enumerate(names, 1):
+        borrowers.append(shared.borrow(*shared.until(name)))
+        wait_until(partial(_is_in_line, f"borrow-{number}"), "its place in the line")
+    shared.wait_runs("a")
+    assert waits() == {
+        "borrow-1": (), "borrow-2": ("borrow-1",), "borrow-3": ("borrow-1", "borrow-2"), "train": ("borrow-1",),
+    }  # fmt: skip
+    for number, name in enumerate(names):
+        shared.wait_runs(name)
+        assert [shared.runs(each) for each in names[number + 1 :]] == [False] * (2 - number)
+        shared.let_go(name)
+        assert borrowers[number].wait(DEADLINE_S) == 7
+    assert train.ask() == 101
+    assert registry().find("train").record == train.record
+
+
+@pytest.mark.parametrize(
+    ("arguments", "why"),
+    [
+        (("--", "true"), "name the GPUs"),
+        (("--gpu", "0"), "name the GPUs and what to run"),
+        (("--gpu", "0,", "--", "true"), "does not name GPUs"),
+        (("--gpu", "9", "--", "true"), "9"),
+        (("--gpu", "0", "--priority", "1001", "--", "true"), "1001"),
+        (("--list", "--recover"), "go alone"),
+        (("--gpu", "0", "--json", "--", "true"), "--json goes with"),
+        (("--gpu", "0", "--to", "x", "--key-file", "/no/key", "--", "true"), "/no/key"),
+    ],
+)
+def test_bad_input(machine: list[str], arguments: tuple[str, ...], why: str) -> None:
+    done = CliRunner().invoke(main.command, ["borrow", *arguments], obj=JsonWanted())
+    said = str(done.exception) if isinstance(done.exception, gpucr.GpucrError) else done.output
+    assert why in said
+    assert isinstance(done.exception, gpucr.InvalidRequest) or done.exit_code == 2
