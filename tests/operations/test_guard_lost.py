@@ -33,7 +33,14 @@ def killing_the_guard(event: str, phase: str, met: list[str]) -> Listener:
 
     def listen(progress: gpucr.Progress) -> None:
         if (progress.event, progress.phase) == (event, phase):
-            (guard,) = [pid for pid in processes.all_pids() if _is_own_guard(pid)]
+            found: list[int] = []
+
+            def has_begun() -> bool:
+                found[:] = [pid for pid in processes.all_pids() if _is_own_guard(pid)]
+                return bool(found)
+
+            wait_until(has_begun, "the guard to be there")
+            (guard,) = found
             os.kill(guard, signal.SIGKILL)
             wait_until(lambda: _has_ended(guard), "the guard to end")
             met.append(phase)

@@ -30,7 +30,7 @@ from gpucr.interposer.protocol import (
 )
 
 AGENT_THREAD = "gpucr-agent"
-_LISTENS_AGAIN_S, _POLL_S = 2.0, 0.02  # native/agent.c looks every half second
+_LISTENS_AGAIN_S, _POLL_S = 5.0, 0.02  # native/agent.c looks every half second
 FOLDER_VARIABLE = "GPUCR_INTERPOSER_DIR"
 _ANSWER_S = 30.0
 _BUSY_S = 1.0
@@ -148,7 +148,7 @@ class Agent:
 
     def _find(self) -> None:
         """An agent that CRIU has just brought back, or whose name a clone has taken, listens again within a moment."""
-        end = time.monotonic() + _LISTENS_AGAIN_S
+        end, pause_s = time.monotonic() + _LISTENS_AGAIN_S, _POLL_S
         while True:
             try:
                 return self._connect()
@@ -158,7 +158,8 @@ class Agent:
             self._socket.close()
             self._socket = _new_socket()
             self._socket.settimeout(self._answer_s)
-            time.sleep(_POLL_S)
+            time.sleep(pause_s)
+            pause_s = min(2 * pause_s, 8 * _POLL_S)  # who listens there and does not accept gets no crowd of us
 
     def _connect(self) -> None:
         """By a descriptor of the folder: its path may be longer than a socket's, and nobody exchanges it meanwhile."""
