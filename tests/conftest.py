@@ -1,8 +1,8 @@
 """Which machine the tests run on, what it lacks, and the CUDA program that they act on.
 
 ``GPUCR_TEST_PLATFORM`` is ``sim`` or ``gpu``; without it, a usable NVIDIA driver decides. On ``sim`` the simulator is
-put in place before the first test. ``GPUCR_REQUIRE=gpu,criu,root,runtimes,podman,containerd`` turns the skips for these
-into failures.
+put in place before the first test. ``GPUCR_REQUIRE=gpu,criu,root,runtimes,podman,containerd,prometheus`` turns the
+skips for these into failures.
 """
 
 from __future__ import annotations
@@ -92,7 +92,7 @@ def pytest_report_header(config: pytest.Config) -> str:
 
 
 def skip_or_fail(need: str, reason: str) -> None:
-    """Skip the test; fail it where ``GPUCR_REQUIRE`` names the need (gpu, criu, root, runtimes, podman, containerd)."""
+    """Skip the test; fail it where ``GPUCR_REQUIRE`` names the need: one of those above."""
     if need in os.environ.get("GPUCR_REQUIRE", "").split(","):
         pytest.fail(f"{reason}, and GPUCR_REQUIRE asks for {need}")
     pytest.skip(reason)

@@ -69,6 +69,13 @@ class Gpu(Struct, frozen=True):
     mig_enabled: bool = field(default_factory=bool)  # records.py sees a missing member only where each object has it
 
 
+class GpuActivity(Struct, frozen=True):
+    """How busy one GPU is (the share of the last moment in which it computed), and how hot. None: NVML cannot tell."""
+
+    utilization_percent: int | None = None
+    temperature_c: int | None = None
+
+
 class GpuUse(Struct, frozen=True):
     """Device memory that one process holds on one GPU (NVML). None: NVML cannot tell."""
 

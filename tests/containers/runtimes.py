@@ -40,12 +40,12 @@ def find_crun() -> list[str]:
     path = shutil.which("crun")
     if path is not None and _knows_criu([path]):
         return [path]
-    return _unpacked("crun", ("crun", "libcriu2"), _crun_in, lambda root: _knows_criu(_crun_in(root)))
+    return unpacked("crun", ("crun", "libcriu2"), _crun_in, lambda root: _knows_criu(_crun_in(root)))
 
 
 def find_criu_4_1_1() -> CriuInstall:
     """The CRIU of Debian 13, which gpucr itself does not take on Linux 6.16 and newer: it cannot dump sockets there."""
-    command = _unpacked("criu-4.1.1", ("criu",), _criu_in, lambda root: _is_criu_4_1_1(_criu_in(root)))
+    command = unpacked("criu-4.1.1", ("criu",), _criu_in, lambda root: _is_criu_4_1_1(_criu_in(root)))
     return probe(tuple(command), "provided", Path(command[-1]), OLDEST_VERSION)
 
 
@@ -61,7 +61,7 @@ def check_cgroup2() -> None:
         raise RuntimeMissing(f"cgroup version 2 cannot be mounted here: {done.stderr.strip()}")
 
 
-def _unpacked(
+def unpacked(
     name: str,
     packages: tuple[str, ...],
     command: Callable[[Path], list[str]],

@@ -25,7 +25,7 @@ from gpucr.diagnosis.canaries.results import WHAT, CanaryOutcome, CanaryResult, 
 from gpucr.diagnosis.preflight import Finding
 from gpucr.jobs.record import JobRecord, JobState
 from gpucr.jobs.registry import ListedJob
-from gpucr.model import CudaState, Gpu, ProcessId, ProcessInfo
+from gpucr.model import CudaState, Gpu, GpuActivity, ProcessId, ProcessInfo
 from gpucr.operations.gpu_jobs import GpuJob
 from gpucr.operations.listing import ProcessState
 from gpucr.snapshot.store_diff import Difference
@@ -127,7 +127,9 @@ def _print_processes(*, checked: bool) -> Callable[[], None]:
 
 
 def _print_top() -> None:
-    top = TopState(_gpu_jobs(), _gpus())
+    activity = {samples.GPU_A: GpuActivity(97, 71), samples.GPU_B: GpuActivity(None, 38)}
+    kept = {"finetune-llama-7b-on-support-mails-v2": job_table.Kept(421.0, 3)}
+    top = TopState(_gpu_jobs(), _gpus(), activity=activity, kept=kept)
     top.press("s")
     finding = Finding(
         "warning", "process 3194302 has 3 connections to programs outside the job", "/proc/net/tcp",

@@ -4,7 +4,10 @@ from __future__ import annotations
 
 import pwd
 from collections.abc import Iterable, Iterator, Mapping, Sequence
+from types import MappingProxyType
 from typing import Any
+
+from msgspec import Struct
 
 from gpucr.cli.columns import Column, fit, wrapped
 from gpucr.cli.output import printable
@@ -29,6 +32,7 @@ _SHARED_COLUMNS = (
 )
 _INTERPOSER = Column("INTERPOSER", rank=8)
 _CHECK = Column("CHECKPOINTABLE")
+_KEPT = (Column("SNAPSHOT", rank=1, is_number=True), Column("RESTARTS", rank=1, is_number=True))
 _COMMAND = Column("COMMAND", rank=3, least=_SHORTEST_COMMAND, keeps_end=False)
 
 
@@ -51,11 +55,36 @@ def process_lines(jobs: Sequence[GpuJob], gpus: Sequence[Gpu], width: int | None
     return [*table, *(line for job in jobs if checked for line in _obstacles(job, width))]
 
 
-def job_lines(jobs: Sequence[GpuJob], gpus: Sequence[Gpu], width: int | None) -> list[str]:
-    """A table with a line a job."""
+class Kept(Struct, frozen=True):
+    """What a supervisor has done for a job: seconds since the last snapshot (None: there is none), and restarts."""
+
+    snapshot_age_s: float | None
+    restarts: int
+
+    def cells(self) -> tuple[str, str]:
+        """Of the two columns."""
+        age = "-" if self.snapshot_age_s is None else format_seconds(max(self.snapshot_age_s, 0.0))
+        return age, str(self.restarts)
+
+
+def job_lines(
+    jobs: Sequence[GpuJob], gpus: Sequence[Gpu], width: int | None, kept: Mapping[str, Kept] = MappingProxyType({})
+) -> list[str]:
+    """A table with a line a job; ``kept``, by name, is shown where one of them is supervised."""
     columns = (Column("PID", is_number=True), Column("NAME", least=_SHORTEST_NAME), Column("N", rank=7, is_number=True))
-    rows = [(str(job.pid), job.name or "-", str(len(job.processes)), *_job_cells(job, gpus)) for job in jobs]
-    return fit((*columns, *_SHARED_COLUMNS, _COMMAND), rows, width)
+    is_kept = any(job.name in kept for job in jobs)
+    rows = [
+        (
+            str(job.pid),
+            job.name or "-",
+            str(len(job.processes)),
+            *_job_cells(job, gpus),
+            *((facts.cells() if (facts := kept.get(job.name or "")) else ("-", "-")) if is_kept else ()),
+            command_of(job),
+        )
+        for job in jobs
+    ]
+    return fit((*columns, *_SHARED_COLUMNS, *(_KEPT if is_kept else ()), _COMMAND), rows, width)
 
 
 def as_json_records(jobs: Sequence[GpuJob]) -> dict[str, Any]:
@@ -148,8 +177,7 @@ def _process_cells(each: ProcessState, gpus: Sequence[Gpu]) -> tuple[str, ...]:
 
 
 def _job_cells(job: GpuJob, gpus: Sequence[Gpu]) -> tuple[str, ...]:
-    cells = _cells(job.state_word, job.root.uid, job.age_s, job.device_bytes, job.resident_bytes, gpus)
-    return (*cells, command_of(job))
+    return _cells(job.state_word, job.root.uid, job.age_s, job.device_bytes, job.resident_bytes, gpus)
 
 
 def _cells(

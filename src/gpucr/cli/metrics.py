@@ -21,8 +21,10 @@ from gpucr.cli.output import print_json
     shell_complete=complete_file,
     help="Write them into FILE, for node_exporter.",
 )
+@click.option("--alerts", is_flag=True, help="Print alert rules for Prometheus instead.")
+@click.option("--dashboard", is_flag=True, help="Print a dashboard for Grafana instead.")
 @json_option
-def command(*, listen: str | None, textfile: Path | None, as_json: bool) -> None:
+def command(*, listen: str | None, textfile: Path | None, alerts: bool, dashboard: bool, as_json: bool) -> None:
     """Print the metrics of supervised jobs in Prometheus's text format. Needs `pip install 'gpucr[metrics]'`.
 
     \b
@@ -30,12 +32,15 @@ def command(*, listen: str | None, textfile: Path | None, as_json: bool) -> None
       gpucr metrics
       gpucr metrics --textfile /var/lib/prometheus/node-exporter/gpucr.prom
       gpucr metrics --listen 9470
+      gpucr metrics --alerts > /etc/prometheus/gpucr.yml
     """
     from gpucr.supervise import metrics
 
-    if sum((listen is not None, textfile is not None, as_json)) > 1:
-        raise click.UsageError("give one of --listen, --textfile and --json")
-    if as_json:
+    if sum((listen is not None, textfile is not None, alerts, dashboard, as_json)) > 1:
+        raise click.UsageError("give one of --listen, --textfile, --alerts, --dashboard and --json")
+    if alerts or dashboard:
+        click.echo(metrics.alerts() if alerts else metrics.dashboard(), nl=False)
+    elif as_json:
         found = [{"metric": name, "labels": labels, "value": str(value)} for name, labels, value in metrics.samples()]
         print_json("metrics", {"metrics": found})
     elif textfile is not None:

@@ -2,20 +2,23 @@
 
 from __future__ import annotations
 
+import contextlib
 import os
 import sys
-from collections.abc import Callable
+import time
+from collections.abc import Callable, Iterable
 
 import click
 
 from gpucr.cli.columns import terminal_width
-from gpucr.cli.job_table import chosen, job_lines
+from gpucr.cli.job_table import Kept, chosen, job_lines
 from gpucr.cli.options import JobTarget
 from gpucr.cli.output import printable, say
 from gpucr.cli.top_work import Seen
-from gpucr.driver.gpus import list_gpus
+from gpucr.driver.gpus import gpu_activity, list_gpus
 from gpucr.errors import GpucrError, InvalidRequest, JobDamaged
-from gpucr.operations.gpu_jobs import list_gpu_jobs
+from gpucr.operations.gpu_jobs import GpuJob, list_gpu_jobs
+from gpucr.supervise.folder import SupervisedFolder
 
 
 @click.command("top")
@@ -48,14 +51,28 @@ def command(*, targets: tuple[int | str, ...], interval_s: float, once: bool) ->
     def look() -> Seen:
         jobs = list_gpu_jobs()
         wanted = [job for job in jobs if any(chosen([job], job=target) for target in targets)] if targets else jobs
-        return Seen(wanted, list_gpus())
+        return Seen(wanted, list_gpus(), gpu_activity(), _kept(wanted))
 
     if not once:
         _run(look, interval_s)
         return
     seen = look()
-    lines = job_lines(seen.jobs, seen.gpus, terminal_width())
+    lines = job_lines(seen.jobs, seen.gpus, terminal_width(), seen.kept)
     click.echo("\n".join(lines) if seen.jobs else "no process uses CUDA")
+
+
+def _kept(jobs: Iterable[GpuJob]) -> dict[str, Kept]:
+    """What supervisors have done for those that have, or had, one."""
+    found = {}
+    for name in {job.name for job in jobs if job.name is not None}:
+        with contextlib.suppress(GpucrError):  # it never had one, or what is kept of it is damaged
+            folder = SupervisedFolder(name)
+            if folder.exists():
+                state = folder.state()
+                last_s = state.last_checkpoint_s
+                age_s = None if last_s is None else time.time() - last_s
+                found[name] = Kept(age_s, sum(state.restarts.values()))
+    return found
 
 
 def _run(look: Callable[[], Seen], interval_s: float) -> None:

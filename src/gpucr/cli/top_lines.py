@@ -13,7 +13,7 @@ from gpucr.cli.output import printable
 from gpucr.cli.progress import how_far
 from gpucr.cli.top_state import Question, TopState
 from gpucr.diagnosis.preflight import Finding
-from gpucr.model import Gpu
+from gpucr.model import Gpu, GpuActivity
 from gpucr.quantities import counted, format_bytes
 
 Style = Literal["plain", "title", "heading", "selected", "error", "question", "keys"]
@@ -41,7 +41,7 @@ def screen(state: TopState, width: int, height: int) -> list[Line]:
     """At most ``height`` lines of at most ``width`` places. The selected job is always among them."""
     processes = sum(len(job.processes) for job in state.jobs)
     head = [Line(f"gpucr top: {counted(len(state.jobs), 'job')}, {counted(processes, 'process')} with CUDA", "title")]
-    head += [Line(_gpu_line(gpu)) for gpu in state.gpus[:_MOST_GPU_LINES]]
+    head += [Line(_gpu_line(gpu, state.activity.get(gpu.uuid))) for gpu in state.gpus[:_MOST_GPU_LINES]]
     pane = [Line(text, line.style) for line in _pane(state) for text in _wrapped(line.text, width)]
     rows = height - len(head) - len(pane) - 2
     if rows < _FEWEST_ROWS:  # a small terminal: what is asked comes before what is told
@@ -63,16 +63,23 @@ def _table(state: TopState, width: int, rows: int) -> Iterator[Line]:
     if not state.jobs:
         yield Line("no process uses CUDA")
         return
-    heading, *jobs = job_lines(state.jobs, state.gpus, width)
+    heading, *jobs = job_lines(state.jobs, state.gpus, width, state.kept)
     yield Line(heading.ljust(width), "heading")
     top = max(min(state.selected - rows // 2, len(jobs) - rows), 0)
     for number, text in enumerate(jobs[top : top + rows], top):
         yield Line(text.ljust(width), "selected") if number == state.selected else Line(text)
 
 
-def _gpu_line(gpu: Gpu) -> str:
-    used = gpu.memory_total_bytes - gpu.memory_free_bytes
-    return f"GPU {gpu.index} {gpu.name}: {format_bytes(used)} of {format_bytes(gpu.memory_total_bytes)} in use"
+def _gpu_line(gpu: Gpu, activity: GpuActivity | None) -> str:
+    used, total = gpu.memory_total_bytes - gpu.memory_free_bytes, gpu.memory_total_bytes
+    parts = [f"GPU {gpu.index} {gpu.name}: {format_bytes(used)} of {format_bytes(total)}"]
+    if activity is None:
+        return f"{parts[0]} in use"
+    if activity.utilization_percent is not None:
+        parts.append(f"{activity.utilization_percent} % busy")
+    if activity.temperature_c is not None:
+        parts.append(f"{activity.temperature_c} °C")
+    return ", ".join(parts)
 
 
 def _pane(state: TopState) -> list[Line]:

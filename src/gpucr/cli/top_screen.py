@@ -43,7 +43,7 @@ class TopScreen:
     def __init__(self, look: Callable[[], Seen], interval_s: float) -> None:
         """``look`` finds the jobs. Raises what it raises."""
         seen = looked_aside(look)
-        self._state = TopState(seen.jobs, seen.gpus)
+        self._state = TopState(seen.jobs, seen.gpus, activity=seen.activity, kept=seen.kept)
         self._news: NewsQueue = queue.SimpleQueue()
         self._watch = Watch(self._news, look, interval_s)
         self._work: Work | None = None
@@ -126,7 +126,7 @@ class TopScreen:
 
     def _take(self, news: News) -> None:
         if isinstance(news, Seen):
-            self._state.take_jobs(news.jobs, news.gpus)
+            self._state.take_jobs(news.jobs, news.gpus, activity=news.activity, kept=news.kept)
         elif isinstance(news, Blind):
             self._state.notice = Notice((news.problem,), is_error=True)
         elif isinstance(news, Judged):

@@ -2,13 +2,15 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
+from types import MappingProxyType
 from typing import Literal
 
 from msgspec import Struct
 
+from gpucr.cli.job_table import Kept
 from gpucr.diagnosis.preflight import Finding
-from gpucr.model import CudaState, Gpu, ProcessId
+from gpucr.model import CudaState, Gpu, GpuActivity, ProcessId
 from gpucr.operations.gpu_jobs import GpuJob, beside
 from gpucr.undo.events import Progress
 
@@ -61,8 +63,15 @@ class Notice(Struct, frozen=True):
 class TopState:
     """The jobs, which one is selected, the question that is open, and the operation that is under way."""
 
-    def __init__(self, jobs: Sequence[GpuJob], gpus: Sequence[Gpu]) -> None:
-        self.jobs, self.gpus = tuple(jobs), tuple(gpus)
+    def __init__(
+        self,
+        jobs: Sequence[GpuJob],
+        gpus: Sequence[Gpu],
+        *,
+        activity: Mapping[str, GpuActivity] = MappingProxyType({}),
+        kept: Mapping[str, Kept] = MappingProxyType({}),
+    ) -> None:
+        self.jobs, self.gpus, self.activity, self.kept = tuple(jobs), tuple(gpus), activity, kept
         self.selected = 0
         self.question: Question | None = None
         self.findings: tuple[int, tuple[Finding, ...] | None] | None = None
@@ -76,10 +85,17 @@ class TopState:
         """The selected job; None where there is none."""
         return self.jobs[self.selected] if self.jobs else None
 
-    def take_jobs(self, jobs: Sequence[GpuJob], gpus: Sequence[Gpu]) -> None:
+    def take_jobs(
+        self,
+        jobs: Sequence[GpuJob],
+        gpus: Sequence[Gpu],
+        *,
+        activity: Mapping[str, GpuActivity] = MappingProxyType({}),
+        kept: Mapping[str, Kept] = MappingProxyType({}),
+    ) -> None:
         """The jobs as they are now. The selection stays on its job; where that has ended, on its neighbour."""
         before = self.job
-        self.jobs, self.gpus = tuple(jobs), tuple(gpus)
+        self.jobs, self.gpus, self.activity, self.kept = tuple(jobs), tuple(gpus), activity, kept
         roots = [job.root.id for job in self.jobs]
         if before is not None and before.root.id in roots:
             self.selected = roots.index(before.root.id)

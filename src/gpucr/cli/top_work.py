@@ -7,16 +7,17 @@ from __future__ import annotations
 
 import queue
 import threading
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 
 from msgspec import Struct
 
+from gpucr.cli.job_table import Kept
 from gpucr.cli.top_state import Notice, Operate
 from gpucr.diagnosis.preflight import Finding
 from gpucr.driver.gpus import nvml_kept_open
 from gpucr.errors import GpucrError, JobChanged
 from gpucr.linux import processes
-from gpucr.model import Gpu
+from gpucr.model import Gpu, GpuActivity
 from gpucr.operations.gpu_jobs import GpuJob, findings_of
 from gpucr.operations.suspend import ChangeReport, resume, suspend
 from gpucr.quantities import format_bytes
@@ -25,10 +26,12 @@ from gpucr.undo.events import Progress
 
 
 class Seen(Struct, frozen=True):
-    """The jobs and GPUs of this moment."""
+    """The jobs and GPUs of this moment: what each GPU does, by UUID, and what supervisors keep, by the job's name."""
 
     jobs: Sequence[GpuJob]
     gpus: Sequence[Gpu]
+    activity: Mapping[str, GpuActivity] = {}
+    kept: Mapping[str, Kept] = {}
 
 
 class Blind(Struct, frozen=True):

@@ -14,7 +14,7 @@ from types import ModuleType
 from typing import Any
 
 from gpucr.errors import DriverUnavailable
-from gpucr.model import Gpu, GpuUse
+from gpucr.model import Gpu, GpuActivity, GpuUse
 
 _DEVICES = Path("/dev")
 _DRIVER_FACTS = Path("/proc/driver/nvidia/gpus")
@@ -156,6 +156,20 @@ def are_busy(uuids: Collection[str]) -> bool:
     except NoNvml:
         return True
     return any(each is None or each.gpu > 0 for each in rates)
+
+
+def gpu_activity() -> Mapping[str, GpuActivity]:
+    """What each GPU does now, by UUID; empty where there are none. Raises DriverUnavailable as the others do."""
+    found = {}
+    try:
+        with opened_nvml() as nvml:
+            for _, handle in devices(nvml):
+                rates = _if_supported(nvml, nvml.nvmlDeviceGetUtilizationRates, handle)
+                degrees = _if_supported(nvml, nvml.nvmlDeviceGetTemperature, handle, nvml.NVML_TEMPERATURE_GPU)
+                found[nvml.nvmlDeviceGetUUID(handle)] = GpuActivity(None if rates is None else rates.gpu, degrees)
+    except NoNvml:
+        return {}
+    return found
 
 
 def mps_clients() -> frozenset[int]:

@@ -8,10 +8,12 @@ from pathlib import Path
 from typing import Any
 
 from gpucr.errors import GpucrError, InvalidRequest
+from gpucr.jobs.registered import registry
 from gpucr.linux import durable
 from gpucr.store import extra
 from gpucr.supervise.folder import SupervisedFolder, SupervisedState, supervised
 
+_FILES = Path(__file__).parent / "prometheus"
 _COUNTERS = (
     ("checkpoints", "result", "gpucr_checkpoints", "Checkpoints that were taken, or failed."),
     ("restores", "result", "gpucr_restores", "Restores after a failure."),
@@ -41,10 +43,12 @@ class JobsCollector:
             "gpucr_job_info", "What the supervision of a job has come to; always 1.", labels=["job", "phase"]
         )
         up = core.GaugeMetricFamily("gpucr_supervisor_up", "Whether the job has a supervisor.", labels=["job"])
+        lent = core.GaugeMetricFamily("gpucr_job_lent", "Whether a borrower has the job's GPUs.", labels=["job"])
         for folder, state, is_up in jobs:
             info.add_metric([folder.name, state.phase if state is not None else "damaged"], 1)
             up.add_metric([folder.name], is_up)
-        yield from (info, up)
+            lent.add_metric([folder.name], _is_lent(folder.name))
+        yield from (info, up, lent)
         known = [(folder.name, state) for folder, state, _ in jobs if state is not None]
         for member, label, name, text in _COUNTERS:
             counter = core.CounterMetricFamily(name, text, labels=["job", label])
@@ -74,6 +78,13 @@ def _look(folder: SupervisedFolder) -> tuple[SupervisedState | None, bool]:
     return None, False
 
 
+def _is_lent(name: str) -> bool:
+    with contextlib.suppress(GpucrError, OSError):
+        listed = registry().look(name)
+        return listed is not None and listed.record is not None and listed.record.lent is not None
+    return False
+
+
 def samples() -> list[tuple[str, dict[str, str], float]]:
     """Name, labels and value of every metric. Raises BrokenInstall."""
     return [
@@ -87,6 +98,16 @@ def as_text() -> bytes:
     """All metrics in Prometheus's text format. Raises BrokenInstall."""
     text: bytes = extra.load("prometheus_client", "metrics").generate_latest(_registry())
     return text
+
+
+def alerts() -> str:
+    """Rules for Prometheus that tell of trouble with supervised jobs."""
+    return (_FILES / "alerts.yml").read_text()
+
+
+def dashboard() -> str:
+    """A dashboard for Grafana, as JSON."""
+    return (_FILES / "dashboard.json").read_text()
 
 
 def write_textfile(path: Path) -> None:

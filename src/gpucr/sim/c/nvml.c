@@ -325,6 +325,15 @@ EXPORT int nvmlDeviceGetMPSComputeRunningProcesses_v3(const struct gpu *gpu, uns
     return SUCCESS;
 }
 
+EXPORT int nvmlDeviceGetTemperature(const struct gpu *gpu, int sensor, unsigned *degrees) {
+    REQUIRE(gpu, degrees);
+    if (sensor != 0) {  // NVML_TEMPERATURE_GPU, the only one
+        return INVALID_ARGUMENT;
+    }
+    *degrees = 40;
+    return SUCCESS;
+}
+
 EXPORT int nvmlDeviceGetUtilizationRates(const struct gpu *gpu, struct utilization *rates) {
     REQUIRE(gpu, rates);
     *rates = (struct utilization){0, 0};
