@@ -29,6 +29,7 @@ from tests.counter import CounterFactory, processes_in, state_in, wait_until
 from tests.operations.test_killed import is_claimed, killed
 from tests.sandboxed import SandboxedCounter, end_all_in, start_counter
 from tests.unit import samples
+from tests.unit.memory_cgroup import limited
 
 pytestmark = pytest.mark.criu
 
@@ -179,6 +180,19 @@ def test_a_keeper_that_is_not_noted_here(folder: Path, tmp_path: Path, monkeypat
     assert not (tmp_path / "s").exists()
     job.assert_goes_on()
     gpucr.dump("job", tmp_path / "s", leave_running=True)
+
+
+def test_a_job_of_other_cgroups_than_gpucr(folder: Path, tmp_path: Path) -> None:
+    """As a job of one login has for a gpucr of another one: CRIU keeps the cgroups then, and could not make them."""
+    with limited(1 << 34) as (cgroup, _):
+        job = Program(folder)
+        for pid in processes_in(folder):
+            (cgroup / "cgroup.procs").write_text(str(pid))
+        gpucr.dump("job", tmp_path / "s")
+        gpucr.restore(tmp_path / "s")
+        job.assert_goes_on()
+        for pid in processes_in(folder):
+            assert Path(f"/proc/{pid}/cgroup").read_text() == Path("/proc/self/cgroup").read_text()
 
 
 def test_pids_ports_and_names_that_are_taken_outside(folder: Path, tmp_path: Path) -> None:

@@ -155,11 +155,15 @@ class Criu:
                     rpc_pb2.InheritFd(key=str(old).lstrip("/"), fd=fd)
                     for old, fd in zip(new, service.files.outputs, strict=True)
                 ]
-                request_options = {
+                request_options: dict[str, object] = {
                     "leave_stopped": leave_stopped,
                     "inherit_fd": inherited,
                     **self._common_options(options),
                 }
+                if self._sandbox is not None:
+                    # CRIU would mount cgroups in its working folder, whose mount is none of the sandbox's. A new job
+                    # in a sandbox is in the cgroups of the gpucr that started it, too.
+                    request_options["manage_cgroups_mode"] = rpc_pb2.CGROUPS_IGNORE
                 with foreground_kept():  # CRIU gives the terminal of a shell job to the tree
                     response = run.serve(rpc_pb2.RESTORE, request_options)
                 return run.outer(response.restore.pid) or run.told_pid

@@ -14,27 +14,29 @@ _sym_db = _symbol_database.Default()
 
 
 
-DESCRIPTOR = _descriptor_pool.Default().AddSerializedFile(b'\n\x14gpucr/criu/rpc.proto\x12\ngpucr.criu\"$\n\tInheritFd\x12\x0b\n\x03key\x18\x01 \x02(\t\x12\n\n\x02\x66\x64\x18\x02 \x02(\x05\"\xac\x03\n\x07Options\x12\x15\n\rimages_dir_fd\x18\x01 \x02(\x05\x12\x0b\n\x03pid\x18\x02 \x01(\x05\x12\x15\n\rleave_running\x18\x03 \x01(\x08\x12\x13\n\x0b\x65xt_unix_sk\x18\x04 \x01(\x08\x12\x17\n\x0ftcp_established\x18\x05 \x01(\x08\x12\x11\n\tshell_job\x18\x07 \x01(\x08\x12\x12\n\nfile_locks\x18\x08 \x01(\x08\x12\x11\n\tlog_level\x18\t \x01(\x05\x12\x10\n\x08log_file\x18\n \x01(\t\x12\x16\n\x0enotify_scripts\x18\x0c \x01(\x08\x12\x13\n\x0bwork_dir_fd\x18\x11 \x01(\x05\x12\x12\n\nlink_remap\x18\x12 \x01(\x08\x12)\n\ninherit_fd\x18\x1b \x03(\x0b\x32\x15.gpucr.criu.InheritFd\x12\x13\n\x0bghost_limit\x18# \x01(\r\x12\x0f\n\x07timeout\x18- \x01(\r\x12-\n\x0cnetwork_lock\x18@ \x01(\x0e\x32\x17.gpucr.criu.NetworkLock\x12\x14\n\x0cunprivileged\x18\x43 \x01(\x08\x12\x15\n\rleave_stopped\x18\x45 \x01(\x08\"\x17\n\x08Restored\x12\x0b\n\x03pid\x18\x01 \x02(\x05\"+\n\x0cNotification\x12\x0e\n\x06script\x18\x01 \x01(\t\x12\x0b\n\x03pid\x18\x02 \x01(\x05\"k\n\x07Request\x12%\n\x04type\x18\x01 \x02(\x0e\x32\x17.gpucr.criu.RequestType\x12!\n\x04opts\x18\x02 \x01(\x0b\x32\x13.gpucr.criu.Options\x12\x16\n\x0enotify_success\x18\x03 \x01(\x08\"\xb8\x01\n\x08Response\x12%\n\x04type\x18\x01 \x02(\x0e\x32\x17.gpucr.criu.RequestType\x12\x0f\n\x07success\x18\x02 \x02(\x08\x12%\n\x07restore\x18\x04 \x01(\x0b\x32\x14.gpucr.criu.Restored\x12(\n\x06notify\x18\x05 \x01(\x0b\x32\x18.gpucr.criu.Notification\x12\x10\n\x08\x63r_errno\x18\x07 \x01(\x05\x12\x11\n\tcr_errmsg\x18\t \x01(\t*;\n\x0bRequestType\x12\t\n\x05\x45MPTY\x10\x00\x12\x08\n\x04\x44UMP\x10\x01\x12\x0b\n\x07RESTORE\x10\x02\x12\n\n\x06NOTIFY\x10\x06*3\n\x0bNetworkLock\x12\x0c\n\x08IPTABLES\x10\x01\x12\x0c\n\x08NFTABLES\x10\x02\x12\x08\n\x04SKIP\x10\x03')
+DESCRIPTOR = _descriptor_pool.Default().AddSerializedFile(b'\n\x14gpucr/criu/rpc.proto\x12\ngpucr.criu\"$\n\tInheritFd\x12\x0b\n\x03key\x18\x01 \x02(\t\x12\n\n\x02\x66\x64\x18\x02 \x02(\x05\"\xe2\x03\n\x07Options\x12\x15\n\rimages_dir_fd\x18\x01 \x02(\x05\x12\x0b\n\x03pid\x18\x02 \x01(\x05\x12\x15\n\rleave_running\x18\x03 \x01(\x08\x12\x13\n\x0b\x65xt_unix_sk\x18\x04 \x01(\x08\x12\x17\n\x0ftcp_established\x18\x05 \x01(\x08\x12\x11\n\tshell_job\x18\x07 \x01(\x08\x12\x12\n\nfile_locks\x18\x08 \x01(\x08\x12\x11\n\tlog_level\x18\t \x01(\x05\x12\x10\n\x08log_file\x18\n \x01(\t\x12\x16\n\x0enotify_scripts\x18\x0c \x01(\x08\x12\x13\n\x0bwork_dir_fd\x18\x11 \x01(\x05\x12\x12\n\nlink_remap\x18\x12 \x01(\x08\x12)\n\ninherit_fd\x18\x1b \x03(\x0b\x32\x15.gpucr.criu.InheritFd\x12\x34\n\x13manage_cgroups_mode\x18\" \x01(\x0e\x32\x17.gpucr.criu.CgroupsMode\x12\x13\n\x0bghost_limit\x18# \x01(\r\x12\x0f\n\x07timeout\x18- \x01(\r\x12-\n\x0cnetwork_lock\x18@ \x01(\x0e\x32\x17.gpucr.criu.NetworkLock\x12\x14\n\x0cunprivileged\x18\x43 \x01(\x08\x12\x15\n\rleave_stopped\x18\x45 \x01(\x08\"\x17\n\x08Restored\x12\x0b\n\x03pid\x18\x01 \x02(\x05\"+\n\x0cNotification\x12\x0e\n\x06script\x18\x01 \x01(\t\x12\x0b\n\x03pid\x18\x02 \x01(\x05\"k\n\x07Request\x12%\n\x04type\x18\x01 \x02(\x0e\x32\x17.gpucr.criu.RequestType\x12!\n\x04opts\x18\x02 \x01(\x0b\x32\x13.gpucr.criu.Options\x12\x16\n\x0enotify_success\x18\x03 \x01(\x08\"\xb8\x01\n\x08Response\x12%\n\x04type\x18\x01 \x02(\x0e\x32\x17.gpucr.criu.RequestType\x12\x0f\n\x07success\x18\x02 \x02(\x08\x12%\n\x07restore\x18\x04 \x01(\x0b\x32\x14.gpucr.criu.Restored\x12(\n\x06notify\x18\x05 \x01(\x0b\x32\x18.gpucr.criu.Notification\x12\x10\n\x08\x63r_errno\x18\x07 \x01(\x05\x12\x11\n\tcr_errmsg\x18\t \x01(\t*;\n\x0bRequestType\x12\t\n\x05\x45MPTY\x10\x00\x12\x08\n\x04\x44UMP\x10\x01\x12\x0b\n\x07RESTORE\x10\x02\x12\n\n\x06NOTIFY\x10\x06*3\n\x0bNetworkLock\x12\x0c\n\x08IPTABLES\x10\x01\x12\x0c\n\x08NFTABLES\x10\x02\x12\x08\n\x04SKIP\x10\x03*!\n\x0b\x43groupsMode\x12\x12\n\x0e\x43GROUPS_IGNORE\x10\x00')
 
 _globals = globals()
 _builder.BuildMessageAndEnumDescriptors(DESCRIPTOR, _globals)
 _builder.BuildTopDescriptorsAndMessages(DESCRIPTOR, 'gpucr.criu.rpc_pb2', _globals)
 if _descriptor._USE_C_DESCRIPTORS == False:
   DESCRIPTOR._options = None
-  _globals['_REQUESTTYPE']._serialized_start=871
-  _globals['_REQUESTTYPE']._serialized_end=930
-  _globals['_NETWORKLOCK']._serialized_start=932
-  _globals['_NETWORKLOCK']._serialized_end=983
+  _globals['_REQUESTTYPE']._serialized_start=925
+  _globals['_REQUESTTYPE']._serialized_end=984
+  _globals['_NETWORKLOCK']._serialized_start=986
+  _globals['_NETWORKLOCK']._serialized_end=1037
+  _globals['_CGROUPSMODE']._serialized_start=1039
+  _globals['_CGROUPSMODE']._serialized_end=1072
   _globals['_INHERITFD']._serialized_start=36
   _globals['_INHERITFD']._serialized_end=72
   _globals['_OPTIONS']._serialized_start=75
-  _globals['_OPTIONS']._serialized_end=503
-  _globals['_RESTORED']._serialized_start=505
-  _globals['_RESTORED']._serialized_end=528
-  _globals['_NOTIFICATION']._serialized_start=530
-  _globals['_NOTIFICATION']._serialized_end=573
-  _globals['_REQUEST']._serialized_start=575
-  _globals['_REQUEST']._serialized_end=682
-  _globals['_RESPONSE']._serialized_start=685
-  _globals['_RESPONSE']._serialized_end=869
+  _globals['_OPTIONS']._serialized_end=557
+  _globals['_RESTORED']._serialized_start=559
+  _globals['_RESTORED']._serialized_end=582
+  _globals['_NOTIFICATION']._serialized_start=584
+  _globals['_NOTIFICATION']._serialized_end=627
+  _globals['_REQUEST']._serialized_start=629
+  _globals['_REQUEST']._serialized_end=736
+  _globals['_RESPONSE']._serialized_start=739
+  _globals['_RESPONSE']._serialized_end=923
 # @@protoc_insertion_point(module_scope)

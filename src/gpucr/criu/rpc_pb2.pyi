@@ -18,6 +18,10 @@ class NetworkLock(int, metaclass=_enum_type_wrapper.EnumTypeWrapper):
     IPTABLES: _ClassVar[NetworkLock]
     NFTABLES: _ClassVar[NetworkLock]
     SKIP: _ClassVar[NetworkLock]
+
+class CgroupsMode(int, metaclass=_enum_type_wrapper.EnumTypeWrapper):
+    __slots__ = ()
+    CGROUPS_IGNORE: _ClassVar[CgroupsMode]
 EMPTY: RequestType
 DUMP: RequestType
 RESTORE: RequestType
@@ -25,6 +29,7 @@ NOTIFY: RequestType
 IPTABLES: NetworkLock
 NFTABLES: NetworkLock
 SKIP: NetworkLock
+CGROUPS_IGNORE: CgroupsMode
 
 class InheritFd(_message.Message):
     __slots__ = ("key", "fd")
@@ -35,7 +40,7 @@ class InheritFd(_message.Message):
     def __init__(self, key: _Optional[str] = ..., fd: _Optional[int] = ...) -> None: ...
 
 class Options(_message.Message):
-    __slots__ = ("images_dir_fd", "pid", "leave_running", "ext_unix_sk", "tcp_established", "shell_job", "file_locks", "log_level", "log_file", "notify_scripts", "work_dir_fd", "link_remap", "inherit_fd", "ghost_limit", "timeout", "network_lock", "unprivileged", "leave_stopped")
+    __slots__ = ("images_dir_fd", "pid", "leave_running", "ext_unix_sk", "tcp_established", "shell_job", "file_locks", "log_level", "log_file", "notify_scripts", "work_dir_fd", "link_remap", "inherit_fd", "manage_cgroups_mode", "ghost_limit", "timeout", "network_lock", "unprivileged", "leave_stopped")
     IMAGES_DIR_FD_FIELD_NUMBER: _ClassVar[int]
     PID_FIELD_NUMBER: _ClassVar[int]
     LEAVE_RUNNING_FIELD_NUMBER: _ClassVar[int]
@@ -49,6 +54,7 @@ class Options(_message.Message):
     WORK_DIR_FD_FIELD_NUMBER: _ClassVar[int]
     LINK_REMAP_FIELD_NUMBER: _ClassVar[int]
     INHERIT_FD_FIELD_NUMBER: _ClassVar[int]
+    MANAGE_CGROUPS_MODE_FIELD_NUMBER: _ClassVar[int]
     GHOST_LIMIT_FIELD_NUMBER: _ClassVar[int]
     TIMEOUT_FIELD_NUMBER: _ClassVar[int]
     NETWORK_LOCK_FIELD_NUMBER: _ClassVar[int]
@@ -67,12 +73,13 @@ class Options(_message.Message):
     work_dir_fd: int
     link_remap: bool
     inherit_fd: _containers.RepeatedCompositeFieldContainer[InheritFd]
+    manage_cgroups_mode: CgroupsMode
     ghost_limit: int
     timeout: int
     network_lock: NetworkLock
     unprivileged: bool
     leave_stopped: bool
-    def __init__(self, images_dir_fd: _Optional[int] = ..., pid: _Optional[int] = ..., leave_running: bool = ..., ext_unix_sk: bool = ..., tcp_established: bool = ..., shell_job: bool = ..., file_locks: bool = ..., log_level: _Optional[int] = ..., log_file: _Optional[str] = ..., notify_scripts: bool = ..., work_dir_fd: _Optional[int] = ..., link_remap: bool = ..., inherit_fd: _Optional[_Iterable[_Union[InheritFd, _Mapping]]] = ..., ghost_limit: _Optional[int] = ..., timeout: _Optional[int] = ..., network_lock: _Optional[_Union[NetworkLock, str]] = ..., unprivileged: bool = ..., leave_stopped: bool = ...) -> None: ...
+    def __init__(self, images_dir_fd: _Optional[int] = ..., pid: _Optional[int] = ..., leave_running: bool = ..., ext_unix_sk: bool = ..., tcp_established: bool = ..., shell_job: bool = ..., file_locks: bool = ..., log_level: _Optional[int] = ..., log_file: _Optional[str] = ..., notify_scripts: bool = ..., work_dir_fd: _Optional[int] = ..., link_remap: bool = ..., inherit_fd: _Optional[_Iterable[_Union[InheritFd, _Mapping]]] = ..., manage_cgroups_mode: _Optional[_Union[CgroupsMode, str]] = ..., ghost_limit: _Optional[int] = ..., timeout: _Optional[int] = ..., network_lock: _Optional[_Union[NetworkLock, str]] = ..., unprivileged: bool = ..., leave_stopped: bool = ...) -> None: ...
 
 class Restored(_message.Message):
     __slots__ = ("pid",)
