@@ -11,6 +11,7 @@ def main() -> None:
     """Load the command line and run it. Where it cannot be loaded: exit code 4, or 130 after Ctrl-C."""
     gc.disable()  # until the command's modules are loaded, for nothing of them is garbage: a sixth of the start
     try:
+        _load_msgspec()
         from gpucr.cli.main import main as run
     except KeyboardInterrupt:
         _end(130, "interrupted", "nothing was done", "GPUCR-INTERRUPTED")
@@ -25,6 +26,19 @@ def main() -> None:
     except SystemExit as end:
         _end_at_once(end)
         raise
+
+
+def _load_msgspec() -> None:
+    """It would load all of typing_extensions, where that is, for names that `typing` has as well."""
+    import sys
+
+    if "typing_extensions" in sys.modules:
+        return
+    sys.modules["typing_extensions"] = None  # type: ignore[assignment]
+    try:
+        import msgspec  # noqa: F401
+    finally:
+        del sys.modules["typing_extensions"]
 
 
 def _end_at_once(end: SystemExit) -> None:

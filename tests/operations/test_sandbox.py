@@ -20,6 +20,7 @@ from gpucr.errors import CriuError, InvalidRequest, Unsupported
 from gpucr.jobs import sandbox, sandbox_steps
 from gpucr.jobs.record import JobRecord
 from gpucr.jobs.registered import registry
+from gpucr.jobs.sandbox import lookup
 from gpucr.jobs.sandbox_steps import plan_sandbox
 from gpucr.linux import process_records, processes
 from gpucr.linux.namespaces import namespace_id
@@ -349,6 +350,15 @@ def test_a_clone_takes_names_of_sockets_over_and_says_so(folder: Path, tmp_path:
 
 
 # --- a job that was in no sandbox, restored into one --------------------------------------------------------------
+
+
+def test_a_keeper_that_ends_while_copies_are_looked_for(
+    folder: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    lineage = lineage_of(Program(folder).record.pid)
+    assert len(sandbox.copies(lineage)) == 1
+    monkeypatch.setattr(lookup, "pids_of", lambda _pid: ())  # as of a process that has ended
+    assert sandbox.copies(lineage) == ()
 
 
 def test_isolated_only_by_the_restore(folder: Path, tmp_path: Path) -> None:

@@ -184,3 +184,30 @@ def test_what_others_can_change_is_not(place: Path, unsafe: Path) -> None:
     for path in (unsafe, unsafe / "file", theirs, place / "open", place / "link"):
         with pytest.raises(PermissionError, match="can change"):
             trusted_paths.require_ours(path)
+
+
+def test_a_folder_and_all_that_is_directly_in_it_is_ours_or_not(place: Path) -> None:
+    folder = place / "libraries"
+    (folder / "deeper").mkdir(parents=True)
+    for name in ("a", "b"):
+        (folder / name).touch(mode=0o644)
+    (folder / "link").symlink_to("a")
+    (folder / "to nothing").symlink_to("missing")
+    os.chown(folder / "deeper", OTHER, OTHER)
+    with pytest.raises(PermissionError, match="uid 65534 can change 'deeper'"):
+        trusted_paths.require_all_ours(folder)
+    os.chown(folder / "deeper", 0, 0)
+    trusted_paths.require_all_ours(folder)
+    (folder / "b").chmod(0o666)
+    with pytest.raises(PermissionError, match=r"every user .* can change 'b'"):
+        trusted_paths.require_all_ours(folder)
+    (folder / "b").chmod(0o644)
+    target = _theirs(place / "theirs") / "library"
+    target.touch()
+    (folder / "to theirs").symlink_to(target)
+    with pytest.raises(PermissionError, match="uid 65534 can change 'library'"):
+        trusted_paths.require_all_ours(folder)
+    (folder / "to theirs").unlink()
+    folder.chmod(0o777)
+    with pytest.raises(PermissionError, match="every user"):
+        trusted_paths.require_all_ours(folder)

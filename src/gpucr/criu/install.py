@@ -205,10 +205,7 @@ def _require_ours(command: tuple[str, ...], path: Path) -> None:
     try:
         for word in command:
             if word.startswith("/"):
-                trusted_paths.require_ours(word)
-                if os.path.isdir(word):
-                    for name in os.listdir(word):
-                        trusted_paths.require_ours(f"{word}/{name}")
+                (trusted_paths.require_all_ours if os.path.isdir(word) else trusted_paths.require_ours)(word)
     except OSError as e:
         raise CriuUnavailable(
             f"{path} is not run: {e.strerror}",

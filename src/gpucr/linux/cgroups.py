@@ -100,6 +100,8 @@ def _mounts(controller: str) -> Iterator[tuple[Literal[1, 2], tuple[PurePosixPat
     """
     for line in (PROC / "self" / "mountinfo").read_text(errors="surrogateescape").splitlines():
         before, _, after = line.partition(" - ")
+        if not after.startswith("cgroup"):
+            continue
         fields, (kind, _, options) = before.split(), after.split(maxsplit=2)
         root, top = PurePosixPath(_unescaped(fields[3])), Path(_unescaped(fields[4]))
         if kind == "cgroup2":

@@ -68,13 +68,8 @@ def read_stat(pid: int) -> Stat | None:
 
     The name may hold spaces and parentheses, so the fields are counted from the last ``)``.
     """
-    try:
-        file = os.open(f"{PROC}/{pid}/stat", os.O_RDONLY | os.O_CLOEXEC)  # by a tree for every process of the machine
-        try:
-            text = os.read(file, _MAX_STAT_BYTES)
-        finally:
-            os.close(file)
-    except (FileNotFoundError, ProcessLookupError):
+    text = _stat_text(pid)
+    if text is None:
         return None
     before, _, after = text.rpartition(b")")
     fields = after.decode("ascii").split()
@@ -87,6 +82,17 @@ def read_stat(pid: int) -> Stat | None:
         flags=int(fields[6]),
         start_time_ticks=int(fields[19]) - _clock_offset_ticks(),
     )
+
+
+def _stat_text(pid: int) -> bytes | None:
+    try:
+        file = os.open(f"{PROC}/{pid}/stat", os.O_RDONLY | os.O_CLOEXEC)  # by a tree for every process of the machine
+        try:
+            return os.read(file, _MAX_STAT_BYTES)
+        finally:
+            os.close(file)
+    except (FileNotFoundError, ProcessLookupError):
+        return None
 
 
 def _clock_offset_ticks() -> int:
@@ -211,9 +217,11 @@ def trees(root_pids: Iterable[int]) -> tuple[tuple[ProcessInfo, ...], ...]:
     """As `tree`, for several processes at once."""
     children: dict[int, list[int]] = {}
     for pid in all_pids():
-        stat = read_stat(pid)
-        if stat is not None and stat.status not in "ZX":
-            children.setdefault(stat.parent_pid, []).append(pid)
+        text = _stat_text(pid)
+        if text is not None:
+            status, parent_pid, _ = text[text.rindex(b")") + 1 :].split(None, 2)
+            if status not in b"ZX":
+                children.setdefault(int(parent_pid), []).append(pid)
     return tuple(_tree(root_pid, children) for root_pid in root_pids)
 
 

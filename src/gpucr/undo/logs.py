@@ -92,7 +92,9 @@ def _remove_left_behind(base: Path) -> None:
 
 
 def _marked(base: Path) -> list[Path]:
-    return [path for path in base.iterdir() if path.is_dir() and (path / _AT_WORK).exists()]
+    with os.scandir(base) as entries:  # there may be many, and each operation looks
+        names = [entry.name for entry in entries if entry.is_dir(follow_symlinks=False)]
+    return [base / name for name in names if os.path.exists(f"{base}/{name}/{_AT_WORK}")]
 
 
 def _is_in_use(folder: Path) -> bool:

@@ -126,7 +126,7 @@ def _tag_of(pid: int) -> Tag | None:
                 with (folder / "fd" / name).open("rb") as file:
                     found = label.decode(file.read(label.SIZE_BYTES))
                 # A child has the same file open until it becomes the job's program.
-                is_its_own = found is not None and found.keeper == pids_of(pid)[-1]
+                is_its_own = found is not None and pids_of(pid)[-1:] == (found.keeper,)  # none once it has ended
                 return found if is_its_own else None
     return None
 
