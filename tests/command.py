@@ -2,24 +2,60 @@
 
 from __future__ import annotations
 
+import atexit
+import functools
 import json
 import os
 import subprocess
 import sys
 from typing import Any
 
+from tests.loaded import Loaded
+
 TIMEOUT_S = 60
 
 
+@functools.cache
+def _loaded() -> Loaded:
+    loaded = Loaded()
+    atexit.register(loaded.close)
+    return loaded
+
+
 def run(*arguments: object, env: dict[str, str] | None = None) -> subprocess.CompletedProcess[str]:
-    """Run `gpucr ARGUMENTS` to its end. ``env`` is added to this process's environment."""
+    """Run `gpucr ARGUMENTS` to its end. ``env`` is added to this process's environment.
+
+    Where nothing speaks against it, it is a fork of a process that has loaded gpucr (`tests.loaded`).
+    """
+    environment = {**os.environ, **(env or {})}
+    if (loaded := _loaded()).fits(environment):
+        return loaded.run([str(argument) for argument in arguments], environment, TIMEOUT_S)
     return subprocess.run(
         command(*arguments),
-        env={**os.environ, **(env or {})},
+        env=environment,
         stdin=subprocess.DEVNULL,
         capture_output=True,
         text=True,
         timeout=TIMEOUT_S,
+        check=False,
+    )
+
+
+def python(
+    code: str, *arguments: object, env: dict[str, str] | None = None, timeout_s: float = TIMEOUT_S
+) -> subprocess.CompletedProcess[str]:
+    """Run Python code that works with gpucr, in a process of its own, to its end. Like `run`."""
+    environment = {**os.environ, **(env or {})}
+    words = [str(argument) for argument in arguments]
+    if (loaded := _loaded()).fits(environment):
+        return loaded.run(words, environment, timeout_s, code=code)
+    return subprocess.run(
+        [sys.executable, "-c", code, *words],
+        env=environment,
+        stdin=subprocess.DEVNULL,
+        capture_output=True,
+        text=True,
+        timeout=timeout_s,
         check=False,
     )
 

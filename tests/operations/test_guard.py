@@ -35,6 +35,7 @@ from gpucr.undo.guard import Guard
 from gpucr.undo.logs import append_to_log
 from gpucr.undo.protection import Protection
 from gpucr.undo.recovery import Action, Record, decode, encode, entry, load
+from tests import command
 from tests.conftest import skip_or_fail
 from tests.counter import Counter, CounterFactory, processes_of_this_test, wait_until
 from tests.docs.pages import SOURCES
@@ -129,16 +130,8 @@ def operation(tmp_path: Path) -> Iterator[Operation]:
     started: list[ProcessId] = []
 
     def run(pid: int, *code: str, wait: bool = True) -> int:
-        source = str(Path(guards.__file__).parents[2])
-        done = subprocess.run(
-            [sys.executable, "-c", _PRELUDE + "".join(map(textwrap.dedent, code)), str(pid), str(tmp_path / "s")],
-            env={**os.environ, "PYTHONPATH": source},
-            stdout=subprocess.PIPE,
-            text=True,
-            timeout=60,
-            check=False,
-        )
-        assert done.returncode == -signal.SIGKILL
+        done = command.python(_PRELUDE + "".join(map(textwrap.dedent, code)), pid, tmp_path / "s")
+        assert done.returncode == -signal.SIGKILL, done.stderr
         guard = ProcessId(int(done.stdout.split()[0]), 0)
         found = processes.read_stat(guard.pid)
         started.append(ProcessId(guard.pid, found.start_time_ticks if found is not None else 0))
@@ -532,7 +525,8 @@ def test_device_memory_waits_until_it_can_be_put_back(
     import ctypes, subprocess
     code = "import ctypes, signal, sys; seize = 0x4206; libc = ctypes.CDLL(None)\\n"
     code += "print(libc.ptrace(seize, int(sys.argv[1]), None, None), flush=True); signal.pause()"
-    debugger = subprocess.Popen([sys.executable, "-c", code, str(free[pid])], stdout=subprocess.PIPE, text=True)
+    command = [sys.executable, "-c", code, str(free[pid])]
+    debugger = subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.DEVNULL, text=True)
     assert debugger.stdout.readline() == "0\\n"
     die()
     """

@@ -2,10 +2,7 @@
 
 from __future__ import annotations
 
-import os
 import signal
-import subprocess
-import sys
 from pathlib import Path
 
 import pytest
@@ -14,6 +11,7 @@ import gpucr
 from gpucr.driver.cuda import CudaDriver
 from gpucr.interposer.library import installed, preload_path
 from gpucr.model import CudaState
+from tests.command import python
 from tests.counter import Counter, CounterFactory, wait_until
 from tests.operations.test_killed import is_claimed, is_unharmed
 
@@ -49,11 +47,8 @@ def job(counter: CounterFactory, sim_only: None, tmp_path: Path) -> Counter:
 
 
 def killed(when: str, call: str, operation: str, *words: object) -> None:
-    done = subprocess.run(
-        [sys.executable, "-c", KILLER, when, *call.split("."), operation, *map(str, words)],
-        check=False, capture_output=True, timeout=60, env={**os.environ},
-    )  # fmt: skip
-    assert done.returncode == -signal.SIGKILL, done.stderr.decode()
+    done = python(KILLER, when, *call.split("."), operation, *words)
+    assert done.returncode == -signal.SIGKILL, done.stderr
 
 
 def wait_for_guard(pids: list[int]) -> None:

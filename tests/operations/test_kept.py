@@ -21,6 +21,7 @@ from gpucr.linux import processes
 from gpucr.operations import launch
 from gpucr.sim import build as simulator
 from gpucr.undo.events import Progress
+from tests.command import python
 from tests.counter import CounterFactory, processes_in, wait_until
 from tests.operations.test_killed import killed
 from tests.sandboxed import SandboxedCounter, end_all_in, start_counter, wait_ready
@@ -73,9 +74,8 @@ def parent_of(pid: int) -> int:
 
 def run_and_be_killed(code: str, *arguments: object) -> None:
     """Run Python that ends by SIGKILL."""
-    words = [sys.executable, "-c", "import os, signal, sys, gpucr\n" + code, *map(str, arguments)]
-    done = subprocess.run(words, check=False, capture_output=True, timeout=60)
-    assert done.returncode == -signal.SIGKILL, done.stderr.decode()
+    done = python("import os, signal, sys, gpucr\n" + code, *arguments)
+    assert done.returncode == -signal.SIGKILL, done.stderr
 
 
 KILLED_AFTER = """

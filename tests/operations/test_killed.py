@@ -4,8 +4,6 @@ from __future__ import annotations
 
 import os
 import signal
-import subprocess
-import sys
 from pathlib import Path
 
 import pytest
@@ -20,6 +18,7 @@ from gpucr.linux.ptrace import TracedThread
 from gpucr.linux.tmpfs import StagingFile
 from gpucr.model import CudaState
 from gpucr.operations.dump import plan_dump
+from tests.command import python
 from tests.counter import Counter, CounterFactory, wait_until
 
 RUNNING, CHECKPOINTED = CudaState.RUNNING, CudaState.CHECKPOINTED
@@ -40,10 +39,8 @@ getattr(gpucr, operation)(target, *arguments[1:], on_progress=listen, **options)
 
 def killed(event: str, phase: str, *command: object) -> None:
     """Run an operation in a process of its own, which is killed when the phase begins or ends."""
-    done = subprocess.run(
-        [sys.executable, "-c", KILLER, event, phase, *map(str, command)], check=False, capture_output=True, timeout=60
-    )
-    assert done.returncode == -signal.SIGKILL, done.stderr.decode()
+    done = python(KILLER, event, phase, *command)
+    assert done.returncode == -signal.SIGKILL, done.stderr
 
 
 def is_unharmed(job: Counter) -> bool:
@@ -134,10 +131,8 @@ def test_with_the_staging_file_open_in_the_process_or_on_its_way(
     job = counter("--mib", "16")
     pids, before = job.processes(), _open(job.pid)
     arguments = [point, operation, str(job.pid), *([str(tmp_path / "s")] if operation == "dump" else [])]
-    done = subprocess.run(
-        [sys.executable, "-c", KILLED_IN_THE_CALL, *arguments], check=False, capture_output=True, timeout=60
-    )
-    assert done.returncode == -signal.SIGKILL, done.stderr.decode()
+    done = python(KILLED_IN_THE_CALL, *arguments)
+    assert done.returncode == -signal.SIGKILL, done.stderr
     assert_goes_on(job, driver, pids, 101)
     assert _open(job.pid).keys() == before.keys()
     gpucr.dump(job.pid, tmp_path / "t")

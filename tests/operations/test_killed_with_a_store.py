@@ -5,8 +5,6 @@ from __future__ import annotations
 import itertools
 import os
 import signal
-import subprocess
-import sys
 from collections.abc import Iterator
 from pathlib import Path
 
@@ -17,6 +15,7 @@ from gpucr.driver.cuda import CudaDriver
 from gpucr.snapshot import working_folder
 from gpucr.store import writers
 from gpucr.store.local import LocalBackend
+from tests.command import python
 from tests.counter import CounterFactory, wait_until
 from tests.operations.test_killed import DUMP_PHASES, THAW_PHASES, assert_goes_on, is_claimed, killed
 from tests.storm import sample
@@ -116,13 +115,8 @@ def test_around_the_commit(counter: CounterFactory, driver: CudaDriver, store: P
     assert job.ask() == 101
     job_memory = counter("--mib", "32")  # other content than what the store has
     target = job_memory if moment == "in the middle of a pack" else job
-    done = subprocess.run(
-        [sys.executable, "-c", KILLER, moment, str(target.pid), str(store)],
-        check=False,
-        capture_output=True,
-        timeout=60,
-    )
-    assert done.returncode == -signal.SIGKILL, done.stderr.decode()
+    done = python(KILLER, moment, target.pid, store)
+    assert done.returncode == -signal.SIGKILL, done.stderr
     if target is job:
         assert_goes_on(job, driver, pids, 102)
     else:

@@ -373,8 +373,7 @@ else:
 
 
 def die_in(what: str, event: str, phase: str, place: Path, *pids: int) -> None:
-    arguments = [sys.executable, "-c", KILLED, what, event, phase, str(place), *map(str, pids)]
-    done = subprocess.run(arguments, timeout=60, check=False, capture_output=True, text=True)
+    done = command.python(KILLED, what, event, phase, place, *pids)
     assert done.returncode == -signal.SIGKILL, done.stderr
 
 
@@ -403,8 +402,7 @@ def half(ids, *rest):
     os.kill(os.getpid(), signal.SIGKILL)
 processes.kill_and_wait = half
 {KILLED}"""
-    pids = [str(job.pid) for job in two]
-    subprocess.run([sys.executable, "-c", code, "dump", "", "", str(tmp_path / "s"), *pids], timeout=60, check=False)
+    command.python(code, "dump", "", "", tmp_path / "s", *(job.pid for job in two))
     wait_until(lambda: not any(job.processes() for job in two), "the guard to end the rest")
     for job in two:
         job.reap()

@@ -15,6 +15,7 @@ import pytest
 import gpucr
 from gpucr.driver.cuda import CudaDriver
 from gpucr.model import CudaState
+from tests.command import python
 from tests.counter import Counter, CounterFactory, wait_until
 from tests.operations.stepping import StartJob
 from tests.operations.test_killed import DUMP_PHASES, THAW_PHASES, is_claimed, is_unharmed
@@ -84,14 +85,7 @@ def last_moments(turn: int, *more: Moment) -> list[Moment]:
 
 def send_at(moment: Moment, numbers: tuple[int, ...], *arguments: object) -> subprocess.CompletedProcess[str]:
     """Run `gpucr ARGUMENTS` to its end, with these signals at that moment."""
-    return subprocess.run(
-        [sys.executable, "-c", AT, *moment, ",".join(map(str, numbers)), *map(str, arguments)],
-        stdin=subprocess.DEVNULL,
-        capture_output=True,
-        text=True,
-        timeout=120,
-        check=False,
-    )
+    return python(AT, *moment, ",".join(map(str, numbers)), *arguments, timeout_s=120)
 
 
 def run_signalled(moment: Moment, numbers: tuple[int, ...], *arguments: object) -> subprocess.CompletedProcess[str]:
