@@ -2,25 +2,39 @@
 
 from __future__ import annotations
 
+import json
 import os
 import signal
 import sys
+from collections.abc import Sequence
 from functools import partial
 from pathlib import Path
+from typing import Any
 
 import pytest
-from click.testing import CliRunner
+from click.testing import CliRunner, Result
 
 import gpucr
 from gpucr.cli import main
 from gpucr.cli.output import JsonWanted
 from gpucr.driver.gpus import list_gpus
 from gpucr.jobs.registered import registry
-from tests import command
 from tests.borrow.jobs import Machine, counter_command, phase, waits
 from tests.counter import DEADLINE_S, CounterFactory, wait_until
 
 pytestmark = pytest.mark.root
+
+
+def refusal(kind: type[gpucr.GpucrError], command_line: Sequence[str] = ("true",), **options: Any) -> gpucr.GpucrError:
+    """What a borrower of GPU 0 that cannot run has raised."""
+    with pytest.raises(kind) as caught:
+        gpucr.borrow_gpus(command_line, "0", isolate=False, **options)
+    return caught.value
+
+
+def run_here(*arguments: str) -> Result:
+    """The command in this process."""
+    return CliRunner().invoke(main.command, arguments, obj=JsonWanted())
 
 
 def names_on_gpus() -> set[str | None]:
@@ -44,15 +58,16 @@ def test_jobs_of_a_lower_priority_make_room_and_come_back(shared: Machine) -> No
     shared.wait_runs("eval")
     assert [job.state for job in (low, lower, other)] == ["suspended", "suspended", "running"]
     assert (low.gpus(), lower.gpus(), other.gpus()) == (set(), set(), {1})
-    found = command.run_json("borrow", "--list")
+    found = json.loads(run_here("borrow", "--list", "--json").stdout)
     assert [(each["name"], each["phase"], each["waits_for"]) for each in found["borrowers"]] == [
         ("borrow-1", "running", [])
     ]
     assert {each["name"]: each["waits_for"] for each in found["lent"]} == {"low": ["borrow-1"], "lower": ["borrow-1"]}
-    assert {job["name"]: (job["priority"], job["lent"]) for job in command.run_json("jobs")["jobs"]} == {
+    listed = json.loads(run_here("jobs", "--json").stdout)["jobs"]
+    assert {job["name"]: (job["priority"], job["lent"]) for job in listed} == {
         "borrow-1": (10, False), "low": (9, True), "lower": (0, True), "o": (100, False),
     }  # fmt: skip
-    heading, _, *rows = command.run("jobs").stdout.splitlines()
+    heading, _, *rows = run_here("jobs").stdout.splitlines()
     assert ("LENT TO" in heading, [row.split().count("borrow-1") for row in rows]) == (True, [1, 1, 0])
     assert gpucr.resume_jobs(gpus="0") == (), "they are not its jobs to resume"
     shared.let_go("eval")
@@ -65,8 +80,7 @@ def test_jobs_of_a_lower_priority_make_room_and_come_back(shared: Machine) -> No
 
 def test_a_job_of_a_higher_priority_is_waited_for(shared: Machine) -> None:
     low, _ = shared.job("low"), shared.job("high", priority=10)
-    refused = command.run("borrow", "--gpu", "0", "--priority", "10", "--no-wait", "--", "true")
-    assert (refused.returncode, "GPUCR-BORROW-BUSY" in refused.stderr) == (3, True)
+    assert refusal(gpucr.Unsupported, priority=10, wait=False).code == "GPUCR-BORROW-BUSY"
     borrower = shared.borrow(*shared.until("eval"))
     wait_until(lambda: phase() is not None, "the borrower")
     assert waits() == {"borrow-1": ("high",)}
@@ -103,16 +117,14 @@ def test_a_command_that_handles_a_signal_has_its_own_exit_code(shared: Machine) 
 def test_what_the_command_leaves_behind_is_ended(shared: Machine) -> None:
     job = shared.job("train")
     left = 'sleep 600 & echo $! > "$0-left"; exit 0'
-    borrower = shared.borrow("--", "sh", "-c", left, str(shared.folder / "eval"))
-    assert borrower.wait(DEADLINE_S) == 0
+    assert gpucr.borrow_gpus(["sh", "-c", left, str(shared.folder / "eval")], "0", isolate=False) == 0
     assert not Path(f"/proc/{(shared.folder / 'eval-left').read_text().strip()}").exists()
     assert job.ask() == 101
 
 
 def test_a_program_that_is_not_there(shared: Machine) -> None:
     job = shared.job("train")
-    done = command.run("borrow", "--gpu", "0", "--", "/no/such/program")
-    assert (done.returncode, "GPUCR-NO-PROGRAM" in done.stderr) == (2, True)
+    assert refusal(gpucr.InvalidRequest, ["/no/such/program"]).code == "GPUCR-NO-PROGRAM"
     assert (job.state, job.ask()) == ("running", 101)
 
 
@@ -132,9 +144,7 @@ def test_a_signal_while_jobs_make_room_undoes_it(shared: Machine, tmp_path: Path
 
 def test_one_that_cannot_make_room_has_all_come_back(shared: Machine) -> None:
     first, second = shared.job("first", priority=5), shared.job("second", faults="checkpoint=999")
-    done = command.run("borrow", "--gpu", "0", "--", "true")
-    assert (done.returncode, "GPUCR-DRIVER" in done.stderr) == (1, True), done.stderr
-    assert "the job second: " in done.stderr
+    assert refusal(gpucr.DriverError).message.startswith("the job second: ")
     assert (first.ask(), second.ask()) == (101, 101)
     assert waits() == {}
 
@@ -143,21 +153,19 @@ def test_what_cannot_be_suspended_is_refused_before_anything(shared: Machine) ->
     first, second = shared.job("first", priority=5), shared.job("second")
     pid = second.record.pid
     os.kill(pid, signal.SIGSTOP)
-    done = command.run("borrow", "--gpu", "0", "--", "true")
+    lines: list[str] = []
+    assert refusal(gpucr.Unsupported, say=lines.append).message.startswith("the job second: ")
     os.kill(pid, signal.SIGCONT)
-    assert done.returncode == 3, done.stderr
-    assert "the job second: " in done.stderr
-    assert "made room" not in done.stderr
+    assert lines == []
     assert (first.ask(), second.ask()) == (101, 101)
 
 
 def test_processes_that_gpucr_did_not_start_are_not_asked(shared: Machine, counter: CounterFactory) -> None:
     job, stranger = shared.job("train"), counter("--mib", "1")
-    done = command.run("borrow", "--gpu", "0", "--", "true")
-    assert (done.returncode, "GPUCR-BORROW-STRANGER" in done.stderr) == (3, True)
-    assert str(stranger.pid) in done.stderr
+    refused = refusal(gpucr.Unsupported)
+    assert (refused.code, str(stranger.pid) in refused.message) == ("GPUCR-BORROW-STRANGER", True)
     assert (job.ask(), stranger.ask()) == (101, 101)
-    assert command.run("borrow", "--gpu", "1", "--", "true").returncode == 0
+    assert gpucr.borrow_gpus(["true"], "1", isolate=False) == 0
 
 
 def test_a_job_that_ends_meanwhile(shared: Machine) -> None:
@@ -174,8 +182,7 @@ def test_a_job_that_ends_meanwhile(shared: Machine) -> None:
 
 def test_a_job_that_is_lost_while_it_makes_room(shared: Machine) -> None:
     first, lost = shared.job("first", priority=5), shared.job("lost", faults="checkpoint=die")
-    done = command.run("borrow", "--gpu", "0", "--no-isolate", "--", *shared.until("eval")[1:])
-    assert (done.returncode, "GPUCR-JOB-DAMAGED" in done.stderr) == (10, True), done.stderr
+    refusal(gpucr.JobDamaged, shared.until("eval")[1:])
     assert (first.ask(), lost.is_lent, shared.runs("eval")) == (101, False, False)
 
 
@@ -253,7 +260,7 @@ def test_three_in_line(shared: Machine) -> None:
     ],
 )
 def test_bad_input(machine: list[str], arguments: tuple[str, ...], why: str) -> None:
-    done = CliRunner().invoke(main.command, ["borrow", *arguments], obj=JsonWanted())
+    done = run_here("borrow", *arguments)
     said = str(done.exception) if isinstance(done.exception, gpucr.GpucrError) else done.output
     assert why in said
     assert isinstance(done.exception, gpucr.InvalidRequest) or done.exit_code == 2

@@ -19,8 +19,7 @@ from gpucr.borrow import ledger
 from gpucr.cli import main
 from gpucr.cli.output import JsonWanted
 from gpucr.jobs.registered import registry
-from tests import command
-from tests.borrow.jobs import Machine, SharedJob, guards, kill_guards, phase, waits
+from tests.borrow.jobs import Machine, SharedJob, counter_command, guards, kill_guards, phase, waits
 from tests.counter import DEADLINE_S, wait_until
 
 pytestmark = pytest.mark.root
@@ -97,9 +96,8 @@ def test_killed_with_its_guard_the_next_command_does_their_work(
         "borrow": ("borrow", "--gpu", "1", "--no-isolate", "--", "true"),
         "supervise": ("supervise", "--all"),
     }
-    done = command.run(*words[next_command])
-    assert done.returncode == 0, done.stderr
-    assert "train is back" in done.stderr
+    done = CliRunner().invoke(main.command, words[next_command], obj=JsonWanted())
+    assert (done.exit_code, "train is back" in done.stderr) == (0, True), done.output
     assert (job.ask(), waits()) == (101, {})
 
 
@@ -173,9 +171,8 @@ def test_after_a_reboot_dumped_jobs_come_back(shared: Machine, tmp_path: Path) -
     _reboot()
     states = {each.name: each.state for each in gpucr.list_borrowed().lent}
     assert (states["dumped"], states["kept"] in ("lost", "ended")) == ("dumped", True)
-    done = command.run("borrow", "--recover")
-    assert done.returncode == 0, done.stderr
-    assert "kept has ended while its GPUs were lent" in done.stderr
+    done = CliRunner().invoke(main.command, ["borrow", "--recover"], obj=JsonWanted())
+    assert (done.exit_code, "kept has ended while its GPUs were lent" in done.stderr) == (0, True), done.output
     assert (dumped.ask(), waits()) == (101, {})
     assert list((tmp_path / "snapshots").iterdir()) == []
 
@@ -189,3 +186,21 @@ def test_a_damaged_record(machine: list[str]) -> None:
         with pytest.raises(gpucr.InvalidRequest, match=str(path)) as caught:
             gpucr.list_borrowed()
         assert caught.value.code == "GPUCR-BORROW-DAMAGED"
+
+
+def test_a_borrower_is_killed_that_was_borrowed_from(shared: Machine) -> None:
+    train = shared.job("train")
+    first = shared.borrow("--", *counter_command())
+    wait_until(lambda: _is_on_gpu("borrow-1"), "the first command")
+    second = shared.borrow(*shared.until("b"), priority=20)
+    shared.wait_runs("b")
+    kill(first)
+    wait_until(lambda: phase("borrow-1") is None, _guard_log)
+    assert (train.state, waits()) == ("suspended", {"borrow-2": (), "train": ("borrow-2",)})
+    shared.let_go("b")
+    assert second.wait(DEADLINE_S) == 7
+    assert train.ask() == 101
+
+
+def _is_on_gpu(name: str) -> bool:
+    return any(job.name == name and job.device_bytes for job in gpucr.list_gpu_jobs())

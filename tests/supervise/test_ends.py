@@ -9,10 +9,12 @@ from pathlib import Path
 import pytest
 
 import gpucr
+from gpucr.batch.contract import _exit_code
 from gpucr.jobs.record import JobRecord
 from gpucr.jobs.registered import registry
 from gpucr.linux import processes
 from gpucr.supervise.folder import SupervisedFolder
+from gpucr.supervise.job import RegisteredJob
 from tests import command
 from tests.counter import wait_until
 from tests.sandboxed import end_all_in, start_counter
@@ -125,3 +127,18 @@ def test_a_list_shows_device_memory_and_what_a_snapshot_is_of(sim_only: None, tm
         assert len(listed["gpu_models"]) == 1
         assert listed["gpu_models"][0] in command.run("ls", store).stdout
     end_all_in(tmp_path)
+
+
+def test_a_job_that_was_dumped_for_a_borrower_has_not_ended() -> None:
+    record = _start("sleep", "600")
+    processes.kill_and_wait([record.root])
+    wait_until(lambda: registry().find("train").state.word == "ended", "the end")
+    registry().update(record, dumped=True, lent=gpucr.Lent(("GPU-1",)))
+    assert registry().find("train").state.word == "dumped"
+    with pytest.raises(gpucr.DeadlineExceeded, match="made room"):
+        gpucr.wait_job("train", timeout_s=0.01)
+    assert RegisteredJob("train", gpucr.Supervision(store="/store"), None).look().word == "lent"
+    assert _exit_code("train", dumped=99) is None
+    registry().update(record, lent=None)
+    assert gpucr.wait_job("train").word == "dumped"
+    assert _exit_code("train", dumped=99) == 99

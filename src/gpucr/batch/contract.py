@@ -204,6 +204,7 @@ class _Run:
         try:
             descriptor = os.pidfd_open(record.pid)
         except ProcessLookupError:
+            time.sleep(_LOOK_EVERY_S if _exit_code(record.name, dumped=self._job.requeue_exit) is None else 0)
             return
         try:
             select.select([descriptor], [], [], _LOOK_EVERY_S)
@@ -275,9 +276,10 @@ def _record(name: str) -> JobRecord:
 def _exit_code(name: str, *, dumped: int) -> int | None:
     """How the job ended; None: it has not. ``dumped``: somebody else has dumped it."""
     with registry_in_use():
-        state = registry().find(name).state
-    if state.word in ("running", "suspended"):
-        return None
+        found = registry().find(name)
+    state = found.state
+    if state.word in ("running", "suspended") or (found.record is not None and found.record.lent is not None):
+        return None  # what was dumped for a borrower comes back
     if state.word == "dumped":
         return dumped
     if state.signal is not None:

@@ -217,8 +217,11 @@ class _Borrower:
     def _print(self) -> None:
         with contextlib.suppress(OSError, GpucrError):  # nobody reads it, or the log is gone: the command runs on
             for piece in job_log(self._me.name, follow=True):
-                sys.stdout.buffer.write(piece)
-                sys.stdout.buffer.flush()
+                if hasattr(sys.stdout, "buffer"):
+                    sys.stdout.buffer.write(piece)
+                else:  # a notebook's
+                    sys.stdout.write(piece.decode(errors="replace"))
+                sys.stdout.flush()
 
     # --- the way back ----------------------------------------------------------------------------------------------
 

@@ -9,7 +9,7 @@ from msgspec import Struct
 
 from gpucr.borrow import ledger, policy
 from gpucr.borrow.ledger import Borrowing
-from gpucr.borrow.lend import Say, bring_back, lent_jobs, look
+from gpucr.borrow.lend import Say, bring_back, lent_jobs, look, note_back
 from gpucr.errors import GpucrError, InvalidRequest
 from gpucr.jobs.registered import registry
 from gpucr.operations.end_job import end_job, end_processes
@@ -71,7 +71,10 @@ def recover(say: Say) -> Settled:
 
 
 def end_command(name: str) -> None:
-    """End a borrower's command, if it runs. Raises JobDamaged where a process hangs in the kernel."""
+    """End a borrower's command, if it runs. Its snapshot, if it has made room itself, is left to whoever wants it.
+
+    Raises JobDamaged where a process hangs in the kernel.
+    """
     listed = registry().look(name)
     if listed is None or listed.record is None:
         return
@@ -80,6 +83,7 @@ def end_command(name: str) -> None:
             end_job(name)
     elif listed.state.word in ("ended", "lost"):
         end_processes(listed.record)
+    note_back(name)
 
 
 def _there() -> Sequence[Borrowing]:

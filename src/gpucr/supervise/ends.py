@@ -53,6 +53,12 @@ def wait_job(job: int | str, *, timeout_s: float | None = None, cancel: Cancella
     while True:
         left_s = None if end is None else max(0.0, end - time.monotonic())
         state = await_end(name, timeout_s=left_s, cancel=cancel)
+        listed = find_by_pid_or_name(name)
+        if state.word == "dumped" and listed.record is not None and listed.record.lent is not None:
+            if end is not None and time.monotonic() > end:
+                raise DeadlineExceeded(f"the job {name} has made room for a borrower", hint="wait longer")
+            time.sleep(_POLL_S)  # it comes back
+            continue
         with contextlib.suppress(InvalidRequest):  # it was never supervised, or what is kept of it is damaged
             if folder.state().phase in UNFINISHED and folder.supervisor() is not None:
                 if end is not None and time.monotonic() > end:
