@@ -155,7 +155,8 @@ class Round:
         self._results.add(self._tool.name, what, seconds)
         self._results.memory.setdefault(f"{self._tool.name} {what}", []).append(taken[0])
         whole = f"in all {wall_s:.3f} s, with {taken[0] / 2**30:.2f} GiB of host memory"
-        say(f"{self._tool.name}: {what} {seconds:.3f} s ({whole})")
+        phases = ", ".join(f"{each.name} {each.seconds:.2f}" for each in outcome.phases if each.seconds >= 0.005)
+        say(f"{self._tool.name}: {what} {seconds:.3f} s ({whole}{': ' if phases else ''}{phases})")
 
 
 @contextlib.contextmanager
