@@ -368,6 +368,8 @@ def command(
             )
             for prefix, place, _, _ in parts
         }
+        for name, each in limits.items():  # now, for a run that is cut off
+            say(f"{name}: writes {each.disk_write / 2**30:.2f} GiB/s, reads {each.disk_read / 2**30:.2f} GiB/s")
         say("a small round first, which is not counted")
         small = _measure(tools, program, WARM_UP_GIB, disk, wanted, 1, limit_s)
         results = Results(failures=[f"small round: {failure}" for failure in small.failures])
