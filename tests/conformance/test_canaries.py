@@ -32,7 +32,7 @@ def measured(driver: CudaDriver, name: str) -> CanaryResult:
     return result
 
 
-@pytest.mark.parametrize("name", ["plain", "streams_and_graphs", "pinned", "shared_memory_ranks"])
+@pytest.mark.parametrize("name", ["plain", "streams_and_graphs", "pinned", "shared_memory_ranks", "interposer"])
 def test_what_every_driver_brings_back(driver: CudaDriver, name: str) -> None:
     result = measured(driver, name)
     assert (result.outcome, result.detail) == (CanaryOutcome.COMES_BACK, "")

@@ -11,10 +11,15 @@ import pytest
 import gpucr
 from gpucr import CanaryOutcome
 from gpucr.diagnosis import probe as operation
-from gpucr.diagnosis.canaries import canary, prober
+from gpucr.diagnosis.canaries import canary, interposed, prober
 from gpucr.diagnosis.canaries.results import WHAT, CanaryResult
 from gpucr.driver import gpus
 from gpucr.driver.cuda import CudaDriver, load_driver
+from gpucr.errors import BrokenInstall
+from gpucr.interposer import library
+from gpucr.interposer.client import Agent
+from gpucr.interposer.protocol import Code, Operation, Refused
+from gpucr.interposer.vault import VaultFailed
 from gpucr.linux import processes
 from tests.counter import processes_of_this_test, wait_until
 
@@ -148,6 +153,44 @@ def test_faults_of_the_driver(
     assert result.detail
     if code is not None:
         assert result.result == code
+
+
+@pytest.mark.parametrize(
+    ("call", "outcome", "action"),
+    [("close_gate", REFUSED, "gate"), ("drop", LOST, "take out"), ("give_back", LOST, "give back")],
+)
+def test_an_interposer_that_refuses(
+    driver: CudaDriver, sim: pytest.MonkeyPatch, call: str, outcome: CanaryOutcome, action: str
+) -> None:
+    def refuse(*_: object, **__: object) -> None:
+        raise Refused(Operation.DROP, Code.NO_MEMORY)
+
+    sim.setattr(Agent, call, refuse)
+    result = measure(driver, "interposer")
+    assert (result.outcome, result.action) == (outcome, action)
+    assert "no memory" in result.detail
+    assert no_canary_is_left()
+
+
+def test_without_an_interposer_it_is_not_possible(driver: CudaDriver, sim: pytest.MonkeyPatch) -> None:
+    def broken() -> Path:
+        raise BrokenInstall("there is no compiler", hint="install one", code="GPUCR-NO-INTERPOSER")
+
+    sim.setattr(library, "installed", broken)
+    result = measure(driver, "interposer")
+    assert (result.outcome, result.detail) == (
+        NOT_POSSIBLE, "the canary could not be started: there is no compiler",
+    )  # fmt: skip
+
+
+def test_a_vault_that_does_not_start(driver: CudaDriver, sim: pytest.MonkeyPatch) -> None:
+    def fail(*_: object) -> None:
+        raise VaultFailed("cuInit gave 2 in gpucr's own process")
+
+    sim.setattr(interposed, "Vault", fail)
+    result = measure(driver, "interposer")
+    assert (result.outcome, result.detail) == (NOT_POSSIBLE, "cuInit gave 2 in gpucr's own process")
+    assert no_canary_is_left()
 
 
 @pytest.mark.parametrize("faults", ["lock=hang", "checkpoint=hang", "restore=hang", "unlock=hang"])

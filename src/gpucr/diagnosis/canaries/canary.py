@@ -13,6 +13,8 @@ from pathlib import Path
 from types import TracebackType
 
 from gpucr.diagnosis.canaries.programs.cuda import Impossible
+from gpucr.errors import BrokenInstall
+from gpucr.interposer import library
 from gpucr.linux import processes
 
 _LINE_LIMIT_BYTES = 1 << 14
@@ -21,6 +23,10 @@ _BOOTSTRAP = (
     "import runpy, sys; name = sys.argv[1]; sys.path[:0] = sys.argv[2:]; sys.argv[1:] = [name]; "
     "runpy.run_module('gpucr.diagnosis.canaries.programs', run_name='__main__')"
 )
+
+
+INTERPOSED = "interposer"
+"""The canary that is started with gpucr's interposer."""
 
 
 class DidNotStart(Exception):
@@ -52,7 +58,12 @@ class Canary:
                 stderr=subprocess.DEVNULL,
                 start_new_session=True,
                 cwd="/",
+                env=_environment(name),
             )
+        except BrokenInstall as e:
+            for fd in (self._input, self._output):
+                os.close(fd)
+            raise DidNotStart(e.message) from e
         except OSError as e:
             for fd in (self._input, self._output):
                 os.close(fd)
@@ -114,6 +125,12 @@ class Canary:
         self._process.wait()
         os.close(self._input)
         os.close(self._output)
+
+
+def _environment(name: str) -> dict[str, str] | None:
+    if name != INTERPOSED:
+        return None
+    return library.preloaded(os.environ, library.preload_path(library.installed()))
 
 
 def _pipe_to_child() -> tuple[int, int]:

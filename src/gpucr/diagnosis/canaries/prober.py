@@ -15,17 +15,19 @@ from collections.abc import Callable, Iterator, Sequence
 from msgspec import Struct
 
 from gpucr import gang
-from gpucr.diagnosis.canaries.canary import Canary, DidNotStart, OutOfTime
+from gpucr.diagnosis.canaries.canary import INTERPOSED, Canary, DidNotStart, OutOfTime
+from gpucr.diagnosis.canaries.interposed import MemoryOfItsOwn
 from gpucr.diagnosis.canaries.programs.cuda import Impossible
 from gpucr.diagnosis.canaries.results import CanaryOutcome, CanaryResult, MeasuredMachine
 from gpucr.driver.api import Driver
 from gpucr.driver.gpus import driver_version, list_gpus
 from gpucr.errors import DriverError, GpucrError
 from gpucr.gang import Gang
+from gpucr.interposer.vault import VaultFailed
 from gpucr.linux import processes
 from gpucr.model import CudaState
 
-_BEFORE_THE_POINT_OF_NO_RETURN = ("lock", "checkpoint")
+_BEFORE_THE_POINT_OF_NO_RETURN = ("gate", "lock", "checkpoint")
 
 
 class _Verdict(Struct, frozen=True):
@@ -71,7 +73,12 @@ def _verdict_on(driver: Driver, name: str, deadline: float, check: Callable[[], 
         with Canary(name, deadline, check) as canary:
             canary.wait_ready()
             with _killed_at(deadline, canary):
-                return _round_trip(driver, canary, deadline, check)
+                if name != INTERPOSED:
+                    return _round_trip(driver, canary, deadline, check)
+                with contextlib.closing(MemoryOfItsOwn(canary.pid)) as memory:
+                    return _round_trip(driver, canary, deadline, check, memory)
+    except VaultFailed as e:
+        return _Verdict(CanaryOutcome.NOT_POSSIBLE, e.message)
     except Impossible as e:
         return _Verdict(CanaryOutcome.NOT_POSSIBLE, str(e))
     except DidNotStart as e:
@@ -92,7 +99,13 @@ def _killed_at(deadline: float, canary: Canary) -> Iterator[None]:
         timer.join()
 
 
-def _round_trip(driver: Driver, canary: Canary, deadline: float, check: Callable[[], None]) -> _Verdict:
+def _round_trip(
+    driver: Driver,
+    canary: Canary,
+    deadline: float,
+    check: Callable[[], None],
+    memory: MemoryOfItsOwn | None = None,
+) -> _Verdict:
     members = gang.discover(driver, processes.tree(canary.pid))
     if not members:
         raise DidNotStart("the driver does not know it as a CUDA process")
@@ -103,7 +116,7 @@ def _round_trip(driver: Driver, canary: Canary, deadline: float, check: Callable
         ("restore", lambda: work.restore(down_to=lambda member: CudaState.RUNNING)),
         ("unlock", lambda: work.unlock(down_to=lambda member: CudaState.RUNNING)),
     )
-    for action, act in actions:
+    for action, act in memory.around(actions) if memory is not None else actions:
         failure = None
         check()
         try:
@@ -113,6 +126,8 @@ def _round_trip(driver: Driver, canary: Canary, deadline: float, check: Callable
         if time.monotonic() >= deadline:  # also without a failure: a job that ends during its unlock is no damage
             return _Verdict(CanaryOutcome.TIMED_OUT, f"the driver did not finish the {action}", action)
         if failure is not None:
+            if memory is not None:
+                memory.close()  # a gate that is closed opens
             return _after_failure(action, failure, work, canary)
     wrong = canary.ask()
     if wrong is not None:

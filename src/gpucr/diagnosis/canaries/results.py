@@ -36,6 +36,7 @@ WHAT = {
     "legacy_ipc": "CUDA IPC between two processes",
     "vmm_export": "device memory exported to another process",
     "shared_memory_ranks": "two processes over shared host memory",
+    "interposer": "device memory that gpucr's interposer takes out",
 }
 """Every canary by its name, in the order in which they run, and what it stands for."""
 

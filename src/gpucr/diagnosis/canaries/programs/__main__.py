@@ -28,6 +28,7 @@ _CANARIES: dict[str, type[_Canary]] = {
     "legacy_ipc": LegacyIpc,
     "vmm_export": VmmExport,
     "shared_memory_ranks": SharedMemoryRanks,
+    "interposer": Plain,
 }
 
 
