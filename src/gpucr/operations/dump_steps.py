@@ -20,6 +20,7 @@ from gpucr.driver.gpus import driver_version
 from gpucr.errors import CriuError, CudaStarted, DeadlineExceeded, GpucrError, JobChanged, JobDamaged
 from gpucr.gpu_state.placement import all_gpus
 from gpucr.jobs import selection
+from gpucr.jobs.recorded import process_record, sandbox_record
 from gpucr.jobs.registered import DumpNote
 from gpucr.jobs.sandbox import Sandbox
 from gpucr.linux import oom, processes
@@ -36,7 +37,6 @@ from gpucr.snapshot.manifest import (
     Manifest,
     OverruledFinding,
     ProcessRecord,
-    SandboxRecord,
 )
 from gpucr.surroundings.folders import socket_folders
 from gpucr.surroundings.observe import Outside, TreeFiles, look_at_files, look_outside, remove_names
@@ -401,7 +401,7 @@ def _draft(context: OwnDump, tree: Sequence[ProcessInfo], outside: Outside) -> M
         processes=tuple(replace(r, scheduling=scheduling_of(r.pid, r.threads)) for r in draft.processes),
         folders=socket_folders(tree, is_sandboxed=sandbox is not None),
         launch=context.launch,
-        sandbox=_sandbox_record(sandbox),
+        sandbox=sandbox_record(sandbox),
         open_files=outside.open_files,
         open_folders=outside.open_folders,
         shared_files=outside.shared_files,
@@ -418,7 +418,7 @@ def draft_of_gang(
     members = {member.pid: member for member in cuda.gang.members} if cuda is not None else {}
     gpus = {pid: cuda.gpus_of(member) for pid, member in members.items()} if cuda is not None else {}
     capabilities = cuda.gang.driver.capabilities() if cuda is not None and members else None
-    records = [_record(context.job, each) for each in tree]
+    records = [process_record(context.job, each) for each in tree]
     if cuda is not None:
         records = [_with_cuda(each, cuda, members[each.pid]) if each.pid in members else each for each in records]
     return Manifest(
@@ -438,28 +438,6 @@ def draft_of_gang(
         left_running=context.leave_running,
         overruled=context.overruled,
     )
-
-
-def _record(job: Job, process: ProcessInfo) -> ProcessRecord:
-    return ProcessRecord(
-        pid=process.pid,
-        ns_pids=process.ns_pids,
-        parent_pid=process.parent_pid,
-        threads=processes.threads(process.pid),
-        name=process.name,
-        command_line=process.command_line,
-        found_state=None,
-        stopped=process.id in {each.id for each in job.processes if each.status == "T"},
-        restore_thread=None,
-        device_bytes={},
-        staging=(),
-    )
-
-
-def _sandbox_record(sandbox: Sandbox | None) -> SandboxRecord | None:
-    if sandbox is None:
-        return None
-    return SandboxRecord("host" if sandbox.network == "host" else "own", sandbox.lineage, sandbox.log_path)
 
 
 def _with_cuda(record: ProcessRecord, cuda: CudaWork, member: GangMember) -> ProcessRecord:

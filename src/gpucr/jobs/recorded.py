@@ -1,0 +1,32 @@
+"""What a manifest says of a job's processes and of its sandbox."""
+
+from __future__ import annotations
+
+from gpucr.jobs.sandbox import Sandbox
+from gpucr.linux import processes
+from gpucr.model import Job, ProcessInfo
+from gpucr.snapshot.manifest import ProcessRecord, SandboxRecord
+
+
+def process_record(job: Job, process: ProcessInfo) -> ProcessRecord:
+    """One process of the job, without its GPU state."""
+    return ProcessRecord(
+        pid=process.pid,
+        ns_pids=process.ns_pids,
+        parent_pid=process.parent_pid,
+        threads=processes.threads(process.pid),
+        name=process.name,
+        command_line=process.command_line,
+        found_state=None,
+        stopped=process.id in {each.id for each in job.processes if each.status == "T"},
+        restore_thread=None,
+        device_bytes={},
+        staging=(),
+    )
+
+
+def sandbox_record(sandbox: Sandbox | None) -> SandboxRecord | None:
+    """Its sandbox; None: it is in none."""
+    if sandbox is None:
+        return None
+    return SandboxRecord("host" if sandbox.network == "host" else "own", sandbox.lineage, sandbox.log_path)
