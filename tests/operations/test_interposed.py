@@ -160,6 +160,12 @@ def test_a_suspended_job_is_resumed_before_it_is_dumped(job: Counter, driver: Cu
         gpucr.dump(job.pid, tmp_path / "s")
     assert caught.value.code == "GPUCR-GPU-STATE"
     assert driver.state(job.pid) is CHECKPOINTED
+    with (
+        gpucr.freeze(job.pid) as frozen,
+        pytest.raises(Unsupported, match=f"process {job.pid} is suspended through its interposer"),
+    ):
+        frozen.save(tmp_path / "s")
+    assert driver.state(job.pid) is CHECKPOINTED
     gpucr.resume(job.pid)
     gpucr.dump(job.pid, tmp_path / "s", leave_running=True)
     assert job.send("verify") == "ok"

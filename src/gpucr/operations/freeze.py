@@ -90,6 +90,7 @@ def freeze(
             *preflight.check_ptrace(),
         )
         preflight.require_no_blocking(findings, force=force)
+        kept = preflight.check_kept(found.job)  # now: what is frozen does not answer
         steps, thaw = steps_to_freeze(found.job, cuda, protection)
         if cuda is not None:
             steps.insert(0, cuda.allocate(leave_running=True))
@@ -97,18 +98,22 @@ def freeze(
         if cuda is not None:
             cuda.gang.deadline = None  # what comes from here on leads back to a job that runs
         warnings = tuple(finding.sentence() for finding in findings)
-        return FrozenJob(_Hold(taken, cuda, protection, steps, thaw, opened.pop_all()), phases, warnings)
+        return FrozenJob(_Hold(taken, cuda, protection, steps, thaw, kept, opened.pop_all()), phases, warnings)
 
 
 @dataclass(frozen=True)
 class _Hold:
-    """What a frozen job is held with. ``opened`` is closed when it is over. ``cuda`` is None for one without CUDA."""
+    """What a frozen job is held with. ``opened`` is closed when it is over. ``cuda`` is None for one without CUDA.
+
+    ``kept``: what of it CRIU cannot dump.
+    """
 
     taken: TakenJob
     cuda: CudaWork | None
     protection: Protection
     frozen_by: list[Step]
     thaw: list[Step]
+    kept: list[preflight.Finding]
     opened: contextlib.ExitStack = field(repr=False)
 
 
@@ -189,7 +194,7 @@ class FrozenJob:
                     is_frozen=True,
                     frozen=hold.cuda,
                 )
-                preflight.require_no_blocking(prepared.findings, force=force)
+                preflight.require_no_blocking([*hold.kept, *prepared.findings], force=force)
                 report = run_prepared(prepared, running, None)
             finally:
                 # A thread that CRIU lets go of is on its way back into the stop.
