@@ -7,6 +7,7 @@ import signal
 from pathlib import Path
 
 import pytest
+from msgspec.structs import replace
 
 import gpucr
 from gpucr.driver.cuda import CudaDriver
@@ -14,9 +15,10 @@ from gpucr.driver.gpus import list_gpus
 from gpucr.errors import InterposerError, Unsupported
 from gpucr.gpu_state.interposed.coming_back import bring_back, take_out_again
 from gpucr.gpu_state.interposed.line import Line
+from gpucr.interposer import client
 from gpucr.interposer.client import Agent
 from gpucr.interposer.library import installed, preload_path
-from gpucr.interposer.protocol import Code, Operation, Refused
+from gpucr.interposer.protocol import Answer, BadAnswer, Code, Operation, Refused
 from gpucr.interposer.vault import Vault, VaultFailed, Vaults
 from gpucr.model import CudaState
 from tests.counter import Counter, CounterFactory
@@ -118,6 +120,58 @@ def test_an_agent_that_does_not_tell_is_done_without(
     assert blocks_of(job.pid)[1:] == (0, 0)  # the driver has taken them
     gpucr.resume(job.pid)
     assert job.send("verify") == "ok"
+
+
+@pytest.mark.parametrize("lie", [
+    {"location": 7}, {"location": -1}, {"size_bytes": 5000}, {"size_bytes": 1 << 60},
+])  # fmt: skip
+def test_an_agent_that_talks_nonsense_is_done_without(
+    lie: dict[str, int], job: Counter, driver: CudaDriver, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Its answers are those of a program that a user wrote."""
+    real = Agent._receive
+
+    def lying(self: Agent, operation: Operation) -> tuple[Answer, list[int]]:
+        answer, descriptors = real(self, operation)
+        if operation is Operation.LIST:
+            records = b"".join(replace(each, **lie).pack() for each in real_blocks(answer))
+            answer = replace(answer, payload=records)
+        return answer, descriptors
+
+    real_blocks = Answer.blocks
+    monkeypatch.setattr(Agent, "_receive", lying)
+    with pytest.raises(Unsupported, match="did not tell what it has: the agent has"):
+        gpucr.suspend(job.pid, gpu_state="interposed")
+    monkeypatch.undo()
+    assert driver.state(job.pid) is RUNNING
+    assert blocks_of(job.pid)[1:] == (0, 0)
+    assert job.send("verify") == "ok"
+
+
+@pytest.mark.parametrize("operation", [Operation.LIST, Operation.EXPORT])
+def test_a_list_without_an_end_is_given_up(operation: Operation, job: Counter, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(client, "MOST_BLOCKS", 1000)
+    real = Agent._receive
+
+    def endless(self: Agent, asked: Operation) -> tuple[Answer, list[int]]:
+        answer, descriptors = real(self, asked)
+        return (replace(answer, b=0) if asked is operation else answer), descriptors
+
+    with Agent(job.pid) as agent:
+        agent.close_gate(1.0)
+        monkeypatch.setattr(Agent, "_receive", endless)
+        with pytest.raises(BadAnswer):
+            ask_all(agent, operation)
+
+
+def ask_all(agent: Agent, operation: Operation) -> None:
+    """For everything that it has."""
+    if operation is Operation.LIST:
+        agent.blocks()
+        return
+    for batch in agent.export():
+        for each in batch:
+            each.close()
 
 
 @pytest.mark.parametrize("fails", ["export", "drop", "keep"])

@@ -16,6 +16,7 @@ from types import TracebackType
 from msgspec import Struct
 
 from gpucr.interposer.protocol import (
+    MOST_BLOCKS,
     MOST_BYTES,
     MOST_RECORDS,
     Answer,
@@ -257,14 +258,15 @@ class Agent:
 
         ``shared_only``: of the blocks that the program gave to other processes.
         """
-        first, last = 0, 0
+        first, last, total = 0, 0, 0
         while not last:
             answer, descriptors = self._exchange(Operation.EXPORT, first, int(shared_only))
             if answer.code != Code.DONE:
                 _close_all(descriptors)
                 raise Refused(Operation.EXPORT, answer.code)
             blocks = answer.blocks()
-            if len(blocks) != len(descriptors) or (not blocks and not answer.b):
+            total += len(blocks)
+            if len(blocks) != len(descriptors) or (not blocks and not answer.b) or total > MOST_BLOCKS:
                 _close_all(descriptors)
                 raise BadAnswer("the agent's descriptors are not those of its records")
             first, last = answer.a, answer.b
@@ -307,9 +309,9 @@ class Agent:
         while not last:
             answer = self._ask(Operation.LIST, first)
             listed = answer.blocks()
-            if not listed and not answer.b:
-                raise BadAnswer("the agent's list has no end")
             found += listed
+            if (not listed and not answer.b) or len(found) > MOST_BLOCKS:
+                raise BadAnswer("the agent's list has no end")
             first, last = answer.a, answer.b
         return found
 

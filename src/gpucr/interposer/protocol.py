@@ -5,12 +5,17 @@ from __future__ import annotations
 import enum
 import struct
 from collections.abc import Sequence
+from mmap import PAGESIZE
 
 from msgspec import Struct
 
 MAGIC = 0x49555047
 VERSION = 1
 MOST_RECORDS = 128
+MOST_BLOCKS = 1 << 20
+"""In one process: 2 TiB in pieces of 2 MiB."""
+
+_MOST_BLOCK_BYTES = 1 << 42
 DRIVER_ERROR = 0x10000
 ON_DEVICE, ON_HOST_NODE = 1, 3
 """CUmemLocationType, of a block."""
@@ -160,10 +165,13 @@ class Answer(Struct, frozen=True):
         """The records. Raises BadAnswer where there are fewer than it says."""
         if len(self.payload) != self.count * _RECORD.size:
             raise BadAnswer("the agent's records are cut short")
-        return [
+        found = [
             Block(index, generation, size, kind, location, Flag(flags), *rest)
             for index, generation, size, kind, location, flags, *rest, _ in _RECORD.iter_unpack(self.payload)
         ]
+        if any(each.size_bytes % PAGESIZE or each.size_bytes > _MOST_BLOCK_BYTES for each in found):
+            raise BadAnswer("the agent has blocks of impossible sizes")
+        return found
 
     def status(self) -> Status:
         """The numbers of a status. Raises BadAnswer."""

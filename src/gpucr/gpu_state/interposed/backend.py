@@ -103,12 +103,11 @@ class Interposed:
     def carried(self) -> dict[str, int]:
         """What of its memory it would take, in bytes per GPU UUID. Raises InterposerError, JobChanged."""
         with spoken(self.part.pid, "tell what it has"):
-            blocks = [each for each in self.line.agent.blocks() if can_leave(each)]
-        found: dict[str, int] = {}
-        for each in blocks:
-            uuid = gpu_of(each, self._uuids) or self._uuids[0]
-            found[uuid] = found.get(uuid, 0) + each.size_bytes
-        return found
+            found: dict[str, int] = {}
+            for each in filter(can_leave, self.line.agent.blocks()):
+                uuid = gpu_of(each, self._uuids) or self._uuids[0]
+                found[uuid] = found.get(uuid, 0) + each.size_bytes
+            return found
 
     def available_bytes(self) -> int:
         """All of it, as soon as it is out of the process; nothing of a copy that is being made."""

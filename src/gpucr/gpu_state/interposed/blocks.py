@@ -10,7 +10,7 @@ import threading
 from collections.abc import Callable, Iterable, Iterator, Sequence
 
 from gpucr.interposer.client import Held
-from gpucr.interposer.protocol import ON_DEVICE, Block, Flag
+from gpucr.interposer.protocol import ON_DEVICE, BadAnswer, Block, Flag
 from gpucr.interposer.vault import SLOT_BYTES, Shown, Vault, Vaults, in_parallel, pointing
 from gpucr.linux.tmpfs import StagingFile
 from gpucr.model import DevicePart, StagedExtent
@@ -28,8 +28,15 @@ def can_leave(block: Block) -> bool:
 
 
 def gpu_of(block: Block, uuids: Sequence[str]) -> str | None:
-    """The GPU that it is on; None: it is host memory. ``uuids``: the GPUs that the process sees, in its order."""
-    return uuids[block.location] if block.location_type == ON_DEVICE else None
+    """The GPU that it is on; None: it is host memory. ``uuids``: the GPUs that the process sees, in its order.
+
+    Raises BadAnswer for a GPU that it does not see.
+    """
+    if block.location_type != ON_DEVICE:
+        return None
+    if not 0 <= block.location < len(uuids):
+        raise BadAnswer(f"the agent has memory on GPU {block.location} of {len(uuids)}")
+    return uuids[block.location]
 
 
 def vault_of(vaults: Vaults, block: Block, uuids: Sequence[str]) -> Vault:
