@@ -217,13 +217,16 @@ def _when_free(change: Callable[[], object], cancel: Cancellation) -> None:
 
 
 def _until_there_is_room(change: Callable[[], object]) -> None:
-    """Memory of a process that has just ended may be taken for a moment, and pids of zombies."""
-    end_s = time.monotonic() + _FREE_S
+    """Memory of a process that has just ended may be taken for a moment, and pids of zombies.
+
+    Where a suspend was killed, its own guard brings the job back first, which takes as long as a resume.
+    """
+    begun_s = time.monotonic()
     while True:
         try:
             change()
-        except Unsupported:
-            if time.monotonic() > end_s:
+        except Unsupported as e:
+            if time.monotonic() > begun_s + (_BUSY_S if e.code == "GPUCR-BUSY" else _FREE_S):
                 raise
             time.sleep(_PAUSE_S)
         else:
