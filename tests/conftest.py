@@ -8,6 +8,7 @@ skips for these into failures.
 from __future__ import annotations
 
 import ctypes
+import gc
 import os
 import shutil
 import signal
@@ -65,6 +66,7 @@ def _put_simulator_in_place(state_dir: Path) -> None:
 
 
 def pytest_configure(config: pytest.Config) -> None:
+    gc.disable()  # until all tests are collected: none of that is garbage
     # gpucr is started very often, and takes three times as long where its modules have to be compiled.
     os.environ.pop("PYTHONDONTWRITEBYTECODE", None)
     sys.dont_write_bytecode = False
@@ -76,6 +78,11 @@ def pytest_configure(config: pytest.Config) -> None:
     if config.stash[_PLATFORM] == "sim":
         config.stash[_STATE_DIR] = Path(tempfile.mkdtemp(prefix="gpucr-test-sim-"))
         _put_simulator_in_place(config.stash[_STATE_DIR])
+
+
+def pytest_collection_finish() -> None:
+    gc.freeze()  # thousands of tests are not looked at again and again for garbage, nor copied where a test forks
+    gc.enable()
 
 
 def pytest_unconfigure(config: pytest.Config) -> None:
