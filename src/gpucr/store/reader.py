@@ -250,16 +250,14 @@ class _Stream:
         self._error: BaseException | None = None
 
     def run(self, count: int) -> None:
-        begun = [group for group in (self._next(), self._next()) if group is not None]
-        # One request needs no threads.
-        others = count - 1 if len(begun) == 2 else 0
-        threads = [
-            threading.Thread(target=self._work, args=(begun[1:] if number == 0 else [],), name=f"store-reader-{number}")
-            for number in range(others)
-        ]
-        for thread in threads:
-            thread.start()
-        self._work(begun if not threads else begun[:1])
+        threads: list[threading.Thread] = []
+        own = self._next()
+        # A request needs no thread where it is the only one: as many are started as there are to be had at once.
+        while len(threads) < count - 1 and own is not None and (following := self._next()) is not None:
+            threads.append(threading.Thread(target=self._work, args=([own],), name=f"store-reader-{len(threads)}"))
+            threads[-1].start()
+            own = following
+        self._work([own] if own is not None else [])
         for thread in threads:
             thread.join()
         if self._error is not None:
