@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import contextlib
+import subprocess
+import sys
 from pathlib import Path
 
 import pytest
@@ -21,6 +23,7 @@ from gpucr.interposer.client import Agent
 from gpucr.interposer.library import installed, preload_path
 from gpucr.interposer.protocol import Code, Operation, Refused
 from gpucr.interposer.vault import Vault, VaultFailed, Vaults
+from gpucr.linux import memory
 from gpucr.linux.buffers import at_address
 from gpucr.model import CudaState, DevicePart, StagedExtent
 from gpucr.operations import freeze_steps
@@ -30,6 +33,7 @@ from tests.counter import Counter, CounterFactory
 from tests.operations.conftest import MakeMachine
 from tests.operations.test_interposed import blocks_of
 from tests.sandboxed import SandboxedCounter, end_all_in, start_counter
+from tests.unit.memory_cgroup import ENTER, limited
 
 MIB = 1 << 20
 RUNNING = CudaState.RUNNING
@@ -258,6 +262,31 @@ def test_the_driver_takes_it_where_that_is_insisted_on(job: Counter, driver: Cud
     job.reap()
     gpucr.restore(tmp_path / "s")
     assert_runs(job, driver, pids, 101)
+
+
+def test_a_dump_takes_less_host_memory_than_the_job_has_device_memory(
+    counter: CounterFactory, variables: dict[str, str], driver: CudaDriver, tmp_path: Path
+) -> None:
+    """In a cgroup that is smaller than the job. The job itself is outside: its simulated GPU is host memory."""
+    if memory.lies_in_memory(tmp_path):
+        pytest.skip("a snapshot in memory takes as much: give pytest a --basetemp on a disk")
+    job = counter("--mib", "768", env=variables)
+    dump = "import gpucr, sys; gpucr.dump(int(sys.argv[1]), sys.argv[2], gpu_state=sys.argv[3])"
+    with limited(720 * MIB) as (folder, _):
+        enter = ENTER.format(folder=str(folder))
+
+        def run(gpu_state: str) -> subprocess.CompletedProcess[str]:
+            return subprocess.run(
+                [sys.executable, "-c", enter + dump, str(job.pid), str(tmp_path / "s"), gpu_state],
+                check=False, capture_output=True, text=True,
+            )  # fmt: skip
+
+        assert "the kernel would kill processes of the cgroup" in run("captured").stderr
+        done = run("interposed")
+    assert done.returncode == 0, done.stderr
+    job.reap()
+    gpucr.restore(tmp_path / "s")
+    assert_runs(job, driver, [job.pid], 101)
 
 
 def test_pieces_are_put_together_across_blocks() -> None:
