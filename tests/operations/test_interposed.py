@@ -18,7 +18,7 @@ from gpucr.gpu_state.interposed.line import Line
 from gpucr.interposer import client
 from gpucr.interposer.client import Agent
 from gpucr.interposer.library import installed, preload_path
-from gpucr.interposer.protocol import Answer, BadAnswer, Code, Operation, Refused
+from gpucr.interposer.protocol import DRIVER_ERROR, Answer, BadAnswer, Code, Operation, Refused
 from gpucr.interposer.vault import Vault, VaultFailed, Vaults
 from gpucr.model import CudaState
 from tests.counter import Counter, CounterFactory
@@ -120,6 +120,24 @@ def test_an_agent_that_does_not_tell_is_done_without(
     assert blocks_of(job.pid)[1:] == (0, 0)  # the driver has taken them
     gpucr.resume(job.pid)
     assert job.send("verify") == "ok"
+
+
+def test_memory_that_left_in_part_comes_back(job: Counter, driver: CudaDriver, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The driver's error in the middle of a drop: by then some of it is in gpucr's descriptors alone."""
+    real = Agent.drop
+
+    def half_way(self: Agent, **options: bool) -> None:
+        real(self, **options)
+        raise Refused(Operation.DROP, DRIVER_ERROR + 999)
+
+    monkeypatch.setattr(Agent, "drop", half_way)
+    with pytest.raises(InterposerError, match=r"did not let its memory go: .*the driver's result was 999"):
+        gpucr.suspend(job.pid, gpu_state="interposed")
+    monkeypatch.undo()
+    assert driver.state(job.pid) is RUNNING
+    assert blocks_of(job.pid)[1:] == (0, 0)
+    assert job.send("verify") == "ok"
+    assert job.ask() == 101
 
 
 @pytest.mark.parametrize("lie", [

@@ -153,9 +153,9 @@ class Interposed:
             for batch in agent.export():
                 self._held += batch
             self._guarded.blocks(pid, self._uuids, self._held)
-            agent.drop()
-        self._source = BlocksSource(self.part, self._held, self._uuids, self._vaults)
-        self.extents = self._source.extents
+            self._source = BlocksSource(self.part, self._held, self._uuids, self._vaults)
+            self.extents = self._source.extents
+            agent.drop()  # where it ends half-way, `give_back` gives back what is away
         meter.note(f"process {pid}: {format_bytes(self._source.size_bytes)} taken out by its interposer")
         if self._keeping is not None and self._way is not None:
             meter.note(self._keeping.choice().reason)
