@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 from pathlib import Path
 
 import pytest
@@ -9,6 +10,7 @@ import pytest
 from gpucr.interposer import library
 from gpucr.interposer.build import compile_library
 from gpucr.interposer.client import Agent
+from gpucr.snapshot.folder import GPU_PART_NAME, Snapshot
 from tests.containers.conftest import StartContainer
 
 pytestmark = pytest.mark.criu
@@ -29,6 +31,8 @@ def test_its_agent_is_reached_and_is_there_again_after_a_restore(
     assert has_its_agent(made.pid)
     done = made.checkpoint()
     assert done.returncode == 0, done.stderr
+    with contextlib.closing(Snapshot.open(made.images / GPU_PART_NAME)) as part:
+        assert "interposed" in part.manifest.kinds.values()
     done = made.restore()
     assert done.returncode == 0, done.stderr
     made.wait_ready()
