@@ -64,8 +64,9 @@ def test_jobs_of_a_lower_priority_make_room_and_come_back(shared: Machine) -> No
     ]
     assert {each["name"]: each["waits_for"] for each in found["lent"]} == {"low": ["borrow-1"], "lower": ["borrow-1"]}
     listed = json.loads(run_here("jobs", "--json").stdout)["jobs"]
-    assert {job["name"]: (job["priority"], job["lent"]) for job in listed} == {
-        "borrow-1": (10, False), "low": (9, True), "lower": (0, True), "o": (100, False),
+    assert {job["name"]: (job["priority"], job["lent"], job["waits_for"]) for job in listed} == {
+        "borrow-1": (10, False, []), "low": (9, True, ["borrow-1"]), "lower": (0, True, ["borrow-1"]),
+        "o": (100, False, []),
     }  # fmt: skip
     heading, _, *rows = run_here("jobs").stdout.splitlines()
     assert ("LENT TO" in heading, [row.split().count("borrow-1") for row in rows]) == (True, [1, 1, 0])

@@ -15,7 +15,7 @@ from gpucr.borrow.borrower import BORROWERS_PRIORITY, borrow_gpus
 from gpucr.borrow.listing import Borrowed, list_borrowed
 from gpucr.borrow.recovery import recover
 from gpucr.cli.columns import Column, fit, terminal_width
-from gpucr.cli.options import complete_file, complete_gpu, complete_place, json_option
+from gpucr.cli.options import complete_file, complete_named_gpu, complete_place, json_option
 from gpucr.cli.output import print_json, printable, say
 from gpucr.driver.gpus import list_gpus
 from gpucr.jobs.record import Network
@@ -23,7 +23,7 @@ from gpucr.records import DEFAULT_PRIORITY, HIGHEST_PRIORITY
 
 
 @click.command("borrow", context_settings={"allow_interspersed_args": False})
-@click.option("--gpu", "gpus", metavar="GPU,...", shell_complete=complete_gpu, help="The GPUs, by index or UUID.")
+@click.option("--gpu", "gpus", metavar="GPU,...", shell_complete=complete_named_gpu, help="The GPUs, by index or UUID.")
 @click.option(
     "--priority",
     type=click.IntRange(0, HIGHEST_PRIORITY),

@@ -115,12 +115,14 @@ class _More:
     device_bytes: int | None = None
     state: SupervisedState | None = None
     supervisor: ProcessId | None = None
-    lent_to: str = "-"
+    is_lent: bool = False
+    waits_for: tuple[str, ...] = ()
 
     def cells(self, record: JobRecord | None) -> tuple[str, ...]:
         """Of the optional columns."""
         is_usual = record is None or record.priority == DEFAULT_PRIORITY
-        return ("-" if is_usual or record is None else str(record.priority), self.lent_to, *self._other_cells())
+        lent_to = (", ".join(self.waits_for) or "nobody") if self.is_lent else "-"
+        return ("-" if is_usual or record is None else str(record.priority), lent_to, *self._other_cells())
 
     def _other_cells(self) -> tuple[str, ...]:
         now_s, state = time.time(), self.state
@@ -150,12 +152,12 @@ def _more(found: Sequence[ListedJob]) -> dict[str, _More]:
     with contextlib.suppress(GpucrError):
         held = device_bytes_of_jobs([job.record.pid for job in found if job.record and job.state.word == "running"])
     more: dict[str, _More] = {}
-    lent: dict[str, str] = {}
+    lent: dict[str, tuple[str, ...]] = {}
     if any(job.record is not None and job.record.lent is not None for job in found):
         from gpucr.borrow.listing import list_borrowed  # hardly ever needed
 
         with contextlib.suppress(GpucrError):
-            lent = {each.name: ", ".join(each.waits_for) or "nobody" for each in list_borrowed().lent}
+            lent = {each.name: each.waits_for for each in list_borrowed().lent}
     for job in found:
         if others.SEPARATOR in job.name:  # supervised or not, that is their business
             more[job.name] = _More(held.get(job.record.pid) if job.record is not None else None)
@@ -165,7 +167,7 @@ def _more(found: Sequence[ListedJob]) -> dict[str, _More]:
         with contextlib.suppress(GpucrError):  # what is damaged is told by whoever needs it
             if folder.exists():
                 state, supervisor = folder.state(), folder.supervisor()
-        more[job.name] = _More(device_bytes, state, supervisor, lent.get(job.name, "-"))
+        more[job.name] = _More(device_bytes, state, supervisor, job.name in lent, lent.get(job.name, ()))
     return more
 
 
@@ -242,6 +244,7 @@ def _as_json_record(job: ListedJob, more: _More) -> dict[str, Any]:
         "snapshot_is_gone": record and record.snapshot and is_gone(record.snapshot),
         "priority": record and record.priority,
         "lent": record and record.lent is not None,
+        "waits_for": more.waits_for,
         "held_bytes": more.device_bytes,
         "supervision": _supervision_fields(more),
     }

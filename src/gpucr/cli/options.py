@@ -51,6 +51,11 @@ def complete_gpu(ctx: click.Context, param: click.Parameter, incomplete: str) ->
     return candidates.gpus(incomplete)
 
 
+def complete_named_gpu(ctx: click.Context, param: click.Parameter, incomplete: str) -> list[CompletionItem]:
+    """GPUs of this machine, where gpucr does not choose."""
+    return [item for item in complete_gpu(ctx, param, incomplete) if item.value != "auto"]
+
+
 def complete_place(ctx: click.Context, param: click.Parameter, incomplete: str) -> list[CompletionItem]:
     """Folders and stores; behind a ``#`` the snapshots of a store."""
     from gpucr.cli import candidates

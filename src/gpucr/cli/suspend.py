@@ -5,7 +5,7 @@ from __future__ import annotations
 import click
 
 from gpucr.cli.options import (
-    complete_gpu,
+    complete_named_gpu,
     dry_run_option,
     force_option,
     gpu_state_option,
@@ -29,7 +29,7 @@ from gpucr.operations.suspend import suspend
     "--gpu",
     "gpus",
     metavar="GPU,...",
-    shell_complete=complete_gpu,
+    shell_complete=complete_named_gpu,
     help="Instead of PID: all jobs of yours that use one of these GPUs.",
 )
 @click.option("--all", "every_job", is_flag=True, help="Instead of PID: all jobs of yours that use a GPU.")
