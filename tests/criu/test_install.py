@@ -51,6 +51,16 @@ def test_path(tmp_path: Path) -> None:
     assert found.version_text == "4.2"
 
 
+def test_it_is_asked_once_and_again_when_it_is_another_one(tmp_path: Path) -> None:
+    asked = tmp_path / "asked"
+    fake(tmp_path / "bin/criu", f"echo >>{asked}; echo Version: 4.2")
+    assert [find_criu().version for _ in range(2)] == [(4, 2, 0)] * 2
+    assert asked.read_text() == "\n"
+    fake(tmp_path / "new", f"echo >>{asked}; echo Version: 4.3").rename(tmp_path / "bin/criu")
+    assert find_criu().version == (4, 3, 0)
+    assert asked.read_text() == "\n\n"
+
+
 def test_a_bad_line_in_the_configuration_of_every_criu_hides_none(tmp_path: Path) -> None:
     fake(tmp_path / "bin/criu", 'case "$*" in *--no-default-config*) echo Version: 4.2 ;; *) exit 1 ;; esac')
     assert find_criu().version == (4, 2, 0)

@@ -114,6 +114,9 @@ def _is_for_own_processes(path: Path) -> bool:
         return False
 
 
+_versions_told: dict[tuple[object, ...], tuple[int, int, int]] = {}
+
+
 def find_provided() -> CriuInstall | None:
     """The newest CRIU that `gpucr.criu.provide` has put in place and that starts here; None where there is none.
 
@@ -174,6 +177,28 @@ def probe(command: tuple[str, ...], origin: Origin, path: Path, least: tuple[int
     It is not started where another user could have put it there: it runs with the caller's privileges.
     """
     _require_ours(command, path)
+    version = _version_told(command, path)
+    if version < least:
+        raise CriuUnavailable(
+            f"{path} is CRIU {version_text(version)}, and gpucr on this kernel needs {version_text(least)} or newer",
+            hint=_FETCH_HINT,
+        )
+    return CriuInstall(command, version, origin, path, is_unprivileged=_is_for_own_processes(path))
+
+
+def _version_told(command: tuple[str, ...], path: Path) -> tuple[int, int, int]:
+    """What CRIU says of itself. It is not asked again by this process while its files are the same."""
+    try:
+        found = [os.stat(word) for word in command if word.startswith("/")]
+    except OSError:
+        return _ask_version(command, path)
+    asked = (command, *((each.st_dev, each.st_ino, each.st_size, each.st_mtime_ns, each.st_ctime_ns) for each in found))
+    if asked not in _versions_told:
+        _versions_told[asked] = _ask_version(command, path)
+    return _versions_told[asked]
+
+
+def _ask_version(command: tuple[str, ...], path: Path) -> tuple[int, int, int]:
     try:
         result = subprocess.run(
             [*command, "--version", "--no-default-config"],  # a bad line in there is not gpucr's
@@ -192,13 +217,7 @@ def probe(command: tuple[str, ...], origin: Origin, path: Path, least: tuple[int
         said = (result.stderr or result.stdout).strip().splitlines()
         reason = said[-1] if said else f"exit status {result.returncode}"
         raise CriuUnavailable(f"{path} does not start on Linux {platform.release()}: {reason}", hint=_FETCH_HINT)
-    version = (int(match[1]), int(match[2]), int(match[3] or 0))
-    if version < least:
-        raise CriuUnavailable(
-            f"{path} is CRIU {version_text(version)}, and gpucr on this kernel needs {version_text(least)} or newer",
-            hint=_FETCH_HINT,
-        )
-    return CriuInstall(command, version, origin, path, is_unprivileged=_is_for_own_processes(path))
+    return (int(match[1]), int(match[2]), int(match[3] or 0))
 
 
 def _require_ours(command: tuple[str, ...], path: Path) -> None:

@@ -77,8 +77,13 @@ def require_all_ours(folder: PathLike) -> None:
     with opened_folder(folder) as fd, os.scandir(fd) as entries:
         for entry in entries:
             status = entry.stat(follow_symlinks=False)
-            if stat.S_ISLNK(status.st_mode) or status.st_uid not in trusted or _is_shared(status):
-                require_ours(os.path.join(folder, entry.name))  # the way of a link; or it says what is wrong
+            if stat.S_ISLNK(status.st_mode):
+                target = os.readlink(entry.name, dir_fd=fd)
+                is_ours = "/" not in target and target not in (".", "..")  # another name in this folder
+            else:
+                is_ours = status.st_uid in trusted and not _is_shared(status)
+            if not is_ours:
+                require_ours(os.path.join(folder, entry.name))  # goes the way of a link, or says what is wrong
 
 
 def make_private(path: PathLike) -> None:
