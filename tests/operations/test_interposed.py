@@ -18,7 +18,7 @@ from gpucr.gpu_state.interposed.line import Line
 from gpucr.interposer import client
 from gpucr.interposer.client import Agent
 from gpucr.interposer.library import installed, preload_path
-from gpucr.interposer.protocol import DRIVER_ERROR, Answer, BadAnswer, Code, Operation, Refused
+from gpucr.interposer.protocol import DRIVER_ERROR, Answer, BadAnswer, Code, Kept, Operation, Refused
 from gpucr.interposer.vault import Vault, VaultFailed, Vaults
 from gpucr.model import CudaState
 from tests.counter import Counter, CounterFactory
@@ -63,7 +63,7 @@ def test_a_resume_that_fails_leaves_the_job_suspended(
     job: Counter, driver: CudaDriver, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     gpucr.suspend(job.pid)
-    monkeypatch.setattr(Agent, "fetch", lambda self: None)
+    monkeypatch.setattr(Agent, "fetch", lambda self, what=Kept.MEMORY: None)
     with pytest.raises(InterposerError, match="is away, and nobody has it") as caught:
         gpucr.resume(job.pid)
     assert caught.value.code == "GPUCR-INTERPOSER"

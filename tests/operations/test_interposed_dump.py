@@ -151,9 +151,9 @@ def test_preflight_is_told_by_the_agents(
     told: list[bool] = []
     real = preflight.check_traps
 
-    def listen(traits: JobTraits, measured: Measurements) -> list[preflight.Finding]:
+    def listen(traits: JobTraits, measured: Measurements, *, may_share: bool) -> list[preflight.Finding]:
         told.extend(each.counted is not None for each in traits.processes)
-        return real(traits, measured)
+        return real(traits, measured, may_share=may_share)
 
     monkeypatch.setattr(preflight, "check_traps", listen)
     if operation == "dump":

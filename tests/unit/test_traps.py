@@ -14,7 +14,8 @@ from msgspec.structs import replace
 from gpucr.diagnosis import preflight
 from gpucr.diagnosis.preflight import CudaTraits, Finding, JobTraits, Measurement, modes, sharing, traits
 from gpucr.driver.api import DriverCapabilities
-from gpucr.interposer.protocol import Status
+from gpucr.interposer.protocol import Block, Flag, Status
+from gpucr.interposer.sharing import Place, Sharing
 from gpucr.linux import processes
 from gpucr.model import CudaState, GangMember, Gpu, GpuMap, GpuUse, Job, ProcessId, ProcessInfo
 from tests.unit.children import Child, python
@@ -516,6 +517,26 @@ def test_what_is_shared_now_is_refused_unless_it_was_seen_to_come_back(count: st
     assert (finding.severity, finding.code, finding.pid) == ("blocking", code, 8)
     assert only(preflight.check_traps(sharing, {canary: LOST})).evidence.endswith("lost")
     assert preflight.check_traps(sharing, {canary: COMES_BACK}) == []
+
+
+def block(pid: int, index: int, **more: Any) -> Place:
+    return Place(pid, Block(index, 1, 2 << 20, 1, 0, Flag(more.get("flags", 0)), 1, 4096, 500))
+
+
+def test_what_interposers_bring_back_is_refused_only_where_it_would_be_torn() -> None:
+    """Suspend, freeze and move: memory that processes of one job have of each other is no obstacle."""
+    both = (interposed(7, A), interposed(8, B, counted=told(imported=1)))
+    shared = Sharing({block(8, 0, flags=Flag.IMPORTED): block(7, 3)}, ())
+    whole = JobTraits(both, job(*both).machine, sharing=shared)
+    assert preflight.check_traps(whole, {}, may_share=True) == []
+    assert only(preflight.check_traps(whole, {})).code == "GPUCR-CUDA-IPC"
+    for part, other in ((both[0], 8), (both[1], 7)):
+        finding = only(preflight.check_traps(replace(whole, processes=(part,)), {}, may_share=True))
+        assert (finding.severity, finding.code, finding.pid) == ("blocking", "GPUCR-CUDA-IPC", part.pid)
+        assert f"with process {other}, which is not a part of the job" in finding.what
+    stray = replace(whole, sharing=Sharing({}, (block(8, 0, flags=Flag.IMPORTED),)))
+    finding = only(preflight.check_traps(stray, {}, may_share=True))
+    assert (finding.pid, "of a process outside of the job" in finding.what) == (8, True)
 
 
 @pytest.mark.parametrize("count", ["multicast", "dma_buf", "external"])

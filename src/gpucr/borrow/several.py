@@ -12,6 +12,7 @@ from gpucr.diagnosis.traps import findings_of_traps
 from gpucr.driver.gpus import gpu_processes, list_gpus
 from gpucr.errors import GpucrError, Interrupted, JobDamaged, NotACudaProcess
 from gpucr.gpu_state import suspended
+from gpucr.gpu_state.backend import INTERPOSED
 from gpucr.gpu_state.gpu_choice import GpuRequest
 from gpucr.gpu_state.placement import place_suspended
 from gpucr.gpu_state.ways import GpuState, require_possible, uses_files
@@ -125,7 +126,7 @@ def plan_suspend(
         needs.extend(preflight.needs_of_suspend(held, in_files=uses_files(gpu_state)))
         findings = [
             *preflight.check_states(found.job),
-            *findings_of_traps(found.job, found.driver, uses),
+            *findings_of_traps(found.job, found.driver, uses, may_share=gpu_state in ("auto", INTERPOSED)),
             *preflight.check_host_memory(needs),
         ]
         return JobOutlook(label_of(job), pids, _added_up(held.values()), tuple(findings))

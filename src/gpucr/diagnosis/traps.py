@@ -12,14 +12,19 @@ from gpucr.errors import DriverUnavailable
 from gpucr.model import Gpu, GpuMap, GpuUse, Job
 
 
-def findings_of_traps(job: Job, driver: Driver | None, uses: Sequence[GpuUse]) -> list[preflight.Finding]:
-    """Why this job may not come back, as far as it shows. ``uses``: who holds memory on which GPU (NVML)."""
+def findings_of_traps(
+    job: Job, driver: Driver | None, uses: Sequence[GpuUse], *, may_share: bool = False
+) -> list[preflight.Finding]:
+    """Why this job may not come back, as far as it shows. ``uses``: who holds memory on which GPU (NVML).
+
+    ``may_share``: the processes stay, and their interposers may take their memory.
+    """
     if not job.gang:
         return []
     from gpucr.diagnosis.probe import measurements  # jobs without CUDA start without the canaries
 
     with nvml_kept_open():
-        return preflight.check_traps(preflight.look(job, uses), measurements(driver))
+        return preflight.check_traps(preflight.look(job, uses), measurements(driver), may_share=may_share)
 
 
 def findings_of_targets(uuids: Iterable[str], here: Sequence[Gpu], gpu_map: GpuMap | None) -> list[preflight.Finding]:

@@ -19,6 +19,7 @@ import time
 from collections.abc import Callable, Iterable, Mapping, Sequence
 
 from msgspec import Struct
+from msgspec.structs import replace
 
 from gpucr.driver.api import Driver
 from gpucr.driver.libcuda import NOT_READY
@@ -132,6 +133,10 @@ class Gang:
         """Take in processes that began to use CUDA after the gang was discovered."""
         for member in members:
             self._members.setdefault(member.pid, member)
+
+    def settle(self, found: Callable[[GangMember], CudaState]) -> None:
+        """There is no way back to where members were found: from now on this is where each belongs."""
+        self._members = {pid: replace(each, found=found(each)) for pid, each in self._members.items()}
 
     def state(self, pid: int) -> CudaState | None:
         """The state now. None where the process has ended, or runs another program by now.

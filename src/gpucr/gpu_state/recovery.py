@@ -55,6 +55,7 @@ class BringBack(Action):
     - ``restore_threads``: per pid of a member, the one thread that may run while device memory is away.
     - ``detached``: staging that is mapped back before the driver restores. The descriptors are its files, in order.
     - ``held``: what interposers have let go; its descriptors follow, block by block.
+    - ``going_on``: who has all of that again, by pid, and only has to be let go on.
     - ``stopped``: processes that SIGSTOP may have stopped, and that go on.
     - ``moving``: to which GPUs members may be on their way, by pid. When one has got there, the others follow: it may
       stand where they had been.
@@ -64,6 +65,7 @@ class BringBack(Action):
     restore_threads: dict[int, int] = msgspec.field(default_factory=dict)
     detached: tuple[DetachedStaging, ...] = ()
     held: tuple[HeldBlocks, ...] = ()
+    going_on: tuple[int, ...] = ()
     stopped: tuple[ProcessId, ...] = ()
     moving: dict[int, GpuMap] = msgspec.field(default_factory=dict)
 
@@ -133,25 +135,27 @@ class BringBack(Action):
         self, driver: Driver, moved: Mapping[int, GpuMap], members: Sequence[GangMember], descriptors: Sequence[int]
     ) -> None:
         """What interposers have let go. The driver has restored; a process that is not there needs nothing."""
-        if not self.held:
+        if not self.held and not self.going_on:
             return
         from gpucr.gpu_state.interposed.blocks import held_of  # late: what a driver's own suspend does not need
-        from gpucr.gpu_state.interposed.coming_back import bring_back, let_go_on
+        from gpucr.gpu_state.interposed.coming_back import GoesOn, bring_all_back, let_go_on
         from gpucr.gpu_state.interposed.line import Line
-        from gpucr.interposer.vault import Vaults
 
         alive, given = {member.pid for member in members if processes.goes_on(member.id)}, iter(descriptors)
-        vaults = Vaults()
-        try:
-            for each in self.held:
-                held = held_of(each.blocks, given)
-                if each.pid in alive:
-                    line = Line(each.pid)
-                    gpu_map = moved.get(each.pid, GpuMap(()))
-                    bring_back(driver, line, [gpu_map.new_for(uuid) for uuid in each.uuids], vaults, held)
-                    let_go_on(line)
-        finally:
-            vaults.close()
+        back: list[GoesOn] = []
+        ended: list[tuple[int, Sequence[Held]]] = []
+        for each in self.held:
+            held = held_of(each.blocks, given)
+            if each.pid in self.going_on:
+                continue
+            if each.pid in alive:
+                gpu_map = moved.get(each.pid, GpuMap(()))
+                back.append(GoesOn(Line(each.pid), [gpu_map.new_for(uuid) for uuid in each.uuids], held))
+            else:
+                ended.append((each.pid, held))
+        bring_all_back(driver, back, ended)
+        for pid in alive.intersection(self.going_on):
+            let_go_on(Line(pid))
 
     def _close_left_behind(self, members: Sequence[GangMember]) -> None:
         """While the driver fills a staging file, the process has it open: its capture can close it no more."""
@@ -260,6 +264,13 @@ class GangProtection:
         blocks = tuple(msgspec.structs.astuple(each.block) for each in held)
         self._blocks[pid] = HeldBlocks(pid, tuple(uuids), blocks), tuple(each.descriptor for each in held)
         self._action.held = tuple(blocks for blocks, _ in self._blocks.values())
+        self._tell()
+
+    def going_on(self, pids: Sequence[int], members: Sequence[GangMember] = ()) -> None:
+        """These have all of their device memory again. ``members``: to what state they go now; none: as before."""
+        self._action.going_on = tuple(pids)
+        if members:
+            self._action.members = tuple(members)
         self._tell()
 
     def moving(self, maps: Mapping[int, GpuMap]) -> None:

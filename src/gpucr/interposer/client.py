@@ -23,6 +23,8 @@ from gpucr.interposer.protocol import (
     BadAnswer,
     Block,
     Code,
+    Drops,
+    Kept,
     Operation,
     Refused,
     Status,
@@ -275,9 +277,13 @@ class Agent:
     def drop(self, *, imported_too: bool = False) -> None:
         """Unmap and release what was exported on this connection. From here on only the descriptors hold it.
 
-        ``imported_too``: also what other processes own. Who gives it back must know their blocks (`sharing.owners`).
+        ``imported_too``: also what other processes own. Who gives it back must know their blocks (`sharing.find`).
         """
-        self._ask(Operation.DROP, int(imported_too))
+        self._ask(Operation.DROP, Drops.ALL if imported_too else Drops.OWN)
+
+    def drop_imported(self) -> None:
+        """Unmap and release what other processes own."""
+        self._ask(Operation.DROP, Drops.IMPORTED)
 
     def give_back(self, held: Sequence[Held], *, renew: bool) -> None:
         """Map memory at its addresses again. What the agent has is closed here, batch by batch.
@@ -315,16 +321,19 @@ class Agent:
             first, last = answer.a, answer.b
         return found
 
-    def keep(self, descriptor: int | None) -> None:
-        """Have the process hold this descriptor for whoever fetches it, also when we are gone; None: it lets go."""
-        answer, given = self._exchange(Operation.KEEP, descriptors=() if descriptor is None else (descriptor,))
+    def keep(self, descriptor: int | None, what: Kept = Kept.MEMORY) -> None:
+        """Have the process hold this descriptor for whoever fetches it, also when we are gone: its gate stays closed.
+
+        None: it lets go of all that it keeps.
+        """
+        answer, given = self._exchange(Operation.KEEP, what, descriptors=() if descriptor is None else (descriptor,))
         _close_all(given)
         if answer.code != Code.DONE:
             raise Refused(Operation.KEEP, answer.code)
 
-    def fetch(self) -> int | None:
+    def fetch(self, what: Kept = Kept.MEMORY) -> int | None:
         """What the process keeps; the caller closes it. None: nothing."""
-        answer, given = self._exchange(Operation.FETCH)
+        answer, given = self._exchange(Operation.FETCH, what)
         if answer.code != Code.DONE or len(given) > 1:
             _close_all(given)
             raise Refused(Operation.FETCH, answer.code)

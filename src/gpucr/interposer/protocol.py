@@ -41,6 +41,21 @@ class Operation(enum.IntEnum):
     FETCH = 11
 
 
+class Drops(enum.IntEnum):
+    """What a DROP takes: what was exported on this connection, what other processes own, or both."""
+
+    OWN = 0
+    ALL = 1
+    IMPORTED = 2
+
+
+class Kept(enum.IntEnum):
+    """What a process can keep for whoever brings it back: the bytes of its memory, and whose memory is whose."""
+
+    MEMORY = 0
+    SHARES = 1
+
+
 class Code(enum.IntEnum):
     """Why something was not done."""
 

@@ -1,17 +1,19 @@
 """Whose memory an imported block is: the descriptors by which blocks went out and came in are one open file.
 
 At a freeze importers drop what they imported, and creators what they made. At a thaw the creators come first; then each
-exports anew what it had given out, and its importers get those descriptors.
+exports anew what it had given out, and its importers get those descriptors. Nothing shows any more then whose memory is
+whose, so it is written down before: `Share`, plain data by numbers of processes and blocks.
 """
 
 from __future__ import annotations
 
 import functools
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 
 from msgspec import Struct
 
-from gpucr.interposer.protocol import Block, Flag
+from gpucr.interposer.client import Agent
+from gpucr.interposer.protocol import BadAnswer, Block, Flag, Refused
 from gpucr.linux import open_file
 
 
@@ -22,11 +24,35 @@ class Place(Struct, frozen=True):
     block: Block
 
 
+class Part(Struct, frozen=True, array_like=True):
+    """A block of process ``pid``, by the numbers under which its agent knows it."""
+
+    pid: int
+    index: int
+    generation: int
+
+
+class Share(Struct, frozen=True, array_like=True):
+    """What one process imported, and whose memory it is."""
+
+    imported: Part
+    owner: Part
+
+
+def part_of(place: Place) -> Part:
+    """What names this block as long as it lives."""
+    return Part(place.pid, place.block.index, place.block.generation)
+
+
 class Sharing(Struct, frozen=True):
     """Imported blocks and what they show: ``owned`` maps each to its owner's; ``unowned`` have no owner in the gang."""
 
     owned: Mapping[Place, Place]
     unowned: tuple[Place, ...]
+
+    def shares(self) -> tuple[Share, ...]:
+        """As plain data."""
+        return tuple(Share(part_of(place), part_of(owner)) for place, owner in self.owned.items())
 
 
 def find(blocks: Mapping[int, Sequence[Block]]) -> Sharing:
@@ -49,6 +75,18 @@ def find(blocks: Mapping[int, Sequence[Block]]) -> Sharing:
         if owner is not None:
             owned[place] = owner
     return Sharing(owned, tuple(place for place in imported if place not in owned))
+
+
+def ask(pids: Iterable[int]) -> Sharing | None:
+    """As `find`, of processes that run, for one look at them. None: one of them does not tell."""
+    blocks: dict[int, Sequence[Block]] = {}
+    try:
+        for pid in pids:
+            with Agent(pid) as agent:
+                blocks[pid] = agent.blocks()
+        return find(blocks)
+    except (OSError, Refused, BadAnswer):  # it has ended, is busy, or has closed what it was recognised by just now
+        return None
 
 
 def _order(one: Place, other: Place) -> int:

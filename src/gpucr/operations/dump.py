@@ -225,7 +225,9 @@ def prepare(
     cuda = frozen
     if protection is not None and job.gang and not is_frozen:
         gently = leave_running and persist == "background"
-        cuda = cuda_work(found, protection, held, writer, deadline=deadline, save_gently=gently, gpu_state=gpu_state)
+        cuda = cuda_work(
+            found, protection, held, writer, deadline=deadline, save_gently=gently, gpu_state=gpu_state, may_share=False
+        )  # fmt: skip
     findings = (
         *selection.findings_before_freeze(
             # Of a frozen job device memory is in host memory already.

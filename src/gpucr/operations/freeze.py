@@ -20,6 +20,7 @@ from gpucr.diagnosis.traps import findings_of_traps
 from gpucr.driver.gpus import gpu_processes
 from gpucr.errors import InvalidRequest, JobDamaged, ProcessNotFound
 from gpucr.gang.threads import STOP_TIMEOUT_S
+from gpucr.gpu_state.backend import INTERPOSED
 from gpucr.gpu_state.source import SavedLater
 from gpucr.gpu_state.ways import GpuState, require_possible
 from gpucr.jobs import registered, selection
@@ -85,7 +86,7 @@ def freeze(
             *selection.findings_before_freeze(
                 found.job, preflight.needs_of_suspend(held, in_files=True, on_gpu=on_gpu)
             ),
-            *findings_of_traps(found.job, found.driver, uses),
+            *findings_of_traps(found.job, found.driver, uses, may_share=gpu_state in ("auto", INTERPOSED)),
             *preflight.check_tracers(found.job),
             *preflight.check_ptrace(),
         )
@@ -180,6 +181,8 @@ class FrozenJob:
         """
         hold = self._require_frozen("saved")
         found = hold.taken.found
+        if hold.cuda is not None:
+            hold.cuda.interposers.require_nothing_shared()
         with operation("save", self.pid, on_progress=on_progress, cancel=cancel) as running:
             place = find_target(to, compress=compress, encrypt=encrypt, trust_store=trust_store, key=key)
             running.require_descriptors(len(found.job.processes), len(found.job.gang), TO_MOVE)

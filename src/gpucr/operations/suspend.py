@@ -5,10 +5,11 @@ from __future__ import annotations
 import contextlib
 import os
 import threading
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field, replace
 
 from msgspec import Struct
+from msgspec.structs import replace as with_changed
 
 from gpucr.diagnosis import preflight
 from gpucr.diagnosis.traps import findings_of_traps
@@ -16,6 +17,7 @@ from gpucr.driver.gpus import gpu_processes, list_gpus
 from gpucr.errors import GpucrError
 from gpucr.gang import Gang
 from gpucr.gpu_state import staging, suspended
+from gpucr.gpu_state.backend import INTERPOSED
 from gpucr.gpu_state.gpu_choice import GpuRequest
 from gpucr.gpu_state.interposed.suspended import SuspendedBlocks
 from gpucr.gpu_state.placement import gpus_of, place_suspended
@@ -93,7 +95,7 @@ def suspend(
         held = preflight.device_bytes_in_use(found.job, uses)
         use_files = uses_files(gpu_state)
         findings = selection.findings_before_freeze(found.job, preflight.needs_of_suspend(held, in_files=use_files))
-        findings += findings_of_traps(found.job, found.driver, uses)
+        findings += findings_of_traps(found.job, found.driver, uses, may_share=gpu_state in ("auto", INTERPOSED))
         preflight.require_no_blocking(findings, force=force)
         work = cuda_work(
             found,
@@ -178,8 +180,22 @@ def _resume(
     def uuids_of(pid: int) -> list[str]:
         return [gpu.uuid for gpu in placement.visible(pid) or gpus_of(ids[pid], here, used={}).visible]
 
-    suspended_blocks = SuspendedBlocks(gang.driver, uuids_of, maps)
-    gang.before_unlock = lambda: suspended_blocks.give_back(gang.members)
+    guarded = GangProtection(protection)
+
+    def all_are_back(pids: Sequence[int]) -> None:
+        guarded.going_on(pids, [with_changed(member, found=before_suspend(member)) for member in gang.members])
+
+    suspended_blocks = SuspendedBlocks(gang.driver, uuids_of, maps, all_are_back)
+
+    def before_unlock() -> None:
+        try:
+            suspended_blocks.give_back(gang.members)
+        except GpucrError:
+            if suspended_blocks.are_back:
+                gang.settle(before_suspend)
+            raise
+
+    gang.before_unlock = before_unlock
     gang.before_climb = suspended_blocks.take_out_again
     if away:
         steps.append(RestoreGang(gang, placement if choice.gpu_map is not None else None, down_to=before_suspend))
@@ -192,7 +208,7 @@ def _resume(
         kept.callback(suspended_blocks.close)
         for member in gang.members:
             _keep_staging_file(member, kept)
-        GangProtection(protection).members(gang.members)
+        guarded.members(gang.members)
         suspended_blocks.start(member.pid for member in away)
         phases = running.run(steps, roll=roll, deadline=gang.deadline, protection=protection)
         threading.Thread(target=kept.pop_all().close, name="free-staging").start()

@@ -18,6 +18,7 @@ from gpucr.model import CudaState, Job
 from gpucr.quantities import counted
 
 _TOLD_BY = "counted by its interposer"
+_VMM = ("vmm_export",)
 
 
 def knows_all(job: JobTraits) -> bool:
@@ -26,9 +27,12 @@ def knows_all(job: JobTraits) -> bool:
     return all(each.counted is not None for each in job.processes) and ranks <= len(job.processes)
 
 
-def check_interposed(job: JobTraits, measured: Measurements) -> list[Finding]:
-    """Of a job whose interposers have all told: what is alive in it that does not come back."""
-    found: list[Finding] = []
+def check_interposed(job: JobTraits, measured: Measurements, *, may_share: bool = False) -> list[Finding]:
+    """Of a job whose interposers have all told: what is alive in it that does not come back.
+
+    ``may_share``: they bring back what its processes have of each other.
+    """
+    found = _torn(job) if may_share else _imported(job, measured)
     for each in job.processes:
         if each.counted is not None:
             found += _shared(each, each.counted, measured)
@@ -60,10 +64,6 @@ def _shared(process: CudaTraits, counts: Status, measured: Measurements) -> list
     """What it shares with other processes or GPUs, which a canary may have shown to come back."""
     name = f"process {process.pid} ({process.process.name})"
     kinds: Sequence[tuple[int, str, str, str, str]] = (
-        (counts.imported, "vmm_export", "GPUCR-CUDA-IPC",
-         f"{name} has {counted(counts.imported, 'block')} of device memory of other processes mapped",
-         "start the job with NCCL_P2P_DISABLE=1 NCCL_CUMEM_ENABLE=0 NCCL_CUMEM_HOST_ENABLE=0, as `gpucr run` does, or "
-         "end the process that imported them"),
         (counts.ipc_memory, "legacy_ipc", "GPUCR-CUDA-IPC",
          f"{name} has {counted(counts.ipc_memory, 'allocation')} of other processes open over CUDA IPC",
          "send tensors through host memory (`tensor.cpu()`), or end the process that opened them"),
@@ -76,6 +76,58 @@ def _shared(process: CudaTraits, counts: Status, measured: Measurements) -> list
         for count, canary, code, what, remedy in kinds
         if count > 0 and not all_come_back(measured, (canary,))
     ]
+
+
+def _imported(job: JobTraits, measured: Measurements) -> list[Finding]:
+    """What processes have of each other, where a snapshot would have to bring it back."""
+    if all_come_back(measured, _VMM):
+        return []
+    return [
+        Finding(
+            "blocking",
+            f"{_name(each)} has {counted(each.counted.imported, 'block')} of device memory of other processes mapped",
+            f"{_TOLD_BY}; {say(measured, _VMM)}",
+            "a snapshot cannot bring that back yet; suspend, freeze and move can",
+            "for snapshots start the job with NCCL_P2P_DISABLE=1 NCCL_CUMEM_ENABLE=0 NCCL_CUMEM_HOST_ENABLE=0 (`gpucr "
+            "run --no-interpose` does), or send tensors through host memory",
+            each.pid,
+            code="GPUCR-CUDA-IPC",
+        )
+        for each in job.processes
+        if each.counted is not None and each.counted.imported
+    ]
+
+
+def _torn(job: JobTraits) -> list[Finding]:
+    """Memory with one end in the job and one outside: it would be one no more when the job comes back."""
+    if job.sharing is None:
+        return []  # it is found out when all stand still, before anything is changed
+    members = {each.pid: each for each in job.processes}
+    found: dict[int, str] = {
+        place.pid: "has device memory of a process outside of the job mapped"
+        for place in job.sharing.unowned
+        if place.pid in members
+    }
+    for place, owner in job.sharing.owned.items():
+        if (place.pid in members) != (owner.pid in members):
+            inside, outside = (place.pid, owner.pid) if place.pid in members else (owner.pid, place.pid)
+            found[inside] = f"shares device memory with process {outside}, which is not a part of the job"
+    return [
+        Finding(
+            "blocking",
+            f"{_name(members[pid])} {what}",
+            _TOLD_BY,
+            "what shares memory has to stand still, and come back, together",
+            "name a process above both, or end one of them",
+            pid,
+            code="GPUCR-CUDA-IPC",
+        )
+        for pid, what in found.items()
+    ]
+
+
+def _name(process: CudaTraits) -> str:
+    return f"process {process.pid} ({process.process.name})"
 
 
 def _outside(process: CudaTraits, counts: Status) -> list[Finding]:

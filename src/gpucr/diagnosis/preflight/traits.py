@@ -9,8 +9,10 @@ from msgspec import Struct
 
 from gpucr.driver import gpus
 from gpucr.errors import ProcessNotFound
+from gpucr.interposer import sharing
 from gpucr.interposer.client import ask_status
 from gpucr.interposer.protocol import Status
+from gpucr.interposer.sharing import Sharing
 from gpucr.linux import memory, processes
 from gpucr.model import Gpu, GpuUse, Job, ProcessInfo
 
@@ -57,6 +59,7 @@ class JobTraits(Struct, frozen=True):
     """The CUDA processes of a job, and what NVML knows of the machine. ``mps_clients``: pids as NVML sees them.
 
     ``relatives`` have device memory and are outside the job: what it was started by, and what they have started.
+    ``sharing``: what the interposers of all of these tell of memory that is another process's (None: not all tell).
     """
 
     processes: tuple[CudaTraits, ...]
@@ -64,6 +67,7 @@ class JobTraits(Struct, frozen=True):
     unreachable: frozenset[frozenset[str]] = frozenset()
     mps_clients: frozenset[int] = frozenset()
     relatives: tuple[CudaTraits, ...] = ()
+    sharing: Sharing | None = None
 
     def can_reach(self, uuids: frozenset[str]) -> bool:
         """Whether any two of these GPUs may be able to read each other's memory: all that NVML does not deny."""
@@ -85,7 +89,20 @@ def look(job: Job, uses: Sequence[GpuUse]) -> JobTraits:
     for process in _relatives(job, {use.pid for use in uses}):
         with contextlib.suppress(PermissionError):  # another user's: it has nothing open with this one
             relatives.append(_look_at(process, uses))
-    return JobTraits(seen, gpus.list_gpus(), gpus.unreachable_pairs(), gpus.mps_clients(), tuple(relatives))
+    return JobTraits(
+        seen,
+        gpus.list_gpus(),
+        gpus.unreachable_pairs(),
+        gpus.mps_clients(),
+        tuple(relatives),
+        _sharing(seen, relatives),
+    )
+
+
+def _sharing(seen: Sequence[CudaTraits], relatives: Sequence[CudaTraits]) -> Sharing | None:
+    told = [each.pid for each in (*seen, *relatives) if each.counted is not None]
+    imports = any(each.counted.imported for each in (*seen, *relatives) if each.counted is not None)
+    return sharing.ask(told) if imports else Sharing({}, ())
 
 
 def _relatives(job: Job, holders: set[int]) -> list[ProcessInfo]:

@@ -12,13 +12,16 @@ from gpucr.diagnosis.preflight.sharing import check_imex, check_nccl, check_peer
 from gpucr.diagnosis.preflight.traits import JobTraits
 
 
-def check_traps(job: JobTraits, measured: Measurements) -> list[Finding]:
-    """Everything about a job with CUDA that decides whether it comes back, as far as it shows from outside."""
+def check_traps(job: JobTraits, measured: Measurements, *, may_share: bool = False) -> list[Finding]:
+    """Everything about a job with CUDA that decides whether it comes back, as far as it shows from outside.
+
+    ``may_share``: its interposers bring back what its processes have of each other.
+    """
     if not job.processes:
         return []
     return [
         *check_basics(measured),
-        *(check_interposed(job, measured) if knows_all(job) else _inferred(job, measured)),
+        *(check_interposed(job, measured, may_share=may_share) if knows_all(job) else _inferred(job, measured)),
         *check_shared_gpus(job),
         *check_imex(job),
         *check_mig(job),

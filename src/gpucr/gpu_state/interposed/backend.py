@@ -6,20 +6,29 @@ import contextlib
 import mmap
 import threading
 from collections.abc import Callable, Iterable, Mapping, Sequence
-from typing import Protocol
 
 from gpucr.driver.api import Driver
 from gpucr.errors import GpucrError, InterposerError
 from gpucr.gpu_state.backend import INTERPOSED
 from gpucr.gpu_state.interposed.blocks import BlocksSource, HostRoom, can_leave, gpu_of
 from gpucr.gpu_state.interposed.coming_back import bring_back, let_go_on
+from gpucr.gpu_state.interposed.guarded import Guarded
 from gpucr.gpu_state.interposed.keeping import Keeping, Way
 from gpucr.gpu_state.interposed.line import GatedLock, Line, spoken, unlocked
+from gpucr.gpu_state.interposed.shared import (
+    by_part,
+    find_shares,
+    keep_shares,
+    require_nothing_shared,
+    share_anew,
+)
+from gpucr.gpu_state.interposed.work import Work
 from gpucr.gpu_state.source import FileSource, Source
 from gpucr.gpu_state.ways import GpuState, refused
 from gpucr.interposer.client import Held
 from gpucr.interposer.presence import is_interposed
 from gpucr.interposer.protocol import BadAnswer, Refused
+from gpucr.interposer.sharing import Part, Share
 from gpucr.interposer.vault import VAULT_BYTES, Vaults
 from gpucr.linux import processes
 from gpucr.linux.tmpfs import StagingFile
@@ -31,21 +40,12 @@ KEPT_NAME = "memfd:gpucr-device"
 """How the file is called that a suspended process keeps: not as the driver's staging, which is closed everywhere."""
 
 
-class Guarded(Protocol):
-    """What the guard is told (`gpu_state.recovery.GangProtection`)."""
-
-    def blocks(self, pid: int, uuids: Sequence[str], held: Sequence[Held]) -> None:
-        """This memory of the process is about to be in these descriptors alone.
-
-        None: it is back, or the process keeps it. ``uuids``: the GPUs that the process sees.
-        """
-
-
 class Interposed:
     """See `Backend`. ``uuids``: the GPUs that the process sees, in its order.
 
     ``to_host``: at `complete` the bytes are in host memory, which the process itself holds for whoever resumes it.
-    ``keeping``: the process runs again before its memory is saved.
+    ``keeping``: the process runs again before its memory is saved. ``before_first``: to be called before any memory
+    leaves; from then on `Interposers.share_anew` follows `give_back`.
     """
 
     kind = INTERPOSED
@@ -60,6 +60,7 @@ class Interposed:
         *,
         to_host: bool,
         keeping: Keeping | None = None,
+        before_first: Callable[[], None] = lambda: None,
     ) -> None:
         self.part = part
         self.line = Line(part.pid)
@@ -72,6 +73,7 @@ class Interposed:
         self._to_host = to_host
         self.carries: dict[str, int] = {}
         self._keeping = keeping
+        self._before_first = before_first
         self._way: Way | None = None
         self._copy: FileSource | None = None
         self._needed: dict[str, int] = {}
@@ -79,17 +81,17 @@ class Interposed:
         self._source: BlocksSource | None = None
         self._room: StagingFile | None = None
         self._preparing: threading.Thread | None = None
-        self._copying: _Work | None = None
+        self._copying: Work | None = None
+        self._is_out = False
         self._is_back = False
 
     def why_not(self) -> str | None:
         """Why its memory cannot leave so, or would in pieces; None: it can. Raises as `Agent`."""
         status = self.line.agent.status()
-        if not status.blocks:
+        if not status.blocks and not status.imported:
             return "it has no memory that could leave"
         reasons = (
             (status.stuck, "{} of its blocks cannot leave a second time"),
-            (status.imported, "{} of its blocks are other processes'"),
             (status.away, "{} of its blocks are away already"),
             (status.around, "{} of its libraries may come to the driver around the gate"),
         )
@@ -148,6 +150,7 @@ class Interposed:
         """Take the memory out. From here on it is in our descriptors, and the guard's, alone."""
         pid = self.part.pid
         self.wait_prepared()
+        self._before_first()
         with spoken(pid, "let its memory go"), unlocked(self._driver, pid):
             agent = self.line.agent
             for batch in agent.export():
@@ -155,12 +158,13 @@ class Interposed:
             self._guarded.blocks(pid, self._uuids, self._held)
             self._source = BlocksSource(self.part, self._held, self._uuids, self._vaults)
             self.extents = self._source.extents
-            agent.drop()  # where it ends half-way, `give_back` gives back what is away
+            self._is_out = True
+            agent.drop(imported_too=True)  # where it ends half-way, `give_back` gives back what is away
         meter.note(f"process {pid}: {format_bytes(self._source.size_bytes)} taken out by its interposer")
         if self._keeping is not None and self._way is not None:
             meter.note(self._keeping.choice().reason)
         if self._to_host or self._way is Way.IN_HOST_MEMORY:
-            self._copying = _Work(self._copy_to_host)
+            self._copying = Work(self._copy_to_host)
 
     def wait_begun(self) -> None:
         """It is out."""
@@ -171,6 +175,8 @@ class Interposed:
         if self._room is None:
             self._room = StagingFile.create(size_bytes, KEPT_NAME)
         self._room.resize(max(self._room.size_bytes, size_bytes))
+        if not size_bytes:
+            return
         room = HostRoom(self._room, max(size_bytes, mmap.PAGESIZE))
         try:
             self._source.copy_to(room.address)
@@ -200,16 +206,16 @@ class Interposed:
                 self._copying.wait()
 
     def give_back(self) -> None:
-        """Whatever is away comes back to its addresses, from the descriptors or from host memory.
+        """What is its own comes back to its addresses, from the descriptors or from host memory. Its gate stays closed.
 
         What stays on the GPU to be saved is seen by then: it lives on behind the descriptors, and the process has
         other memory with the same bytes.
         """
-        if self._source is None or self._is_back:
+        if not self._is_out or self._is_back:
             return
-        if self._way is Way.ON_GPU:
+        if self._source is not None and self._way is Way.ON_GPU:
             self._source.see_all()
-        else:
+        elif self._source is not None:
             self._source.close()
         bring_back(self._driver, self.line, self._uuids, self._vaults, self._held)
         if self._way is Way.ON_GPU and self._keeping is not None:
@@ -217,14 +223,33 @@ class Interposed:
                 shares = self.line.agent.status().stuck > 0
             if shares:  # the GPU has got full: the process runs on in the memory that is being saved
                 self._keeping.wait_saved()
-        let_go_on(self.line)
         self._is_back = True
         self._guarded.blocks(self.part.pid, self._uuids, ())
+
+    @property
+    def held(self) -> dict[Part, Held]:
+        """Memory that is in our hands now."""
+        return by_part(self.part.pid, self._held)
 
     @property
     def is_given_back(self) -> bool:
         """Whether `give_back` has returned what `begin` had taken."""
         return self._is_back
+
+    @property
+    def is_out(self) -> bool:
+        """Whether its memory, or a part of it, has left it and its gate is closed."""
+        return self._is_out
+
+    def tell_guard(self) -> None:
+        """It may have to go on without us, though it still has all of its memory."""
+        self._is_out = True
+        self._guarded.blocks(self.part.pid, self._uuids, ())
+
+    def go_on(self) -> None:
+        """It has everything: its gate opens, and the driver's lock holds it."""
+        let_go_on(self.line)
+        self._is_out = False
 
     def moved(self, gpu_map: GpuMap) -> None:
         """The driver has restored the process on other GPUs: what is away goes there."""
@@ -250,27 +275,6 @@ class Interposed:
             self._room.close()
 
 
-class _Work:
-    """Something that is done in a thread of its own."""
-
-    def __init__(self, work: Callable[[], None]) -> None:
-        self._error: Exception | None = None
-        self._thread = threading.Thread(target=self._run, args=(work,), name="vault", daemon=True)
-        self._thread.start()
-
-    def _run(self, work: Callable[[], None]) -> None:
-        try:
-            work()
-        except Exception as e:  # noqa: BLE001 - raised where it is waited for
-            self._error = e
-
-    def wait(self) -> None:
-        """Until it is done. Raises what it raised."""
-        self._thread.join()
-        if self._error is not None:
-            raise self._error
-
-
 WITHOUT = "it was started without one"
 
 
@@ -280,6 +284,8 @@ class Interposers:
     ``gpus`` are this machine's: one without room for a vault is left to the driver.
     ``gpu_state``: the way that a user insists on. ``why_not``: by pid, why a process goes another way than this one.
     ``wait_saved``: they run again before what was taken out of them is saved, and this would wait for it.
+    ``may_share``: not, where they do not stay these processes: who shares memory is not in a snapshot. ``shares``: what
+    they were found to have of each other when they stood still.
     """
 
     def __init__(
@@ -292,8 +298,10 @@ class Interposers:
         to_host: bool,
         gpu_state: GpuState = "auto",
         wait_saved: Callable[[], object] | None = None,
+        may_share: bool = True,
     ) -> None:
         self._driver = driver
+        self._may_share = may_share
         self._uuids_of = uuids_of
         self._guarded = guarded
         self._free_bytes = {gpu.uuid: gpu.memory_free_bytes for gpu in gpus}
@@ -303,6 +311,8 @@ class Interposers:
         self._backends: dict[int, Interposed | None] = {}
         self._gpu_state = gpu_state
         self.why_not: dict[int, str] = {}
+        self.shares: tuple[Share, ...] = ()
+        self._looked_at: set[int] = set()
 
     def require(self, members: Iterable[GangMember]) -> None:
         """Raise Unsupported where one of these that run would go another way, and this one is insisted on."""
@@ -351,6 +361,7 @@ class Interposers:
             self._guarded,
             to_host=self._to_host,
             keeping=self.keeping,
+            before_first=self._before_first,
         )
         try:
             why_not = made.why_not()
@@ -371,6 +382,50 @@ class Interposers:
                 free = format_bytes(self._free_bytes[uuid])
                 return f"GPU {uuid} has {free} free, and gpucr needs {format_bytes(VAULT_BYTES)} there itself"
         return None
+
+    def _before_first(self) -> None:
+        """All stand still, and have what they had: find out whose memory is whose, and have them keep that."""
+        new = {pid: each for pid, each in self._backends.items() if each is not None and pid not in self._looked_at}
+        if not new:
+            return
+        others = {
+            pid: self.why_not.get(pid, WITHOUT)
+            for pid, each in self._backends.items()
+            if each is None and self._driver.state(pid) is CudaState.LOCKED
+        }
+        lines = [each.line for each in new.values()]
+        shares = find_shares(lines, others)
+        if not self._may_share:
+            require_nothing_shared(shares)
+        for each in new.values() if shares else ():
+            each.tell_guard()
+        keep_shares(lines, shares)
+        self._looked_at |= new.keys()
+        self.shares += shares
+
+    def require_nothing_shared(self) -> None:
+        """Raise Unsupported where a snapshot would have to bring back what they have of each other."""
+        require_nothing_shared(self.shares)
+
+    def share_anew(self, state: Callable[[int], CudaState | None]) -> None:
+        """Those that have their own memory again get what they had of each other, and their gates open.
+
+        To be called when all of them have been tried, before any runs. ``state`` tells where a process is (None: it has
+        ended). Raises GpucrError: then none of them goes on.
+        """
+        out = [each for each in self._backends.values() if each is not None and each.is_out]
+        states = {each.part.pid: state(each.part.pid) for each in out}
+        back = [each for each in out if states[each.part.pid] not in (CudaState.CHECKPOINTED, None)]
+        if not back:
+            return
+        held: dict[Part, Held] = {}
+        for each in out:
+            if states[each.part.pid] is None:
+                held |= each.held
+        share_anew(self._driver, [each.line for each in back], held)
+        self._guarded.going_on([each.part.pid for each in back])
+        for each in back:
+            each.go_on()
 
     def moved(self, maps: Mapping[int, GpuMap]) -> None:
         """The driver has restored these processes, by pid, on other GPUs."""

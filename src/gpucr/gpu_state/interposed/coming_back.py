@@ -5,12 +5,13 @@ from __future__ import annotations
 import contextlib
 import os
 from collections.abc import Callable, Mapping, Sequence
-from typing import Protocol
+from typing import NamedTuple, Protocol
 
 from gpucr.driver.api import Driver
 from gpucr.errors import InterposerError
 from gpucr.gpu_state.interposed.blocks import HostRoom, can_leave, extents_of, vault_of, writes
 from gpucr.gpu_state.interposed.line import Line, spoken, unlocked
+from gpucr.gpu_state.interposed.shared import by_part, share_anew
 from gpucr.interposer.client import Agent, Held
 from gpucr.interposer.protocol import BadAnswer, Block, Code, Flag, Refused
 from gpucr.interposer.vault import Shown, Vault, Vaults, in_parallel
@@ -78,6 +79,33 @@ def bring_back(
             )
 
 
+class GoesOn(NamedTuple):
+    """A process that is LOCKED, the GPUs that it sees, and what is in our hands of it."""
+
+    line: Line
+    uuids: Sequence[str]
+    held: Sequence[Held]
+
+
+def bring_all_back(driver: Driver, back: Sequence[GoesOn], ended: Sequence[tuple[int, Sequence[Held]]]) -> None:
+    """Each gets its own memory, then what it had of others', then all go on. LOCKED → LOCKED, gates open.
+
+    ``ended``: what is in our hands of processes that have ended, by pid. Raises as `bring_back` and `share_anew`.
+    """
+    vaults = Vaults()
+    try:
+        for each in back:
+            bring_back(driver, each.line, each.uuids, vaults, each.held)
+        held = {part: one for pid, those in ended for part, one in by_part(pid, those).items()}
+        share_anew(driver, [each.line for each in back], held)
+        for each in back:
+            let_go_on(each.line)
+    finally:
+        for each in back:
+            each.line.hang_up()
+        vaults.close()
+
+
 def let_go_on(line: Line) -> None:
     """All of it is back: what the process keeps is given up, and its gate opens. The driver's lock holds it now."""
     with spoken(line.pid, "open its gate"):
@@ -88,12 +116,18 @@ def let_go_on(line: Line) -> None:
 def take_out_again(driver: Driver, pid: int) -> None:
     """What has come back of what the process keeps is away again, so that the driver can checkpoint it.
 
-    LOCKED → LOCKED. Nothing where nothing is kept.
+    LOCKED → LOCKED. Nothing where nothing is kept: then the driver takes all of it. Raises InterposerError for one that
+    has memory of others and keeps nothing: the driver would lose it.
     """
     line = Line(pid)
     try:
         with spoken(pid, "let its memory go again"):
             kept = line.agent.fetch()
+            if kept is None and line.agent.status().imported:
+                raise InterposerError(
+                    f"process {pid} has memory of other processes again, and cannot be suspended alone",
+                    hint=f"`gpucr resume {pid}` lets it go on with the others",
+                )
             if kept is None:
                 return
             os.close(kept)
@@ -101,7 +135,7 @@ def take_out_again(driver: Driver, pid: int) -> None:
                 for batch in line.agent.export():
                     for each in batch:
                         each.close()
-                line.agent.drop()
+                line.agent.drop(imported_too=True)
     finally:
         line.hang_up()
 
@@ -114,6 +148,8 @@ def _fill(agent: Agent, blocks: Sequence[Block], file: StagingFile, uuids: Seque
     size_bytes = sum(block.size_bytes for block in blocks)
     if file.size_bytes != size_bytes:
         raise BadAnswer(f"it keeps {file.size_bytes} bytes of {size_bytes}")
+    if not blocks:
+        return
     room = HostRoom(file, size_bytes)
     try:
         for made in agent.create([block for block in blocks if block.flags & Flag.AWAY]):

@@ -12,6 +12,7 @@ from gpucr.gpu_state.interposed.blocks import HostRoom, can_leave, extents_of, g
 from gpucr.gpu_state.interposed.coming_back import bring_back, let_go_on, take_out_again
 from gpucr.gpu_state.interposed.line import Line
 from gpucr.gpu_state.interposed.restored import TWICE_BYTES, BlocksDestination
+from gpucr.gpu_state.interposed.shared import has_gone_on, share_anew
 from gpucr.interposer.client import ask_status
 from gpucr.interposer.presence import is_interposed
 from gpucr.interposer.protocol import BadAnswer, Flag, Refused
@@ -28,20 +29,33 @@ def _needed(size_bytes: int) -> int:
 
 
 class SuspendedBlocks:
-    """What interposed processes keep since they were suspended. ``maps``: of those that go to other GPUs, by pid."""
+    """What interposed processes keep since they were suspended. ``maps``: of those that go to other GPUs, by pid.
 
-    def __init__(self, driver: Driver, uuids_of: Callable[[int], Sequence[str]], maps: Mapping[int, GpuMap]) -> None:
+    ``all_are_back`` is called with the pids when each has everything, and none has given up what it keeps: from then
+    on there is no way back (``are_back``).
+    """
+
+    def __init__(
+        self,
+        driver: Driver,
+        uuids_of: Callable[[int], Sequence[str]],
+        maps: Mapping[int, GpuMap],
+        all_are_back: Callable[[Sequence[int]], None],
+    ) -> None:
         self._driver = driver
+        self._all_are_back = all_are_back
         self._uuids_of = uuids_of
         self._maps = maps
         self._vaults = Vaults()
         self._filled: dict[int, BlocksDestination] = {}
         self._starting: threading.Thread | None = None
+        self._was_tried = False
+        self.are_back = False
 
     def is_away(self, pid: int) -> bool:
-        """Whether memory of this process is away, wherever the driver has it: whoever brought it back was killed."""
+        """Whether it waits for memory, or at its gate, wherever the driver has it: who brought it back was killed."""
         status = ask_status(pid) if is_interposed(pid) else None
-        return status is not None and status.away > 0
+        return status is not None and bool(status.away or status.gate_closed)
 
     def start(self, pids: Iterable[int]) -> None:
         """Begin to fill memory for these processes, which are CHECKPOINTED: the driver restores them meanwhile."""
@@ -80,6 +94,8 @@ class SuspendedBlocks:
             return None
         file = StagingFile.adopt(kept)
         opened.callback(file.close)
+        if not blocks:
+            return None
         size_bytes = sum(each.size_bytes for each in blocks)
         if file.size_bytes != size_bytes or not all(each.flags & Flag.AWAY for each in blocks):
             return None
@@ -96,27 +112,50 @@ class SuspendedBlocks:
         """It goes back into all of them, and they are LOCKED. Raises the first error when all were tried.
 
         None gives up what it keeps before all have what was away: until then the job can be suspended again as it was.
+        A second call does nothing: it comes from the undo of the first one.
         """
+        if self._was_tried:
+            return
+        self._was_tried = True
         self._wait_started()  # one client at a time
         errors: list[GpucrError] = []
         lines: list[Line] = []
+        try:
+            self._bring_back(members, lines, errors)
+            if errors:
+                raise errors[0]
+            self.are_back = True
+            self._all_are_back([line.pid for line in lines])
+            for line in lines:
+                try:
+                    let_go_on(line)
+                except GpucrError as error:  # the others have everything, and none of it is away any more
+                    errors.append(error)
+            if errors:
+                raise errors[0]
+        finally:
+            for line in lines:
+                line.hang_up()
+
+    def _bring_back(self, members: Iterable[GangMember], lines: list[Line], errors: list[GpucrError]) -> None:
+        back: list[Line] = []
         for member in members:
             try:
                 state = self._driver.state(member.pid) if is_interposed(member.pid) else None
                 if state is CudaState.LOCKED or (state is CudaState.RUNNING and self.is_away(member.pid)):
                     lines.append(Line(member.pid))
-                    filled = self._filled.get(member.pid)
-                    bring_back(self._driver, lines[-1], self._places(member.pid), self._vaults, filled=filled)
             except GpucrError as error:
                 errors.append(error)
-        try:
-            if errors:
-                raise errors[0]
-            for line in lines:
-                let_go_on(line)
-        finally:
-            for line in lines:
-                line.hang_up()
+        for line in lines:
+            try:
+                if not has_gone_on(line, lines):
+                    back.append(line)
+                    filled = self._filled.get(line.pid)
+                    bring_back(self._driver, line, self._places(line.pid), self._vaults, filled=filled)
+            except GpucrError as error:
+                errors.append(error)
+        if not errors:
+            share_anew(self._driver, back, {})
 
     def take_out_again(self, pid: int) -> None:
         """The driver is about to checkpoint it again (`Gang.before_climb`)."""

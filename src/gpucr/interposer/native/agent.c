@@ -17,7 +17,7 @@
 
 static _Atomic bool started;
 static pthread_mutex_t descriptors_open = PTHREAD_MUTEX_INITIALIZER; /* while it is held nobody forks */
-static int listening = -1, client = -1, kept = -1;
+static int listening = -1, client = -1;
 static struct packet asked, answer; /* the agent's alone; too large for a stack that somebody else may have chosen */
 
 static void count_ranges(struct status *status) {
@@ -75,9 +75,9 @@ static uint32_t do_close(void) {
     return DONE;
 }
 
-/* What is kept has the bytes of memory that is away, or that was made anew and is not filled yet. */
+/* What is kept is needed for memory that is away, that is not filled yet, or that peers do not see yet. */
 static bool is_whole(void) {
-    return !carry_anything_away() && kept < 0;
+    return !carry_anything_away() && !kept_anything();
 }
 
 static void open_if_whole(void) {
@@ -91,14 +91,20 @@ static void add(const struct block *block) {
     answer.records[answer.head.count++] = carry_record(block);
 }
 
+/* What peers have is theirs also where it cannot leave: then by the descriptor that is kept of it. */
+static bool goes_out(const struct block *block, bool to_peers) {
+    if (!block->live || block->imported || block->dropped)
+        return false;
+    return to_peers ? block->given_out && (carry_may_leave(block) || shared_number(block) >= 0) : carry_may_leave(block);
+}
+
 /* As many as a message holds, or as there are descriptors for. */
 static uint32_t do_export(void) {
     uint64_t index = asked.head.a;
     uint32_t code = DONE;
     for (; index < block_count() && answer.head.count < MOST_RECORDS; index++) {
         struct block *block = block_at((uint32_t)index);
-        if (!block->live || block->imported || !carry_may_leave(block) || block->dropped ||
-            (asked.head.b == 1 && !block->given_out))
+        if (!goes_out(block, asked.head.b == 1))
             continue;
         code = carry_export(block, &answer.descriptors[answer.descriptor_count]);
         if (code != DONE)
@@ -120,26 +126,6 @@ static uint32_t do_list(void) {
     }
     answer.head.a = index;
     answer.head.b = index >= block_count();
-    return DONE;
-}
-
-static uint32_t do_keep(void) {
-    if (asked.descriptor_count > 1)
-        return MALFORMED;
-    if (kept >= 0)
-        close(kept);
-    kept = asked.descriptor_count == 1 ? asked.descriptors[0] : -1;
-    asked.descriptor_count = 0; /* it is not closed with the others */
-    return DONE;
-}
-
-static uint32_t do_fetch(void) {
-    if (kept < 0)
-        return DONE;
-    int copy = fcntl(kept, F_DUPFD_CLOEXEC, 3);
-    if (copy < 0)
-        return NO_DESCRIPTORS;
-    answer.descriptors[answer.descriptor_count++] = copy;
     return DONE;
 }
 
@@ -181,7 +167,9 @@ static uint32_t on_memory(void) {
         return SOMEBODY_INSIDE;
     if (asked.head.operation == EXPORT)
         return do_export();
-    return asked.head.operation == DROP ? carry_drop(asked.head.a == 1) : do_bring_back();
+    if (asked.head.operation != DROP)
+        return do_bring_back();
+    return asked.head.a <= DROP_IMPORTED ? carry_drop((enum drops)asked.head.a) : MALFORMED;
 }
 
 static uint32_t answer_hello(void) {
@@ -212,9 +200,9 @@ static uint32_t perform(void) {
     case LIST:
         return on_memory_locked();
     case KEEP:
-        return do_keep();
+        return kept_take(&asked);
     case FETCH:
-        return do_fetch();
+        return kept_give(asked.head.a, &answer);
     default:
         return MALFORMED;
     }
@@ -440,9 +428,8 @@ void agent_in_child(void) {
         close(listening);
     if (client >= 0)
         close(client);
-    if (kept >= 0)
-        close(kept);
+    kept_close();
     spares_give();
-    listening = client = kept = -1;
+    listening = client = -1;
     atomic_store(&started, false);
 }

@@ -128,10 +128,11 @@ static result drop(struct block *block) {
     return SUCCESS;
 }
 
-uint32_t carry_drop(bool imported_too) {
+uint32_t carry_drop(enum drops what) {
     for (uint32_t i = 0; i < block_count(); i++) {
         struct block *block = block_at(i);
-        bool goes = block->imported ? imported_too && carry_may_leave(block) : block->given == client;
+        bool goes = block->imported ? what != DROP_OWN && carry_may_leave(block)
+                                    : what != DROP_IMPORTED && block->given == client;
         result result = block->live && goes && !block->dropped ? drop(block) : SUCCESS;
         if (result != SUCCESS)
             return code_of(result);

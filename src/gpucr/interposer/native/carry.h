@@ -6,12 +6,19 @@
 #include "protocol.h"
 
 uint32_t carry_export(struct block *block, int *descriptor); /* an enum code, as all of these */
-uint32_t carry_drop(bool imported_too); /* what was exported to this client, and what other processes own */
+uint32_t carry_drop(enum drops what); /* what was exported to this client, what other processes own, or both */
 bool carry_may_leave(const struct block *block);
 uint32_t carry_import(struct block *block, int descriptor, bool renew);
 uint32_t carry_create(struct block *block, int *descriptor);
 void carry_forget_exports(void);       /* the client is gone */
 bool carry_anything_away(void);
 struct record carry_record(const struct block *block);
+
+/* kept.c */
+struct packet;
+bool kept_anything(void);
+void kept_close(void);
+uint32_t kept_take(struct packet *asked);
+uint32_t kept_give(uint64_t what, struct packet *answer);
 
 #endif

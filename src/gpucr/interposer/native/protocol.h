@@ -18,14 +18,18 @@ enum operation {
     OPEN,
     EXPORT,     /* a = first block, b = 1: only what other processes have. Answer: records with a descriptor each; a = the next
                    block, b = 1: that was all */
-    DROP,       /* all that was exported is unmapped and released; a = 1: what was imported, too. Addresses stay reserved */
+    DROP,       /* all that was exported is unmapped and released; a: an enum drops. Addresses stay reserved */
     IMPORT,     /* records with a descriptor each; a = 1: the blocks are renewed, so that they can be exported again */
     CREATE,     /* records: made anew, empty, at their addresses. Answer: a descriptor for each */
     LIST,       /* a = first block. Answer: records; a = the next block, b = 1: that was all */
-    KEEP,       /* one descriptor, which is kept for whoever asks, with the gate closed; none: the one that is kept is closed */
-    FETCH,      /* answer: that descriptor, if there is one */
+    KEEP,       /* one descriptor, which is kept for whoever asks, with the gate closed; a: an enum kept. None: all that are kept
+                   are closed */
+    FETCH,      /* a: an enum kept. Answer: that descriptor, if there is one */
     SHARE,      /* on the peers' socket: a = address in a range, b = the exporter's token. Answer as for EXPORT, a = next address */
 };
+
+enum drops { DROP_OWN, DROP_ALL, DROP_IMPORTED };
+enum kept { KEPT_MEMORY, KEPT_SHARES /* whose memory is whose */, KEPT };
 
 enum code { /* above DRIVER_ERROR: CUresult + DRIVER_ERROR */
     DONE = 0,

@@ -1,0 +1,27 @@
+"""Work beside the driver's."""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Callable
+
+
+class Work:
+    """Something that is done in a thread of its own."""
+
+    def __init__(self, work: Callable[[], None]) -> None:
+        self._error: Exception | None = None
+        self._thread = threading.Thread(target=self._run, args=(work,), name="vault", daemon=True)
+        self._thread.start()
+
+    def _run(self, work: Callable[[], None]) -> None:
+        try:
+            work()
+        except Exception as e:  # noqa: BLE001 - raised where it is waited for
+            self._error = e
+
+    def wait(self) -> None:
+        """Until it is done. Raises what it raised."""
+        self._thread.join()
+        if self._error is not None:
+            raise self._error
