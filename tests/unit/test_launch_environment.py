@@ -18,12 +18,14 @@ def _choose(
     given: Mapping[str, str] | None = None,
     comes_back: Mapping[str, bool] | None = None,
     io_uring_is_refused: bool = True,
+    interposed: bool = False,
 ) -> dict[str, EnvironmentChange]:
     changes = choose_environment(
         given or {},
         driver_version=driver_version,
         comes_back=comes_back or {},
         io_uring_is_refused=io_uring_is_refused,
+        interposed=interposed,
     )
     assert all(change.reason and change.consequence for change in changes)
     return {change.variable: change for change in changes}
@@ -35,6 +37,10 @@ def _values(changes: Mapping[str, EnvironmentChange]) -> dict[str, str]:
 
 def test_the_settings_that_were_measured_to_come_back_on_driver_580() -> None:
     assert _values(_choose("580.159.04")) == NCCL | TORCH
+
+
+def test_what_interposers_bring_back_is_left_to_nccl() -> None:
+    assert _values(_choose(interposed=True)) == {"NCCL_NVLS_ENABLE": "0"} | TORCH
 
 
 def test_without_a_driver_there_is_nothing_to_choose() -> None:

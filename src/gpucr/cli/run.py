@@ -147,7 +147,7 @@ def _print_plan(plan: LaunchPlan, *, as_json: bool) -> None:
     click.echo(f"network     {'its own, loopback only' if plan.network == 'own' else 'the machine’s'}")
     refused = "refused, so that libraries do without it: CRIU cannot dump it"
     click.echo(f"io_uring    {refused if plan.io_uring_is_refused else 'allowed: a filter needs CAP_SYS_ADMIN'}")
-    loaded = f"{plan.interposer}: device memory leaves and comes back at the bus's speed"
+    loaded = f"{plan.interposer}: device memory leaves and comes back at the bus's speed, shared or not"
     click.echo(f"interposer  {loaded if plan.interposer else f'not loaded: {plan.why_not_interposed}'}")
     for change in plan.environment:
         what = f"{change.variable}={change.value}"

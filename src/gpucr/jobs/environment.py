@@ -16,6 +16,7 @@ IPC_SINCE_DRIVER = 610
 PEER_CANARIES = ("peer_access", "legacy_ipc")
 VMM_CANARY = "vmm_export"
 
+_LOST = "a checkpoint seems to succeed and the restore loses the job"
 _SINGLE_HOST = "a rank that has failed ends its launcher (torchrun) as before"
 
 
@@ -48,16 +49,18 @@ def choose_environment(
     driver_version: str | None,
     comes_back: Mapping[str, bool],
     io_uring_is_refused: bool,
+    interposed: bool = False,
 ) -> tuple[EnvironmentChange, ...]:
     """What a job needs in its environment on this machine.
 
     ``driver_version`` is the NVIDIA driver's (``580.159.04``); None where there is none, and then nothing is chosen for
     NCCL. ``comes_back`` says of the canaries that were tried on this machine whether they came back; it goes before the
-    rules by version. ``io_uring_is_refused``: by a system call filter (linux/seccomp.py).
+    rules by version. ``io_uring_is_refused``: by a system call filter (linux/seccomp.py). ``interposed``: its programs
+    load the interposer, which takes device memory out of them also where they share it.
     """
     wanted: list[EnvironmentChange] = []
     if driver_version is not None:
-        wanted += _nccl(driver_version, comes_back)
+        wanted += [_multicast()] if interposed else _nccl(driver_version, comes_back)
         wanted += _torch_timers()
     if not io_uring_is_refused:
         wanted.append(
@@ -76,16 +79,19 @@ def changed(environment: Mapping[str, str], changes: tuple[EnvironmentChange, ..
     return {**environment, **{each.variable: each.value for each in changes if each.is_set}}
 
 
+def _multicast() -> EnvironmentChange:
+    return EnvironmentChange(
+        "NCCL_NVLS_ENABLE", "0", "NCCL must not use NVLink multicast memory, which no driver brings back", _LOST
+    )
+
+
 def _nccl(driver_version: str, comes_back: Mapping[str, bool]) -> Iterator[EnvironmentChange]:
-    lost = "a checkpoint seems to succeed and the restore loses the job"
     why_not_peer = _why_not_peer(driver_version, comes_back)
     if why_not_peer is not None:
         yield EnvironmentChange(
-            "NCCL_P2P_DISABLE", "1", f"NCCL must not use memory of another GPU: {why_not_peer}", lost
+            "NCCL_P2P_DISABLE", "1", f"NCCL must not use memory of another GPU: {why_not_peer}", _LOST
         )
-    yield EnvironmentChange(
-        "NCCL_NVLS_ENABLE", "0", "NCCL must not use NVLink multicast memory, which no driver brings back", lost
-    )
+    yield _multicast()
     if comes_back.get(VMM_CANARY):
         return
     why_not_vmm = (
@@ -95,7 +101,7 @@ def _nccl(driver_version: str, comes_back: Mapping[str, bool]) -> Iterator[Envir
     )
     for variable, what in (("NCCL_CUMEM_ENABLE", "device"), ("NCCL_CUMEM_HOST_ENABLE", "host")):
         reason = f"NCCL must not share {what} memory through the driver's VMM functions: {why_not_vmm}"
-        yield EnvironmentChange(variable, "0", reason, lost)
+        yield EnvironmentChange(variable, "0", reason, _LOST)
 
 
 def _why_not_peer(driver_version: str, comes_back: Mapping[str, bool]) -> str | None:

@@ -117,6 +117,7 @@ def plan_job(
             driver_version=driver_version(),
             comes_back=_comes_back(),
             io_uring_is_refused=io_uring_is_refused,
+            interposed=interposer is not None,
         ),
         interposer=interposer,
         why_not_interposed=why_not_interposed,
