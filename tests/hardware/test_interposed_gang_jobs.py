@@ -1,0 +1,29 @@
+"""The hardware script for jobs that share memory, on the simulator."""
+
+from __future__ import annotations
+
+import json
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+SCRIPT = Path(__file__).with_name("interposed_gang_jobs.py")
+
+
+def test_a_job_that_shares_memory_by_descriptors(
+    sim_only: None, tmp_path: Path, tmp_path_factory: pytest.TempPathFactory, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("GPUCR_INTERPOSER_DIR", str(tmp_path / "agents"))
+    monkeypatch.setenv("GPUCR_SIM_FIXED_COST_MS", "1")
+    monkeypatch.setenv("XDG_STATE_HOME", str(tmp_path / "state"))
+    monkeypatch.setenv("XDG_DATA_HOME", str(tmp_path_factory.getbasetemp() / "interposed"))
+    words = ["--only", "cumem", "--cycles", "1", "--steps", "90", "--json", str(tmp_path / "told.json")]
+    done = subprocess.run(
+        [sys.executable, str(SCRIPT), *words], env=os.environ, capture_output=True, text=True, check=False, timeout=90
+    )
+    assert done.returncode == 0, done.stdout + done.stderr
+    (told,) = json.loads((tmp_path / "told.json").read_text())
+    assert (told["way"], told["cycles"], told["lines"], told["error"]) == ("cumem", 1, 90, None)
