@@ -7,6 +7,7 @@ import errno
 import os
 import threading
 from collections.abc import Callable, Iterable, Sequence
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
 from msgspec import Struct
@@ -160,8 +161,6 @@ def spread(work: Callable[[int], None], pieces: Iterable[int], threads: int | No
 
     ``threads``: None for one per CPU; at most 16, since with more the kernel makes pages no faster.
     """
-    from concurrent.futures import ThreadPoolExecutor  # a job without device memory need not wait for its import
-
     threads = max(1, min(threads or len(os.sched_getaffinity(0)), _MOST_THREADS))
     left = iter(pieces)  # shared: a future per piece would cost more than the piece
     over = threading.Event()
