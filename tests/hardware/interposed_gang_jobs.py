@@ -21,6 +21,7 @@ import json
 import os
 import shutil
 import statistics
+import subprocess
 import sys
 import tempfile
 from collections.abc import Sequence
@@ -38,9 +39,20 @@ from tests.hardware.interposed_suspend import (  # noqa: E402 - found where the 
     Outcome,
     Training,
     cycle,
-    gpucr,
     undisturbed,
 )
+
+
+def measure_peer_access(limit_s: float) -> None:
+    """Whatever it finds: preflight goes by it. The doctor's exit code is about the machine."""
+    command = [sys.executable, "-m", "gpucr", "doctor", "--probe", "--only", "peer_access"]
+    path = os.pathsep.join(filter(None, (str(ROOT / "src"), os.environ.get("PYTHONPATH"))))
+    try:
+        subprocess.run(
+            command, env={**os.environ, "PYTHONPATH": path}, stdout=subprocess.DEVNULL, check=False, timeout=limit_s
+        )
+    except subprocess.TimeoutExpired as e:
+        raise Failed(f"gpucr doctor took longer than {limit_s:.0f} s") from e
 
 
 def try_case(name: str, folder: Path, cycles: int, steps: int, limit_s: float) -> Outcome:
@@ -51,7 +63,7 @@ def try_case(name: str, folder: Path, cycles: int, steps: int, limit_s: float) -
     print(f"{name}: {' '.join(command)}", flush=True)
     try:
         if name == "peers":
-            gpucr("doctor", "--probe", "--only", "peer_access", "--json", limit_s=limit_s)
+            measure_peer_access(limit_s)
         expected = undisturbed(command, limit_s)
         job = Training(f"gang-{name}-{os.getpid()}", folder, "--interpose", command, limit_s)
         job.wait_more(LINES_BETWEEN)

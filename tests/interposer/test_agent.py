@@ -19,7 +19,7 @@ from gpucr import suspend
 from gpucr.errors import GpucrError
 from gpucr.interposer import client
 from gpucr.interposer.client import Agent, Held, ask_status, socket_path
-from gpucr.interposer.protocol import MOST_BYTES, Code, Operation, OtherVersion, Refused, parse, request
+from gpucr.interposer.protocol import MOST_BYTES, Code, Kept, Operation, OtherVersion, Refused, parse, request
 from tests.interposer.conftest import Start
 from tests.sim.libcuda import Libcuda
 
@@ -249,6 +249,39 @@ def test_garbage_is_refused_and_changes_nothing(job: Callable[..., Job]) -> None
         assert struct.unpack_from("<I", link.recv(MOST_BYTES), 8)[0] == Code.WRONG_VERSION
         link.send(struct.pack("<IHHIIQQ", 0x49555047, 1, 77, 0, 0, 0, 0))
         assert parse(link.recv(MOST_BYTES), Operation.HELLO).code == Code.MALFORMED
+    assert process.is_right()
+
+
+def test_a_process_keeps_two_things_and_lets_go_of_both_at_once(job: Callable[..., Job]) -> None:
+    process = job(5 * MIB)
+    with Agent(process.pid) as agent:
+        assert agent.close_gate(5).is_empty
+        for number, what in enumerate(Kept):
+            fd = os.memfd_create("kept")
+            os.write(fd, bytes([number]))
+            agent.keep(fd, what)
+            os.close(fd)
+    with Agent(process.pid) as agent:
+        assert agent.status().gate_closed, "as long as it keeps something"
+        for number, what in enumerate(Kept):
+            found = agent.fetch(what)
+            assert found is not None
+            assert os.pread(found, 9, 0) == bytes([number])
+            os.close(found)
+        agent.keep(None)
+        assert [agent.fetch(what) for what in Kept] == [None, None]
+    assert process.is_right()
+
+
+def test_what_no_process_can_keep_or_drop_is_refused(job: Callable[..., Job]) -> None:
+    process = job(5 * MIB)
+    with connected(process) as link:
+        packets = [(Operation.CLOSE, 1000), (Operation.KEEP, 2), (Operation.FETCH, 2), (Operation.DROP, 3)]
+        codes = []
+        for operation, number in packets:
+            link.send(request(operation, number))
+            codes.append(parse(link.recv(MOST_BYTES), operation).code)
+    assert codes == [Code.DONE, *[Code.MALFORMED] * 3]
     assert process.is_right()
 
 

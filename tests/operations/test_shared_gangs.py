@@ -22,9 +22,11 @@ from gpucr.interposer.protocol import Code, Operation, Refused
 from gpucr.linux import processes
 from gpucr.model import CudaState
 from tests.counter import wait_until
+from tests.operations.conftest import MakeMachine
 from tests.operations.shared_gangs import SharingGang
 from tests.operations.test_interposed_killed import KILLER, wait_for_guard
 from tests.sharing_programs import EXPORTER, FORWARDER, IMPORTER, OPENER, OWNER
+from tests.storm import sample
 
 RUNNING, CHECKPOINTED = CudaState.RUNNING, CudaState.CHECKPOINTED
 StartGang = Callable[..., SharingGang]
@@ -124,6 +126,16 @@ def test_a_frozen_gang_is_thawed_and_not_saved(start: StartGang, driver: CudaDri
     assert caught.value.code == "GPUCR-CUDA-IPC"
     assert_as_found(gang, driver)
     assert_shares(gang)
+
+
+def test_a_gang_that_shares_is_moved(machine: MakeMachine, start: StartGang, driver: CudaDriver) -> None:
+    here, there = machine("2x1GiB")
+    gang = start(EXPORTER, IMPORTER)
+    for old, new in ((here, there), (there, here)):
+        report = gpucr.move(gang.pid, gpu_map=f"{old}={new},{new}={old}")
+        assert report.gpu_map is not None
+        assert_as_found(gang, driver)
+        assert_shares(gang)
 
 
 @pytest.mark.parametrize("force", [False, True])
@@ -262,16 +274,16 @@ def killed(when: str, call: str, operation: str, pid: int, nth: int = 1) -> None
     assert done.returncode == -signal.SIGKILL, done.stderr.decode()
 
 
-@pytest.mark.parametrize(
-    ("when", "call", "nth"),
-    [
-        ("after", "agent.keep", 1), ("after", "agent.keep", 2), ("after", "agent.export", 1),
-        ("before", "agent.drop", 1), ("after", "agent.drop", 1), ("before", "agent.drop", 2),
-        ("after", "agent.drop", 2),
-        ("before", "driver.checkpoint", 1), ("after", "driver.checkpoint", 2), ("before", "agent.keep", 3),
-        ("after", "agent.keep", 3), ("after", "agent.keep", 4),
-    ],
-)  # fmt: skip
+IN_A_SUSPEND = [
+    ("after", "agent.keep", 1), ("after", "agent.keep", 2), ("after", "agent.export", 1),
+    ("before", "agent.drop", 1), ("after", "agent.drop", 1), ("before", "agent.drop", 2),
+    ("after", "agent.drop", 2),
+    ("before", "driver.checkpoint", 1), ("after", "driver.checkpoint", 2), ("before", "agent.keep", 3),
+    ("after", "agent.keep", 3), ("after", "agent.keep", 4),
+]  # fmt: skip
+
+
+@pytest.mark.parametrize(("when", "call", "nth"), sample(IN_A_SUSPEND, 4))
 def test_gpucr_is_killed_in_a_suspend(when: str, call: str, nth: int, start: StartGang, driver: CudaDriver) -> None:
     gang = start(EXPORTER, IMPORTER)
     killed(when, call, "suspend", gang.pid, nth)
@@ -283,15 +295,15 @@ def test_gpucr_is_killed_in_a_suspend(when: str, call: str, nth: int, start: Sta
     assert_shares(gang)
 
 
-@pytest.mark.parametrize(
-    ("when", "call", "nth"),
-    [
-        ("after", "driver.restore", 1), ("before", "agent.give_back", 1), ("after", "agent.give_back", 1),
-        ("after", "agent.drop_imported", 1), ("before", "agent.give_back", 2), ("after", "agent.give_back", 2),
-        ("before", "agent.keep", 1), ("after", "agent.keep", 1), ("after", "agent.keep", 2),
-        ("before", "driver.unlock", 1), ("after", "driver.unlock", 1),
-    ],
-)  # fmt: skip
+IN_A_RESUME = [
+    ("after", "driver.restore", 1), ("before", "agent.give_back", 1), ("after", "agent.give_back", 1),
+    ("after", "agent.drop_imported", 1), ("before", "agent.give_back", 2), ("after", "agent.give_back", 2),
+    ("before", "agent.keep", 1), ("after", "agent.keep", 1), ("after", "agent.keep", 2),
+    ("before", "driver.unlock", 1), ("after", "driver.unlock", 1),
+]  # fmt: skip
+
+
+@pytest.mark.parametrize(("when", "call", "nth"), sample(IN_A_RESUME, 4))
 def test_gpucr_is_killed_in_a_resume(when: str, call: str, nth: int, start: StartGang, driver: CudaDriver) -> None:
     gang = start(EXPORTER, IMPORTER)
     gpucr.suspend(gang.pid)
