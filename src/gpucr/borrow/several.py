@@ -12,10 +12,9 @@ from gpucr.diagnosis.traps import findings_of_traps
 from gpucr.driver.gpus import gpu_processes, list_gpus
 from gpucr.errors import GpucrError, Interrupted, JobDamaged, NotACudaProcess
 from gpucr.gpu_state import suspended
-from gpucr.gpu_state.backend import INTERPOSED
 from gpucr.gpu_state.gpu_choice import GpuRequest
 from gpucr.gpu_state.placement import place_suspended
-from gpucr.gpu_state.ways import GpuState, require_possible, uses_files
+from gpucr.gpu_state.ways import GpuState, may_be_interposed, require_possible, uses_files
 from gpucr.jobs import selection
 from gpucr.jobs.selector import JobSelector
 from gpucr.model import CudaState, GpuMap
@@ -126,7 +125,7 @@ def plan_suspend(
         needs.extend(preflight.needs_of_suspend(held, in_files=uses_files(gpu_state)))
         findings = [
             *preflight.check_states(found.job),
-            *findings_of_traps(found.job, found.driver, uses, may_share=gpu_state in ("auto", INTERPOSED)),
+            *findings_of_traps(found.job, found.driver, uses, may_share=may_be_interposed(gpu_state)),
             *preflight.check_host_memory(needs),
         ]
         return JobOutlook(label_of(job), pids, _added_up(held.values()), tuple(findings))

@@ -30,13 +30,18 @@ FOLLOW_INTERVAL_S = 0.02
 """How often the driver's progress is looked at: at 6 GiB/s it fills 120 MiB in that time."""
 
 
+StateOf = Callable[[int], "CudaState | None"]
+"""Where a process is now (None: it has ended)."""
+
+
 class GangStaging:
     """Where the device memory of each process goes, and where it is. See `gpu_state.backend` for the order.
 
     With ``use_files`` the driver's staging is captured (`CapturedStaging`), which needs root, else `PlainStaging`;
     ``gpu_state`` is the way that a user insists on. ``over`` tells which backends a process has over that, lowest
-    first, and ``why_not`` why it has none where it could have. ``writer`` saves what they hold while they get it; with
-    ``save_gently`` it takes few processors after that, until somebody waits for it.
+    first, and ``why_not`` why it has none where it could have; ``after`` follows when all have given back.
+    ``writer`` saves what they hold while they get it; with ``save_gently`` it takes few processors after that, until
+    somebody waits for it.
     """
 
     def __init__(
@@ -48,12 +53,14 @@ class GangStaging:
         save_gently: bool = False,
         over: Callable[[int], Sequence[Backend]] = lambda pid: (),
         why_not: Mapping[int, str] | None = None,
+        after: Callable[[StateOf], None] = lambda state: None,
     ) -> None:
         self.use_files = use_files
         self._gpu_state = gpu_state
         self._writer = writer
         self._save_gently = save_gently
         self._over = over
+        self._after = after
         self._why_not = why_not if why_not is not None else {}
         self._driver: dict[int, PlainStaging] = {}  # level 0, by pid
         self._stacks: dict[int, tuple[Backend, ...]] = {}  # with level 0
@@ -146,7 +153,7 @@ class GangStaging:
                 each.abort()
             raise
 
-    def give_back(self, state: Callable[[int], CudaState | None]) -> None:
+    def give_back(self, state: StateOf) -> None:
         """What lies over the driver's puts its memory back into the processes that the driver has restored.
 
         ``state`` tells where a process is (None: it has ended). Every backend is tried. Raises the first error.
@@ -161,6 +168,7 @@ class GangStaging:
                 errors.append(error)
         if errors:
             raise errors[0]
+        self._after(state)
 
     def close(self) -> None:
         """Free what holds the data."""

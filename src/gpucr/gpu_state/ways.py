@@ -5,7 +5,7 @@ from __future__ import annotations
 from typing import Literal, get_args
 
 from gpucr.errors import InvalidRequest, Unsupported
-from gpucr.gpu_state.backend import CAPTURED
+from gpucr.gpu_state.backend import CAPTURED, INTERPOSED
 from gpucr.linux import processes
 
 GpuState = Literal["auto", "driver", "captured", "interposed"]
@@ -18,6 +18,11 @@ def require_possible(gpu_state: str) -> None:
         raise InvalidRequest(f"gpu_state is {gpu_state!r}", hint="give one of " + ", ".join(get_args(GpuState)))
     if gpu_state == CAPTURED and not processes.can_checkpoint_processes():
         raise refused("staging cannot be captured without root", "run gpucr as root")
+
+
+def may_be_interposed(gpu_state: GpuState) -> bool:
+    """Whether device memory may leave by interposers."""
+    return gpu_state in ("auto", INTERPOSED)
 
 
 def uses_files(gpu_state: GpuState) -> bool:

@@ -20,9 +20,8 @@ from gpucr.diagnosis.traps import findings_of_traps
 from gpucr.driver.gpus import gpu_processes
 from gpucr.errors import InvalidRequest, JobDamaged, ProcessNotFound
 from gpucr.gang.threads import STOP_TIMEOUT_S
-from gpucr.gpu_state.backend import INTERPOSED
 from gpucr.gpu_state.source import SavedLater
-from gpucr.gpu_state.ways import GpuState, require_possible
+from gpucr.gpu_state.ways import GpuState, may_be_interposed, require_possible
 from gpucr.jobs import registered, selection
 from gpucr.jobs.end_frozen import EndFrozenJob
 from gpucr.jobs.selector import JobSelector
@@ -86,7 +85,7 @@ def freeze(
             *selection.findings_before_freeze(
                 found.job, preflight.needs_of_suspend(held, in_files=True, on_gpu=on_gpu)
             ),
-            *findings_of_traps(found.job, found.driver, uses, may_share=gpu_state in ("auto", INTERPOSED)),
+            *findings_of_traps(found.job, found.driver, uses, may_share=may_be_interposed(gpu_state)),
             *preflight.check_tracers(found.job),
             *preflight.check_ptrace(),
         )

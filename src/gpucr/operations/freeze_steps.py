@@ -147,15 +147,9 @@ def cuda_work(
 
     wait_saved = saver.wait if saver is not None and save_gently else None
     interposers = Interposers(
-        found.driver,
-        uuids_of,
-        guarded,
-        gpus,
-        to_host=to_host,
-        gpu_state=gpu_state,
-        wait_saved=wait_saved,
-        may_share=may_share,
-    )
+        found.driver, uuids_of, guarded, gpus,
+        to_host=to_host, gpu_state=gpu_state, wait_saved=wait_saved, may_share=may_share,
+    )  # fmt: skip
     interposers.require(found.job.gang)
 
     def over(pid: int) -> Sequence[Backend]:
@@ -169,14 +163,10 @@ def cuda_work(
         save_gently=save_gently,
         over=over,
         why_not=interposers.why_not,
+        after=interposers.share_anew,
     )
     gang.rank = interposers.rank
-
-    def all_back() -> None:
-        staging.give_back(gang.state)
-        interposers.share_anew(gang.state)
-
-    gang.before_unlock = all_back
+    gang.before_unlock = lambda: staging.give_back(gang.state)
     expected_bytes = sum(sum(by_gpu.values()) for by_gpu in held.values())
     return CudaWork(
         gang=gang,

@@ -3,13 +3,11 @@
 from __future__ import annotations
 
 import contextlib
-import os
 import threading
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from dataclasses import dataclass, field, replace
 
 from msgspec import Struct
-from msgspec.structs import replace as with_changed
 
 from gpucr.diagnosis import preflight
 from gpucr.diagnosis.traps import findings_of_traps
@@ -17,13 +15,12 @@ from gpucr.driver.gpus import gpu_processes, list_gpus
 from gpucr.errors import GpucrError
 from gpucr.gang import Gang
 from gpucr.gpu_state import staging, suspended
-from gpucr.gpu_state.backend import INTERPOSED
 from gpucr.gpu_state.gpu_choice import GpuRequest
 from gpucr.gpu_state.interposed.suspended import SuspendedBlocks
 from gpucr.gpu_state.placement import gpus_of, place_suspended
 from gpucr.gpu_state.recovery import GangProtection
 from gpucr.gpu_state.steps import RestoreGang, UnlockGang
-from gpucr.gpu_state.ways import GpuState, require_possible, uses_files
+from gpucr.gpu_state.ways import GpuState, may_be_interposed, require_possible, uses_files
 from gpucr.jobs import selection
 from gpucr.jobs.selector import JobSelector
 from gpucr.jobs.taken import TakenJob, taken_job
@@ -95,7 +92,7 @@ def suspend(
         held = preflight.device_bytes_in_use(found.job, uses)
         use_files = uses_files(gpu_state)
         findings = selection.findings_before_freeze(found.job, preflight.needs_of_suspend(held, in_files=use_files))
-        findings += findings_of_traps(found.job, found.driver, uses, may_share=gpu_state in ("auto", INTERPOSED))
+        findings += findings_of_traps(found.job, found.driver, uses, may_share=may_be_interposed(gpu_state))
         preflight.require_no_blocking(findings, force=force)
         work = cuda_work(
             found,
@@ -181,22 +178,7 @@ def _resume(
         return [gpu.uuid for gpu in placement.visible(pid) or gpus_of(ids[pid], here, used={}).visible]
 
     guarded = GangProtection(protection)
-
-    def all_are_back(pids: Sequence[int]) -> None:
-        guarded.going_on(pids, [with_changed(member, found=before_suspend(member)) for member in gang.members])
-
-    suspended_blocks = SuspendedBlocks(gang.driver, uuids_of, maps, all_are_back)
-
-    def before_unlock() -> None:
-        try:
-            suspended_blocks.give_back(gang.members)
-        except GpucrError:
-            if suspended_blocks.are_back:
-                gang.settle(before_suspend)
-            raise
-
-    gang.before_unlock = before_unlock
-    gang.before_climb = suspended_blocks.take_out_again
+    suspended_blocks = SuspendedBlocks(gang, uuids_of, maps, guarded, before_suspend)
     if away:
         steps.append(RestoreGang(gang, placement if choice.gpu_map is not None else None, down_to=before_suspend))
     left_half_way = any(suspended_blocks.is_away(m.pid) for m in gang.members if m.found is CudaState.RUNNING)
@@ -207,7 +189,7 @@ def _resume(
     with contextlib.ExitStack() as kept:
         kept.callback(suspended_blocks.close)
         for member in gang.members:
-            _keep_staging_file(member, kept)
+            staging.keep_file(member.pid, kept)
         guarded.members(gang.members)
         suspended_blocks.start(member.pid for member in away)
         phases = running.run(steps, roll=roll, deadline=gang.deadline, protection=protection)
@@ -217,14 +199,6 @@ def _resume(
     roll.require_gang("the rest of the job runs")
     report = change_report(found.job.root.pid, gang, phases, lambda member: min(member.found, before_suspend(member)))
     return replace(report, gpu_map=choice.gpu_map, gpu_reasons=choice.reasons)
-
-
-def _keep_staging_file(member: GangMember, kept: contextlib.ExitStack) -> None:
-    """Hold the member's staging file until the job runs: it need not wait until tens of GiB are freed."""
-    with contextlib.suppress(OSError):  # not root: then there is no such file
-        extents = staging.file_extents(member.pid)
-        if extents:
-            kept.callback(os.close, staging.open_file(member.pid, extents[0]))
 
 
 def change_report(

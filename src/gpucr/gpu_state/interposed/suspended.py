@@ -6,13 +6,16 @@ import contextlib
 import threading
 from collections.abc import Callable, Iterable, Mapping, Sequence
 
-from gpucr.driver.api import Driver
+from msgspec.structs import replace
+
 from gpucr.errors import GpucrError
+from gpucr.gang import Gang
 from gpucr.gpu_state.interposed.blocks import HostRoom, can_leave, extents_of, gpu_of, vault_of
 from gpucr.gpu_state.interposed.coming_back import bring_back, let_go_on, take_out_again
 from gpucr.gpu_state.interposed.line import Line
 from gpucr.gpu_state.interposed.restored import TWICE_BYTES, BlocksDestination
 from gpucr.gpu_state.interposed.shared import has_gone_on, share_anew
+from gpucr.gpu_state.recovery import GangProtection
 from gpucr.interposer.client import ask_status
 from gpucr.interposer.presence import is_interposed
 from gpucr.interposer.protocol import BadAnswer, Flag, Refused
@@ -31,26 +34,30 @@ def _needed(size_bytes: int) -> int:
 class SuspendedBlocks:
     """What interposed processes keep since they were suspended. ``maps``: of those that go to other GPUs, by pid.
 
-    ``all_are_back`` is called with the pids when each has everything, and none has given up what it keeps: from then
-    on there is no way back (``are_back``).
+    The gang gives it back before it unlocks. When each process has everything, and none has given up what it keeps,
+    there is no way back any more: then ``down_to`` is where they belong.
     """
 
     def __init__(
         self,
-        driver: Driver,
+        gang: Gang,
         uuids_of: Callable[[int], Sequence[str]],
         maps: Mapping[int, GpuMap],
-        all_are_back: Callable[[Sequence[int]], None],
+        guarded: GangProtection,
+        down_to: Callable[[GangMember], CudaState],
     ) -> None:
-        self._driver = driver
-        self._all_are_back = all_are_back
+        self._gang = gang
+        self._driver = gang.driver
+        self._guarded = guarded
+        self._down_to = down_to
         self._uuids_of = uuids_of
         self._maps = maps
         self._vaults = Vaults()
         self._filled: dict[int, BlocksDestination] = {}
         self._starting: threading.Thread | None = None
         self._was_tried = False
-        self.are_back = False
+        gang.before_unlock = self.give_back
+        gang.before_climb = self.take_out_again
 
     def is_away(self, pid: int) -> bool:
         """Whether it waits for memory, or at its gate, wherever the driver has it: who brought it back was killed."""
@@ -108,7 +115,7 @@ class SuspendedBlocks:
         destination = BlocksDestination(DevicePart(pid, 1), extents, list(zip(vaults, on_host, strict=True)))
         return destination, room.address
 
-    def give_back(self, members: Iterable[GangMember]) -> None:
+    def give_back(self) -> None:
         """It goes back into all of them, and they are LOCKED. Raises the first error when all were tried.
 
         None gives up what it keeps before all have what was away: until then the job can be suspended again as it was.
@@ -121,25 +128,26 @@ class SuspendedBlocks:
         errors: list[GpucrError] = []
         lines: list[Line] = []
         try:
-            self._bring_back(members, lines, errors)
+            self._bring_back(lines, errors)
             if errors:
                 raise errors[0]
-            self.are_back = True
-            self._all_are_back([line.pid for line in lines])
+            members = [replace(each, found=self._down_to(each)) for each in self._gang.members]
+            self._guarded.going_on([line.pid for line in lines], members)
             for line in lines:
                 try:
                     let_go_on(line)
                 except GpucrError as error:  # the others have everything, and none of it is away any more
                     errors.append(error)
             if errors:
+                self._gang.settle(self._down_to)
                 raise errors[0]
         finally:
             for line in lines:
                 line.hang_up()
 
-    def _bring_back(self, members: Iterable[GangMember], lines: list[Line], errors: list[GpucrError]) -> None:
+    def _bring_back(self, lines: list[Line], errors: list[GpucrError]) -> None:
         back: list[Line] = []
-        for member in members:
+        for member in self._gang.members:
             try:
                 state = self._driver.state(member.pid) if is_interposed(member.pid) else None
                 if state is CudaState.LOCKED or (state is CudaState.RUNNING and self.is_away(member.pid)):

@@ -12,7 +12,7 @@ restore, and unmaps it. That one system call is what the modules here take hold 
 
 from gpucr.gpu_state.staging.attach import attach, close_left_behind, detach
 from gpucr.gpu_state.staging.capture import Capture
-from gpucr.gpu_state.staging.extents import file_extents, locate, open_file, total_bytes
+from gpucr.gpu_state.staging.extents import file_extents, keep_file, locate, open_file, total_bytes
 from gpucr.gpu_state.staging.gate import Gate
 
 __all__ = [
@@ -22,6 +22,7 @@ __all__ = [
     "close_left_behind",
     "detach",
     "file_extents",
+    "keep_file",
     "locate",
     "open_file",
     "total_bytes",
