@@ -23,9 +23,9 @@ from gpucr.gpu_state.interposed.restored import RestoredBlocks
 from gpucr.gpu_state.placement import Placement
 from gpucr.gpu_state.steps import HoldThreads, ReleaseThreads, RestoreGang, UnlockGang
 from gpucr.interposer.presence import agent_threads
-from gpucr.jobs.restored_tree import RestoredTree, end_restored, take_stock
+from gpucr.jobs.restored_tree import RestoredTree, end_restored, restore_threads, take_stock
 from gpucr.linux import processes
-from gpucr.operations.restore_steps import LoadDevice, RestoreDevice, restore_threads
+from gpucr.operations.restore_steps import LoadDevice, RestoreDevice
 from gpucr.snapshot.folder import GPU_PART_NAME, Snapshot
 from gpucr.snapshot.gpus import place_snapshot
 from gpucr.snapshot.machine import findings_of_room

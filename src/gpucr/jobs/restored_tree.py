@@ -8,10 +8,11 @@ from collections.abc import Mapping, Sequence
 from msgspec import Struct
 
 from gpucr.criu.recovery import EndRestore, EndRestored
-from gpucr.errors import JobChanged, JobDamaged, ProcessNotFound
+from gpucr.errors import JobChanged, JobDamaged, ProcessNotFound, SnapshotDamaged
 from gpucr.gang import Gang
 from gpucr.linux import processes
 from gpucr.model import GangMember, ProcessId
+from gpucr.snapshot.job_snapshot import JobSnapshot
 from gpucr.snapshot.manifest import Manifest, ProcessRecord
 from gpucr.undo.protection import Protection
 
@@ -86,3 +87,26 @@ def _member(record: ProcessRecord, restored: ProcessId | None) -> GangMember:
         )
     assert record.found_state is not None  # noqa: S101 - the caller passes CUDA processes only
     return GangMember(restored, record.found_state)
+
+
+def restore_threads(snapshot: JobSnapshot, tree: RestoredTree) -> dict[int, int]:
+    """The thread that does the driver's work, per pid of the gang. Raises SnapshotDamaged."""
+    found: dict[int, int] = {}
+    for record in snapshot.manifest.processes:
+        if record.found_state is None or record.restore_thread is None:
+            continue
+        pid = tree.pids[record.pid]
+        tid = processes.thread_with_innermost_id(pid, record.restore_thread)
+        if tid is None:
+            raise SnapshotDamaged(
+                f"the manifest names thread {record.restore_thread} of process {record.pid}, which it has not",
+                path=snapshot.where,
+            )
+        found[pid] = tid
+    return found
+
+
+def to_continue(manifest: Manifest, tree: RestoredTree) -> list[ProcessId]:
+    """The processes without CUDA that were not stopped when they were dumped."""
+    chosen = {tree.pids.get(r.pid) for r in manifest.processes if r.found_state is None and not r.stopped}
+    return [process for process in tree.processes if process.pid in chosen]

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Literal, get_args
 
@@ -22,7 +22,7 @@ from gpucr.jobs.taken import taken_job
 from gpucr.model import GangLock
 from gpucr.operations.dump_steps import CommitSnapshot, CriuDump, OwnDump, PrepareTarget, SaveDevice, SaveFirst
 from gpucr.operations.freeze_steps import CudaWork, cuda_work, steps_to_freeze
-from gpucr.snapshot.destination import DumpCounts
+from gpucr.snapshot.destination import DumpCounts, repairs_of
 from gpucr.snapshot.device.writer import DeviceWriter
 from gpucr.snapshot.job_snapshot import JobSnapshot
 from gpucr.snapshot.location import Compress, Place, TargetPlace, find_target
@@ -219,7 +219,8 @@ def prepare(
     is_stopped = stands_still or bool(job.gang)
     uses = gpu_processes() if job.gang and not is_frozen else ()
     held = preflight.device_bytes_in_use(job, uses) if frozen is None else frozen.device_bytes
-    target = place.target(job, _total(held))
+    held_bytes = sum(sum(by_gpu.values()) for by_gpu in held.values())
+    target = place.target(job, held_bytes)
     criu = Criu(find_criu(), found.sandbox.pids if found.sandbox is not None else None)
     writer = DeviceWriter(target.sink)
     cuda = frozen
@@ -251,7 +252,7 @@ def prepare(
         *preflight.check_outside_connections(job),
         *(preflight.check_databases(job) if leave_running else ()),
         *(each for tree in job.trees for each in preflight.check_terminal(tree) if leave_running and is_stopped),
-        *target.findings(job, _total(held)),
+        *target.findings(job, held_bytes),
     )
     note = registered.DumpNote(job)
     context = OwnDump(
@@ -345,19 +346,10 @@ def _close(context: OwnDump, *, has_staging: bool) -> None:
 
 
 def _warnings(prepared: Prepared) -> tuple[str, ...]:
-    note = prepared.context.note
-    noted = (note.warning,) if note is not None and note.warning is not None else ()
-    return (*(finding.sentence() for finding in prepared.findings), *noted, *_repairs(prepared.context))
-
-
-def _repairs(context: OwnDump) -> tuple[str, ...]:
-    repaired_bytes = context.target.counts(context.writer).repaired_bytes
-    if not repaired_bytes:
-        return ()
-    return (
-        f"{repaired_bytes} bytes that {context.target.where} relies on were damaged in the store, and were written "
-        "again; other snapshots there may be damaged too: check them with gpucr verify --deep",
-    )
+    context = prepared.context
+    noted = (context.note.warning,) if context.note is not None and context.note.warning is not None else ()
+    repaired = repairs_of(context.target, context.writer)
+    return (*(finding.sentence() for finding in prepared.findings), *noted, *repaired)
 
 
 def _downtime_s(steps: Sequence[Step], phases: Sequence[Phase]) -> float:
@@ -366,7 +358,3 @@ def _downtime_s(steps: Sequence[Step], phases: Sequence[Phase]) -> float:
     first = next(names.index(name) for name in ("lock", "halt", "dump") if name in names)
     last = len(names) - 1 if names[-1] == "save" else len(names)
     return sum(phase.seconds for phase in phases[first:last])
-
-
-def _total(held: Mapping[int, Mapping[str, int]]) -> int:
-    return sum(sum(by_gpu.values()) for by_gpu in held.values())

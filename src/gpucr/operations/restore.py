@@ -33,6 +33,7 @@ from gpucr.gpu_state.placement import Placement
 from gpucr.gpu_state.steps import HoldThreads, ReleaseThreads, RestoreGang, UnlockGang
 from gpucr.interposer.presence import agent_threads
 from gpucr.jobs import registered, selection
+from gpucr.jobs.restored_tree import restore_threads, to_continue
 from gpucr.jobs.sandbox_steps import KeepJob, SandboxPlan, StartKeeper, StartSandbox, check_clone, plan_sandbox
 from gpucr.linux.claims import claimed_pids
 from gpucr.model import GpuMap
@@ -40,8 +41,6 @@ from gpucr.operations.restore_steps import (
     CriuRestore,
     LoadDevice,
     RestoreDevice,
-    restore_threads,
-    to_continue,
 )
 from gpucr.snapshot.folder import Snapshot
 from gpucr.snapshot.gpus import place_snapshot

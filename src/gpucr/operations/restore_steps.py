@@ -17,7 +17,6 @@ from gpucr.criu.remains import task_pids
 from gpucr.errors import (
     DeadlineExceeded,
     GpucrError,
-    SnapshotDamaged,
 )
 from gpucr.gang import Gang
 from gpucr.gpu_state import kinds
@@ -25,7 +24,7 @@ from gpucr.gpu_state.backend import Return
 from gpucr.gpu_state.interposed.restored import RestoredBlocks
 from gpucr.gpu_state.placement import Placement
 from gpucr.gpu_state.steps import RestoreGang
-from gpucr.jobs.restored_tree import RestoredTree, end_restored, take_stock
+from gpucr.jobs.restored_tree import RestoredTree, end_restored, restore_threads, take_stock
 from gpucr.jobs.sandbox_steps import RestoreSite
 from gpucr.linux import processes
 from gpucr.model import CudaState, DevicePart, ProcessId
@@ -200,29 +199,6 @@ class CriuRestore:
     def undo(self) -> None:
         """End every process of the restored trees; the snapshot stays as it is."""
         end_restored(tuple(self._root_pids.values()), self.tree.if_known)
-
-
-def restore_threads(snapshot: JobSnapshot, tree: RestoredTree) -> dict[int, int]:
-    """The thread that does the driver's work, per pid of the gang. Raises SnapshotDamaged."""
-    found: dict[int, int] = {}
-    for record in snapshot.manifest.processes:
-        if record.found_state is None or record.restore_thread is None:
-            continue
-        pid = tree.pids[record.pid]
-        tid = processes.thread_with_innermost_id(pid, record.restore_thread)
-        if tid is None:
-            raise SnapshotDamaged(
-                f"the manifest names thread {record.restore_thread} of process {record.pid}, which it has not",
-                path=snapshot.where,
-            )
-        found[pid] = tid
-    return found
-
-
-def to_continue(manifest: Manifest, tree: RestoredTree) -> list[ProcessId]:
-    """The processes without CUDA that were not stopped when they were dumped."""
-    chosen = {tree.pids.get(r.pid) for r in manifest.processes if r.found_state is None and not r.stopped}
-    return [process for process in tree.processes if process.pid in chosen]
 
 
 class RestoreDevice:

@@ -182,3 +182,14 @@ class FolderTarget:
     def close(self) -> None:
         """Let the folder go: it is the snapshot now, or discarded."""
         self.folder.close()
+
+
+def repairs_of(target: DumpTarget, writer: DeviceWriter) -> tuple[str, ...]:
+    """A sentence for a user where what the snapshot relies on in a store was damaged."""
+    repaired_bytes = target.counts(writer).repaired_bytes
+    if not repaired_bytes:
+        return ()
+    return (
+        f"{repaired_bytes} bytes that {target.where} relies on were damaged in the store, and were written "
+        "again; other snapshots there may be damaged too: check them with gpucr verify --deep",
+    )
