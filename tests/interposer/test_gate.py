@@ -39,7 +39,7 @@ def test_a_call_that_was_left_in_an_unusual_way_does_not_count(start: Start, gat
     process = begin(start, gate_program, case)
     assert line(process) == "ready"
     with Agent(process.pid) as agent:
-        assert agent.close_gate(5).is_empty
+        assert agent.close_gate(30).is_empty
         agent.open_gate()
     go_on(process)
     assert (line(process), process.wait(10)) == ("done", 0)

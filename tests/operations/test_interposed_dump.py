@@ -29,6 +29,7 @@ from gpucr.model import CudaState, DevicePart, StagedExtent
 from gpucr.operations import freeze_steps
 from gpucr.snapshot import machine
 from gpucr.undo.events import Progress
+from tests import command
 from tests.counter import Counter, CounterFactory
 from tests.operations.conftest import MakeMachine
 from tests.operations.test_interposed import blocks_of
@@ -89,26 +90,30 @@ def test_dump_and_restore(place: str, job: Counter, driver: CudaDriver, tmp_path
 def test_device_memory_comes_back_on_another_gpu(
     machine: MakeMachine, counter: CounterFactory, variables: dict[str, str], driver: CudaDriver, tmp_path: Path
 ) -> None:
+    """By processes of their own: the simulated driver remembers the machine on which one has started CUDA."""
     uuids = machine("2x1GiB")
     job = counter("--mib", "24", env=variables)
-    report = gpucr.dump(job.pid, tmp_path / "s")
-    extents = report.snapshot.manifest.device_parts[DevicePart(job.pid, 1)].extents
-    assert {extent.gpu for extent in extents} == {uuids[0]}
+
+    def gpus(snapshot: str) -> set[str | None]:
+        parts = gpucr.Snapshot.open(tmp_path / snapshot).manifest.device_parts
+        return {extent.gpu for extent in parts[DevicePart(job.pid, 1)].extents}
+
+    assert command.run("dump", job.pid, "--to", tmp_path / "s").returncode == 0
+    assert gpus("s") == {uuids[0]}
     job.reap()
-    gpucr.restore(tmp_path / "s", gpu="1")
+    assert command.run("restore", tmp_path / "s", "--gpu", "1").returncode == 0
     assert {use.gpu_uuid for use in gpu_processes() if use.pid == job.pid} == {uuids[1]}
     assert_runs(job, driver, [job.pid], 101)
-    again = gpucr.dump(job.pid, tmp_path / "t", leave_running=True)
-    extents = again.snapshot.manifest.device_parts[DevicePart(job.pid, 1)].extents
-    assert {extent.gpu for extent in extents} == {uuids[1]}
+    assert command.run("dump", job.pid, "--to", tmp_path / "t", "--leave-running").returncode == 0
+    assert gpus("t") == {uuids[1]}
 
 
 def test_each_copy_of_a_job_has_memory_of_its_own(driver: CudaDriver, tmp_path: Path) -> None:
     """Its agent is in a sandbox, where the folder of the sockets is another one."""
     with contextlib.ExitStack() as opened:
         opened.callback(end_all_in, tmp_path)
-        job = opened.enter_context(start_counter(tmp_path, "--mib", "24", interpose=True))
-        report = gpucr.dump("counter", tmp_path / "s", leave_running=True)
+        job = opened.enter_context(start_counter(tmp_path, "--mib", "24", name="copied", interpose=True))
+        report = gpucr.dump("copied", tmp_path / "s", leave_running=True)
         assert "interposed" in kinds(report).values()
         counts = []
         for _ in range(2):
@@ -140,14 +145,11 @@ def test_a_frozen_job_is_saved_and_thawed(job: Counter, driver: CudaDriver, tmp_
     assert_runs(job, driver, pids, 101)
 
 
-@pytest.mark.parametrize("operation", ["dump", "freeze", "suspend", "move"])
+@pytest.mark.parametrize("operation", ["dump", "freeze", "suspend"])
 def test_preflight_is_told_by_the_agents(
-    operation: str, machine: MakeMachine, counter: CounterFactory, variables: dict[str, str], tmp_path: Path,
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:  # fmt: skip
+    operation: str, job: Counter, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     """One client at a time: what will take the memory must not keep preflight from asking."""
-    machine("2x1GiB")
-    job = counter("--mib", "24", "--fork", "1", env=variables)
     told: list[bool] = []
     real = preflight.check_traps
 
@@ -160,11 +162,9 @@ def test_preflight_is_told_by_the_agents(
         gpucr.dump(job.pid, tmp_path / "s", leave_running=True)
     elif operation == "freeze":
         gpucr.freeze(job.pid).thaw()
-    elif operation == "suspend":
+    else:
         gpucr.suspend(job.pid)
         gpucr.resume(job.pid)
-    else:
-        gpucr.move(job.pid, gpu="1")
     assert told == [True, True]
     assert job.send("verify") == "ok"
 

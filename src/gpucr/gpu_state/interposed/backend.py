@@ -265,7 +265,8 @@ class Interposed:
 
     def close(self) -> None:
         """The descriptors and the connection: a gate that is closed opens, unless memory is away."""
-        self.wait_prepared()
+        if self._preparing is not None:
+            self._preparing.join()
         if self._source is not None:
             self._source.close()
         while self._held:
