@@ -412,6 +412,23 @@ def test_what_is_outside_and_cannot_be(place: str, change: Body, says: str) -> N
         decode(changed(lambda inner: inner[place][0].update(change)))
 
 
+@pytest.mark.parametrize(
+    ("share", "says"),
+    [
+        ([[1, 0, 0], ["PID", 0, 0]], "`shares` names a block of process 1, which is not among them"),
+        ([["PID", -1, 0], ["PID", 0, 0]], "a number is out of range"),
+        ([["PID", 0, 0]], "shares"),
+        ([["PID", 0], ["PID", 0, 0]], "shares"),
+        ([["PID", "0", 0], ["PID", 0, 0]], "shares"),
+    ],
+)
+def test_shared_blocks_that_cannot_be(share: list[list[object]], says: str) -> None:
+    pid = body()["processes"][0]["pid"]
+    named = [[pid if each == "PID" else each for each in part] for part in share]
+    with pytest.raises(RecordError, match=says):
+        decode(changed(lambda inner: inner.update(shares=[named])))
+
+
 @pytest.mark.parametrize("offsets", [[], [4096, 0]])
 def test_extents_are_there_and_ascend(offsets: list[int]) -> None:
     """A restore maps them one after the other, up to the end of the last one."""

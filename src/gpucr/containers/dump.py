@@ -169,7 +169,7 @@ def _prepare(
         *target.findings(job, expected_bytes),
     ]
     writer = DeviceWriter(target.sink)
-    cuda = cuda_work(found, protection, held, writer, may_share=False)
+    cuda = cuda_work(found, protection, held, writer)
     # Left running, for all that is known: then nothing that the container may still need is given up early.
     return (
         JobDump(job=job, target=target, writer=writer, cuda=cuda, leave_running=True, protection=protection),

@@ -13,11 +13,11 @@ from gpucr.model import Gpu, GpuMap, GpuUse, Job
 
 
 def findings_of_traps(
-    job: Job, driver: Driver | None, uses: Sequence[GpuUse], *, may_share: bool = False
+    job: Job, driver: Driver | None, uses: Sequence[GpuUse], *, may_share: bool = True
 ) -> list[preflight.Finding]:
     """Why this job may not come back, as far as it shows. ``uses``: who holds memory on which GPU (NVML).
 
-    ``may_share``: the processes stay, and their interposers may take their memory.
+    ``may_share``: their interposers may take their memory, and bring back what they have of each other.
     """
     if not job.gang:
         return []

@@ -14,7 +14,7 @@ from gpucr.diagnosis import preflight
 from gpucr.diagnosis.traps import findings_of_traps
 from gpucr.driver.gpus import gpu_processes
 from gpucr.errors import CudaStarted, GpucrError, InvalidRequest
-from gpucr.gpu_state.ways import GpuState, require_possible
+from gpucr.gpu_state.ways import GpuState, may_be_interposed, require_possible
 from gpucr.jobs import registered, selection
 from gpucr.jobs.end_frozen import EndFrozenJob
 from gpucr.jobs.selector import JobSelector
@@ -226,9 +226,7 @@ def prepare(
     cuda = frozen
     if protection is not None and job.gang and not is_frozen:
         gently = leave_running and persist == "background"
-        cuda = cuda_work(
-            found, protection, held, writer, deadline=deadline, save_gently=gently, gpu_state=gpu_state, may_share=False
-        )  # fmt: skip
+        cuda = cuda_work(found, protection, held, writer, deadline=deadline, save_gently=gently, gpu_state=gpu_state)
     findings = (
         *selection.findings_before_freeze(
             # Of a frozen job device memory is in host memory already.
@@ -241,7 +239,7 @@ def prepare(
                 cuda.on_gpu if cuda is not None and not is_frozen else {},
             ),
         ),
-        *(findings_of_traps(job, found.driver, uses) if not is_frozen else ()),
+        *(findings_of_traps(job, found.driver, uses, may_share=may_be_interposed(gpu_state)) if not is_frozen else ()),
         *(preflight.check_kept(job) if not is_frozen else ()),
         *preflight.check_tracers(job),
         *(each for tree in job.trees for each in preflight.check_session(tree)),

@@ -436,6 +436,7 @@ def draft_of_gang(
         architecture=platform.machine(),
         gpucr_version=__version__,
         left_running=context.leave_running,
+        shares=cuda.interposers.shares if cuda is not None else (),
         overruled=context.overruled,
     )
 

@@ -180,8 +180,6 @@ class FrozenJob:
         """
         hold = self._require_frozen("saved")
         found = hold.taken.found
-        if hold.cuda is not None:
-            hold.cuda.interposers.require_nothing_shared()
         with operation("save", self.pid, on_progress=on_progress, cancel=cancel) as running:
             place = find_target(to, compress=compress, encrypt=encrypt, trust_store=trust_store, key=key)
             running.require_descriptors(len(found.job.processes), len(found.job.gang), TO_MOVE)

@@ -128,13 +128,12 @@ def cuda_work(
     gpu_state: GpuState = "auto",
     to_host: bool = False,
     whole_tree: bool = True,
-    may_share: bool = True,
 ) -> CudaWork:
     """For a job that uses CUDA. ``held``: its device memory, per pid and GPU UUID. Changes nothing.
 
     Interposers take what they can: to host memory that the processes keep, or not ``to_host``: then it lives in
     descriptors of ours for as long as the operation lasts. Without a ``saver`` the CPU threads go on. ``gpu_state``,
-    ``whole_tree``, ``may_share``: as in GangStaging, CheckpointGang and Interposers.
+    ``whole_tree``: as in GangStaging and CheckpointGang.
     """
     if found.driver is None or not found.job.gang:
         raise ValueError("the job does not use CUDA")
@@ -148,7 +147,7 @@ def cuda_work(
     wait_saved = saver.wait if saver is not None and save_gently else None
     interposers = Interposers(
         found.driver, uuids_of, guarded, gpus,
-        to_host=to_host, gpu_state=gpu_state, wait_saved=wait_saved, may_share=may_share,
+        to_host=to_host, gpu_state=gpu_state, wait_saved=wait_saved,
     )  # fmt: skip
     interposers.require(found.job.gang)
 

@@ -67,7 +67,7 @@ def move(
         choice = placement.choice
         use_files = processes.can_checkpoint_processes()
         findings = selection.findings_before_freeze(found.job, preflight.needs_of_suspend(held, in_files=use_files))
-        findings += findings_of_traps(found.job, found.driver, uses, may_share=True)
+        findings += findings_of_traps(found.job, found.driver, uses)
         findings += preflight.check_room(choice.needed_bytes, placement.here, choice.gpu_map)
         work = cuda_work(
             found, protection, held, None, deadline=deadline, to_host=not goes_from_gpu_to_gpu(choice),

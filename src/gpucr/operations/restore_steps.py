@@ -48,6 +48,7 @@ class Loading(Struct, frozen=True):
 
     returns: Mapping[DevicePart, Return]
     reader: DeviceReader
+    interposed: RestoredBlocks
 
 
 class LoadDevice:
@@ -75,7 +76,7 @@ class LoadDevice:
             if back.note is not None:
                 meter.note(back.note)
         reader = DeviceReader(self._source.pieces(), [each.destination for each in self._returns.values()])
-        self.loading.set(Loading(self._returns, reader))
+        self.loading.set(Loading(self._returns, reader, self._interposed))
         reader.start()
         return 0
 
@@ -246,6 +247,8 @@ class RestoreDevice:
             over = {part: each for part, each in returns.items() if part.level == level}
             self._begin(over, interrupts, meter)
             self._finish(over)
+        if self._loading is not None:
+            self._loading.value.interposed.go_on(self._tree.value.pids, self._snapshot.manifest.shares)
         return total_bytes
 
     def undo(self) -> None:

@@ -10,7 +10,7 @@ from __future__ import annotations
 import hashlib
 import json
 import os
-from collections.abc import Mapping
+from collections.abc import Collection, Mapping, Sequence
 from ipaddress import ip_address
 from pathlib import PurePosixPath
 from typing import Annotated, Any, Literal
@@ -21,6 +21,7 @@ from msgspec.structs import replace
 
 from gpucr import records
 from gpucr.criu.options import DumpOptions
+from gpucr.interposer.sharing import Share
 from gpucr.linux.scheduling import IO_PRIORITY_LIMIT, cpus_in
 from gpucr.model import KIND_NAME, Connection, CudaState, DevicePart, Endpoint, Extent, Gpu, JobFile, StagedExtent
 from gpucr.records import Count, Pid, Priority, Record, RecordError
@@ -259,7 +260,8 @@ class Manifest(Record, frozen=True):
     ``folders``, outermost first, are those in which its local sockets are bound: programs that end remove them, and
     CRIU does not make them. ``launch`` is None where no `gpucr run` had started the job, ``sandbox`` where it was in
     none of gpucr's. ``open_folders`` has working folders too. ``endpoints`` is where its TCP sockets are bound, but for
-    those of ``connections``, whose other end is outside the job.
+    those of ``connections``, whose other end is outside the job. ``shares``: which blocks of device memory its
+    processes have of each other, by pid and by the numbers that their interposers give them.
     """
 
     created: str
@@ -286,6 +288,7 @@ class Manifest(Record, frozen=True):
     files: tuple[FileRecord, ...] = ()
     other_root_pids: tuple[Pid, ...] = ()
     was_frozen: bool = False
+    shares: tuple[Share, ...] = ()
 
     @property
     def root_pids(self) -> tuple[int, ...]:
@@ -435,10 +438,17 @@ def _check_whole(manifest: Manifest) -> None:
             raise RecordError(f"the shared file {shared.names[0]!r} has no file of its size in the snapshot")
     for path in (*(file.path for file in manifest.open_files), *manifest.open_folders):
         check_absolute(path)
+    _check_shares(manifest.shares, pids)
     for part, data in manifest.device_parts.items():
         _check_extents(data, f"device_data of process {part.pid}")
     for endpoint in (*manifest.endpoints, *(end for each in manifest.connections for end in (each.local, each.remote))):
         _check_endpoint(endpoint)
+
+
+def _check_shares(shares: Sequence[Share], pids: Collection[int]) -> None:
+    for each in (part for share in shares for part in (share.imported, share.owner)):
+        if each.pid not in pids:
+            raise RecordError(f"`shares` names a block of process {each.pid}, which is not among them")
 
 
 def _check_extents(data: DeviceData, where: str) -> None:

@@ -79,7 +79,7 @@ def _shared(process: CudaTraits, counts: Status, measured: Measurements) -> list
 
 
 def _imported(job: JobTraits, measured: Measurements) -> list[Finding]:
-    """What processes have of each other, where a snapshot would have to bring it back."""
+    """What processes have of each other, where the driver would have to bring it back."""
     if all_come_back(measured, _VMM):
         return []
     return [
@@ -87,9 +87,8 @@ def _imported(job: JobTraits, measured: Measurements) -> list[Finding]:
             "blocking",
             f"{_name(each)} has {counted(each.counted.imported, 'block')} of device memory of other processes mapped",
             f"{_TOLD_BY}; {say(measured, _VMM)}",
-            "a snapshot cannot bring that back yet; suspend, freeze and move can",
-            "for snapshots start the job with NCCL_P2P_DISABLE=1 NCCL_CUMEM_ENABLE=0 NCCL_CUMEM_HOST_ENABLE=0 (`gpucr "
-            "run --no-interpose` does), or send tensors through host memory",
+            f"by the driver alone {LOSS}",
+            "leave the way to gpucr (`--gpu-state auto`), or send tensors through host memory",
             each.pid,
             code="GPUCR-CUDA-IPC",
         )

@@ -19,7 +19,6 @@ from gpucr.gpu_state.interposed.shared import (
     by_part,
     find_shares,
     keep_shares,
-    require_nothing_shared,
     share_anew,
 )
 from gpucr.gpu_state.interposed.work import Work
@@ -285,8 +284,7 @@ class Interposers:
     ``gpus`` are this machine's: one without room for a vault is left to the driver.
     ``gpu_state``: the way that a user insists on. ``why_not``: by pid, why a process goes another way than this one.
     ``wait_saved``: they run again before what was taken out of them is saved, and this would wait for it.
-    ``may_share``: not, where they do not stay these processes: who shares memory is not in a snapshot. ``shares``: what
-    they were found to have of each other when they stood still.
+    ``shares``: what they were found to have of each other when they stood still.
     """
 
     def __init__(
@@ -299,10 +297,8 @@ class Interposers:
         to_host: bool,
         gpu_state: GpuState = "auto",
         wait_saved: Callable[[], object] | None = None,
-        may_share: bool = True,
     ) -> None:
         self._driver = driver
-        self._may_share = may_share
         self._uuids_of = uuids_of
         self._guarded = guarded
         self._free_bytes = {gpu.uuid: gpu.memory_free_bytes for gpu in gpus}
@@ -396,17 +392,11 @@ class Interposers:
         }
         lines = [each.line for each in new.values()]
         shares = find_shares(lines, others)
-        if not self._may_share:
-            require_nothing_shared(shares)
         for each in new.values() if shares else ():
             each.tell_guard()
         keep_shares(lines, shares)
         self._looked_at |= new.keys()
         self.shares += shares
-
-    def require_nothing_shared(self) -> None:
-        """Raise Unsupported where a snapshot would have to bring back what they have of each other."""
-        require_nothing_shared(self.shares)
 
     def share_anew(self, state: Callable[[int], CudaState | None]) -> None:
         """Those that have their own memory again get what they had of each other, and their gates open.

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import bisect
 import functools
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 
 from gpucr.driver.api import Driver
 from gpucr.errors import InterposerError
@@ -16,8 +16,10 @@ from gpucr.gpu_state.backend import WaitForBytes
 from gpucr.gpu_state.interposed.blocks import writes
 from gpucr.gpu_state.interposed.coming_back import let_go_on
 from gpucr.gpu_state.interposed.line import Line, spoken, unlocked
+from gpucr.gpu_state.interposed.shared import share_anew
 from gpucr.interposer.client import GIVEN_AT_ONCE, Agent, Held
 from gpucr.interposer.protocol import Block, Flag
+from gpucr.interposer.sharing import Part, Share
 from gpucr.interposer.vault import Shown, Vault, Vaults
 from gpucr.linux.buffers import at_address, copy
 from gpucr.model import DevicePart, StagedExtent
@@ -114,12 +116,12 @@ class BlocksReturn:
         self.destination = destination
         self._driver = driver
         self._sizes = [extent.size_bytes for extent in extents]
-        self._line: Line | None = None
+        self.line: Line | None = None
 
     def begin(self, pid: int, restore_thread: int, wait: WaitForBytes, *, stays: bool) -> None:
         """LOCKED → LOCKED, its memory where it was."""
         wait(self.destination.size_bytes)
-        self._line = line = Line(pid)
+        self.line = line = Line(pid)
         with spoken(pid, "take its memory back"), unlocked(self._driver, pid):
             away = [each for each in line.agent.blocks() if each.flags & Flag.AWAY and not each.flags & Flag.IMPORTED]
             if [each.size_bytes for each in away] != self._sizes:
@@ -131,14 +133,12 @@ class BlocksReturn:
             self.destination.hand_over(line.agent, away)
 
     def finish(self) -> None:
-        """All processes have theirs: the gate opens, and the driver's lock holds it."""
-        if self._line is not None:
-            let_go_on(self._line)
+        """It has its own; its gate opens when all have everything (`RestoredBlocks.go_on`)."""
 
     def close(self) -> None:
         """The memory that was given to nobody, and the connection."""
-        if self._line is not None:
-            self._line.hang_up()
+        if self.line is not None:
+            self.line.hang_up()
         self.destination.close()
 
 
@@ -149,6 +149,7 @@ class RestoredBlocks:
         self._driver = driver
         self._new_uuid = new_uuid
         self._vaults = Vaults()
+        self._returns: list[BlocksReturn] = []
 
     def return_for(self, part: DevicePart, extents: Sequence[StagedExtent]) -> BlocksReturn:
         """For what one process held. Raises VaultFailed, OSError."""
@@ -157,7 +158,26 @@ class RestoredBlocks:
         if on_gpu is None:
             raise InterposerError(f"the snapshot does not say which GPUs process {part.pid} had its memory on")
         places = [(self._vaults.of(uuid or on_gpu), uuid is None) for uuid in uuids]
-        return BlocksReturn(self._driver, BlocksDestination(part, extents, places), extents)
+        made = BlocksReturn(self._driver, BlocksDestination(part, extents, places), extents)
+        self._returns.append(made)
+        return made
+
+    def go_on(self, pids: Mapping[int, int], shares: Sequence[Share]) -> None:
+        """All have their own memory: each gets what it had of others, and the gates open. LOCKED → LOCKED.
+
+        ``pids``: which pid each of the snapshot has now. Raises InterposerError, JobChanged, DriverError.
+        """
+        lines = {each.line.pid: each.line for each in self._returns if each.line is not None}
+        here = [Share(*(Part(pids[p.pid], p.index, p.generation) for p in (s.imported, s.owner))) for s in shares]
+        only_importers = {each.imported.pid for each in here} - lines.keys()
+        lines |= {pid: Line(pid) for pid in only_importers}
+        try:
+            share_anew(self._driver, list(lines.values()), {}, here)
+            for line in lines.values():
+                let_go_on(line)
+        finally:
+            for line in lines.values():
+                line.hang_up()
 
     def close(self) -> None:
         """The vaults."""

@@ -67,15 +67,6 @@ def find_shares(lines: Sequence[Line], others: Mapping[int, str]) -> tuple[Share
     return shares
 
 
-def require_nothing_shared(shares: Sequence[Share]) -> None:
-    """Raise Unsupported: what processes have of each other is in no snapshot."""
-    for each in shares:
-        raise _torn(
-            f"processes {each.owner.pid} and {each.imported.pid} share device memory",
-            "such a job can be suspended, frozen and moved; a snapshot cannot bring it back yet",
-        )
-
-
 def _blocks_of(pid: int) -> list[Block] | None:
     """What a process has; None: nobody tells."""
     if not is_interposed(pid):
@@ -150,15 +141,19 @@ def by_part(pid: int, held: Iterable[Held]) -> dict[Part, Held]:
     return {Part(pid, each.block.index, each.block.generation): each for each in held if each.descriptor >= 0}
 
 
-def share_anew(driver: Driver, lines: Sequence[Line], held: Mapping[Part, Held]) -> None:
+def share_anew(
+    driver: Driver, lines: Sequence[Line], held: Mapping[Part, Held], known: Sequence[Share] | None = None
+) -> None:
     """All have their own memory: now each gets what it had of others. LOCKED → LOCKED, gates closed.
+
+    ``known``: who shares what, where the processes are not those that keep it (None: they are asked).
 
     What is mapped of others' still is let go first: it may be memory that its owner has no more. ``held``: memory of
     processes that have ended, which those that imported it can still have. Nothing where nothing is shared. May be
     done again. Raises InterposerError, JobChanged, DriverError.
     """
     by_pid = {line.pid: line for line in lines}
-    shares = _agreed({pid: kept_shares(line) for pid, line in by_pid.items()})
+    shares = known if known is not None else _agreed({pid: kept_shares(line) for pid, line in by_pid.items()})
     if not shares:
         return
     _require_all(shares, by_pid)
