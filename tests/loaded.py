@@ -47,7 +47,8 @@ class Loaded:
 
     def fits(self, environment: dict[str, str]) -> bool:
         """Whether a command with this environment, started by this process as it is now, can be a fork."""
-        return not self._busy.locked() and _inherited(environment) == self._begun
+        is_free = self._process.poll() is None and not self._busy.locked()
+        return is_free and _inherited(environment) == self._begun
 
     def run(
         self, words: list[str], environment: dict[str, str], timeout_s: float, *, code: str | None = None

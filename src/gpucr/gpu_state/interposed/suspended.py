@@ -131,6 +131,8 @@ class SuspendedBlocks:
             self._bring_back(lines, errors)
             if errors:
                 raise errors[0]
+            if not lines:
+                return
             members = [replace(each, found=self._down_to(each)) for each in self._gang.members]
             self._guarded.going_on([line.pid for line in lines], members)
             for line in lines:
