@@ -17,17 +17,18 @@ from gpucr.diagnosis.preflight.measured import Measurements
 from gpucr.diagnosis.preflight.traits import JobTraits
 from gpucr.driver.cuda import CudaDriver
 from gpucr.driver.gpus import gpu_processes, list_gpus
-from gpucr.errors import CriuError, InterposerError, Unsupported
+from gpucr.errors import CriuError, InterposerError, SnapshotError, Unsupported
 from gpucr.gpu_state.interposed.restored import BlocksDestination
 from gpucr.interposer.client import Agent
 from gpucr.interposer.library import installed, preload_path
-from gpucr.interposer.protocol import Code, Operation, Refused
+from gpucr.interposer.protocol import Code, Operation, Refused, Status
 from gpucr.interposer.vault import Vault, VaultFailed, Vaults
 from gpucr.linux import memory
 from gpucr.linux.buffers import at_address
 from gpucr.model import CudaState, DevicePart, StagedExtent
 from gpucr.operations import freeze_steps
 from gpucr.snapshot import machine
+from gpucr.snapshot.device.writer import DeviceWriter
 from gpucr.undo.events import Progress
 from tests import command
 from tests.counter import Counter, CounterFactory
@@ -49,7 +50,7 @@ def variables(tmp_path: Path) -> dict[str, str]:
 
 @pytest.fixture
 def job(counter: CounterFactory, variables: dict[str, str]) -> Counter:
-    """Two processes of which one has a block."""
+    """Two processes whose device memory can leave them."""
     return counter("--mib", "24", "--fork", "1", env=variables)
 
 
@@ -193,6 +194,33 @@ def test_a_dump_that_fails_leaves_the_job_running(
         gpucr.dump(job.pid, tmp_path / "s", leave_running=leave_running)
     monkeypatch.undo()
     assert not (tmp_path / "s").exists()
+    assert_runs(job, driver, pids, 101)
+
+
+def test_a_save_that_fails_keeps_no_job_from_going_on(
+    job: Counter, driver: CudaDriver, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The GPU got full: the processes run on in the memory that was to be saved, and wait for that first."""
+    pids, dropped = job.processes(), list[int]()
+    drop, status = Agent.drop, Agent.status
+
+    def dropping(self: Agent, *, imported_too: bool = False) -> None:
+        drop(self, imported_too=imported_too)
+        dropped.append(self.pid)
+
+    def disk_is_full(*_: object) -> bool:
+        raise SnapshotError("the disk is full", path="s")
+
+    def stuck(self: Agent) -> Status:
+        return replace(status(self), stuck=1 if self.pid in dropped else 0)
+
+    monkeypatch.setattr(Agent, "drop", dropping)
+    monkeypatch.setattr(Agent, "status", stuck)
+    monkeypatch.setattr(DeviceWriter, "wait", disk_is_full)
+    with pytest.raises(SnapshotError, match="the disk is full"):
+        gpucr.dump(job.pid, tmp_path / "s", leave_running=True)
+    assert dropped == pids
+    monkeypatch.undo()
     assert_runs(job, driver, pids, 101)
 
 

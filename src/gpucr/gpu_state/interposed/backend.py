@@ -221,7 +221,8 @@ class Interposed:
             with spoken(self.part.pid, "tell what it has"):
                 shares = self.line.agent.status().stuck > 0
             if shares:  # the GPU has got full: the process runs on in the memory that is being saved
-                self._keeping.wait_saved()
+                with contextlib.suppress(GpucrError, OSError):  # a save that failed is told by whoever commits it
+                    self._keeping.wait_saved()
         self._is_back = True
         self._guarded.blocks(self.part.pid, self._uuids, ())
 
