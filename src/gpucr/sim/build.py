@@ -28,7 +28,7 @@ _CUDA = (
     "api.c", "proc_address.c",
 )  # fmt: skip
 _SHARING = ("view.c", "host_memory.c", "peer.c", "ipc.c", "vmm.c", "multicast.c", "pointer.c", "event.c", "graph.c")
-_CHECKPOINT = ("faults.c", "watcher.c", "restore_thread.c", "control.c", "checkpoint_api.c")
+_CHECKPOINT = ("faults.c", "watcher.c", "restore_thread.c", "control.c", "checkpoint_api.c", "custom.c", "custom_api.c")
 
 
 class Product(Struct, frozen=True):

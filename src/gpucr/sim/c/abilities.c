@@ -2,7 +2,7 @@
 #include "machine.h"
 
 /* Later drivers bring back what driver 580 loses. */
-static const char *const GENERATIONS[] = {"580", "610", "future", NULL};
+static const char *const GENERATIONS[] = {"580", "610", "615", "future", NULL};
 
 enum generation driver_generation(void) {
     int chosen = DRIVER_580;

@@ -12,7 +12,7 @@ int cuda_version(void) {
 #ifdef GPUCR_SIM_OLD_DRIVER
     return 12040;
 #else
-    static const int VERSIONS[] = {[DRIVER_580] = 13000, [DRIVER_610] = 13030, [DRIVER_FUTURE] = 14000};
+    static const int VERSIONS[] = {[DRIVER_580] = 13000, [DRIVER_610] = 13030, [DRIVER_615] = 13040, [DRIVER_FUTURE] = 14000};
     return VERSIONS[driver_generation()];
 #endif
 }
@@ -317,7 +317,7 @@ EXPORT int cuLaunchKernel(void *function, unsigned grid_x, unsigned grid_y, unsi
 }
 
 EXPORT int cuStreamCreate(struct stream **stream, unsigned flags) {
-    GATED(stream == NULL ? INVALID_VALUE : current_device() == NULL ? INVALID_CONTEXT : stream_create(flags, stream));
+    GATED(stream == NULL ? INVALID_VALUE : current_device() == NULL ? INVALID_CONTEXT : stream_create(flags, current_device(), stream));
 }
 
 EXPORT int cuStreamDestroy_v2(struct stream *stream) {
@@ -335,3 +335,17 @@ EXPORT int cuStreamSynchronize(struct stream *stream) {
 EXPORT int cuStreamQuery(struct stream *stream) {
     GATED(stream_query(stream));
 }
+
+#ifndef GPUCR_SIM_OLD_DRIVER
+static enum result stream_ordinal(const struct stream *stream, int *ordinal) {
+    const struct device *device = stream_device(stream);
+    if (device == NULL)
+        return INVALID_HANDLE;
+    *ordinal = device_ordinal(device);
+    return SUCCESS;
+}
+
+EXPORT int cuStreamGetDevice(struct stream *stream, int *ordinal) {
+    GATED(ordinal == NULL ? INVALID_VALUE : stream_ordinal(stream, ordinal));
+}
+#endif

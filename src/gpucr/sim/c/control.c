@@ -132,6 +132,8 @@ static void fill_request(struct control *control, const struct request *request,
     control->pair_count = request->pair_count;
     if (request->pair_count > 0)
         memcpy(control->pairs, request->pairs, request->pair_count * sizeof *request->pairs);
+    control->is_custom = request->is_custom;
+    control->retained = request->retained;
     control->machine = *machine;
 }
 
@@ -152,7 +154,11 @@ static enum result post(const struct link *link, const struct request *request) 
     fill_request(control, request, &machine);
     atomic_fetch_add(&control->requests, 1);
     futex_wake(&control->requests);
-    return wait_answered(link) ? (enum result)control->result : OPERATING_SYSTEM;
+    if (!wait_answered(link))
+        return OPERATING_SYSTEM;
+    if (request->parts != NULL)
+        *request->parts = control->parts;
+    return (enum result)control->result;
 }
 
 /* True: the call ends here with *result. Faults of the caller are read anew at each call. */

@@ -65,6 +65,7 @@ static void in_child(void) {
     views_close_files();
     vmm_close_files();
 #ifndef GPUCR_SIM_OLD_DRIVER
+    custom_close_files();
     control_close_in_child();
 #endif
 }

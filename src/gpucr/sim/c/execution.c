@@ -12,6 +12,7 @@
 
 struct stream {
     unsigned flags;
+    const struct device *device; /* NULL: that of the current context */
     uint64_t busy_until_ns;
     struct stream *next;
 };
@@ -34,11 +35,19 @@ static struct stream *stream_known(struct stream *stream) {
     return NULL;
 }
 
-enum result stream_create(unsigned flags, struct stream **stream) {
+const struct device *stream_device(const struct stream *stream) {
+    stream = stream_known((struct stream *)(uintptr_t)stream);
+    if (stream == NULL || stream->device != NULL)
+        return stream == NULL ? NULL : stream->device;
+    return current_context == NULL ? NULL : context_device(current_context);
+}
+
+enum result stream_create(unsigned flags, const struct device *device, struct stream **stream) {
     struct stream *made = calloc(1, sizeof *made);
     if (made == NULL)
         return OUT_OF_MEMORY;
     made->flags = flags;
+    made->device = device;
     made->next = streams->next;
     streams->next = made;
     *stream = made;

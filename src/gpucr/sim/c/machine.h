@@ -34,7 +34,7 @@ uint64_t environment_number(const char *name, uint64_t otherwise);
 bool environment_word(const char *name, const char *const words[], int *chosen);
 
 /* abilities.c */
-enum generation { DRIVER_580, DRIVER_610, DRIVER_FUTURE };
+enum generation { DRIVER_580, DRIVER_610, DRIVER_615, DRIVER_FUTURE };
 enum generation driver_generation(void);
 bool machine_has_peers(void); /* NVLink, or PCIe that lets GPUs read each other */
 bool machine_has_mig(void);

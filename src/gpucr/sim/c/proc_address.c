@@ -119,7 +119,16 @@
     X(cuCheckpointProcessLock, 12080, )               \
     X(cuCheckpointProcessCheckpoint, 12080, )         \
     X(cuCheckpointProcessRestore, 12080, )            \
-    X(cuCheckpointProcessUnlock, 12080, )
+    X(cuCheckpointProcessUnlock, 12080, )             \
+    X(cuStreamGetDevice, 12080, )
+#endif
+#ifdef GPUCR_SIM_OLD_DRIVER
+#define CUSTOM_INTERFACES(X)
+#else
+#define CUSTOM_INTERFACES(X)                               \
+    X(cuCheckpointProcessCheckpoint, 13040, _custom)       \
+    X(cuCheckpointProcessRestore, 13040, _custom)          \
+    X(cuCheckpointOperationComplete, 13040, _custom)
 #endif
 
 /* Only their addresses are taken here, whatever parameters they have. */
@@ -127,6 +136,7 @@
 #define NOTHING(name, since)
 INTERFACES(DECLARED, NOTHING)
 CHECKPOINT_INTERFACES(DECLARED)
+CUSTOM_INTERFACES(DECLARED)
 EXPORT int cuGetProcAddress(const char *name, void **function, int version, uint64_t flags);
 EXPORT int cuGetProcAddress_v2(const char *name, void **function, int version, uint64_t flags, int *status);
 
@@ -142,6 +152,7 @@ static const struct interface {
 } INTERFACE_LIST[] = {
     INTERFACES(PRESENT_LINE, ABSENT_LINE)
     CHECKPOINT_INTERFACES(PRESENT_LINE)
+    CUSTOM_INTERFACES(PRESENT_LINE)
     PRESENT_LINE(cuGetProcAddress, 11030, )
     PRESENT_LINE(cuGetProcAddress, 12000, _v2)
 };

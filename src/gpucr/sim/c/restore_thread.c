@@ -26,6 +26,8 @@ static const char *const WITHOUT_MEMORY[] = {"stuck", "recoverable", "failed", N
 static int without_memory = STUCK;
 /* Measured on driver 580: still CHECKPOINTED, but every later restore gives 304, whatever memory is free by then. */
 static bool stuck;
+/* Checkpointed to custom storage: there is no staging. */
+static bool without_staging;
 
 #define LOCK_COST_MS 1
 
@@ -48,6 +50,36 @@ static enum result do_lock(const struct fault *fault) {
     return SUCCESS;
 }
 
+static enum result leave_gpus(void) {
+    streams_forget_time();
+    events_forget_time();
+    ledger_release(&sim_machine);
+    control->state = CHECKPOINTED;
+    return SUCCESS;
+}
+
+/* Whether the caller has the primary contexts of all GPUs, by their index in its machine, on which memory is. */
+static bool is_retained(const uint32_t machine_index[MAX_GPUS]) {
+    for (int i = 0; i < sim_device_count; i++)
+        if (memory_device_bytes(&sim_devices[i]) > 0 && !(control->retained & 1u << machine_index[i]))
+            return false;
+    return true;
+}
+
+static enum result begin_custom_checkpoint(const struct fault *fault) {
+    uint32_t machine_index[MAX_GPUS];
+    for (int i = 0; i < sim_device_count; i++)
+        machine_index[i] = sim_devices[i].machine_index;
+    if (!is_retained(machine_index))
+        return INVALID_CONTEXT;
+    enum result result = custom_fill(&control->parts);
+    if (result != SUCCESS)
+        return result;
+    midway(fault);
+    control->state = CHECKPOINTING;
+    return SUCCESS;
+}
+
 static enum result do_checkpoint(const struct fault *fault) {
     if (control->state != LOCKED)
         return ILLEGAL_STATE;
@@ -55,15 +87,11 @@ static enum result do_checkpoint(const struct fault *fault) {
         return NOT_SUPPORTED;
     sleep_ms(fixed_cost_ms);
     enum result result = vmm_take_back();
+    if (result == SUCCESS && control->is_custom)
+        return begin_custom_checkpoint(fault);
     if (result == SUCCESS)
         result = staging_fill(midway, fault);
-    if (result != SUCCESS)
-        return result;
-    streams_forget_time();
-    events_forget_time();
-    ledger_release(&sim_machine);
-    control->state = CHECKPOINTED;
-    return SUCCESS;
+    return result != SUCCESS ? result : leave_gpus();
 }
 
 /*
@@ -121,6 +149,24 @@ static enum result refuse_shared(void) {
     return SUCCESS;
 }
 
+static enum result begin_custom_restore(const struct fault *fault) {
+    enum result result = hardware_open();
+    if (result == SUCCESS && (!memory_open_files() || custom_make(&control->parts) != SUCCESS)) {
+        hardware_close();
+        result = OUT_OF_MEMORY;
+    }
+    if (result == SUCCESS)
+        midway(fault);
+    return result;
+}
+
+/* The caller is told the GPUs to which the memory comes, not those from which it went. */
+static void tell_new_uuids(void) {
+    for (uint32_t part = 0, i = 0; i < (uint32_t)sim_device_count; i++)
+        if (memory_device_bytes(&sim_devices[i]) > 0)
+            memcpy(control->parts.list[part++].uuid, sim_devices[i].uuid, UUID_BYTES);
+}
+
 static enum result do_restore(const struct fault *fault) {
     struct machine machine = control->machine;
     uint32_t machine_index[MAX_GPUS];
@@ -128,15 +174,19 @@ static enum result do_restore(const struct fault *fault) {
         return ILLEGAL_STATE;
     if (stuck)
         return OPERATING_SYSTEM;
+    if (!control->is_custom != !without_staging) /* an assumption: it comes back in the way in which it left */
+        return ILLEGAL_STATE;
     if (!map_devices(&machine, machine_index))
         return INVALID_VALUE;
+    if (control->is_custom && !is_retained(machine_index))
+        return INVALID_CONTEXT;
     sleep_ms(fixed_cost_ms);
     enum result result = refuse_shared();
     if (result != SUCCESS)
         return result;
     result = memory_claim(&machine, machine_index);
     if (result == SUCCESS) {
-        result = staging_drain(midway, fault);
+        result = control->is_custom ? begin_custom_restore(fault) : staging_drain(midway, fault);
         if (result != SUCCESS)
             ledger_release(&machine);
     }
@@ -145,6 +195,28 @@ static enum result do_restore(const struct fault *fault) {
     if (result != SUCCESS)
         return result;
     adopt(&machine, machine_index);
+    if (control->is_custom)
+        tell_new_uuids();
+    control->state = control->is_custom ? RESTORING : LOCKED;
+    return SUCCESS;
+}
+
+/* cuCheckpointOperationComplete: what a custom checkpoint or restore began is over. */
+static enum result do_complete(const struct fault *fault) {
+    if (control->state != CHECKPOINTING && control->state != RESTORING)
+        return ILLEGAL_STATE;
+    midway(fault);
+    if (control->state == CHECKPOINTING) {
+        custom_close_files();
+        hardware_close();
+        without_staging = true;
+        return leave_gpus();
+    }
+    enum result result = custom_drain();
+    if (result != SUCCESS)
+        return result;
+    custom_close_files();
+    without_staging = false;
     control->state = LOCKED;
     return SUCCESS;
 }
@@ -178,6 +250,8 @@ static enum result perform(enum action action) {
         return do_restore(&fault);
     case ACTION_UNLOCK:
         return do_unlock(&fault);
+    case ACTION_COMPLETE:
+        return do_complete(&fault);
     default:
         return INVALID_VALUE;
     }

@@ -35,10 +35,10 @@ enum result {
     UNKNOWN = 999,
 };
 
-enum process_state { RUNNING = 0, LOCKED = 1, CHECKPOINTED = 2, FAILED = 3 };
+enum process_state { RUNNING = 0, LOCKED = 1, CHECKPOINTED = 2, FAILED = 3, CHECKPOINTING = 4, RESTORING = 5 };
 
 /* faults.c: ACTION[@PID][#NTH]=RESULT[:failed]|hang|die|delay:MS|until:PATH, comma separated. */
-enum action { ACTION_STATE, ACTION_TID, ACTION_LOCK, ACTION_CHECKPOINT, ACTION_RESTORE, ACTION_UNLOCK, ACTIONS };
+enum action { ACTION_STATE, ACTION_TID, ACTION_LOCK, ACTION_CHECKPOINT, ACTION_RESTORE, ACTION_UNLOCK, ACTION_COMPLETE, ACTIONS };
 
 struct fault {
     enum { FAULT_NONE, FAULT_RESULT, FAULT_HANG, FAULT_DIE, FAULT_DELAY, FAULT_UNTIL } kind;
@@ -135,7 +135,7 @@ enum result memory_claim(const struct machine *machine, const uint32_t *machine_
 
 /* view.c: addresses of device memory that was mapped there */
 bool view_reachable(const struct location *at);
-enum view_kind { VIEW_OWN, VIEW_IMPORTED, VIEW_IPC }; /* the first two are mapped with the VMM calls */
+enum view_kind { VIEW_OWN, VIEW_IMPORTED, VIEW_IPC, VIEW_CUSTOM }; /* the first two are mapped with the VMM calls */
 enum result view_add(uint64_t address, uint64_t size_bytes, const struct location *at, enum view_kind kind,
                      const int *shared);
 bool view_remove(uint64_t address, enum view_kind kind); /* mapped with the VMM calls, or opened by CUDA IPC */
@@ -165,7 +165,8 @@ struct device *context_device(const struct context *context); /* NULL: no such c
 
 /* execution.c: modules, kernels, streams */
 struct stream;
-enum result stream_create(unsigned flags, struct stream **stream);
+enum result stream_create(unsigned flags, const struct device *device, struct stream **stream);
+const struct device *stream_device(const struct stream *stream); /* NULL: no such stream */
 enum result stream_destroy(struct stream *stream);
 enum result stream_query(struct stream *stream);
 enum result stream_wait(struct stream *stream);
@@ -196,11 +197,23 @@ void collectives_wait(void); /* for peers, a while */
 /* control.c and restore_thread.c: the channel over which callers reach the target. */
 #define CONTROL_NAME "gpucr-sim-control"
 #define CONTROL_MAGIC 0x6c74632d6d697367u
-#define CONTROL_VERSION 1
+#define CONTROL_VERSION 2
 
 struct gpu_pair {
     uint8_t old_uuid[UUID_BYTES];
     uint8_t new_uuid[UUID_BYTES];
+};
+
+/* custom.c: custom storage. What a target hands to its caller: the memory of one GPU, in one piece, in a file. */
+struct custom_part {
+    uint8_t uuid[UUID_BYTES];
+    uint64_t size_bytes;
+    int32_t fd; /* of the target */
+    uint32_t reserved;
+};
+struct custom_parts {
+    uint32_t count;
+    struct custom_part list[MAX_GPUS];
 };
 
 struct control {
@@ -217,6 +230,9 @@ struct control {
     uint32_t lock_timeout_ms;
     uint32_t pair_count;
     struct gpu_pair pairs[MAX_GPUS];
+    uint32_t is_custom;
+    uint32_t retained; /* a bit for each GPU of the caller's machine whose primary context it has */
+    struct custom_parts parts;
     struct machine machine; /* the caller's: a process may come back on another one */
     uint32_t calls[ACTIONS];
 };
@@ -230,7 +246,14 @@ struct request {
     uint32_t lock_timeout_ms;
     uint32_t pair_count;
     const struct gpu_pair *pairs;
+    bool is_custom;
+    uint32_t retained;
+    struct custom_parts *parts; /* the answer, where it is custom */
 };
+enum result custom_fill(struct custom_parts *parts);  /* device memory to files of ours */
+enum result custom_make(struct custom_parts *parts);  /* empty files */
+enum result custom_drain(void);                       /* the files to device memory */
+void custom_close_files(void);
 enum result control_state(pid_t pid, int *state);
 enum result control_restore_tid(pid_t pid, int *tid);
 enum result control_request(pid_t pid, const struct request *request);

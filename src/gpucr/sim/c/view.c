@@ -68,7 +68,7 @@ enum result view_add(uint64_t address, uint64_t size_bytes, const struct locatio
 bool view_remove(uint64_t address, enum view_kind kind) {
     for (struct view **link = &views; *link != NULL; link = &(*link)->next) {
         struct view *view = *link;
-        if (view->address != address || (view->kind == VIEW_IPC) != (kind == VIEW_IPC))
+        if (view->address != address || (view->kind < VIEW_IPC ? VIEW_OWN : view->kind) != kind)
             continue;
         *link = view->next;
         if (view->fd >= 0)
@@ -95,7 +95,7 @@ bool view_shows(const struct location *at) {
 
 bool view_at(uint64_t address, struct location *at) {
     for (const struct view *view = views; view != NULL; view = view->next)
-        if (view->kind != VIEW_IPC && address >= view->address && address - view->address < view->size_bytes) {
+        if (view->kind < VIEW_IPC && address >= view->address && address - view->address < view->size_bytes) {
             *at = view->at;
             return true;
         }
