@@ -34,6 +34,7 @@ class OrdinaryUser:
 
     def __init__(self, uid: int) -> None:
         self.uid = uid
+        self.groups: tuple[int, ...] = ()
         self.home = Path(tempfile.mkdtemp(prefix="gpucr-user-"))
         built = simulator.build()
         libraries = self.home / ".cache/gpucr/sim" / built.name
@@ -134,7 +135,8 @@ class OrdinaryUser:
                     os.kill(int(entry.name), signal.SIGKILL)
 
     def _prefix(self, options: tuple[str, ...]) -> list[str]:
-        ids = (f"--reuid={self.uid}", f"--regid={self.uid}", "--clear-groups")
+        groups = f"--groups={','.join(map(str, self.groups))}" if self.groups else "--clear-groups"
+        ids = (f"--reuid={self.uid}", f"--regid={self.uid}", groups)
         return ["setpriv", *ids, *options, "env", "-C", str(self.home)]
 
     def _run(self, command: list[str], environment: dict[str, str]) -> subprocess.CompletedProcess[str]:

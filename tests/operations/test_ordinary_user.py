@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import os
+import shutil
 import stat
 import sys
 import textwrap
@@ -345,3 +346,23 @@ def test_a_store_of_another_user_is_refused_even_where_it_can_be_read(user: Ordi
         code, said = user.refused(*arguments)
         assert "uid 65534" in said, arguments
         assert code == "GPUCR-STORE"
+
+
+def test_a_store_that_a_group_shares(user: OrdinaryUser) -> None:
+    pid = start_program(user, "")
+    place = user.home.with_name(f"{user.home.name}-shared")
+    assert user.as_root("store", "init", str(place), "--shared-with-group", "daemon").returncode == 0
+    try:
+        said = user.refused("dump", str(pid), "--leave-running", "--to", f"{place}#job")[1]
+        assert "Permission denied" in said
+        user.groups = (1,)
+        user.succeeds("dump", str(pid), "--to", f"{place}#job")
+        for action in ("restore", "dump"):
+            target = (str(os.getpid()), "--to") if action == "dump" else ()
+            done = user.as_root(action, *target, f"{place}#job")
+            assert "could run as root" in done.stderr
+        user.succeeds("restore", f"{place}#job")
+        assert_goes_on(user)
+    finally:
+        user.groups = ()
+        shutil.rmtree(place)

@@ -28,26 +28,33 @@ def command() -> None:
 @command.command("init")
 @click.argument("store", metavar="STORE", shell_complete=complete_folder)
 @click.option("--encrypt", is_flag=True, help="Encrypt all that is stored.")
+@click.option(
+    "--shared-with-group",
+    metavar="GROUP",
+    help="Members of GROUP dump to it and restore; root alone prunes it.",
+)
 @key_file_option
 @json_option
-def init(*, store: str, encrypt: bool, key_file: Path | None, as_json: bool) -> None:
+def init(*, store: str, encrypt: bool, shared_with_group: str | None, key_file: Path | None, as_json: bool) -> None:
     """Make a store in the folder or at the URL STORE, which is empty or is not there.
 
     \b
     Example:
       gpucr store init /var/snapshots/store
       gpucr store init s3://bucket/prefix --encrypt --key-file /root/store.key
+      sudo gpucr store init /srv/snapshots --shared-with-group research
     """
     from gpucr.operations.stores import init_store
 
     if not encrypt and given_key(key_file) is not None:
         raise InvalidRequest("a key was given, and the store would not be encrypted", hint="add --encrypt")
-    made = init_store(store, key=new_key(key_file) if encrypt else None)
+    key = new_key(key_file) if encrypt else None
+    made = init_store(store, key=key, shared_with_group=shared_with_group)
     config = made.config
     if as_json:
         sizes = {"piece_bytes": config.piece_bytes, "pack_bytes": config.pack_bytes}
         data = {"store": made.backend.url, "id": config.store_id.hex(), "encrypted": config.encrypted}
-        print_json("store.init", {**data, "hash": config.hash, **sizes})
+        print_json("store.init", {**data, "hash": config.hash, **sizes, "shared_with_group": shared_with_group})
         return
     click.echo(f"{made.backend.url}: store made{', encrypted' if config.encrypted else ''}")
 

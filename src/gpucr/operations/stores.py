@@ -11,7 +11,7 @@ from msgspec import Struct
 
 from gpucr.errors import InvalidRequest, StoreError
 from gpucr.snapshot.location import Place, open_store, place_of_store
-from gpucr.store import copy, prune, snapshots, verify
+from gpucr.store import copy, prune, sharing, snapshots, verify
 from gpucr.store.checks import Checks
 from gpucr.store.keys import Secret
 from gpucr.store.local import INCOMING_NAME
@@ -34,23 +34,35 @@ _LEFT_BY_INIT = {INCOMING_NAME, KEYS_PREFIX.rstrip("/")}
 """All that there is where making a store has failed, for want of space say: then it can be tried again."""
 
 
-def init_store(place: Place, *, key: Secret | None = None, cancel: Cancellation | None = None) -> Store:
+def init_store(
+    place: Place,
+    *,
+    key: Secret | None = None,
+    shared_with_group: str | None = None,
+    cancel: Cancellation | None = None,
+) -> Store:
     """Make a store, encrypted where there is a key. A folder is made, if its parent exists; it must be empty.
 
-    Where that fails, nothing of it stays in a folder. Raises InvalidRequest, StoreError, BrokenInstall.
+    ``shared_with_group``: members of this group use it, root alone prunes it; takes root. Where that fails, nothing of
+    it stays in a folder. Raises InvalidRequest, StoreError, BrokenInstall.
     """
     location = place_of_store(place)
     if location.snapshot is not None:
         raise InvalidRequest(f"{place} names a snapshot, not a store", hint="leave out what follows the #")
+    gid = None if shared_with_group is None else sharing.group_to_share_with(location, shared_with_group)
     with all_or_nothing("init", place, cancel) as interrupts:
         interrupts.conclude()
         was_there = location.path is None or location.path.exists()
         if location.path is not None:
             _make_folder(location.path)
         try:
+            if gid is not None and location.path is not None:
+                sharing.share(location.path, gid)
             return Store.create(backend_at(location), secret=key)
         except BaseException:
             if location.path is not None:
+                if gid is not None:
+                    sharing.take_back(location.path)
                 _remove_empty(location.path, was_there=was_there)
             raise
 

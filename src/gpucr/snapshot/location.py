@@ -93,7 +93,7 @@ def find_target(to: Place, *, compress: Compress, encrypt: bool, trust_store: bo
                 hint=f"make one first: gpucr store init {os.fspath(to)}",
             )
         return _Folder(Path(to))
-    store = _open(location, key)
+    store = _open_for_jobs(location, key)
     if encrypt and store.keys is None:
         raise StoreError(
             f"the store {store.backend.url} is not encrypted",
@@ -137,15 +137,25 @@ def is_store(place: Place) -> bool:
     return _store_location(place) is not None
 
 
+def open_store_for_jobs(place: Place, key: Secret | None = None) -> Store:
+    """`open_store` for dumps and restores. Raises StoreError as well where root's jobs do not belong there."""
+    return _open_for_jobs(place_of_store(place), key)
+
+
 def source_of(snapshot: JobSnapshot) -> RestoreSource:
-    """What a restore gets this snapshot from. Raises StoreDamaged, StoreError where a part of it is missing."""
+    """What a restore gets this snapshot from.
+
+    Raises StoreDamaged, StoreError where a part of it is missing, or root does not restore from there.
+    """
     if isinstance(snapshot, Snapshot):
         return FolderSource(snapshot)
     from gpucr.snapshot.in_store import SnapshotInStore
     from gpucr.snapshot.store_origin import StoreSource
+    from gpucr.store import sharing
 
     if not isinstance(snapshot, SnapshotInStore):
         raise TypeError(f"{snapshot!r} is no snapshot")
+    sharing.require_may_keep_jobs(snapshot.store.backend)
     return StoreSource(snapshot)
 
 
@@ -190,6 +200,14 @@ def _store_location(place: Place) -> Location | None:
 
     found = location.parse(text)
     return found if found.is_store else None
+
+
+def _open_for_jobs(location: Location, key: Secret | None) -> Store:
+    from gpucr.store import sharing
+
+    store = _open(location, key)
+    sharing.require_may_keep_jobs(store.backend)
+    return store
 
 
 def _open(location: Location, key: Secret | None) -> Store:

@@ -11,7 +11,7 @@ from __future__ import annotations
 from collections.abc import Callable, Iterator, Sequence
 
 from gpucr.errors import StoreDamaged
-from gpucr.store import retired, snapshots
+from gpucr.store import retired, sharing, snapshots
 from gpucr.store.backend import Buffer
 from gpucr.store.checks import Checks
 from gpucr.store.index import Index
@@ -39,6 +39,8 @@ def copy(
     by several threads. ``checks`` are those of the target: what it has is read before it is relied on, and copied again
     where it is damaged. Raises StoreDamaged, StoreError.
     """
+    for each in (source, target):
+        sharing.require_may_keep_jobs(each.backend)  # what root copies would be root's there
     checks = checks if checks is not None else Checks()
     there = _same(snapshot, snapshots.list_all(target).snapshots)
     if there is not None and _is_intact(target, there, checks):

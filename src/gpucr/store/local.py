@@ -2,7 +2,7 @@
 
 ::
 
-    STORE/               0700; what lies below is 0600 and 0700
+    STORE/               0700; what lies below is 0600 and 0700. Shared by a group: 3770 and 0640 (sharing.py)
       packs/ab/...       objects, by their names
       .incoming/         objects that are not finished: no name of an object begins with a dot
 
@@ -29,6 +29,9 @@ from gpucr.linux.held_folder import HeldFolder
 from gpucr.store.backend import Buffer, Exists, Missing, ObjectInfo, as_parts, check_name
 
 INCOMING_NAME = ".incoming"
+FOLDER_MODE = 0o3770
+"""Of each folder of a store that a group shares, and of no other one. They are root's."""
+_SHARED_FILE_MODE = 0o640
 _DIRECT_BYTES = 4096
 """O_DIRECT wants memory, offset and length in multiples of the block size of the disk, which is never larger."""
 _TAIL_BYTES = 2 << 20
@@ -48,7 +51,11 @@ class LocalBackend:
         self.root = Path(root).absolute()
         # Who owns the folder above could put another one there: everything is opened below this one.
         self._held = HeldFolder.open(self.root)
-        _require_ours(self._held.status(), self.root)
+        status = self._held.status()
+        self.group = status.st_gid if status.st_uid == 0 and stat.S_IMODE(status.st_mode) == FOLDER_MODE else None
+        """The group that shares it; None: it is one user's."""
+        if self.group is None:
+            _require_ours(status, self.root)
 
     @property
     def url(self) -> str:
@@ -83,7 +90,7 @@ class LocalBackend:
         folder = self._held.path / prefix.rpartition("/")[0]
         found = [
             ObjectInfo(name, at.st_size, at.st_mtime)
-            for name, at in _walk(folder, self._held.path)
+            for name, at in _walk(folder, self._held.path, is_shared=self.group is not None)
             if name.startswith(prefix)
         ]
         return iter(sorted(found, key=lambda info: info.name))
@@ -101,13 +108,19 @@ class LocalBackend:
 
     def open_new(self, name: str) -> LocalSink:
         """See `Backend.open_new`."""
-        return LocalSink(name, self._held)
+        return LocalSink(name, self._held, self.group)
 
     def delete(self, name: str) -> None:
         """See `Backend.delete`."""
         path = self._path(name)
         with contextlib.suppress(FileNotFoundError):
-            path.unlink()
+            try:
+                path.unlink()
+            except PermissionError as e:
+                if self.group is None:
+                    raise
+                what = "only root may delete what another member of the group has stored"
+                raise PermissionError(errno.EACCES, what, name) from e
             # A snapshot that comes back after a power failure, when its packs are gone, would be a damaged one.
             durable.sync(path.parent)
 
@@ -139,7 +152,10 @@ class LocalBackend:
             found = os.fstat(fd)
             if not stat.S_ISREG(found.st_mode):
                 raise OSError(errno.EINVAL, "it is not a plain file", str(path))
-            _require_ours(found, path)
+            if self.group is None:
+                _require_ours(found, path)
+            else:
+                _require_the_groups(found, path, self.group)
             yield fd
         finally:
             os.close(fd)
@@ -148,18 +164,22 @@ class LocalBackend:
 class LocalSink:
     """A file that is being filled: large aligned buffers go straight to the disk, the others are collected first."""
 
-    def __init__(self, name: str, folder: HeldFolder) -> None:
+    def __init__(self, name: str, folder: HeldFolder, group: int | None = None) -> None:
         check_name(name)
+        self._is_shared = group is not None
         self._held = folder  # as long as there is anything to write
         root = folder.path
         self._path = root / name
         self._name = name
         incoming = root / INCOMING_NAME
-        _make_folders(incoming, root)
+        if not self._is_shared:  # there are all folders, and they are root's
+            _make_folders(incoming, root)
         self._temporary = incoming / secrets.token_hex(16)
         self._root = root
         self._fd = os.open(self._temporary, os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_CLOEXEC, 0o600)
         self._is_open = True
+        if self._is_shared:
+            os.fchmod(self._fd, _SHARED_FILE_MODE)  # whatever the umask
         self._tail = mmap.mmap(-1, _TAIL_BYTES, mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)
         # open(2): O_DIRECT into private memory is not safe while the process forks.
         self._tail.madvise(mmap.MADV_DONTFORK)
@@ -197,7 +217,8 @@ class LocalSink:
             self._flush(-(-self._tail_bytes // _DIRECT_BYTES) * _DIRECT_BYTES)
             os.ftruncate(self._fd, self._size_bytes)
             os.fsync(self._fd)
-            _make_folders(self._path.parent, self._root)
+            if not self._is_shared:
+                _make_folders(self._path.parent, self._root)
             self._link()
             durable.sync(self._path.parent)
         finally:
@@ -256,7 +277,7 @@ def _transfer(call: Callable[[int, list[memoryview], int], int], fd: int, data: 
     return done
 
 
-def _walk(folder: Path, root: Path) -> Iterator[tuple[str, os.stat_result]]:
+def _walk(folder: Path, root: Path, *, is_shared: bool) -> Iterator[tuple[str, os.stat_result]]:
     try:
         entries = list(os.scandir(folder))
     except (FileNotFoundError, NotADirectoryError):
@@ -265,7 +286,9 @@ def _walk(folder: Path, root: Path) -> Iterator[tuple[str, os.stat_result]]:
         if entry.name.startswith("."):
             continue
         if entry.is_dir(follow_symlinks=False):
-            yield from _walk(Path(entry.path), root)
+            # In the place of a member's own folder he could put a link, while root works below it.
+            if not is_shared or entry.stat(follow_symlinks=False).st_uid == 0:
+                yield from _walk(Path(entry.path), root, is_shared=is_shared)
         elif entry.is_file(follow_symlinks=False):
             name = str(Path(entry.path).relative_to(root))
             with contextlib.suppress(FileNotFoundError, ValueError):
@@ -292,6 +315,13 @@ def _set_direct(fd: int, *, on: bool) -> None:
     flags = fcntl.fcntl(fd, fcntl.F_GETFL)
     with contextlib.suppress(OSError):  # a file system without it: slower, nothing else
         fcntl.fcntl(fd, fcntl.F_SETFL, flags | os.O_DIRECT if on else flags & ~os.O_DIRECT)
+
+
+def _require_the_groups(found: os.stat_result, path: Path, group: int) -> None:
+    """What a member has stored has the group from its folder, and only its owner can change it."""
+    if (found.st_gid != group and found.st_uid != 0) or found.st_mode & (stat.S_IWGRP | stat.S_IWOTH):
+        what = f"it did not come there from a member (gid {found.st_gid}, mode {stat.S_IMODE(found.st_mode):04o})"
+        raise PermissionError(errno.EPERM, what, str(path))
 
 
 def _require_ours(found: os.stat_result, path: Path) -> None:

@@ -13,7 +13,7 @@ from msgspec import Struct
 
 from gpucr.errors import StoreDamaged, StoreError
 from gpucr.store import index as indexes
-from gpucr.store import retired, snapshots, writers
+from gpucr.store import retired, sharing, snapshots, writers
 from gpucr.store.checks import Checks
 from gpucr.store.index import Index
 from gpucr.store.opened import DISK_FULL, NO_SPACE, Store
@@ -70,6 +70,8 @@ def prune(
 
     Where a snapshot that is kept lacks a piece, no snapshot and no pack is removed: a damaged store is not thinned out.
     """
+    if not dry_run:
+        sharing.require_may_prune(store.backend)
     try:
         try:
             return _Prune(store, rules, dry_run=dry_run, check=check).run()

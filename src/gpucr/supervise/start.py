@@ -20,7 +20,7 @@ from gpucr.linux import own_python, processes, trusted_paths
 from gpucr.operations.launch import StartedJob, run_job
 from gpucr.operations.stores import init_store
 from gpucr.records import DEFAULT_PRIORITY
-from gpucr.snapshot.location import open_store, place_of_store
+from gpucr.snapshot.location import open_store_for_jobs, place_of_store
 from gpucr.store.keys import Secret
 from gpucr.store.snapshots import check_name
 from gpucr.supervise.clock import Wish
@@ -45,7 +45,7 @@ def require_store(place: str, key: Secret | None) -> str:
     path = location.path
     if path is not None and (not path.exists() or (path.is_dir() and not any(path.iterdir()))):
         return init_store(path.absolute(), key=key).backend.url
-    return open_store(place if path is None else path.absolute(), key).backend.url
+    return open_store_for_jobs(place if path is None else path.absolute(), key).backend.url
 
 
 def prepare(name: str, settings: Supervision) -> SupervisedFolder:
