@@ -24,7 +24,7 @@ from gpucr.containers.criu_config import HookStatus
 from gpucr.criu import install as criu_install_module
 from gpucr.criu.install import CriuInstall
 from gpucr.errors import CriuError, NotPermitted
-from gpucr.linux import capabilities, processes, sock_diag
+from gpucr.linux import capabilities, processes, sock_diag, tracing
 from gpucr.linux.capabilities import Capabilities
 from gpucr.linux.cgroups import MemoryLimit
 from gpucr.linux.tmpfs import StagingFile
@@ -185,7 +185,7 @@ def test_looking_from_under_a_filter() -> None:
 
 
 def test_looking_at_yama(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
-    monkeypatch.setattr(privileges, "_PTRACE_SCOPE", tmp_path / "scope")
+    monkeypatch.setattr(tracing, "PTRACE_SCOPE", tmp_path / "scope")
     assert privileges.look().ptrace_scope is None
     (tmp_path / "scope").write_text("2\n")
     assert privileges.look().ptrace_scope == 2

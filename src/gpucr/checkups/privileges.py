@@ -11,13 +11,12 @@ from gpucr.checkups.checkup import ok
 from gpucr.criu.granted import find_grant
 from gpucr.criu.install import NEEDED_CAPABILITY
 from gpucr.diagnosis.preflight.findings import Finding
-from gpucr.linux import capabilities
+from gpucr.linux import capabilities, tracing
 from gpucr.linux.capabilities import Capabilities
 
 _ABOUT = "privileges"
 _PTRACE = "ptrace"
 _SECCOMP = "seccomp"
-_PTRACE_SCOPE = Path("/proc/sys/kernel/yama/ptrace_scope")
 _UID_MAP = Path("/proc/self/uid_map")
 _WHOLE_UID_MAP = ["0", "0", "4294967295"]
 
@@ -48,15 +47,11 @@ class PrivilegeFacts(Struct, frozen=True):
 
 def look() -> PrivilegeFacts:
     """Read /proc."""
-    try:
-        scope = int(_PTRACE_SCOPE.read_text())
-    except (OSError, ValueError):
-        scope = None
     status = capabilities.STATUS.read_text(errors="replace").splitlines()
     mode = next((int(line.split()[1]) for line in status if line.startswith("Seccomp:")), None)
     return PrivilegeFacts(
         own=capabilities.own(),
-        ptrace_scope=scope,
+        ptrace_scope=tracing.yama_scope(),
         seccomp=mode,
         in_user_namespace=_UID_MAP.read_text().split() != _WHOLE_UID_MAP,
     )
@@ -145,7 +140,7 @@ def _user_namespace(facts: PrivilegeFacts) -> list[Finding]:
 
 def _ptrace(facts: PrivilegeFacts) -> Finding:
     scope, is_privileged = facts.ptrace_scope, facts.own.has("SYS_PTRACE")
-    evidence = f"{_PTRACE_SCOPE} is {scope}"
+    evidence = f"{tracing.PTRACE_SCOPE} is {scope}"
     if scope is None:
         return ok(_PTRACE, "processes of the same user can be traced", "this kernel has no Yama")
     if scope == 0 or (scope < 3 and is_privileged):
@@ -163,7 +158,8 @@ def _ptrace(facts: PrivilegeFacts) -> Finding:
         "warning",
         "this user cannot trace processes that it did not start itself",
         evidence,
-        "suspend takes the driver's plain way, which is slower; freeze, dump and restore are refused",
+        "suspend takes the driver's plain way, which is slower; freeze, dump and restore are refused, but for CUDA "
+        "processes that `gpucr run --interpose` has started, which give their leave where it is 1",
         "run gpucr as root; sysctl kernel.yama.ptrace_scope=0 would do too, and lets every program of a user look into "
         "the others",
         about=_PTRACE,

@@ -14,7 +14,7 @@ import signal
 from collections.abc import Callable, Collection, Iterator, Mapping
 
 from gpucr.errors import DeadlineExceeded, GpucrError, JobChanged, NotPermitted
-from gpucr.linux import processes
+from gpucr.linux import processes, tracing
 from gpucr.linux.ptrace import HeldThreads
 from gpucr.model import ProcessId
 
@@ -113,6 +113,7 @@ def explained(*pids: int) -> Iterator[None]:
         raise NotPermitted(
             f"process {names} cannot be traced: {e.strerror or e}",
             pid=pids[0],
-            hint="another tracer (debugger, strace, profiler) holds it, or ptrace is forbidden here",
+            hint="another tracer (debugger, strace, profiler) holds it, or ptrace is forbidden here"
+            + (f": {limits}" if (limits := tracing.limits()) else ""),
             code="GPUCR-TRACED",
         ) from e

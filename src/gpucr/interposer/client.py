@@ -321,6 +321,13 @@ class Agent:
             first, last = answer.a, answer.b
         return found
 
+    def open_to_tracers(self, *, is_open: bool) -> None:
+        """Let processes of its user trace this one, whatever Yama says; else whom the program has chosen itself.
+
+        Raises Refused where the kernel has no Yama, and so no such limit.
+        """
+        self._ask(Operation.TRACE, int(is_open))
+
     def keep(self, descriptor: int | None, what: Kept = Kept.MEMORY) -> None:
         """Have the process hold this descriptor for whoever fetches it, also when we are gone: its gate stays closed.
 

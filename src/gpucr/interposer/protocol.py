@@ -39,6 +39,7 @@ class Operation(enum.IntEnum):
     LIST = 9
     KEEP = 10
     FETCH = 11
+    TRACE = 13
 
 
 class Drops(enum.IntEnum):
@@ -71,6 +72,7 @@ class Code(enum.IntEnum):
     NO_DESCRIPTORS = 9
     NO_MEMORY = 10
     NO_DRIVER = 11
+    NOT_HERE = 12
 
 
 class Flag(enum.IntFlag):
@@ -165,6 +167,7 @@ class Status(Struct, frozen=True):
     peer_access: int
     external: int
     around: int
+    traceable: int
 
 
 class Answer(Struct, frozen=True):

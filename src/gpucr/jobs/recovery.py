@@ -22,6 +22,21 @@ class EndJob(Action):
         return True
 
 
+class CloseToTracers(Action):
+    """Processes that their agents have opened to tracers are closed again (tracing.py)."""
+
+    outlives_job = True
+    processes: tuple[ProcessId, ...]
+
+    def recover(self, descriptors: Sequence[int]) -> bool:
+        """Ask the agents of those that run."""
+        from gpucr.jobs.tracing import set_open  # the agents' client is needed nowhere else here
+
+        for each in filter(processes.goes_on, self.processes):
+            set_open(each.pid, is_open=False)
+        return False
+
+
 class EndSandbox(Action):
     """The keeper of a half-filled sandbox ends, and with it everything in there, CRIU too."""
 

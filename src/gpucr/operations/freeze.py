@@ -87,7 +87,7 @@ def freeze(
             ),
             *findings_of_traps(found.job, found.driver, uses, may_share=may_be_interposed(gpu_state)),
             *preflight.check_tracers(found.job),
-            *preflight.check_ptrace(),
+            *preflight.check_ptrace(member.pid for member in found.job.gang),
         )
         preflight.require_no_blocking(findings, force=force)
         kept = preflight.check_kept(found.job)  # now: what is frozen does not answer

@@ -3,12 +3,11 @@
 from __future__ import annotations
 
 import os
-from collections.abc import Collection, Iterator
-from pathlib import Path
+from collections.abc import Collection, Iterable, Iterator
 from typing import TYPE_CHECKING, Literal
 
 from gpucr.diagnosis.preflight.findings import Finding
-from gpucr.linux import capabilities, namespaces
+from gpucr.linux import capabilities, namespaces, tracing
 from gpucr.linux.namespaces import Kind
 from gpucr.linux.processes import PROC
 from gpucr.model import Job
@@ -16,27 +15,28 @@ from gpucr.model import Job
 if TYPE_CHECKING:
     from gpucr.criu.install import CriuInstall
 
-_PTRACE_SCOPE = Path("/proc/sys/kernel/yama/ptrace_scope")
 _NAMESPACES: tuple[Kind | Literal["user"], ...] = ("user", "pid", "mnt", "net", "ipc")
 _REMEDY = "let root dump it: the same command with sudo"
 
 
-def check_ptrace() -> list[Finding]:
-    """Whether Yama lets an ordinary user attach to processes that he has not started himself."""
-    try:
-        scope = int(_PTRACE_SCOPE.read_text())
-    except (OSError, ValueError):  # this kernel has no Yama
-        return []
-    if scope == 0 or (scope < 3 and capabilities.own().has("SYS_PTRACE")):
+def check_ptrace(pids: Iterable[int]) -> list[Finding]:
+    """Whether Yama lets an ordinary user attach to these processes, where he has not started them himself.
+
+    Those with an interposer have been asked for their leave by now (jobs/tracing.py).
+    """
+    scope = tracing.yama_scope()
+    if not scope or (closed := next((pid for pid in pids if not tracing.is_allowed(pid)), None)) is None:
         return []
     return [
         Finding(
             "blocking",
-            "this machine lets nobody but root attach to a process that he has not started himself",
+            f"this machine lets nobody but root attach to process {closed}, which gpucr has not started itself",
             f"kernel.yama.ptrace_scope is {scope}",
-            "neither gpucr nor CRIU can stop the job's threads",
+            "neither gpucr nor CRIU can stop its threads",
             "root can allow it with `sysctl kernel.yama.ptrace_scope=0`, which lets each program of a user look into "
-            "his others; or run the same command with sudo",
+            "his others; or run the same command with sudo. With 1, a CUDA process that was started with "
+            "`gpucr run --interpose` gives its own leave",
+            closed,
             code="GPUCR-ONLY-ROOT",
         )
     ]
@@ -46,7 +46,7 @@ def check_dump_by_user(job: Job, install: CriuInstall) -> list[Finding]:
     """What of a job an ordinary user's CRIU cannot dump. Nothing where root's CRIU is used."""
     if not install.is_unprivileged:
         return []
-    return [*check_ptrace(), *_connections(job), *_processes(job)]
+    return [*check_ptrace(job.pids), *_connections(job), *_processes(job)]
 
 
 def _connections(job: Job) -> Iterator[Finding]:

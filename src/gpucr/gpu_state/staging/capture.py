@@ -22,7 +22,7 @@ from mmap import MADV_HUGEPAGE, MAP_ANONYMOUS, MAP_PRIVATE, MAP_SHARED, PAGESIZE
 
 from gpucr.gpu_state.staging.attach import close_left, keep_from_children
 from gpucr.gpu_state.staging.extents import filled_bytes
-from gpucr.linux import memory
+from gpucr.linux import memory, tracing
 from gpucr.linux.descriptors import close_descriptor, send_descriptor
 from gpucr.linux.injection import MADVISE, MAP_FIXED, MMAP, run_syscall
 from gpucr.linux.memory import HUGE_PAGE_BYTES
@@ -114,6 +114,8 @@ class Capture:
             self.reason = "the process has ended"
         except OSError as error:  # InjectionUnavailable as well, which has its reason as its text
             self.reason = error.strerror or str(error)
+            if isinstance(error, PermissionError) and (limits := tracing.limits()):
+                self.reason += f": {limits}"
         finally:
             if thread is not None:
                 with contextlib.suppress(OSError):

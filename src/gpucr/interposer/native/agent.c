@@ -63,6 +63,7 @@ static struct status status_now(void) {
     count_blocks(&status);
     for (int i = 0; i < COUNTERS; i++)
         counted[i] = (uint64_t)atomic_load(&counters[i]);
+    status.traceable = tracer_is_open();
     return status;
 }
 
@@ -203,6 +204,8 @@ static uint32_t perform(void) {
         return kept_take(&asked);
     case FETCH:
         return kept_give(asked.head.a, &answer);
+    case TRACE:
+        return tracer_open(asked.head.a == 1);
     default:
         return MALFORMED;
     }

@@ -123,6 +123,11 @@ uint64_t ipc_token(void);
 struct range *ipc_range(address start, uint64_t token); /* that a handle names; NULL: it is gone */
 void ipc_in_child(void);
 
+/* tracer.c */
+uint32_t tracer_open(bool to_all); /* an enum code */
+bool tracer_is_open(void);
+void tracer_in_child(void);
+
 /* agent.c */
 void agent_start(void);
 void agent_before_fork(void);

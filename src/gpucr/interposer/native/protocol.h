@@ -26,6 +26,7 @@ enum operation {
                    are closed */
     FETCH,      /* a: an enum kept. Answer: that descriptor, if there is one */
     SHARE,      /* on the peers' socket: a = address in a range, b = the exporter's token. Answer as for EXPORT, a = next address */
+    TRACE,      /* a = 1: processes of this user may trace this one, whatever Yama says; 0: as the program has chosen */
 };
 
 enum drops { DROP_OWN, DROP_ALL, DROP_IMPORTED };
@@ -44,6 +45,7 @@ enum code { /* above DRIVER_ERROR: CUresult + DRIVER_ERROR */
     NO_DESCRIPTORS = 9,
     NO_MEMORY = 10,
     NO_DRIVER = 11,
+    NOT_HERE = 12, /* the kernel does not know it */
     DRIVER_ERROR = 0x10000,
 };
 
@@ -77,7 +79,8 @@ struct status {
     uint64_t multicast, dma_buf; /* dma_buf: memory of which one was made, and which is still there */
     uint64_t arrays, pools, pool_allocations, ipc_memory, ipc_events, peer_access, external;
     uint64_t around; /* libraries that were loaded so that their calls may not pass the gate */
+    uint64_t traceable; /* processes of this user may trace this one (TRACE) */
 };
-_Static_assert(sizeof(struct status) == 23 * 8, "struct status");
+_Static_assert(sizeof(struct status) == 24 * 8, "struct status");
 
 #endif

@@ -1,0 +1,47 @@
+"""Whether this process may trace another one, and what forbids it (ptrace(2), "Ptrace access mode checking")."""
+
+from __future__ import annotations
+
+import os
+from pathlib import Path
+
+from gpucr.linux import capabilities
+from gpucr.linux.processes import PROC
+
+PTRACE_SCOPE = Path("/proc/sys/kernel/yama/ptrace_scope")
+_ANCESTORS_ONLY = 1
+
+
+def yama_scope() -> int | None:
+    """kernel.yama.ptrace_scope; None: this kernel has no Yama."""
+    try:
+        return int(PTRACE_SCOPE.read_text())
+    except (OSError, ValueError):
+        return None
+
+
+def takes_a_grant() -> bool:
+    """Whether the processes of this user that it has not started can be traced with their leave (PR_SET_PTRACER)."""
+    return yama_scope() == _ANCESTORS_ONLY and not capabilities.own().has("SYS_PTRACE")
+
+
+def is_allowed(pid: int) -> bool:
+    """Whether this process may trace that one now. One that has ended hinders nobody."""
+    try:
+        os.close(os.open(PROC / str(pid) / "mem", os.O_RDONLY | os.O_CLOEXEC))  # asks for what an attach asks for
+    except PermissionError:
+        return False
+    except OSError:
+        return True
+    return True
+
+
+def limits() -> str:
+    """What of this machine keeps processes from tracing others, for a message; empty: nothing that is known."""
+    found = []
+    scope = yama_scope()
+    if scope is not None and (scope >= 3 or (scope > 0 and not capabilities.own().has("SYS_PTRACE"))):
+        found.append(f"kernel.yama.ptrace_scope is {scope}")
+    if capabilities.status_fields(capabilities.STATUS).get("Seccomp", "0") != "0":
+        found.append("gpucr runs below a system call filter, as containers have (--security-opt seccomp=unconfined)")
+    return " and ".join(found)
