@@ -1,9 +1,11 @@
 """Do jobs whose processes share device memory come back through gpucr's commands, value for value? Run as root.
 
-    python3 tests/hardware/interposed_gang_jobs.py [--cycles N] [--only cumem|ipc|peers|ranks] [--limit S] [--json FILE]
+    python3 tests/hardware/interposed_gang_jobs.py [--cycles N] [--dumps N] [--moves N] [--only CASE] ...
 
-Each program runs twice: undisturbed, and as a job of `gpucr run --interpose` that is suspended and resumed N times with
-`gpucr suspend --gpu-state interposed` and `gpucr resume` while it runs. Every line must be the one of the first run.
+Each program runs twice: undisturbed, and as a job of `gpucr run --interpose` that is disturbed while it runs: suspended
+and resumed with `gpucr suspend --gpu-state interposed` and `gpucr resume` (--cycles), dumped, ended and restored
+(--dumps; on a machine with two GPUs every second time with the GPUs swapped), and moved with the GPUs swapped (--moves;
+needs two GPUs). Every line must be the one of the first run.
 
 - cumem: two processes on one GPU, blocks sent by descriptor (driver calls alone, no torch)
 - ipc: torch.multiprocessing with CUDA tensors that both processes change (legacy CUDA IPC)
@@ -24,13 +26,16 @@ import statistics
 import subprocess
 import sys
 import tempfile
+import time
 from collections.abc import Sequence
-from dataclasses import asdict
+from dataclasses import asdict, dataclass
 from pathlib import Path
+from typing import Any
 
 ROOT = Path(__file__).resolve().parents[2]
 sys.path[:0] = [str(ROOT / "src"), str(ROOT)]
 
+from tests.hardware.interposed import pace  # noqa: E402 - found where the checkout is
 from tests.hardware.interposed_gangs import CASES, NEEDS_TWO_GPUS, PAUSE_S, gpu_count  # noqa: E402
 from tests.hardware.interposed_suspend import (  # noqa: E402 - found where the checkout is
     LINES_BETWEEN,
@@ -39,8 +44,11 @@ from tests.hardware.interposed_suspend import (  # noqa: E402 - found where the 
     Outcome,
     Training,
     cycle,
+    gpucr,
     undisturbed,
 )
+
+SWAPPED = ("--gpu-map", "0=1,1=0")
 
 
 def measure_peer_access(limit_s: float) -> None:
@@ -55,7 +63,52 @@ def measure_peer_access(limit_s: float) -> None:
         raise Failed(f"gpucr doctor took longer than {limit_s:.0f} s") from e
 
 
-def try_case(name: str, folder: Path, cycles: int, steps: int, limit_s: float) -> Outcome:
+@dataclass(frozen=True)
+class Disturbances:
+    """How often each thing is done to a job, and what a restore or a move may do with the GPUs."""
+
+    cycles: int
+    dumps: int
+    moves: int
+
+    def all_of(self, job: Training, outcome: Outcome, folder: Path, can_swap: bool, limit_s: float) -> None:
+        """One after the other, with some lines between."""
+        for number in range(self.cycles):
+            cycle(job, "interposed", outcome, limit_s)
+            phases = ", ".join(f"{phase} {seconds:.3f}" for phase, seconds in outcome.phases[-1].items())
+            print(f"    cycle {number + 1}: {phases}", flush=True)
+        for number in range(self.dumps):
+            swap = SWAPPED if can_swap and number % 2 else ()
+            there_and_back(job, outcome, folder / f"{job.name}.snapshot", swap, limit_s)
+        for _ in range(self.moves if can_swap else 0):
+            moved = gpucr("move", "--json", job.name, *SWAPPED, limit_s=limit_s)
+            outcome.move.append(sum(phase["seconds"] for phase in moved["phases"]))
+            print(f"    moved: {in_phases(moved)}", flush=True)
+            job.wait_more(LINES_BETWEEN)
+
+
+def there_and_back(job: Training, outcome: Outcome, snapshot: Path, swap: Sequence[str], limit_s: float) -> None:
+    """A dump that ends the job, and a restore of it."""
+    begin = time.monotonic()
+    dumped = gpucr("dump", "--json", "--gpu-state", "interposed", job.name, "--to", snapshot, limit_s=limit_s)
+    outcome.dump.append(time.monotonic() - begin)
+    print(f"    dumped in {outcome.dump[-1]:.3f} s: {in_phases(dumped)}", flush=True)
+    before, begin = len(job.lines()), time.monotonic()
+    restored = gpucr("restore", "--json", snapshot, *swap, limit_s=limit_s)
+    outcome.restore.append(time.monotonic() - begin)
+    print(f"    restored {' '.join(swap)} in {outcome.restore[-1]:.3f} s: {in_phases(restored)}", flush=True)
+    shutil.rmtree(snapshot)
+    if len(job.lines()) < before:
+        raise Failed("lines were lost")
+    job.wait_more(LINES_BETWEEN)
+
+
+def in_phases(said: dict[str, Any]) -> str:
+    """Where the time went."""
+    return ", ".join(f"{phase['name']} {phase['seconds']:.3f}" for phase in said["phases"])
+
+
+def try_case(name: str, folder: Path, disturbances: Disturbances, gpus: int, steps: int, limit_s: float) -> Outcome:
     """Run it undisturbed and disturbed, and compare."""
     outcome = Outcome(name)
     job: Training | None = None
@@ -67,10 +120,7 @@ def try_case(name: str, folder: Path, cycles: int, steps: int, limit_s: float) -
         expected = undisturbed(command, limit_s)
         job = Training(f"gang-{name}-{os.getpid()}", folder, "--interpose", command, limit_s)
         job.wait_more(LINES_BETWEEN)
-        for number in range(cycles):
-            cycle(job, "interposed", outcome, limit_s)
-            phases = ", ".join(f"{phase} {seconds:.3f}" for phase, seconds in outcome.phases[-1].items())
-            print(f"    cycle {number + 1}: {phases}", flush=True)
+        disturbances.all_of(job, outcome, folder, gpus >= 2, limit_s)
         job.wait_end(len(expected))
         lines = job.lines()
         outcome.lines = len(lines)
@@ -94,12 +144,14 @@ def _difference(lines: Sequence[str], expected: Sequence[str]) -> str:
 
 def table(outcomes: Sequence[Outcome]) -> str:
     """A line for each program: medians in seconds."""
-    rows = [f"{'case':8}{'cycles':>7}{'standstill s':>14}{'resume s':>10}  lines"]
+    columns = ("standstill", "resume", "dump", "restore", "move")
+    rows = [f"{'case':8}{'cycles':>7}{'dumps':>6}{'moves':>6}" + "".join(f"{name + ' s':>14}" for name in columns)]
     for each in outcomes:
-        still = statistics.median(each.standstill) if each.standstill else float("nan")
-        back = statistics.median(each.resume) if each.resume else float("nan")
-        said = "FAILED" if each.error else f"all {each.lines} as undisturbed"
-        rows.append(f"{each.way:8}{each.cycles:7}{still:14.3f}{back:10.3f}  {said}")
+        medians = (
+            f"{statistics.median(times):14.3f}" if times else f"{'':14}" for times in map(vars(each).get, columns)
+        )
+        said = "FAILED" if each.error else f"all {each.lines} lines as undisturbed"
+        rows.append(f"{each.way:8}{each.cycles:7}{len(each.restore):6}{len(each.move):6}{''.join(medians)}  {said}")
     return "\n".join(rows)
 
 
@@ -107,7 +159,9 @@ def main() -> int:
     """Every program. Returns the exit code."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--cycles", type=int, default=5)
-    parser.add_argument("--steps", type=int, default=0, help="of each program; none: enough for the cycles")
+    parser.add_argument("--dumps", type=int, default=2)
+    parser.add_argument("--moves", type=int, default=2)
+    parser.add_argument("--steps", type=int, default=0, help="of each program; none: enough for what is done to it")
     parser.add_argument("--only", choices=list(CASES), action="append")
     parser.add_argument("--limit", type=float, default=180, help="seconds for each step")
     parser.add_argument("--json", type=Path)
@@ -120,13 +174,15 @@ def main() -> int:
             if name in NEEDS_TWO_GPUS and gpus < 2:
                 print(f"{name}: SKIPPED, it needs two GPUs")
                 continue
-            steps = options.steps or 100 + 20 * options.cycles
-            outcomes.append(try_case(name, folder, options.cycles, steps, options.limit))
+            disturbances = Disturbances(options.cycles, options.dumps, options.moves)
+            most = (pace.AHEAD + LINES_BETWEEN) * (2 + options.cycles + options.dumps + options.moves)
+            steps = options.steps or most
+            outcomes.append(try_case(name, folder, disturbances, gpus, steps, options.limit))
     finally:
         shutil.rmtree(folder, ignore_errors=True)
     if options.json is not None:
         options.json.write_text(json.dumps([asdict(each) for each in outcomes], indent=1))
-    print(f"\n{options.cycles} cycles, medians")
+    print("\nmedians")
     print(table(outcomes))
     return 1 if not outcomes or any(each.error for each in outcomes) else 0
 

@@ -54,6 +54,9 @@ class Outcome:
     standstill: list[float] = field(default_factory=list)
     suspend: list[float] = field(default_factory=list)
     resume: list[float] = field(default_factory=list)
+    dump: list[float] = field(default_factory=list)
+    restore: list[float] = field(default_factory=list)
+    move: list[float] = field(default_factory=list)
     phases: list[dict[str, float]] = field(default_factory=list)
     error: str | None = None
 

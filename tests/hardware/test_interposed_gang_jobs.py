@@ -10,20 +10,22 @@ from pathlib import Path
 
 import pytest
 
+from gpucr.criu.install import CriuInstall
+
 SCRIPT = Path(__file__).with_name("interposed_gang_jobs.py")
 
 
 def test_a_job_that_shares_memory_by_descriptors(
-    sim_only: None, tmp_path: Path, tmp_path_factory: pytest.TempPathFactory, monkeypatch: pytest.MonkeyPatch
+    sim_only: None, criu_install: CriuInstall, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setenv("GPUCR_INTERPOSER_DIR", str(tmp_path / "agents"))
     monkeypatch.setenv("GPUCR_SIM_FIXED_COST_MS", "1")
     monkeypatch.setenv("XDG_STATE_HOME", str(tmp_path / "state"))
-    monkeypatch.setenv("XDG_DATA_HOME", str(tmp_path_factory.getbasetemp() / "interposed"))
-    words = ["--only", "cumem", "--cycles", "1", "--steps", "90", "--json", str(tmp_path / "told.json")]
+    words = ["--only", "cumem", "--cycles", "1", "--dumps", "1", "--moves", "1", "--json", str(tmp_path / "told.json")]
     done = subprocess.run(
         [sys.executable, str(SCRIPT), *words], env=os.environ, capture_output=True, text=True, check=False, timeout=90
     )
     assert done.returncode == 0, done.stdout + done.stderr
     (told,) = json.loads((tmp_path / "told.json").read_text())
-    assert (told["way"], told["cycles"], told["lines"], told["error"]) == ("cumem", 1, 90, None)
+    assert (told["way"], told["cycles"], told["error"]) == ("cumem", 1, None)
+    assert len(told["dump"]) == len(told["restore"]) == len(told["move"]) == 1

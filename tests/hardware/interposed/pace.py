@@ -7,7 +7,7 @@ import time
 from pathlib import Path
 
 VARIABLE = "GPUCR_TEST_MAY_STEP"
-AHEAD = 60
+AHEAD = 20
 
 
 def wait_for(step: int) -> None:
