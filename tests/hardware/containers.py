@@ -40,6 +40,7 @@ from gpucr.criu.install import find_criu
 from gpucr.linux import processes
 from tests.containers.container import environment_for
 from tests.containers.runtimes import find_runc, in_cgroup2
+from tests.hardware.interposed import pace
 from tests.hardware.main_job import Failed, first_difference, names, wait_for
 
 ROOT = Path(__file__).resolve().parents[2]
@@ -68,6 +69,8 @@ class Container:
         self.work = folder / "work"
         self.work.mkdir(parents=True)
         self._steps = steps
+        self._may_step = pace.file_beside(self.work / "lines")
+        pace.let_go_on(self._may_step, pace.AHEAD)
         runc = find_runc()
         self._runc = [*runc, "--root", str(folder / "state")]
         self._environment = environment_for(folder, find_criu(), runc)
@@ -95,6 +98,7 @@ class Container:
         self._wait_lines(self._steps)
 
     def _wait_lines(self, count: int) -> None:
+        pace.let_go_on(self._may_step, count + pace.AHEAD)
         try:
             wait_for(lambda: len(self.lines()) >= count, _DEADLINE_S, f"line {count} of the program in the container")
         except Failed as error:

@@ -133,7 +133,7 @@ class Program:
 
     def finish(self, limit_s: float) -> int:
         """Let it do all of its steps."""
-        pace.let_go_on(self._may_step, sys.maxsize)
+        pace.let_go_on(self._may_step, pace.NO_LIMIT)
         try:
             code = self.process.wait(limit_s)
         except subprocess.TimeoutExpired:

@@ -34,6 +34,10 @@ from pathlib import Path
 from typing import Any
 
 ROOT = Path(__file__).resolve().parents[2]
+sys.path[:0] = [str(ROOT)]
+
+from tests.hardware.interposed import pace  # noqa: E402 - found where the checkout is
+
 PROGRAMS = ROOT / "tests" / "hardware" / "programs"
 PYTHON_PROGRAMS = {
     "torch": ["torch_training"],
@@ -141,6 +145,8 @@ class Job:
         folder.mkdir(parents=True)
         self.lines_path = folder / "lines"
         self.log_path = folder / "log"
+        self._may_step = pace.file_beside(self.lines_path)
+        pace.let_go_on(self._may_step, pace.AHEAD)
         self._deadline_s = deadline_s
         with self.log_path.open("wb") as log:
             self._child = subprocess.Popen(
@@ -185,11 +191,13 @@ class Job:
         self._wait(lambda: b"ready" in self.log_path.read_bytes().split(), "the end of the warm-up")
 
     def wait_lines(self, count: int) -> None:
-        """Wait until it has written that many lines."""
+        """Let it go on, and wait until it has written that many lines."""
+        pace.let_go_on(self._may_step, count + pace.AHEAD)
         self._wait(lambda: len(self.lines()) >= count, f"line {count}")
 
     def wait_end(self) -> None:
-        """Wait until it has ended by itself."""
+        """Let it go on, and wait until it has ended by itself."""
+        pace.let_go_on(self._may_step, pace.NO_LIMIT)
         wait_for(lambda: not self.is_running(), self._deadline_s, "the end of the program")
 
     def wait_gone(self) -> None:

@@ -43,6 +43,7 @@ from typing import Any
 from gpucr.driver.gpus import list_gpus
 from gpucr.errors import ProcessNotFound
 from gpucr.linux import processes
+from tests.hardware.interposed import pace
 from tests.hardware.main_job import Failed, first_difference, names, wait_for
 
 ROOT = Path(__file__).resolve().parents[2]
@@ -137,6 +138,8 @@ class Job:
         self.name = name
         self.lines_path = folder / "lines"
         self.log_path = folder / "log"
+        self._may_step = pace.file_beside(self.lines_path)
+        pace.let_go_on(self._may_step, pace.AHEAD)
         self.said: list[dict[str, Any]] = []
 
     @classmethod
@@ -158,7 +161,8 @@ class Job:
         return complete_lines(self.lines_path)
 
     def wait_lines(self, count: int) -> None:
-        """Wait until it has written that many lines."""
+        """Let it go on, and wait until it has written that many lines."""
+        pace.let_go_on(self._may_step, count + pace.AHEAD)
         self._wait(lambda: len(self.lines()) >= count, f"line {count}")
 
     def wait_ready(self) -> None:
@@ -166,7 +170,8 @@ class Job:
         self._wait(lambda: b"ready" in self.log_path.read_bytes().split(), "the end of the warm-up")
 
     def wait_end(self) -> None:
-        """Wait until it has ended by itself, and well."""
+        """Let it go on, and wait until it has ended by itself, and well."""
+        pace.let_go_on(self._may_step, pace.NO_LIMIT)
         self._wait(lambda: self.record()["state"] == "ended", "the end of the job", while_running=False)
         code = self.record()["exit_code"]
         if code not in (0, None):  # None: in the machine's own namespaces nobody waits for a restored job

@@ -6,6 +6,8 @@ import argparse
 import time
 from pathlib import Path
 
+from tests.hardware.interposed import pace
+
 
 class Recorder:
     """Appends one line a step to a file that is open only while a line is written.
@@ -27,6 +29,7 @@ class Recorder:
         self.steps: int = arguments.steps
         self._out: Path = arguments.out
         self._pace_s: float = arguments.pace
+        self._may_step = pace.file_beside(self._out)
         self._options = arguments
 
     def flag(self, name: str) -> bool:
@@ -43,8 +46,9 @@ class Recorder:
         print("ready", flush=True)
 
     def note(self, step: int, *values: float) -> None:
-        """Write the step's line, floats exactly, then pause."""
+        """Write the step's line, floats exactly, then pause until the next step may be done."""
         texts = [value.hex() if isinstance(value, float) else str(value) for value in values]
         with self._out.open("a") as out:
             out.write(" ".join([str(step), *texts]) + "\n")
         time.sleep(self._pace_s)
+        pace.wait_for(step + 1, self._may_step)

@@ -12,6 +12,7 @@
 #include <unistd.h>
 
 #define LONGEST_CLOSE_MS 60000
+#define AGENT_NAME "gpucr-agent" /* client.py looks for it */
 #define LOOK_EVERY_MS 500
 #define REFUSAL_MS 100
 
@@ -371,7 +372,7 @@ static void listen_again(void) {
 static void *serve(void *unused) {
     (void)unused;
     gate_pass_always();
-    pthread_setname_np(pthread_self(), "gpucr-agent");
+    pthread_setname_np(pthread_self(), AGENT_NAME); /* where there is no /proc */
     while (true) {
         struct pollfd watched[] = {{listening, POLLIN, 0}, {client, POLLIN, 0}};
         if (poll(watched, 2, LOOK_EVERY_MS) <= 0) {
@@ -394,8 +395,10 @@ static bool start_thread(void) {
     pthread_sigmask(SIG_SETMASK, &all, &before);
     int error = pthread_create(&thread, NULL, serve, NULL);
     pthread_sigmask(SIG_SETMASK, &before, NULL);
-    if (error == 0)
+    if (error == 0) {
+        pthread_setname_np(thread, AGENT_NAME); /* by this name it is found, also where it has not run yet */
         pthread_detach(thread);
+    }
     return error == 0;
 }
 
