@@ -21,15 +21,18 @@ from typing import Any
 
 import pytest
 
+from gpucr.criu.granted import find_grant
 from gpucr.criu.install import CriuInstall, find_criu
 from gpucr.driver import gpus
 from gpucr.driver.cuda import CudaDriver, load_driver
 from gpucr.errors import CriuUnavailable, DriverUnavailable
 from gpucr.sim import build as simulator
 from tests.counter import Counter, CounterFactory
+from tests.ordinary_user import CannotHaveUsers, OrdinaryUser, ordinary_user
 from tests.ranks import Ranks, RanksFactory
 
 FIXED_COST_MS = 5
+_GRANTED_UID = 4301  # no other test's
 _PLATFORM = pytest.StashKey[str]()
 _STATE_DIR = pytest.StashKey[Path]()
 
@@ -108,7 +111,8 @@ def skip_or_fail(need: str, reason: str) -> None:
 def pytest_runtest_setup(item: pytest.Item) -> None:
     if item.get_closest_marker("gpu") and item.config.stash[_PLATFORM] != "gpu":
         skip_or_fail("gpu", "needs a GPU with NVIDIA driver 570 or newer")
-    if (item.get_closest_marker("root") or item.get_closest_marker("criu")) and os.geteuid() != 0:
+    needs_root = item.get_closest_marker("root") or item.get_closest_marker("criu")
+    if needs_root and os.geteuid() != 0 and not (item.get_closest_marker("by_user") and find_grant() is not None):
         skip_or_fail("root", "needs root")
     if item.get_closest_marker("criu"):
         try:
@@ -121,6 +125,21 @@ def pytest_runtest_setup(item: pytest.Item) -> None:
 def platform(pytestconfig: pytest.Config) -> str:
     """``sim`` or ``gpu``."""
     return pytestconfig.stash[_PLATFORM]
+
+
+@pytest.fixture(scope="session")
+def granted_user(platform: str) -> Iterator[OrdinaryUser]:
+    """A user without privileges, on a machine where root has granted CRIU; one for each process of pytest's."""
+    if platform != "sim":
+        pytest.skip("tests/hardware/ordinary_user.py is for real GPUs")
+    worker = int("".join(filter(str.isdecimal, os.environ.get("PYTEST_XDIST_WORKER", ""))) or 0)
+    try:
+        with ordinary_user(_GRANTED_UID + worker) as user:
+            granted = user.as_root("criu", "--grant")
+            assert granted.returncode == 0, granted.stderr
+            yield user
+    except CannotHaveUsers as e:
+        skip_or_fail("root", f"the tests may not mount here: {e}")
 
 
 @pytest.fixture

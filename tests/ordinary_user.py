@@ -23,6 +23,8 @@ from tests.counter import wait_until
 
 _REPOSITORY = Path(__file__).parents[1]
 _MIB = 4
+_LIMIT_S = 120
+_PYTEST_LIMIT_S = 280
 
 
 class CannotHaveUsers(Exception):
@@ -104,6 +106,21 @@ class OrdinaryUser:
         """Any program, run by the user in his home folder."""
         return self._run([*self._prefix(as_himself), *command], self.environment)
 
+    def pytest(self, *arguments: str) -> subprocess.CompletedProcess[str]:
+        """These tests, run by the user: his own simulator, home and temporary folders. None of them may be skipped."""
+        temporary = self.home / "tmp"
+        options = ("-q", "-n0", "-pno:cacheprovider", f"--basetemp={temporary / 'tests'}")
+        own = {**self.environment, "TMPDIR": str(temporary), "GPUCR_TEST_PLATFORM": "sim", "GPUCR_REQUIRE": "root,criu"}
+        temporary.mkdir(mode=0o700)
+        os.chown(temporary, self.uid, self.uid)
+        environment = {name: value for name, value in own.items() if name not in {*self._simulated, "LD_LIBRARY_PATH"}}
+        command = ["env", "-C", str(_REPOSITORY), sys.executable, "-m", "pytest", *options, *arguments]
+        try:
+            return self._run([*self._prefix(()), *command], environment, timeout_s=_PYTEST_LIMIT_S)
+        finally:
+            self.end_all()
+            shutil.rmtree(temporary)
+
     def start(self, *command: str) -> int:
         """A program of his that runs on, in a session of its own, as no child of the tests. Returns its pid."""
         told = self.home / "pid"
@@ -134,23 +151,30 @@ class OrdinaryUser:
                 if entry.name.isdecimal() and entry.stat().st_uid == self.uid:
                     os.kill(int(entry.name), signal.SIGKILL)
 
+    def as_himself(self) -> list[str]:
+        """What goes before a command that the user is to run."""
+        return self._prefix(())
+
     def _prefix(self, options: tuple[str, ...]) -> list[str]:
         groups = f"--groups={','.join(map(str, self.groups))}" if self.groups else "--clear-groups"
         ids = (f"--reuid={self.uid}", f"--regid={self.uid}", groups)
         return ["setpriv", *ids, *options, "env", "-C", str(self.home)]
 
-    def _run(self, command: list[str], environment: dict[str, str]) -> subprocess.CompletedProcess[str]:
+    def _run(
+        self, command: list[str], environment: dict[str, str], *, timeout_s: float = _LIMIT_S
+    ) -> subprocess.CompletedProcess[str]:
         return subprocess.run(
-            self._enter(command),
+            self.enter(command),
             env=environment,
             stdin=subprocess.DEVNULL,
             capture_output=True,
             text=True,
             check=False,
-            timeout=120,
+            timeout=timeout_s,
         )
 
-    def _enter(self, command: list[str]) -> list[str]:
+    def enter(self, command: list[str]) -> list[str]:
+        """The command line that runs this one as root on this machine."""
         return ["nsenter", f"--mount=/proc/{self._machine.pid}/ns/mnt", *command]
 
 

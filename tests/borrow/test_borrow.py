@@ -51,6 +51,7 @@ def test_nothing_has_to_make_room(shared: Machine) -> None:
     assert gpucr.list_borrowed() == gpucr.Borrowed((), ())
 
 
+@pytest.mark.by_user
 def test_jobs_of_a_lower_priority_make_room_and_come_back(shared: Machine) -> None:
     low, lower = shared.job("low", priority=9), shared.job("lower", priority=0)
     other = shared.job("o", priority=100, devices="1")
@@ -132,6 +133,7 @@ def test_a_program_that_is_not_there(shared: Machine) -> None:
     assert (job.state, job.ask()) == ("running", 101)
 
 
+@pytest.mark.by_user
 def test_a_signal_while_jobs_make_room_undoes_it(shared: Machine, tmp_path: Path) -> None:
     first = shared.job("first", priority=5)
     second = shared.job("second", faults=f"checkpoint=until:{tmp_path / 'slow'}")
@@ -146,6 +148,7 @@ def test_a_signal_while_jobs_make_room_undoes_it(shared: Machine, tmp_path: Path
     assert (first.is_lent, second.is_lent, shared.runs("eval")) == (False, False, False)
 
 
+@pytest.mark.by_user
 def test_one_that_cannot_make_room_has_all_come_back(shared: Machine) -> None:
     first, second = shared.job("first", priority=5), shared.job("second", faults="checkpoint=999")
     assert refusal(gpucr.DriverError).message.startswith("the job second: ")

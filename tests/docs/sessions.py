@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import os
 import re
+import shlex
 import signal
 import subprocess
 import sys
@@ -14,6 +15,8 @@ import tempfile
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
+
+from tests.ordinary_user import OrdinaryUser
 
 TIMEOUT_S = 100
 _BLOCK = re.compile(r"^```console\n(.*?)^```$", re.MULTILINE | re.DOTALL)
@@ -54,10 +57,13 @@ def typed_in(text: str) -> list[Typed]:
     return [Typed(command, tuple(shown)) for command, shown in found]
 
 
-def play(commands: Sequence[str], home: Path, instead: Mapping[str, str]) -> list[Answer]:
+def play(
+    commands: Sequence[str], home: Path, instead: Mapping[str, str], user: OrdinaryUser | None = None
+) -> list[Answer]:
     """Type the commands into one shell in ``home``; ``instead`` says what is typed in the place of what is written.
 
-    Needs root. stdin of each command is empty. Everything that they started has ended when this returns.
+    Needs root. ``user`` types them, else root. stdin of each command is empty. Everything that they started has ended
+    when this returns.
     """
     folder = home / "answers"
     folder.mkdir(parents=True)
@@ -69,14 +75,24 @@ def play(commands: Sequence[str], home: Path, instead: Mapping[str, str]) -> lis
         lines.append(f"{{ {typed}\n}} >'{folder}/{number}.out' 2>'{folder}/{number}.err' </dev/null")
     script = home / "session.sh"
     script.write_text("\n".join(lines) + "\n")
-    begin = [*_ALONE, "sh", "-c", f'"{sys.executable}" -c "{_BEGIN}" && exec setsid bash "{script}"']
-    with subprocess.Popen(begin, env=_environment(home), start_new_session=True) as shell:
+    environment = _environment(home)
+    himself = shlex.join(user.as_himself()) if user is not None else ""
+    begin = [*_ALONE, "sh", "-c", f'"{sys.executable}" -c "{_BEGIN}" && exec {himself} setsid bash "{script}"']
+    if user is not None:
+        environment |= {name: value for name, value in user.environment.items() if name.startswith("XDG_")}
+        environment |= {"XDG_CACHE_HOME": str(user.home / ".cache"), "XDG_DATA_HOME": str(home / ".local/share")}
+        for path in (home, *home.rglob("*")):
+            os.chown(path, user.uid, user.uid)
+        begin = user.enter(begin)
+    with subprocess.Popen(begin, env=environment, start_new_session=True) as shell:
         try:
             shell.wait(TIMEOUT_S)
         finally:
             if shell.poll() is None:
                 os.killpg(shell.pid, signal.SIGKILL)
     back = {meant: written for written, meant in instead.items()} | {str(home): "/root"}
+    if user is not None:
+        back[user.name] = "root"
     return [Answer(_lines(folder / f"{n}.out", back), _lines(folder / f"{n}.err", back)) for n in range(len(commands))]
 
 

@@ -2,6 +2,10 @@
 
 from __future__ import annotations
 
+import os
+import shutil
+import tempfile
+from collections.abc import Iterator
 from pathlib import Path
 from xml.dom import minidom
 
@@ -10,17 +14,21 @@ import pytest
 from tests.docs import cast
 from tests.docs.pages import DOCS, ROOT
 from tests.docs.sessions import Answer, Typed, differences, play, typed_in
+from tests.ordinary_user import OrdinaryUser
 
 # What the pages show with sizes that a test need not move.
 _SMALL = {"--mib 512": "--mib 16"}
 
 
 def _is_as_shown(text: str, home: Path) -> None:
-    session = typed_in(text)
+    (home.parent / "snapshots").mkdir()
+    _are_as_shown(typed_in(text), home)
+
+
+def _are_as_shown(session: list[Typed], home: Path, user: OrdinaryUser | None = None) -> None:
     assert session, "nothing is typed"
     instead = {"/var/snapshots": f"{home.parent}/snapshots", **_SMALL}
-    (home.parent / "snapshots").mkdir()
-    answers = play([each.command for each in session], home, instead)
+    answers = play([each.command for each in session], home, instead, user)
     wrong: list[str] = []
     for each, answer in zip(session, answers, strict=True):
         found = differences(each, answer)
@@ -37,6 +45,41 @@ def test_the_tutorial(sim_only: None, tmp_path: Path) -> None:
 def test_the_picture_of_the_main_page(sim_only: None, tmp_path: Path) -> None:
     assert str(cast.PICTURE.relative_to(ROOT)) in (ROOT / "README.md").read_text()
     _is_as_shown(cast.as_page(cast.PICTURE.read_text()), tmp_path / "home")
+
+
+def _by_a_user(session: list[Typed]) -> Iterator[Typed]:
+    """What the page says is different for an ordinary user: no namespaces, so no copies, and ports of their own."""
+    for each in session:
+        if "--clone" in each.command:
+            yield Typed(each.command, ("code:  GPUCR-BAD-REQUEST",))
+        elif "code:  GPUCR-JOB-RUNS" in each.shown:
+            yield Typed(each.command, ("code:  GPUCR-PID-IN-USE",))
+        elif each.command.startswith("for name in"):
+            yield Typed("gpucr kill -q count managed", ())
+        elif "count-2" not in each.command:
+            port = "7001" if "managed" in each.command else "7000"
+            shown = tuple(line.replace(" yes ", " no ") for line in each.shown)
+            yield Typed(each.command.replace("7000", port), shown)
+
+
+@pytest.fixture
+def home(granted_user: OrdinaryUser) -> Iterator[Path]:
+    """A home folder for the user, and beside it one for snapshots."""
+    place = Path(tempfile.mkdtemp(prefix="gpucr-session-"))
+    (place / "snapshots").mkdir()
+    for each in (place, place / "snapshots"):
+        os.chown(each, granted_user.uid, granted_user.uid)
+    yield place / "home"
+    shutil.rmtree(place)
+
+
+@pytest.mark.criu
+@pytest.mark.parametrize("what", ["the tutorial", "the picture"])
+def test_they_are_the_same_for_an_ordinary_user(granted_user: OrdinaryUser, home: Path, what: str) -> None:
+    page = (DOCS / "tutorial.md").read_text()
+    assert "## As an ordinary user" in page
+    text = page if what == "the tutorial" else cast.as_page(cast.PICTURE.read_text())
+    _are_as_shown(list(_by_a_user(typed_in(text))), home, granted_user)
 
 
 def test_what_is_drawn_can_be_read_back() -> None:

@@ -83,6 +83,7 @@ def test_the_snapshot_is_private_and_says_what_it_holds(counter: CounterFactory,
     assert sum(file.size_bytes for file in manifest.files) < 32 << 20
 
 
+@pytest.mark.by_user
 def test_leave_running_keeps_the_job_and_a_restorable_snapshot(counter: CounterFactory, tmp_path: Path) -> None:
     job = counter("--mib", "8")
     report = gpucr.dump(job.pid, tmp_path / "s", leave_running=True)
@@ -99,6 +100,7 @@ def test_leave_running_keeps_the_job_and_a_restorable_snapshot(counter: CounterF
     assert job.send("verify") == "ok"
 
 
+@pytest.mark.by_user
 def test_a_snapshot_restores_more_than_once(counter: CounterFactory, tmp_path: Path) -> None:
     job = counter()
     dump_and_end(job, tmp_path / "s")
@@ -108,6 +110,7 @@ def test_a_snapshot_restores_more_than_once(counter: CounterFactory, tmp_path: P
         job.kill()
 
 
+@pytest.mark.by_user
 def test_a_tree_with_and_without_cuda(counter: CounterFactory, driver: CudaDriver, tmp_path: Path) -> None:
     job = counter("--fork", "2")
     pids = job.processes()
@@ -257,6 +260,7 @@ def test_the_commit_comes_before_the_kill(
     assert not (tmp_path / "s").exists()
 
 
+@pytest.mark.by_user
 @pytest.mark.parametrize("action", ["lock", "checkpoint", "restore", "unlock"])
 def test_a_failing_driver_leaves_the_job_as_it_was(
     sim_only: None,
@@ -363,6 +367,7 @@ def test_json_of_dump_and_restore(counter: CounterFactory, tmp_path: Path) -> No
     assert job.ask() == 101
 
 
+@pytest.mark.by_user
 def test_what_the_commands_print(counter: CounterFactory, tmp_path: Path) -> None:
     job = counter("--mib", "8")
     listed = command.run("ps")

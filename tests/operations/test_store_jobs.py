@@ -223,6 +223,7 @@ def test_more_images_than_a_process_may_have_open_files(many_threads: subprocess
     assert len(os.listdir(f"/proc/{many_threads.pid}/task")) > _MOST_FILES
 
 
+@pytest.mark.by_user
 @pytest.mark.parametrize("persist", ["background", "sync"])
 def test_left_running(counter: CounterFactory, store: Path, persist: gpucr.operations.dump.Persist) -> None:
     job = counter("--mib", "16")
@@ -248,6 +249,7 @@ def test_a_suspended_job_stays_suspended(counter: CounterFactory, driver: CudaDr
 # --- encrypted -------------------------------------------------------------------------------------------------
 
 
+@pytest.mark.by_user
 def test_encrypted(counter: CounterFactory, tmp_path: Path) -> None:
     store = tmp_path / "store"
     gpucr.init_store(store, key=KEY)

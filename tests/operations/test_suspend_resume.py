@@ -27,6 +27,7 @@ def states(driver: CudaDriver, counter: Counter) -> set[CudaState | None]:
     return {driver.state(pid) for pid in counter.processes()}
 
 
+@pytest.mark.by_user
 def test_suspend_frees_the_gpu_and_resume_goes_on(counter: CounterFactory, driver: CudaDriver) -> None:
     job = counter("--mib", "32")
     assert job.ask() == 101
@@ -41,6 +42,7 @@ def test_suspend_frees_the_gpu_and_resume_goes_on(counter: CounterFactory, drive
     assert job.send("verify") == "ok"
 
 
+@pytest.mark.by_user
 def test_a_pid_stands_for_its_whole_tree(counter: CounterFactory, driver: CudaDriver) -> None:
     job = counter("--fork", "2")
     pids = job.processes()
@@ -74,6 +76,7 @@ def test_only_leaves_the_descendants_alone(counter: CounterFactory, driver: Cuda
     assert driver.state(job.pid) is RUNNING
 
 
+@pytest.mark.by_user
 def test_suspending_twice_changes_nothing(counter: CounterFactory, driver: CudaDriver) -> None:
     job = counter()
     gpucr.suspend(job.pid)
@@ -113,6 +116,7 @@ def test_pending_work_ends_in_a_timeout_and_a_running_job(counter: CounterFactor
     assert job.ask() == 101
 
 
+@pytest.mark.by_user
 def test_managed_memory_is_refused_by_the_driver_and_undone(counter: CounterFactory, driver: CudaDriver) -> None:
     job = counter("--managed")
     with pytest.raises(gpucr.NotSupportedByDriver) as failure:
@@ -124,6 +128,7 @@ def test_managed_memory_is_refused_by_the_driver_and_undone(counter: CounterFact
     assert job.ask() == 101
 
 
+@pytest.mark.by_user
 @pytest.mark.parametrize("action", ["lock", "checkpoint"])
 def test_one_failing_process_brings_all_back(
     sim_only: None, counter: CounterFactory, driver: CudaDriver, monkeypatch: pytest.MonkeyPatch, action: str
@@ -160,6 +165,7 @@ def test_a_failed_resume_leaves_the_job_suspended(
     assert job.ask() == 101
 
 
+@pytest.mark.by_user
 @pytest.mark.parametrize("action", ["lock", "checkpoint"])
 def test_a_process_that_dies_in_the_middle_is_named(
     sim_only: None, counter: CounterFactory, action: str, sim_environment: Callable[..., dict[str, str]]
@@ -258,6 +264,7 @@ def test_a_second_signal_does_not_cut_the_undo_short(
     assert driver.state(job.pid) is RUNNING
 
 
+@pytest.mark.by_user
 def test_the_job_of_a_killed_gpucr_runs_again_by_itself(
     counter: CounterFactory, driver: CudaDriver, sim_environment: Callable[..., dict[str, str]], tmp_path: Path
 ) -> None:

@@ -51,6 +51,7 @@ def test_a_job_that_is_killed_goes_on_as_if_nothing_had_been(tmp_path: Path) -> 
     assert registry().find("train").state.exit_code == 0
 
 
+@pytest.mark.by_user
 def test_a_drained_job_is_taken_up_where_it_was(tmp_path: Path) -> None:
     jobs.run(tmp_path, "--", *jobs.counting(80, stop_at=30), every="1h")
     _wait_for_step(tmp_path, 30)
@@ -66,6 +67,7 @@ def test_a_drained_job_is_taken_up_where_it_was(tmp_path: Path) -> None:
     assert command.run_json("supervise", "--all")["jobs"] == [], "what has finished is left alone"
 
 
+@pytest.mark.by_user
 def test_a_supervisor_that_is_killed_is_missed_and_replaced_and_there_is_one_only(tmp_path: Path) -> None:
     pid = jobs.run(tmp_path, "--", *jobs.counting(80, stop_at=30), every="1h")["supervisor_pid"]
     again = command.run("supervise", "train", "--every", "1h", "--to", tmp_path / "store")

@@ -1,0 +1,30 @@
+"""Tests of other files, run once more by a user who is not root: those that are marked ``by_user``."""
+
+from __future__ import annotations
+
+import re
+from pathlib import Path
+
+import pytest
+
+from tests.ordinary_user import OrdinaryUser
+
+pytestmark = [pytest.mark.criu, pytest.mark.timeout(300)]
+
+TESTS = Path(__file__).parents[1]
+MARK = "@pytest.mark.by_user"
+
+
+@pytest.mark.parametrize("rooms", ["operations", "supervise borrow"])
+def test_they_pass_for_an_ordinary_user_as_well(granted_user: OrdinaryUser, rooms: str) -> None:
+    files = [file for room in rooms.split() for file in sorted((TESTS / room).glob("test_*.py")) if _marked(file)]
+    done = granted_user.pytest("-m", "by_user", *(str(file) for file in files if file != Path(__file__)))
+    assert done.returncode == 0, done.stdout + done.stderr
+    passed = re.search(r"^(\d+) passed", done.stdout, re.MULTILINE)
+    assert passed is not None, done.stdout
+    assert int(passed[1]) >= sum(map(_marked, files))
+
+
+def _marked(file: Path) -> int:
+    """How many tests of the file are."""
+    return len(re.findall(rf"^{re.escape(MARK)}$", file.read_text(), re.MULTILINE))
