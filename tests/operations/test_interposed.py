@@ -225,25 +225,6 @@ def test_a_job_that_was_left_half_way_is_resumed(job: Counter, driver: CudaDrive
     assert job.ask() == 101
 
 
-@pytest.mark.criu
-def test_a_suspended_job_is_resumed_before_it_is_dumped(job: Counter, driver: CudaDriver, tmp_path: Path) -> None:
-    gpucr.suspend(job.pid)
-    with pytest.raises(Unsupported, match=f"process {job.pid} is suspended through its interposer") as caught:
-        gpucr.dump(job.pid, tmp_path / "s")
-    assert caught.value.code == "GPUCR-GPU-STATE"
-    assert driver.state(job.pid) is CHECKPOINTED
-    with (
-        gpucr.freeze(job.pid) as frozen,
-        pytest.raises(Unsupported, match=f"process {job.pid} is suspended through its interposer"),
-    ):
-        frozen.save(tmp_path / "s")
-    assert driver.state(job.pid) is CHECKPOINTED
-    gpucr.resume(job.pid)
-    gpucr.dump(job.pid, tmp_path / "s", leave_running=True)
-    assert job.send("verify") == "ok"
-    assert job.ask() == 101
-
-
 @pytest.mark.parametrize("call", ["close_gate", "drop", "keep"])
 def test_a_process_that_dies_in_the_middle_is_told_and_takes_no_other_with_it(
     call: str, counter: CounterFactory, driver: CudaDriver, tmp_path: Path, sim_only: None,

@@ -162,7 +162,7 @@ def _prepare(
     findings = [
         *selection.findings_before_freeze(job, preflight.needs_of_dump(held, images, job.pids, target.buffers_bytes)),
         *findings_of_traps(job, found.driver, uses),
-        *preflight.check_kept(job),
+        *preflight.check_suspended(job),
         *preflight.check_tracers(job),
         *preflight.check_session(job),
         *_check_freezer(job.root.pid),

@@ -26,12 +26,11 @@ if TYPE_CHECKING:
 CAPTURED, PLAIN, INTERPOSED = "captured", "plain", "interposed"
 
 
-class Backend(Protocol):
-    """Holds a part of one process's device memory, once.
+class Stored(Protocol):
+    """A part of one process's device memory that is away from its GPU.
 
     ``kind`` is what the manifest says, ``extents`` where in the process the source's bytes belong (none: nothing of it
-    is stored apart from CRIU's images). From `complete` until `close` the source gives the same bytes, also when the
-    process runs again.
+    is stored apart from CRIU's images).
     """
 
     @property
@@ -49,6 +48,16 @@ class Backend(Protocol):
     @property
     def source(self) -> Source | None:
         """What can be read; it may grow until `complete`. None: nothing, or not yet."""
+
+    def close(self) -> None:
+        """Free what holds the data. Idempotent."""
+
+
+class Backend(Stored, Protocol):
+    """Holds a part of one process's device memory, once.
+
+    From `complete` until `close` the source gives the same bytes, also when the process runs again.
+    """
 
     def available_bytes(self) -> int:
         """How much of the source is there so far, from its beginning, as far as is known."""
@@ -85,9 +94,6 @@ class Backend(Protocol):
 
         Level 0: nothing, the driver has done so. Raises GpucrError or OSError: then none of the gang runs.
         """
-
-    def close(self) -> None:
-        """Free what holds the data. Idempotent."""
 
 
 WaitForBytes = Callable[[int], int]

@@ -8,8 +8,9 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 
 from gpucr.errors import GpucrError
 from gpucr.gpu_state import staging
-from gpucr.gpu_state.backend import CAPTURED, Backend
+from gpucr.gpu_state.backend import CAPTURED, Backend, Stored
 from gpucr.gpu_state.captured import CapturedStaging
+from gpucr.gpu_state.interposed.host_copy import HostCopy
 from gpucr.gpu_state.plain import PlainStaging
 from gpucr.gpu_state.source import Saver, Source
 from gpucr.gpu_state.ways import GpuState, refused
@@ -39,7 +40,8 @@ class GangStaging:
 
     With ``use_files`` the driver's staging is captured (`CapturedStaging`), which needs root, else `PlainStaging`;
     ``gpu_state`` is the way that a user insists on. ``over`` tells which backends a process has over that, lowest
-    first, and ``why_not`` why it has none where it could have; ``after`` follows when all have given back.
+    first, and ``why_not`` why it has none where it could have; ``after`` follows when all have given back. ``copy_of``
+    tells what one that was suspended keeps of its memory itself.
     ``writer`` saves what they hold while they get it; with ``save_gently`` it takes few processors after that, until
     somebody waits for it.
     """
@@ -54,6 +56,7 @@ class GangStaging:
         over: Callable[[int], Sequence[Backend]] = lambda pid: (),
         why_not: Mapping[int, str] | None = None,
         after: Callable[[StateOf], None] = lambda state: None,
+        copy_of: Callable[[int], HostCopy | None] = lambda pid: None,
     ) -> None:
         self.use_files = use_files
         self._gpu_state = gpu_state
@@ -61,6 +64,8 @@ class GangStaging:
         self._save_gently = save_gently
         self._over = over
         self._after = after
+        self._copy_of = copy_of
+        self.copies: dict[int, HostCopy] = {}
         self._why_not = why_not if why_not is not None else {}
         self._driver: dict[int, PlainStaging] = {}  # level 0, by pid
         self._stacks: dict[int, tuple[Backend, ...]] = {}  # with level 0
@@ -96,9 +101,9 @@ class GangStaging:
         """What of it can be read apart from CRIU's images, in bytes."""
         return sum(staging.total_bytes(each.extents) for each in self.saved())
 
-    def saved(self) -> list[Backend]:
-        """The backends that have something to read, when all are complete: the levels of a process ascend."""
-        return [each for stack in self._stacks.values() for each in stack if each.extents]
+    def saved(self) -> list[Stored]:
+        """What there is to read, when all are complete: the levels of a process ascend."""
+        return [each for each in self._stored() if each.extents]
 
     def prepare(self, sizes: Mapping[int, int]) -> None:
         """Make room for the device memory of these processes (pid → bytes), while they still run."""
@@ -120,6 +125,12 @@ class GangStaging:
         self._driver[pid], self._stacks[pid] = found, (found,)
         self._save_all_of(found)
         return True
+
+    def adopt_copy(self, pid: int) -> None:
+        """Save what a process, suspended before, keeps of its memory itself. Raises InterposerError, JobChanged."""
+        if self._writer is not None and pid not in self.copies and (found := self._copy_of(pid)) is not None:
+            self.copies[pid] = found
+            self._save_all_of(found)
 
     @contextlib.contextmanager
     def taken(self, restore_threads: Mapping[int, int], meter: Meter, deadline: float | None = None) -> Iterator[None]:
@@ -172,8 +183,11 @@ class GangStaging:
 
     def close(self) -> None:
         """Free what holds the data."""
-        for each in self._backends():
+        for each in self._stored():
             each.close()
+
+    def _stored(self) -> list[Stored]:
+        return [*self._backends(), *self.copies.values()]
 
     def _backends(self) -> list[Backend]:
         return [each for stack in self._stacks.values() for each in stack]
@@ -219,7 +233,7 @@ class GangStaging:
             self._writer.advance(backend.part, available_bytes)
         return available_bytes
 
-    def _save_all_of(self, backend: Backend) -> None:
+    def _save_all_of(self, backend: Stored) -> None:
         if self._writer is not None and backend.extents and (source := backend.source) is not None:
             self._save_up_to(self._writer, source)
             if self._save_gently:

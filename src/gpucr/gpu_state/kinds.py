@@ -7,6 +7,7 @@ from collections.abc import Mapping, Sequence
 from gpucr.errors import Unsupported
 from gpucr.gpu_state.backend import CAPTURED, INTERPOSED, PLAIN, Backend, Kind, Return
 from gpucr.gpu_state.captured import CapturedReturn
+from gpucr.gpu_state.interposed.host_copy import HostCopyReturn
 from gpucr.gpu_state.interposed.restored import RestoredBlocks
 from gpucr.model import KIND_NAME, DevicePart, StagedExtent
 from gpucr.undo.protection import Protection
@@ -59,14 +60,20 @@ def require_kinds(parts: Mapping[DevicePart, str], where: str) -> None:
 
 
 def return_for(
-    part: DevicePart, name: str, extents: Sequence[StagedExtent], size_bytes: int, interposed: RestoredBlocks
+    part: DevicePart,
+    name: str,
+    extents: Sequence[StagedExtent],
+    size_bytes: int,
+    interposed: RestoredBlocks,
+    *,
+    stays: bool,
 ) -> Return:
-    """What brings back a part that was held by this kind (`require_kinds` has passed).
+    """What brings back a part that was held by this kind (`require_kinds` has passed). ``stays``: CHECKPOINTED.
 
     Raises Unsupported, VaultFailed.
     """
     if name == INTERPOSED:
-        return interposed.return_for(part, extents)
+        return HostCopyReturn(part, extents, size_bytes) if stays else interposed.return_for(part, extents)
     if part.level:
         return _kinds[name].return_for(part, extents, size_bytes)
     return CapturedReturn(part, extents, size_bytes)

@@ -54,6 +54,7 @@ class BringBack(Action):
     - ``members`` go back to the state in which they were found.
     - ``restore_threads``: per pid of a member, the one thread that may run while device memory is away.
     - ``detached``: staging that is mapped back before the driver restores. The descriptors are its files, in order.
+    - ``copies``: who kept a file with its device memory, by pid, and keeps it again. Its descriptors follow.
     - ``held``: what interposers have let go; its descriptors follow, block by block.
     - ``going_on``: who has all of that again, by pid, and only has to be let go on.
     - ``stopped``: processes that SIGSTOP may have stopped, and that go on.
@@ -64,6 +65,7 @@ class BringBack(Action):
     members: tuple[GangMember, ...] = ()
     restore_threads: dict[int, int] = msgspec.field(default_factory=dict)
     detached: tuple[DetachedStaging, ...] = ()
+    copies: tuple[int, ...] = ()
     held: tuple[HeldBlocks, ...] = ()
     going_on: tuple[int, ...] = ()
     stopped: tuple[ProcessId, ...] = ()
@@ -78,13 +80,16 @@ class BringBack(Action):
         """Hold the threads, end the stop, map device memory, let the driver restore and unlock, let the threads go."""
         members = [member for member in self.members if processes.goes_on(member.id)]
         threads = GangThreads(agent_threads)
-        files, blocks = descriptors[: len(self.detached)], descriptors[len(self.detached) :]
+        given = iter(descriptors)
+        files, copies = [next(given) for _ in self.detached], {pid: next(given) for pid in self.copies}
+        blocks = list(given)
         try:
             if members:
                 self._hold(threads, members)
                 # The driver answers only while its thread runs; all others are held, and do not notice.
                 processes.continue_stopped(set(self.stopped) & {member.id for member in members})
                 self._attach_all(members, files)
+                self._put_back(members, copies)
                 _return_to_found(
                     members, self.moving, lambda driver, moved: self._give_back(driver, moved, members, blocks)
                 )
@@ -129,6 +134,22 @@ class BringBack(Action):
                         told.add(pid)
                         append_to_log("guard", f"the device memory of process {pid} cannot be put back yet: {error}")
             if waiting:
+                time.sleep(_LOOK_EVERY_S)
+
+    def _put_back(self, members: Sequence[GangMember], copies: Mapping[int, int]) -> None:
+        """Who kept a file keeps it again: it is tried until then, or until the process has ended."""
+        ids = {member.pid: member.id for member in members}
+        waiting = [pid for pid in copies if pid in ids]
+        if not waiting:
+            return
+        from gpucr.gpu_state.interposed.host_copy import put_back  # late: what a driver's own suspend does not need
+
+        while waiting := [pid for pid in waiting if processes.goes_on(ids[pid])]:
+            try:
+                put_back(waiting[0], copies[waiting[0]])
+                waiting = waiting[1:]
+            except GpucrError as error:
+                append_to_log("guard", f"process {waiting[0]} does not have its device memory yet: {error}")
                 time.sleep(_LOOK_EVERY_S)
 
     def _give_back(
@@ -235,6 +256,7 @@ class GangProtection:
         self.protection = protection
         self._action = BringBack()
         self._files: tuple[int, ...] = ()
+        self._copies: tuple[int, ...] = ()
         self._blocks: dict[int, tuple[HeldBlocks, tuple[int, ...]]] = {}
 
     def members(self, members: Sequence[GangMember]) -> None:
@@ -254,9 +276,16 @@ class GangProtection:
         self._files = tuple(files[pid] for pid in extents)
         self._tell()
 
+    def taken_out(self, copies: Mapping[int, int]) -> None:
+        """The files that these processes keep, by pid, may be in these descriptors alone."""
+        if copies:
+            self._action.copies, self._copies = tuple(copies), tuple(copies.values())
+            self._tell()
+
     def attached(self) -> None:
-        """All staging is where the driver left it again."""
+        """All staging is where the driver left it again, and who kept a file has it."""
         self._action.detached, self._files = (), ()
+        self._action.copies, self._copies = (), ()
         self.protection.amend(self._action, self._descriptors())
 
     def blocks(self, pid: int, uuids: Sequence[str], held: Sequence[Held]) -> None:
@@ -287,4 +316,4 @@ class GangProtection:
         self.protection.protect(self._action, self._descriptors())
 
     def _descriptors(self) -> tuple[int, ...]:
-        return (*self._files, *(fd for _, fds in self._blocks.values() for fd in fds))
+        return (*self._files, *self._copies, *(fd for _, fds in self._blocks.values() for fd in fds))

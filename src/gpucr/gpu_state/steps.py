@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextlib
 import os
 from collections.abc import Callable, Iterable, Mapping, Sequence
+from typing import Any
 
 from gpucr import gang as gangs
 from gpucr.driver.libcuda import INVALID_VALUE
@@ -13,6 +14,7 @@ from gpucr.gang import Gang
 from gpucr.gang.threads import GangThreads, explained
 from gpucr.gpu_state import staging
 from gpucr.gpu_state.gang_staging import GangStaging
+from gpucr.gpu_state.interposed.host_copy import HostCopy
 from gpucr.gpu_state.placement import Placement
 from gpucr.gpu_state.recovery import GangProtection
 from gpucr.linux import processes
@@ -124,11 +126,12 @@ class CheckpointGang:
 
     def _adopt_found(self, meter: Meter) -> None:
         """What was suspended before has its staging already, in a file where root suspended it."""
-        if not self._staged.use_files:
-            return
         for member in self._gang.members:
+            if member.found is not CudaState.CHECKPOINTED:
+                continue
+            self._staged.adopt_copy(member.pid)
             known = member.pid in self._staged.extents or member.pid in self._staged.private
-            if member.found is CudaState.CHECKPOINTED and not known and not self._staged.adopt(member.pid):
+            if self._staged.use_files and not known and not self._staged.adopt(member.pid):
                 meter.note(f"process {member.pid} was suspended in private memory: CRIU writes it")
 
     def _let_go(self, inherited: Sequence[InheritedDevices], meter: Meter) -> None:
@@ -208,15 +211,20 @@ class DetachStaging:
         self._staged = staged
         self._protection = protection
         self._detached: dict[int, tuple[StagedExtent, ...]] = {}
+        self._copies: dict[int, HostCopy] = {}
 
     def describe(self) -> str:
         """What is taken out."""
         return "take device memory out of the processes, so that CRIU does not write it"
 
     def run(self, interrupts: Interrupts, meter: Meter) -> int:
-        """Detach every process that has a staging file."""
+        """Detach every process that has a staging file, or keeps one."""
         fds = {pid: file.fd for pid, file in self._staged.files.items()}
         self._protection.detached(self._staged.extents, fds)
+        self._protection.taken_out({pid: copy.file.fd for pid, copy in self._staged.copies.items()})
+        for pid, copy in self._staged.copies.items():
+            self._copies[pid] = copy
+            copy.take_out()
         for pid, extents in self._staged.extents.items():
             self._detached[pid] = extents
             with explained(pid):
@@ -235,19 +243,27 @@ class DetachStaging:
         driver would restore them from nothing.
         """
         errors: list[GpucrError] = []
-        for pid in list(self._detached):
-            try:
-                with explained(pid):
-                    fd = self._staged.files[pid].fd
-                    staging.attach(self._checkpoint.restore_threads[pid], fd, self._detached[pid])
-                del self._detached[pid]
-            except GpucrError as error:
-                errors.append(error)
-                if isinstance(error, JobChanged):  # it has ended
-                    del self._detached[pid]
+        waiting: tuple[tuple[dict[int, Any], Callable[[int], None]], ...] = (
+            (self._detached, self._attach),
+            (self._copies, lambda pid: self._copies[pid].put_back()),
+        )
+        for pids, put_back in waiting:
+            for pid in list(pids):
+                try:
+                    put_back(pid)
+                    del pids[pid]
+                except GpucrError as error:
+                    errors.append(error)
+                    if isinstance(error, JobChanged):  # it has ended
+                        del pids[pid]
         if errors:
             raise min(errors, key=lambda error: isinstance(error, JobChanged))  # who lives counts for more
         self._protection.attached()
+
+    def _attach(self, pid: int) -> None:
+        with explained(pid):
+            fd = self._staged.files[pid].fd
+            staging.attach(self._checkpoint.restore_threads[pid], fd, self._detached[pid])
 
 
 class AttachStaging:

@@ -220,6 +220,7 @@ def prepare(
     uses = gpu_processes() if job.gang and not is_frozen else ()
     held = preflight.device_bytes_in_use(job, uses) if frozen is None else frozen.device_bytes
     held_bytes = sum(sum(by_gpu.values()) for by_gpu in held.values())
+    held_bytes += preflight.kept_bytes(job) if frozen is None else 0  # what is frozen does not answer
     target = place.target(job, held_bytes)
     criu = Criu(find_criu(), found.sandbox.pids if found.sandbox is not None else None)
     writer = DeviceWriter(target.sink)
@@ -240,7 +241,7 @@ def prepare(
             ),
         ),
         *(findings_of_traps(job, found.driver, uses, may_share=may_be_interposed(gpu_state)) if not is_frozen else ()),
-        *(preflight.check_kept(job) if not is_frozen else ()),
+        *(preflight.check_suspended(job) if not is_frozen else ()),
         *preflight.check_tracers(job),
         *(each for tree in job.trees for each in preflight.check_session(tree)),
         *preflight.check_dump_by_user(job, criu.install),

@@ -90,7 +90,7 @@ def freeze(
             *preflight.check_ptrace(member.pid for member in found.job.gang),
         )
         preflight.require_no_blocking(findings, force=force)
-        kept = preflight.check_kept(found.job)  # now: what is frozen does not answer
+        kept = preflight.check_suspended(found.job)  # now: what is frozen does not answer
         steps, thaw = steps_to_freeze(found.job, cuda, protection)
         if cuda is not None:
             steps.insert(0, cuda.allocate(leave_running=True))

@@ -163,6 +163,7 @@ def cuda_work(
         over=over,
         why_not=interposers.why_not,
         after=interposers.share_anew,
+        copy_of=interposers.copy_of,
     )
     gang.rank = interposers.rank
     gang.before_unlock = lambda: staging.give_back(gang.state)

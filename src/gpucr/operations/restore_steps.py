@@ -27,7 +27,7 @@ from gpucr.gpu_state.steps import RestoreGang
 from gpucr.jobs.restored_tree import RestoredTree, end_restored, restore_threads, take_stock
 from gpucr.jobs.sandbox_steps import RestoreSite
 from gpucr.linux import processes
-from gpucr.model import CudaState, DevicePart, ProcessId
+from gpucr.model import DevicePart, ProcessId
 from gpucr.quantities import counted, format_bytes
 from gpucr.snapshot.device.reader import DeviceReader
 from gpucr.snapshot.job_snapshot import JobSnapshot
@@ -69,9 +69,11 @@ class LoadDevice:
 
     def run(self, interrupts: Interrupts, meter: Meter) -> int:
         """Make room and start the threads that read."""
-        for part, data in self._source.snapshot.manifest.device_parts.items():
+        manifest = self._source.snapshot.manifest
+        for part, data in manifest.device_parts.items():
+            stays = part.pid in manifest.suspended_pids
             back = self._returns[part] = kinds.return_for(
-                part, data.kind, data.extents, data.size_bytes, self._interposed
+                part, data.kind, data.extents, data.size_bytes, self._interposed, stays=stays
             )
             if back.note is not None:
                 meter.note(back.note)
@@ -257,9 +259,9 @@ class RestoreDevice:
     def _begin(self, returns: Mapping[DevicePart, Return], interrupts: Interrupts, meter: Meter) -> None:
         tree, loading = self._tree.value, self._loading
         threads = restore_threads(self._snapshot, tree)
-        states = {record.pid: record.found_state for record in self._snapshot.manifest.processes}
+        suspended = self._snapshot.manifest.suspended_pids
         for part, each in returns.items():
-            pid, stays = tree.pids[part.pid], states[part.pid] is CudaState.CHECKPOINTED
+            pid, stays = tree.pids[part.pid], part.pid in suspended
             assert loading is not None  # noqa: S101 - there is what it loads into
             each.begin(pid, threads[pid], self._wait_for(part, loading.value.reader, interrupts, meter), stays=stays)
 

@@ -6,7 +6,7 @@ from collections.abc import Collection, Sequence
 
 from gpucr.gpu_state.gpu_choice import GpuRequest, GpuUser, choose_gpus
 from gpucr.gpu_state.placement import Placement, ProcessGpus, busy_gpus
-from gpucr.model import CudaState, Gpu, GpuUse
+from gpucr.model import Gpu, GpuUse
 from gpucr.snapshot.manifest import Manifest
 
 
@@ -22,7 +22,7 @@ def place_snapshot(manifest: Manifest, request: GpuRequest, here: Sequence[Gpu],
             continue
         known = _chosen(manifest.gpus, record.known_gpus)
         gpus[record.pid] = ProcessGpus(known, _chosen(known, record.visible_gpus))
-        if record.found_state is not CudaState.CHECKPOINTED:
+        if record.pid not in manifest.suspended_pids:
             saved_bytes = sum(data.size_bytes for data in record.device_parts.values())
             held_bytes = gpus[record.pid].held_bytes(record.device_bytes, saved_bytes)
             users.append(GpuUser(record.pid, tuple(gpu.uuid for gpu in known), held_bytes))

@@ -65,8 +65,13 @@ def findings_of_room(
     manifest: Manifest, choice: GpuChoice, here: Sequence[Gpu], *, private_bytes: int, buffers_bytes: int
 ) -> list[preflight.Finding]:
     """Whether host memory and these GPUs can take it. ``private_bytes``: what CRIU makes of private memory."""
-    parts = manifest.device_parts.values()
-    filled_by_us = {extent.gpu for data in parts if data.kind == INTERPOSED for extent in data.extents}
+    suspended = manifest.suspended_pids
+    filled_by_us = {
+        extent.gpu
+        for part, data in manifest.device_parts.items()
+        if data.kind == INTERPOSED and part.pid not in suspended
+        for extent in data.extents
+    }
     findings = preflight.check_host_memory(
         preflight.needs_of_restore(
             device_bytes_of(manifest),

@@ -306,6 +306,11 @@ class Manifest(Record, frozen=True):
         return any(process.found_state is not None for process in self.processes)
 
     @property
+    def suspended_pids(self) -> set[int]:
+        """The processes that the dump had found CHECKPOINTED: they come back so."""
+        return {each.pid for each in self.processes if each.found_state is CudaState.CHECKPOINTED}
+
+    @property
     def has_images(self) -> bool:
         """Whether CRIU's images are inside. Not in the GPU part of a container's checkpoint: its runtime has them."""
         return any(file.path.startswith(f"{images_name(0)}/") for file in self.files)

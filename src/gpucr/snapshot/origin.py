@@ -28,8 +28,13 @@ if TYPE_CHECKING:  # what only looks at a snapshot needs no driver
 
 
 def device_bytes_of(manifest: Manifest) -> int:
-    """What the staging files of its processes will hold: device memory that the driver brings back."""
-    return sum(data.size_bytes for data in manifest.device_parts.values() if data.kind != INTERPOSED)
+    """What files in host memory will hold: what the driver brings back, and what suspended processes keep."""
+    suspended = manifest.suspended_pids
+    return sum(
+        data.size_bytes
+        for part, data in manifest.device_parts.items()
+        if data.kind != INTERPOSED or part.pid in suspended
+    )
 
 
 def private_bytes_of(manifest: Manifest) -> int:

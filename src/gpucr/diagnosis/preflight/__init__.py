@@ -12,7 +12,7 @@ from gpucr.diagnosis.preflight.clocks import check_clocks
 from gpucr.diagnosis.preflight.databases import check_changed_databases, check_databases, spared_by_rewind
 from gpucr.diagnosis.preflight.findings import Finding, require_no_blocking
 from gpucr.diagnosis.preflight.gpus import check_gpus, check_room, device_bytes_in_use
-from gpucr.diagnosis.preflight.interposed import check_kept
+from gpucr.diagnosis.preflight.interposed import check_suspended, kept_bytes
 from gpucr.diagnosis.preflight.measured import BASICS, Measurement, Measurements, check_basics
 from gpucr.diagnosis.preflight.modes import check_driver, check_mig_targets, mps_programs
 from gpucr.diagnosis.preflight.room import (
@@ -70,7 +70,6 @@ __all__ = [
     "check_free_pids",
     "check_gpus",
     "check_host_memory",
-    "check_kept",
     "check_kept_connections",
     "check_mig_targets",
     "check_namespace_init",
@@ -83,10 +82,12 @@ __all__ = [
     "check_session",
     "check_shared_files",
     "check_states",
+    "check_suspended",
     "check_terminal",
     "check_tracers",
     "check_traps",
     "device_bytes_in_use",
+    "kept_bytes",
     "look",
     "mps_programs",
     "needs_of_dump",

@@ -14,7 +14,7 @@ from gpucr.diagnosis.preflight.sharing import LOSS, local_world_size
 from gpucr.diagnosis.preflight.traits import CudaTraits, JobTraits
 from gpucr.interposer.client import ask_status
 from gpucr.interposer.protocol import Status
-from gpucr.model import CudaState, Job
+from gpucr.model import CudaState, GangMember, Job
 from gpucr.quantities import counted
 
 _TOLD_BY = "counted by its interposer"
@@ -40,24 +40,32 @@ def check_interposed(job: JobTraits, measured: Measurements, *, may_share: bool 
     return found
 
 
-def check_kept(job: Job) -> list[Finding]:
-    """Suspended processes that keep the bytes of their device memory in a file of gpucr's, which CRIU does not dump."""
-    found: list[Finding] = []
-    for member in job.gang:
-        status = ask_status(member.pid) if member.found is CudaState.CHECKPOINTED else None
-        if status is not None and status.away:
-            found.append(
-                Finding(
-                    "blocking",
-                    f"process {member.pid} is suspended through its interposer",
-                    f"{counted(status.away, 'block')} of its device memory {'is' if status.away == 1 else 'are'} away",
-                    "CRIU cannot dump the file that keeps them",
-                    f"resume it first (`gpucr resume {job.root.pid}`), or suspend it with `--gpu-state captured`",
-                    member.pid,
-                    code="GPUCR-GPU-STATE",
-                )
-            )
-    return found
+def kept_bytes(job: Job) -> int:
+    """How much device memory processes of it keep in files since they were suspended through their interposers."""
+    return sum(status.block_bytes for _, status in _suspended(job))
+
+
+def check_suspended(job: Job) -> list[Finding]:
+    """Processes that were suspended through their interposers, and that have device memory of each other."""
+    return [
+        Finding(
+            "blocking",
+            f"process {member.pid} is suspended, and has {counted(status.imported, 'block')} of device memory of "
+            "other processes",
+            _TOLD_BY,
+            "whose they are is known to the suspended processes alone, by pids that others may have after a restore",
+            f"resume the job before its dump (`gpucr resume {job.root.pid}`)",
+            member.pid,
+            code="GPUCR-GPU-STATE",
+        )
+        for member, status in _suspended(job)
+        if status.imported
+    ]
+
+
+def _suspended(job: Job) -> list[tuple[GangMember, Status]]:
+    asked = [(each, ask_status(each.pid)) for each in job.gang if each.found is CudaState.CHECKPOINTED]
+    return [(member, status) for member, status in asked if status is not None and status.away]
 
 
 def _shared(process: CudaTraits, counts: Status, measured: Measurements) -> list[Finding]:

@@ -13,6 +13,7 @@ from gpucr.gpu_state.backend import INTERPOSED
 from gpucr.gpu_state.interposed.blocks import BlocksSource, HostRoom, can_leave, gpu_of
 from gpucr.gpu_state.interposed.coming_back import bring_back, let_go_on
 from gpucr.gpu_state.interposed.guarded import Guarded
+from gpucr.gpu_state.interposed.host_copy import FILE_NAME, HostCopy
 from gpucr.gpu_state.interposed.keeping import Keeping, Way
 from gpucr.gpu_state.interposed.line import GatedLock, Line, spoken, unlocked
 from gpucr.gpu_state.interposed.shared import (
@@ -34,9 +35,6 @@ from gpucr.linux.tmpfs import StagingFile
 from gpucr.model import CudaState, DevicePart, GangMember, Gpu, GpuMap, ProcessId, StagedExtent
 from gpucr.quantities import format_bytes
 from gpucr.undo.steps import Meter
-
-KEPT_NAME = "memfd:gpucr-device"
-"""How the file is called that a suspended process keeps: not as the driver's staging, which is closed everywhere."""
 
 
 class Interposed:
@@ -133,7 +131,7 @@ class Interposed:
 
     def _make_room(self, own_bytes: int) -> None:
         with contextlib.suppress(OSError):  # what is not there now is made when it is needed
-            self._room = StagingFile.create(own_bytes, KEPT_NAME)
+            self._room = StagingFile.create(own_bytes, FILE_NAME)
             self._room.populate(0, own_bytes)
 
     def wait_prepared(self) -> None:
@@ -172,7 +170,7 @@ class Interposed:
         assert self._source is not None  # noqa: S101 - begin has made it
         size_bytes = self._source.size_bytes
         if self._room is None:
-            self._room = StagingFile.create(size_bytes, KEPT_NAME)
+            self._room = StagingFile.create(size_bytes, FILE_NAME)
         self._room.resize(max(self._room.size_bytes, size_bytes))
         if not size_bytes:
             return
@@ -336,6 +334,11 @@ class Interposers:
             for uuid, size_bytes in backend.carries.items():
                 total[uuid] = total.get(uuid, 0) + size_bytes
         return total
+
+    def copy_of(self, pid: int) -> HostCopy | None:
+        """What this process keeps since it was suspended. Raises InterposerError, JobChanged."""
+        stat = processes.read_stat(pid)
+        return HostCopy.of(pid, self._uuids_of(ProcessId(pid, stat.start_time_ticks))) if stat is not None else None
 
     def rank(self, pid: int) -> GatedLock | None:
         """What holds this process."""

@@ -15,6 +15,7 @@ from gpucr.errors import InterposerError
 from gpucr.gpu_state.backend import WaitForBytes
 from gpucr.gpu_state.interposed.blocks import writes
 from gpucr.gpu_state.interposed.coming_back import let_go_on
+from gpucr.gpu_state.interposed.host_copy import require_sizes
 from gpucr.gpu_state.interposed.line import Line, spoken, unlocked
 from gpucr.gpu_state.interposed.shared import share_anew
 from gpucr.interposer.client import GIVEN_AT_ONCE, Agent, Held
@@ -124,12 +125,7 @@ class BlocksReturn:
         self.line = line = Line(pid)
         with spoken(pid, "take its memory back"), unlocked(self._driver, pid):
             away = [each for each in line.agent.blocks() if each.flags & Flag.AWAY and not each.flags & Flag.IMPORTED]
-            if [each.size_bytes for each in away] != self._sizes:
-                raise InterposerError(
-                    f"the interposer of process {pid} wants {len(away)} blocks of memory, the snapshot has "
-                    f"{len(self._sizes)}, or of other sizes",
-                    hint="the snapshot cannot be restored: report it, with the output of `gpucr inspect --json`",
-                )
+            require_sizes(pid, away, self._sizes)
             self.destination.hand_over(line.agent, away)
 
     def finish(self) -> None:
