@@ -128,11 +128,12 @@ def platform(pytestconfig: pytest.Config) -> str:
 
 
 @pytest.fixture(scope="session")
-def granted_user(platform: str) -> Iterator[OrdinaryUser]:
+def granted_user(platform: str, pytestconfig: pytest.Config) -> Iterator[OrdinaryUser]:
     """A user without privileges, on a machine where root has granted CRIU; one for each process of pytest's."""
     if platform != "sim":
         pytest.skip("tests/hardware/ordinary_user.py is for real GPUs")
-    worker = int("".join(filter(str.isdecimal, os.environ.get("PYTEST_XDIST_WORKER", ""))) or 0)
+    worker_id: str = getattr(pytestconfig, "workerinput", {}).get("workerid", "")  # pytest-xdist's
+    worker = int("".join(filter(str.isdecimal, worker_id)) or 0)
     try:
         with ordinary_user(_GRANTED_UID + worker) as user:
             granted = user.as_root("criu", "--grant")

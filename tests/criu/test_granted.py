@@ -6,6 +6,8 @@ import os
 import struct
 import subprocess
 import sys
+import tempfile
+from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
@@ -86,15 +88,20 @@ def test_capabilities_of_a_file(tmp_path: Path) -> None:
     assert capabilities.of_file(program) == 0
 
 
-def test_a_granted_capability_is_all_that_such_a_program_gets(tmp_path: Path) -> None:
+@pytest.fixture
+def reachable() -> Iterator[Path]:
+    """A folder that every user can reach. The one of all tests stays closed: others rely on that."""
+    with tempfile.TemporaryDirectory(prefix="gpucr-granted-") as folder:
+        Path(folder).chmod(0o711)
+        yield Path(folder)
+
+
+def test_a_granted_capability_is_all_that_such_a_program_gets(reachable: Path) -> None:
     if os.geteuid() != 0:
         pytest.skip("only root gives capabilities to files")
-    cat = tmp_path / "cat"
+    cat = reachable / "cat"
     cat.write_bytes(Path("/bin/cat").read_bytes())
     cat.chmod(0o755)
-    for folder in (tmp_path, *tmp_path.parents):
-        if not folder.stat().st_mode & 0o001:
-            folder.chmod(0o711)
     capabilities.set_of_file(cat, "CHECKPOINT_RESTORE")
     shown = subprocess.run(
         [cat, "/proc/self/status"], user=4001, group=4001, extra_groups=[], capture_output=True, text=True, check=True

@@ -12,6 +12,7 @@ import msgspec
 import pytest
 
 from gpucr import records
+from gpucr.criu.install import CriuInstall
 from gpucr.criu.options import (
     DumpOptions,
     choose_dump_options,
@@ -106,11 +107,19 @@ def test_network_lock_method_is_not_skipped_with_connections(monkeypatch: pytest
 
     monkeypatch.setattr("gpucr.criu.install.has_feature", has_feature)
     monkeypatch.setattr("shutil.which", lambda name: f"/sbin/{name}")
-    install: Any = object()
+    install = CriuInstall(("criu",), (4, 2, 1), "path", Path("criu"))
     with socket.create_server(("127.0.0.1", 0)) as listener, socket.create_connection(listener.getsockname()):
         chosen = [choose_dump_options([os.getpid()], leave_running=False, install=install) for _ in range(2)]
     assert [options.network_lock for options in chosen] == ["nftables", "iptables"]
     assert asked == [(install, "network_lock_nftables")] * 2
+
+
+def test_an_ordinary_users_criu_silences_no_connections(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("shutil.which", lambda name: f"/sbin/{name}")
+    install = CriuInstall(("criu",), (4, 2, 1), "granted", Path("criu"), is_unprivileged=True)
+    with socket.create_server(("127.0.0.1", 0)) as listener, socket.create_connection(listener.getsockname()):
+        chosen = choose_dump_options([os.getpid()], leave_running=False, install=install)
+    assert chosen.network_lock == "skip"
 
 
 def test_record_survives_json() -> None:

@@ -115,7 +115,7 @@ def main() -> int:
     options = parser.parse_args()
     gpucr = [sys.executable, "-m", "gpucr", "criu"]
     report = subprocess.run([*gpucr, "--json"], capture_output=True, text=True, check=True, timeout=600)
-    was_granted = json.loads(report.stdout)["granted"] is not None
+    was_granted = json.loads(report.stdout)["granted"] != []
     if not was_granted:
         subprocess.run([*gpucr, "--grant"], check=True, stdout=subprocess.DEVNULL, timeout=LIMIT_S)
     seconds: dict[str, dict[str, float]] = {}

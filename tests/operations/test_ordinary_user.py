@@ -90,6 +90,12 @@ def assert_goes_on(user: OrdinaryUser) -> None:
     wait_until(alive.exists, "the program to go on")
 
 
+def wait_until_written(path: Path, what: str) -> None:
+    """It is there, and is opened for writing from now on. Not removed first: a snapshot may have caught it open."""
+    before = path.stat().st_mtime_ns
+    wait_until(lambda: path.stat().st_mtime_ns != before, what)
+
+
 def capabilities_of(pid: int) -> dict[str, str]:
     lines = Path(f"/proc/{pid}/status").read_text().splitlines()
     return dict(line.split(":\t") for line in lines if line.startswith("Cap"))
@@ -169,11 +175,11 @@ def test_what_a_program_has_open_comes_back(user: OrdinaryUser) -> None:
         threading.Thread(target=look, daemon=True).start()
         """,
     )
+    wait_until((user.home / "intact").exists, "the program to find all as it is")
     user.succeeds("dump", str(pid), "--to", "open")
-    (user.home / "intact").unlink(missing_ok=True)
     user.succeeds("restore", "open")
     assert_goes_on(user)
-    wait_until((user.home / "intact").exists, "the program to find all as it was")
+    wait_until_written(user.home / "intact", "the program to find all as it was")
 
 
 def test_a_job_with_a_connection_is_refused(user: OrdinaryUser) -> None:
@@ -192,6 +198,61 @@ def test_a_job_with_a_connection_is_refused(user: OrdinaryUser) -> None:
     assert "CAP_NET_ADMIN" in said
     assert not (user.home / "refused").exists()
     assert_goes_on(user)
+
+
+CONNECTED = """
+import socket, threading, time
+server = socket.create_server(("127.0.0.1", 0))
+client = socket.create_connection(server.getsockname())
+peer = server.accept()[0]
+
+def talk():
+    while True:
+        time.sleep(0.01)
+        client.sendall(b"x")
+        if peer.recv(1) == b"x":
+            open("talked", "w").close()
+
+threading.Thread(target=talk, daemon=True).start()
+"""
+
+
+def test_a_job_with_a_connection_takes_a_grant_for_its_group(user: OrdinaryUser) -> None:
+    granted = user.as_root("criu", "--grant", "--network", "--group", "daemon")
+    assert granted.returncode == 0, granted.stderr
+    every, some = json.loads(user.as_root("criu", "--json").stdout)["granted"]
+    assert (every["group"], every["network"], some["group"], some["network"]) == (None, False, "daemon", True)
+    assert f"to group daemon, for TCP connections too, in {some['path']}" in granted.stdout
+    pid = start_program(user, CONNECTED)
+    wait_until((user.home / "talked").exists, "the program to talk to itself")
+    try:
+        assert user.refused("dump", str(pid), "--to", "connected")[0] == "GPUCR-ONLY-ROOT"
+        assert user.run(some["path"], "--version").returncode != 0  # no member can start it
+        user.groups = (1,)
+        before = capabilities_of(pid)
+        user.succeeds("dump", str(pid), "--to", "connected")
+        findings = {each["what"] for each in json.loads(user.gpucr("doctor", "--json").stdout)["checkups"]}
+        assert "connections are not silenced while this user's jobs are dumped" in findings
+        user.groups = ()
+        code, said = user.refused("restore", "connected")
+        assert code == "GPUCR-ONLY-ROOT"
+        assert "the job had a TCP connection" in said
+        user.groups = (1,)
+        user.succeeds("restore", "connected")
+        wait_until_written(user.home / "talked", "the program to talk to itself again")
+        assert capabilities_of(pid) == before
+    finally:
+        user.groups = ()
+        user.as_root("criu", "--revoke")
+        assert user.as_root("criu", "--grant").returncode == 0
+
+
+def test_only_a_group_gets_the_network(stranger: OrdinaryUser) -> None:
+    done = stranger.as_root("criu", "--grant", "--network")
+    assert done.returncode == 2
+    assert "is granted to a group" in done.stderr
+    assert json.loads(stranger.as_root("criu", "--json").stdout)["granted"] == []
+    assert "--network goes with --grant" in stranger.as_root("criu", "--network").stderr
 
 
 def test_a_job_with_a_system_call_filter_is_refused(user: OrdinaryUser) -> None:
@@ -277,8 +338,8 @@ def test_only_root_grants_and_revokes(stranger: OrdinaryUser) -> None:
 
 def test_the_grant_is_for_a_group_and_is_taken_back(stranger: OrdinaryUser) -> None:
     assert stranger.as_root("criu", "--grant", "--group", "daemon").returncode == 0
-    where = json.loads(stranger.as_root("criu", "--json").stdout)["granted"]
-    assert where["group"] == "daemon"
+    (where,) = json.loads(stranger.as_root("criu", "--json").stdout)["granted"]
+    assert (where["group"], where["network"]) == ("daemon", False)
     pid = start_program(stranger, "")
     assert stranger.refused("dump", str(pid), "--to", "refused")[0] == "GPUCR-NOT-PERMITTED"
     member = stranger.run("stat", "-c", "%U:%G %a", where["path"])
@@ -297,7 +358,7 @@ def test_nosuid_is_found_out_at_the_grant(stranger: OrdinaryUser) -> None:
     stranger.as_root_runs("mount", "-o", "remount,suid", "/opt")
     assert done.returncode == 4
     assert "nosuid" in done.stderr
-    assert json.loads(stranger.as_root("criu", "--json").stdout)["granted"] is None
+    assert json.loads(stranger.as_root("criu", "--json").stdout)["granted"] == []
 
 
 # --- stores ------------------------------------------------------------------------------------------------------

@@ -49,7 +49,7 @@ def look() -> CriuFacts:
         Criu(install).check()
     except CriuError as e:
         failure = e
-    if install.is_unprivileged:  # it dumps no job with a connection
+    if install.is_unprivileged:
         return CriuFacts(install, least, is_privileged, "", failure, has_iptables=has_iptables)
     has_nftables = has_feature(install, "network_lock_nftables")
     return CriuFacts(install, least, is_privileged, "", failure, has_nftables, has_iptables)
@@ -72,7 +72,8 @@ def check(facts: CriuFacts) -> list[Finding]:
                 about=_ABOUT,
             )
         ]
-    return [_engine(facts, install), *(_network(facts) if not install.is_unprivileged else ())]
+    network = _network_of_a_user if install.is_unprivileged else _network
+    return [_engine(facts, install), *(network(facts) if install.has_network else ())]
 
 
 def _engine(facts: CriuFacts, install: CriuInstall) -> Finding:
@@ -105,6 +106,20 @@ def _engine(facts: CriuFacts, install: CriuInstall) -> Finding:
             about=_ABOUT,
         )
     return ok(_ABOUT, f"CRIU {install.version_text} works on this kernel", f"criu check; {where}")
+
+
+def _network_of_a_user(_: CriuFacts) -> list[Finding]:
+    return [
+        Finding(
+            "warning",
+            "connections are not silenced while this user's jobs are dumped",
+            "that takes CAP_SYS_ADMIN or programs that CRIU starts, which do not get the capabilities of its file",
+            "a packet from outside in the middle of a dump may break that connection of the job; those between its own "
+            "processes stand still",
+            "let root dump a job whose connections to other machines must survive",
+            about=_NETWORK,
+        )
+    ]
 
 
 def _network(facts: CriuFacts) -> list[Finding]:

@@ -110,7 +110,8 @@ def _of_a_user(own: Capabilities, missing: list[str]) -> Finding:
         return ok(
             _ABOUT,
             "this user can suspend, dump and restore jobs of its own",
-            f"{grant.path} has CAP_{NEEDED_CAPABILITY} by its file",
+            f"{grant.path} has CAP_{NEEDED_CAPABILITY} by its file"
+            + (", and CAP_NET_ADMIN for TCP connections" if grant.network else ""),
         )
     return Finding(
         "warning",

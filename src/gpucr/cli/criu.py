@@ -16,9 +16,10 @@ from gpucr.errors import CriuError, CriuUnavailable, InvalidRequest
 @click.option("--no-fetch", is_flag=True, help="Only look; fetch nothing where none is found.")
 @click.option("--grant", is_flag=True, help="Let ordinary users dump and restore jobs of their own. Root only.")
 @click.option("--group", metavar="GROUP", help="With --grant: only users of this group.")
+@click.option("--network", is_flag=True, help="With --grant and --group: jobs with TCP connections, too.")
 @click.option("--revoke", is_flag=True, help="Take back what --grant gave. Root only.")
 @json_option
-def command(*, no_fetch: bool, grant: bool, group: str | None, revoke: bool, as_json: bool) -> None:
+def command(*, no_fetch: bool, grant: bool, group: str | None, network: bool, revoke: bool, as_json: bool) -> None:
     """Show the CRIU that gpucr uses: its path, version and origin, and whether it works here; fetch it where missing.
 
     Looked for in this order: the path in GPUCR_CRIU, for ordinary users the one that root has granted, `criu` on PATH,
@@ -28,25 +29,28 @@ def command(*, no_fetch: bool, grant: bool, group: str | None, revoke: bool, as_
     no CRIU that works.
 
     --grant puts a copy into /opt/gpucr/criu that has the capability CAP_CHECKPOINT_RESTORE by its file. With it each
-    user can dump and restore processes of their own, and no others. What only root can dump is refused.
+    user can dump and restore processes of their own, and no others. What only root can dump is refused. A second copy,
+    made with --network for one group, has CAP_NET_ADMIN as well: its users could also change the machine's network.
 
     \b
     Example:
       gpucr criu
       sudo gpucr criu --grant --group gpu-users
+      sudo gpucr criu --grant --network --group trainers
       sudo gpucr criu --revoke
     """
     if grant and revoke:
         raise InvalidRequest("--grant and --revoke exclude each other", hint="give one of them")
-    if group is not None and not grant:
-        raise InvalidRequest("--group goes with --grant", hint="add --grant, or leave it out")
+    if (group is not None or network) and not grant:
+        name = "--group" if group is not None else "--network"
+        raise InvalidRequest(f"{name} goes with --grant", hint="add --grant, or leave it out")
     if revoke:
         say("\n".join(f"removed {path}" for path in granted.revoke()) or "nothing was granted")
     if grant:
-        granted.grant(_find(fetch=not no_fetch), group=group)
+        granted.grant(_find(fetch=not no_fetch), group=group, network=network)
     install = _find(fetch=not no_fetch)
     problem = _problem(install)
-    there = granted.find_grant()
+    grants = granted.find_grants()
     if as_json:
         print_json(
             "criu",
@@ -57,7 +61,7 @@ def command(*, no_fetch: bool, grant: bool, group: str | None, revoke: bool, as_
                 "origin": install.origin,
                 "works": problem is None,
                 "problem": None if problem is None else problem.message,
-                "granted": None if there is None else {"path": str(there.path), "group": there.group},
+                "granted": [{"path": str(e.path), "group": e.group, "network": e.network} for e in grants],
             },
         )
     else:
@@ -65,7 +69,8 @@ def command(*, no_fetch: bool, grant: bool, group: str | None, revoke: bool, as_
         click.echo(f"version  {install.version_text}")
         click.echo(f"origin   {install.origin}")
         click.echo(f"works    {'yes' if problem is None else f'no: {problem.message}'}")
-        click.echo(f"granted  {_granted_text(there)}")
+        for line in map(_granted_text, grants or (None,)):
+            click.echo(f"granted  {line}")
     if problem is not None:
         raise CriuUnavailable(problem.message, hint=problem.hint) from problem
 
@@ -73,7 +78,8 @@ def command(*, no_fetch: bool, grant: bool, group: str | None, revoke: bool, as_
 def _granted_text(there: granted.Grant | None) -> str:
     if there is None:
         return "no: only root can dump and restore"
-    return f"to {'every user' if there.group is None else f'group {there.group}'}, in {there.path}"
+    to = "every user" if there.group is None else f"group {there.group}"
+    return f"to {to}{', for TCP connections too' if there.network else ''}, in {there.path}"
 
 
 def _find(*, fetch: bool) -> CriuInstall:

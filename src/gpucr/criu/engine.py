@@ -214,7 +214,7 @@ class Criu:
         is_limited = self.install.is_unprivileged
         return {
             "shell_job": options.shell_job,
-            "tcp_established": options.tcp_established and not is_limited,
+            "tcp_established": options.tcp_established and self.install.has_network,
             "file_locks": options.file_locks,
             "link_remap": options.link_remap,
             "ext_unix_sk": options.ext_unix_sk,

@@ -3,6 +3,7 @@
 CAP_CHECKPOINT_RESTORE lets its holder choose pids and see what files his own processes have mapped. That is all that
 CRIU needs for the processes of whoever starts it (``--unprivileged``), and all that a user gains: CRIU loads plugins
 from a folder that its caller names, so whatever the copy may do, its users may do (docs/adr/0058-granted-criu.md).
+A second copy may have CAP_NET_ADMIN as well, for TCP connections: for one group only (docs/adr/0064-network-grant.md).
 """
 
 from __future__ import annotations
@@ -18,7 +19,13 @@ from pathlib import Path
 
 from gpucr.criu import install as installs
 from gpucr.criu.diagnosis import diagnose
-from gpucr.criu.install import GRANTED_FOLDER, GRANTED_NAME, NEEDED_CAPABILITY, CriuInstall
+from gpucr.criu.install import (
+    GRANTED_FOLDER,
+    GRANTED_NAME,
+    NEEDED_CAPABILITY,
+    NETWORK_CAPABILITY,
+    CriuInstall,
+)
 from gpucr.criu.relocated import NotRelocatable, relocated
 from gpucr.errors import CriuUnavailable, InvalidRequest
 from gpucr.linux import capabilities, trusted_paths
@@ -31,36 +38,54 @@ _CHECK_LIMIT_S = 60
 
 @dataclass(frozen=True)
 class Grant:
-    """A copy that is in place. ``group``: who may start it (None: every user)."""
+    """A copy that is in place. ``group``: who may start it (None: everybody). ``network``: also for TCP connections."""
 
     path: Path
     group: str | None
+    network: bool
 
 
-def find_grant() -> Grant | None:
-    """What root has granted on this machine. Needs no privileges."""
+def find_grants() -> tuple[Grant, ...]:
+    """What root has granted on this machine, to whomever: at most one of each kind. Needs no privileges."""
+    found = []
     for folder in _folders():
         program = folder / GRANTED_NAME
         with contextlib.suppress(OSError):
-            status = program.stat()
-            if capabilities.of_file(program) & capabilities.mask(NEEDED_CAPABILITY):
-                return Grant(program, None if status.st_mode & 0o001 else _group_name(status.st_gid))
-    return None
+            status, may = program.stat(), capabilities.of_file(program)
+            if may & capabilities.mask(NEEDED_CAPABILITY):
+                group = None if status.st_mode & 0o001 else _group_name(status.st_gid)
+                found.append(Grant(program, group, bool(may & capabilities.mask(NETWORK_CAPABILITY))))
+    return tuple(sorted(found, key=lambda each: each.network))
 
 
-def grant(install: CriuInstall, *, group: str | None = None) -> Grant:
-    """Make the copy, and try it as an ordinary user. What was granted before is taken back. Root only.
+def find_grant() -> Grant | None:
+    """The copy that the caller would use; where he may start none, any that is in place."""
+    grants = find_grants()
+    mine = [each for each in grants if os.access(each.path, os.X_OK)]
+    best = mine or list(grants)
+    return best[-1] if best else None
 
-    ``group``: only its members may start it. Raises InvalidRequest (not root, no such group) and CriuUnavailable; then
-    what was granted before stays.
+
+def grant(install: CriuInstall, *, group: str | None = None, network: bool = False) -> Grant:
+    """Make the copy, and try it as an ordinary user. One of its kind that was granted before is taken back. Root only.
+
+    ``group``: only its members may start it. ``network``: it has CAP_NET_ADMIN as well; a group must be named for that.
+    Raises InvalidRequest (not root, no such group, none for the network) and CriuUnavailable; then what was granted
+    before stays.
     """
     _require_root("grant CRIU to ordinary users")
+    if network and group is None:
+        raise InvalidRequest(
+            "a CRIU for TCP connections is granted to a group: its members can change this machine's network",
+            hint="add --group GROUP, with users whom you trust with `ip` and `nft`",
+        )
     gid = _group_id(group)
-    before = _folders()
+    others = [each.path.parent for each in find_grants() if each.network != network]
+    before = [each for each in _folders() if each not in others]
     try:
         folder = _new_folder()
         try:
-            _fill(folder, install, gid)
+            _fill(folder, install, gid, network=network)
             _try(folder / GRANTED_NAME, gid)
         except BaseException:
             shutil.rmtree(folder, ignore_errors=True)
@@ -73,7 +98,7 @@ def grant(install: CriuInstall, *, group: str | None = None) -> Grant:
             hint=f"{GRANTED_FOLDER} must be on a file system of the machine's own, without nosuid or noexec, and only "
             "root may be able to change what is above it",
         ) from e
-    return Grant(folder / GRANTED_NAME, group)
+    return Grant(folder / GRANTED_NAME, group, network)
 
 
 def revoke() -> tuple[Path, ...]:
@@ -135,7 +160,7 @@ def _new_folder() -> Path:
     return Path(tempfile.mkdtemp(prefix="criu-", dir=GRANTED_FOLDER))
 
 
-def _fill(folder: Path, install: CriuInstall, gid: int | None) -> None:
+def _fill(folder: Path, install: CriuInstall, gid: int | None, *, network: bool) -> None:
     program = folder / GRANTED_NAME
     data = install.path.read_bytes()
     if install.origin == "provided":
@@ -146,7 +171,7 @@ def _fill(folder: Path, install: CriuInstall, gid: int | None) -> None:
     if gid is not None:
         os.chown(program, 0, gid)  # takes capabilities away, so they come later
     program.chmod(0o755 if gid is None else 0o750)
-    capabilities.set_of_file(program, NEEDED_CAPABILITY)
+    capabilities.set_of_file(program, NEEDED_CAPABILITY, *((NETWORK_CAPABILITY,) if network else ()))
     folder.chmod(0o755)
 
 

@@ -28,6 +28,9 @@ GRANTED_NAME = "criu"
 NEEDED_CAPABILITY = "CHECKPOINT_RESTORE"
 """What CRIU needs for processes of whoever starts it."""
 
+NETWORK_CAPABILITY = "NET_ADMIN"
+"""What it needs besides to take TCP connections apart."""
+
 Origin = Literal["environment", "granted", "path", "provided"]
 
 _START_TIMEOUT_S = 10
@@ -39,7 +42,7 @@ class CriuInstall(Struct, frozen=True):
     """A CRIU that was started once. ``command`` is the argv prefix, ``path`` the program it runs.
 
     ``is_unprivileged``: the caller lacks root's capabilities, and this program has by its file what CRIU needs for the
-    caller's own processes.
+    caller's own processes. ``has_network``: it may take TCP connections apart.
     """
 
     command: tuple[str, ...]
@@ -47,6 +50,7 @@ class CriuInstall(Struct, frozen=True):
     origin: Origin
     path: Path
     is_unprivileged: bool = False
+    has_network: bool = True
 
     @property
     def version_text(self) -> str:
@@ -96,12 +100,19 @@ def _find_granted() -> CriuInstall | None:
         folders = sorted(GRANTED_FOLDER.iterdir())
     except OSError:
         return None
-    for folder in folders:
-        path = folder / GRANTED_NAME
-        if os.access(path, os.X_OK):
-            with contextlib.suppress(CriuUnavailable):
-                return probe((str(path),), "granted", path, least_version())
+    found = [folder / GRANTED_NAME for folder in folders if os.access(folder / GRANTED_NAME, os.X_OK)]
+    for path in sorted(found, key=may_use_network, reverse=True):
+        with contextlib.suppress(CriuUnavailable):
+            return probe((str(path),), "granted", path, least_version())
     return None
+
+
+def may_use_network(path: Path) -> bool:
+    """Whether this program takes TCP connections apart for whoever starts it. False where it cannot be looked at."""
+    try:
+        return bool(capabilities.of_file(path) & capabilities.own().bounding & capabilities.mask(NETWORK_CAPABILITY))
+    except OSError:
+        return False
 
 
 def _is_for_own_processes(path: Path) -> bool:
@@ -183,7 +194,8 @@ def probe(command: tuple[str, ...], origin: Origin, path: Path, least: tuple[int
             f"{path} is CRIU {version_text(version)}, and gpucr on this kernel needs {version_text(least)} or newer",
             hint=_FETCH_HINT,
         )
-    return CriuInstall(command, version, origin, path, is_unprivileged=_is_for_own_processes(path))
+    is_limited = _is_for_own_processes(path)
+    return CriuInstall(command, version, origin, path, is_limited, has_network=not is_limited or may_use_network(path))
 
 
 def _version_told(command: tuple[str, ...], path: Path) -> tuple[int, int, int]:

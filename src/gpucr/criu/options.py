@@ -175,10 +175,18 @@ def _connected_inodes(pid: int) -> Iterator[str]:
 
 
 def _choose_network_lock(install: CriuInstall | None) -> NetworkLock:
-    """nftables where CRIU and the kernel have it (no tool needed), else iptables where the tool is there."""
+    """nftables where CRIU and the kernel have it (no tool needed), else iptables where the tool is there.
+
+    For an ordinary user's CRIU nothing: connections inside the job stand still anyway when all of it is stopped.
+    """
     from gpucr.criu.install import find_criu, has_feature  # a snapshot is read without
 
-    if has_feature(install or find_criu(), "network_lock_nftables"):
+    criu = install or find_criu()
+    if criu.is_unprivileged:
+        # It tries nftables in a new network namespace, which takes CAP_SYS_ADMIN (seen with 4.2.1), and programs that
+        # it starts, as iptables-restore, have none of the capabilities that CRIU has by its file.
+        return "skip"
+    if has_feature(criu, "network_lock_nftables"):
         return "nftables"
     return "iptables" if shutil.which("iptables-restore") else "skip"
 

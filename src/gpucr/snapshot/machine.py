@@ -9,7 +9,8 @@ from pathlib import PurePosixPath
 
 from gpucr.criu.credentials import capabilities_in, uids_in
 from gpucr.criu.image_entries import ImageError
-from gpucr.criu.images import have_clocks
+from gpucr.criu.images import MAX_IMAGE_BYTES, FilesImage, have_clocks
+from gpucr.criu.images import NAME as FILES_IMAGE
 from gpucr.criu.install import CriuInstall
 from gpucr.criu.pids import pids_in
 from gpucr.diagnosis import preflight
@@ -19,6 +20,7 @@ from gpucr.gpu_state.gpu_choice import GpuChoice
 from gpucr.interposer.vault import VAULT_BYTES
 from gpucr.linux import capabilities
 from gpucr.linux.pid_uses import wait_for_reaping
+from gpucr.linux.sock_diag import TcpSocket, outside_connections
 from gpucr.model import Gpu
 from gpucr.snapshot.manifest import Manifest
 from gpucr.snapshot.origin import RestoreSource, device_bytes_of, private_bytes_of
@@ -43,7 +45,8 @@ def findings_of_machine(
             wanted |= capabilities_in(names, open_image)
             uids |= uids_in(names, open_image)
         findings += preflight.check_capabilities(wanted, capabilities.own().after_exec())
-    findings += preflight.check_restore_by_user(install, uids, in_sandbox=in_sandbox)
+    connected = install.is_unprivileged and not install.has_network and _has_connections_inside(source)
+    findings += preflight.check_restore_by_user(install, uids, in_sandbox=in_sandbox, has_connections=connected)
     findings += findings_of_room(
         manifest, choice, here, private_bytes=private_bytes_of(manifest), buffers_bytes=source.buffers_bytes
     )
@@ -90,6 +93,17 @@ def findings_of_room(
         targets = needed_bytes or [gpu.uuid for gpu in choice.had]
         findings += findings_of_targets(targets, here, choice.gpu_map)
     return findings
+
+
+def _has_connections_inside(source: RestoreSource) -> bool:
+    """Whether processes of the job were connected to each other. What led out of it can be restored as closed."""
+    sockets: list[TcpSocket] = []
+    with contextlib.suppress(OSError, ImageError):  # a damaged image is an error of its own, when it is provided
+        for open_image in source.openers:
+            with open_image(FILES_IMAGE) as stream:
+                sockets += FilesImage.parse(stream.read(MAX_IMAGE_BYTES + 1)).tcp_sockets()
+    connected = {each.inode for each in sockets if each.is_connection}
+    return bool(connected - {each.inode for each in outside_connections(sockets)})
 
 
 def _pids_needed_here(source: RestoreSource) -> set[int]:

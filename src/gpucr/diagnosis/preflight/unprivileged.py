@@ -46,19 +46,20 @@ def check_dump_by_user(job: Job, install: CriuInstall) -> list[Finding]:
     """What of a job an ordinary user's CRIU cannot dump. Nothing where root's CRIU is used."""
     if not install.is_unprivileged:
         return []
-    return [*check_ptrace(job.pids), *_connections(job), *_processes(job)]
+    return [*check_ptrace(job.pids), *_connections(job, install), *_processes(job)]
 
 
-def _connections(job: Job) -> Iterator[Finding]:
+def _connections(job: Job, install: CriuInstall) -> Iterator[Finding]:
     from gpucr.criu.options import has_connections  # a suspend does without CRIU
 
-    if has_connections(job.pids):
+    if not install.has_network and has_connections(job.pids):
         yield Finding(
             "blocking",
             "the job has a TCP connection",
             "/proc/PID/net/tcp",
-            "CRIU takes connections apart with CAP_NET_ADMIN, which no ordinary user has",
-            "let it use local (AF_UNIX) sockets, or wait until it has closed them; or " + _REMEDY,
+            "CRIU takes connections apart with CAP_NET_ADMIN, which root has not granted to this user",
+            "let it use local (AF_UNIX) sockets, or wait until it has closed them; have root grant it to a group of "
+            "yours (`sudo gpucr criu --grant --network --group GROUP`); or " + _REMEDY,
             code="GPUCR-ONLY-ROOT",
         )
 
@@ -116,11 +117,25 @@ def _foreign_namespaces(pid: int) -> list[str]:
     return found
 
 
-def check_restore_by_user(install: CriuInstall, uids: Collection[int], *, in_sandbox: bool) -> list[Finding]:
+def check_restore_by_user(
+    install: CriuInstall, uids: Collection[int], *, in_sandbox: bool, has_connections: bool
+) -> list[Finding]:
     """What an ordinary user's CRIU cannot restore. ``uids``: those of the job's threads."""
     if not install.is_unprivileged:
         return []
     found = []
+    if has_connections and not install.has_network:
+        found.append(
+            Finding(
+                "blocking",
+                "the job had a TCP connection",
+                "CRIU's images of the job",
+                "CRIU puts connections together with CAP_NET_ADMIN, which root has not granted to this user",
+                "restore it with sudo, or have root grant it to a group of yours (`sudo gpucr criu --grant --network "
+                "--group GROUP`)",
+                code="GPUCR-ONLY-ROOT",
+            )
+        )
     if others := sorted(set(uids) - {os.geteuid()}):
         found.append(
             Finding(
