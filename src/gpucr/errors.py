@@ -25,6 +25,7 @@
     │   ├── LockTimeout                CUDA_ERROR_NOT_READY (600)
     │   └── NotSupportedByDriver       CUDA_ERROR_NOT_SUPPORTED (801)
     ├── InterposerError            1   the library in a process did not do what it was asked
+    ├── CustomStorageError         1   device memory that the driver hands over could not be taken, or given back
     ├── CriuError                  1   CRIU failed; carries its reason and its log
     ├── JobChanged                 1   the job changed under our hands (a process ended, another tool worked on it)
     │   └── CudaStarted                a process began to use CUDA between discovery and freeze
@@ -256,6 +257,12 @@ class InterposerError(GpucrError):
     """The library in a process (`gpucr run` loads it) did not do what gpucr asked of it."""
 
     code = "GPUCR-INTERPOSER"
+
+
+class CustomStorageError(GpucrError):
+    """Device memory that the driver hands over (custom storage, driver 615) could not be taken, or given back."""
+
+    code = "GPUCR-CUSTOM-STORAGE"
 
 
 class CriuError(GpucrError):

@@ -41,7 +41,11 @@ def assert_runs(job: Counter, driver: CudaDriver) -> None:
 
 
 @pytest.mark.parametrize("way", get_args(GpuState))
-def test_a_suspend_goes_the_way_that_was_insisted_on(way: GpuState, interposed: Counter, driver: CudaDriver) -> None:
+def test_a_suspend_goes_the_way_that_was_insisted_on(
+    way: GpuState, interposed: Counter, driver: CudaDriver, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    if way == "custom":
+        monkeypatch.setenv("GPUCR_SIM_DRIVER", "615")
     for _ in range(2):
         gpucr.suspend(interposed.pid, gpu_state=way)
         assert driver.state(interposed.pid) is CHECKPOINTED

@@ -73,8 +73,8 @@ def check(facts: DriverFacts) -> list[Finding]:
         found.append(
             ok(
                 _ABOUT,
-                "it has custom storage, which gpucr does not use",
-                "libcuda.so.1 has cuCheckpointOperationComplete",
+                "it has custom storage: device memory goes to gpucr, without staging",
+                "cuGetProcAddress has its functions of CUDA 13.4; gpucr has tried it on a simulated driver only",
             )
         )
     return found

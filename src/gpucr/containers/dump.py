@@ -170,6 +170,7 @@ def _prepare(
     ]
     writer = DeviceWriter(target.sink)
     cuda = cuda_work(found, protection, held, writer)
+    findings += preflight.check_handed_over(cuda.custom.pids(job.gang))
     # Left running, for all that is known: then nothing that the container may still need is given up early.
     return (
         JobDump(job=job, target=target, writer=writer, cuda=cuda, leave_running=True, protection=protection),

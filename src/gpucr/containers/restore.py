@@ -19,8 +19,8 @@ from gpucr.gang import Gang
 from gpucr.gang.threads import GangThreads
 from gpucr.gpu_state import kinds
 from gpucr.gpu_state.gpu_choice import GpuRequest
-from gpucr.gpu_state.interposed.restored import RestoredBlocks
 from gpucr.gpu_state.placement import Placement
+from gpucr.gpu_state.returns import Returns
 from gpucr.gpu_state.steps import HoldThreads, ReleaseThreads, RestoreGang, UnlockGang
 from gpucr.interposer.presence import agent_threads
 from gpucr.jobs.restored_tree import RestoredTree, end_restored, restore_threads, take_stock
@@ -64,9 +64,10 @@ def restore_for_runtime(root_pid: int, images: Path) -> None:
             snapshot, driver, placement, _ = _examine(images)
             known = snapshot.manifest.processes
             running.require_descriptors(len(known), sum(p.found_state is not None for p in known), TO_MOVE)
-            load = LoadDevice(FolderSource(snapshot), RestoredBlocks(driver, placement.new_uuid))
+            gang = Gang(driver, ())
+            load = LoadDevice(FolderSource(snapshot), Returns(gang, placement))
             try:
-                running.run(_steps(root_pid, snapshot, load, driver, placement, protection), protection=protection)
+                running.run(_steps(root_pid, snapshot, load, gang, placement, protection), protection=protection)
             finally:
                 load.close()
     except BaseException:
@@ -92,9 +93,8 @@ def _examine(images: Path) -> tuple[Snapshot, Driver, Placement, list[preflight.
 
 
 def _steps(
-    root_pid: int, snapshot: Snapshot, load: LoadDevice, driver: Driver, placement: Placement, protection: Protection
+    root_pid: int, snapshot: Snapshot, load: LoadDevice, gang: Gang, placement: Placement, protection: Protection
 ) -> list[Step]:
-    gang = Gang(driver, ())
     threads = GangThreads(agent_threads)
     adopt = AdoptTree(root_pid, snapshot.manifest, gang, protection)
     tree = adopt.tree

@@ -56,6 +56,8 @@ _HINTS = {
         "the process used memory shared between GPUs or processes (NVLink peer copies, NCCL over P2P), which this "
         "driver cannot bring back"
     ),
+    ("checkpoint", libcuda.INVALID_CONTEXT): "a GPU of the process is hidden from gpucr: run it where it sees all GPUs",
+    ("restore", libcuda.INVALID_CONTEXT): "a GPU of the process is hidden from gpucr: run it where it sees all GPUs",
     ("restore", libcuda.NO_DEVICE): "check with `nvidia-smi` that this machine has a working GPU",
     ("restore", libcuda.OPERATING_SYSTEM): (
         "a process whose restore ran out of memory before cannot be restored any more on some drivers"
@@ -68,7 +70,7 @@ class CudaDriver:
     """`gpucr.driver.api.Driver` over a loaded libcuda.so.1. Safe to call from several threads at once."""
 
     def __init__(self, library: libcuda.Libcuda) -> None:
-        self._cuda = library
+        self.library = self._cuda = library
         self._initialized = False
         self._initialize_lock = threading.Lock()
 
@@ -122,14 +124,14 @@ class CudaDriver:
             return CudaState(value)
         if result == libcuda.NOT_INITIALIZED and processes.presence(pid) is processes.Presence.PRESENT:
             return None
-        raise self._failure(pid, "get the state of", result)
+        raise self.failure(pid, "get the state of", result)
 
     def restore_thread_id(self, pid: int) -> int:
         """The thread id (in the target) of the thread that does the driver's work."""
         _check_pid(pid)
         result, thread_id = self._cuda.restore_thread_id(pid)
         if result != libcuda.SUCCESS:
-            raise self._failure(pid, "find the restore thread of", result)
+            raise self.failure(pid, "find the restore thread of", result)
         return thread_id
 
     def lock(self, pid: int, timeout_ms: int = 0) -> None:
@@ -169,9 +171,9 @@ class CudaDriver:
         _check_pid(pid)
         result = call()
         if result != libcuda.SUCCESS:
-            raise self._failure(pid, action, result)
+            raise self.failure(pid, action, result)
 
-    def _failure(self, pid: int, action: str, result: int) -> GpucrError:
+    def failure(self, pid: int, action: str, result: int) -> GpucrError:
         """The error for a failed call. /proc is asked first: the driver gives 304, 800 or 3 for several causes."""
         if result in (libcuda.OPERATING_SYSTEM, libcuda.NOT_PERMITTED, libcuda.NOT_INITIALIZED):
             unreachable = _unreachable(pid, action)

@@ -23,6 +23,7 @@ INVALID_VALUE = 1
 OUT_OF_MEMORY = 2
 NOT_INITIALIZED = 3
 NO_DEVICE = 100
+INVALID_CONTEXT = 201
 OPERATING_SYSTEM = 304
 ILLEGAL_STATE = 401
 NOT_READY = 600
@@ -36,6 +37,10 @@ CHECKPOINTED = 2
 STATE_WORDS = ("running", "locked", "checkpointed", "failed", "checkpointing", "restoring")
 
 UUID_SIZE_BYTES = 16
+
+API_13_4 = 13040
+CUSTOM_STORAGE = ("cuCheckpointProcessCheckpoint", "cuCheckpointProcessRestore", "cuCheckpointOperationComplete")
+"""The functions that hand device memory over, with the interface of CUDA 13.4; what dlsym gives is an older one."""
 
 
 class GpuPair(ctypes.Structure):
@@ -133,7 +138,21 @@ class Libcuda:
         if missing:
             raise FunctionsMissing(missing)
         self._cuda = library
-        self.has_custom_storage = hasattr(library, "cuCheckpointOperationComplete")
+
+    @property
+    def has_custom_storage(self) -> bool:
+        """Whether the driver has custom storage, asked as its documentation says: an older one knows no CUDA 13.4."""
+        return all(self.find(name, API_13_4) for name in CUSTOM_STORAGE)
+
+    def find(self, name: str, version: int) -> int | None:
+        """The address of the function that a program of this CUDA version means; None: there is none."""
+        try:
+            look_up = self._cuda.cuGetProcAddress_v2
+        except AttributeError:
+            return None
+        function, status = ctypes.c_void_p(), ctypes.c_int()
+        arguments = (name.encode(), ctypes.byref(function), version, ctypes.c_uint64(0), ctypes.byref(status))
+        return function.value if look_up(*arguments) == SUCCESS and status.value == 0 else None
 
     def init(self) -> int:
         """Call cuInit(0), which costs 0.3 to 2.7 s the first time in a process."""

@@ -119,6 +119,8 @@ class Gang:
         self.first_lock: GangLock | None = None
         self.rank: Callable[[int], Holdable | None] = lambda pid: None
         """What keeps this process from submitting work, and lets it go on; None: the driver's lock alone."""
+        self.bring_back: Callable[[Mapping[int, GpuMap | None]], Mapping[int, Exception | None]] = lambda maps: {}
+        """Restores those of these members, with these maps, whose memory the driver has not; the result for each."""
         self.before_climb: Callable[[int], None] = lambda pid: None
         """What is to be done with a member that is LOCKED, and was found CHECKPOINTED, before it is that again."""
         self.before_unlock: Callable[[], None] = lambda: None
@@ -252,7 +254,12 @@ class Gang:
         """
         maps = gpu_maps or {}
         wanted = [m.pid for m in self.members if _below(down_to(m), CudaState.CHECKPOINTED)]
+        others = self.bring_back({pid: maps.get(pid) for pid in wanted if pid not in self._stuck})
+        errors = {pid: error for pid, error in others.items() if error is not None}
+        wanted = [pid for pid in wanted if pid not in others]
         self._everywhere("restore", CudaState.CHECKPOINTED, lambda pid: self.driver.restore(pid, maps.get(pid)), wanted)
+        if errors:
+            raise self._explain("restore", CudaState.CHECKPOINTED, errors)
 
     def unlock(self, *, down_to: Callable[[GangMember], CudaState]) -> None:
         """LOCKED → RUNNING for every member whose ``down_to`` state is RUNNING, after `before_unlock`."""

@@ -1,9 +1,9 @@
 """Who holds a process's device memory while it is away from its GPU: the protocol.
 
 Every process has a stack of backends. The lowest, level 0, holds what the driver's checkpoint moves off the GPU:
-`plain` or `captured`. A backend over it has taken most of the memory away before that, and leaves the driver what only
-the driver can move. The processes of a gang may have different stacks. All go through it together, so that none runs
-while memory of another one is away:
+`plain`, `captured` or `custom_storage`. A backend over it has taken most of the memory away before that, and leaves the
+driver what only the driver can move. The processes of a gang may have different stacks. All go through it together, so
+that none runs while memory of another one is away:
 
     prepare (all run) -> all locked -> begin, from the highest level down -> the driver's checkpoint -> complete | abort
     the driver's restore -> give_back, from the lowest level up -> all unlocked
@@ -23,7 +23,7 @@ if TYPE_CHECKING:
     from gpucr.undo.protection import Protection
     from gpucr.undo.steps import Meter
 
-CAPTURED, PLAIN, INTERPOSED = "captured", "plain", "interposed"
+CAPTURED, PLAIN, INTERPOSED, CUSTOM_STORAGE = "captured", "plain", "interposed", "custom_storage"
 
 
 class Stored(Protocol):

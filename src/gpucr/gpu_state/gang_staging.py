@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextlib
 import threading
 from collections.abc import Callable, Iterator, Mapping, Sequence
+from typing import TYPE_CHECKING, Protocol
 
 from gpucr.errors import GpucrError
 from gpucr.gpu_state import staging
@@ -20,6 +21,9 @@ from gpucr.quantities import format_bytes
 from gpucr.undo.interrupts import Interrupts
 from gpucr.undo.steps import Meter
 
+if TYPE_CHECKING:
+    from gpucr.gpu_state.custom_storage.backend import CustomStorage
+
 GENTLE_THREADS = 4
 """How many threads save while a job stands still that will go on: enough for a disk, and the driver is not held up.
 
@@ -31,6 +35,16 @@ FOLLOW_INTERVAL_S = 0.02
 """How often the driver's progress is looked at: at 6 GiB/s it fills 120 MiB in that time."""
 
 
+class HandedOver(Protocol):
+    """What takes device memory that the driver hands over (`custom_storage.backend.CustomStorages`)."""
+
+    def takes(self, pid: int) -> bool:
+        """Whether it takes that of this process."""
+
+    def lowest(self, part: DevicePart, on_begun: Callable[[Backend], None]) -> CustomStorage | None:
+        """Its backend at level 0, which calls ``on_begun`` when its source is there and final; None: it takes none."""
+
+
 StateOf = Callable[[int], "CudaState | None"]
 """Where a process is now (None: it has ended)."""
 
@@ -39,9 +53,10 @@ class GangStaging:
     """Where the device memory of each process goes, and where it is. See `gpu_state.backend` for the order.
 
     With ``use_files`` the driver's staging is captured (`CapturedStaging`), which needs root, else `PlainStaging`;
-    ``gpu_state`` is the way that a user insists on. ``over`` tells which backends a process has over that, lowest
-    first, and ``why_not`` why it has none where it could have; ``after`` follows when all have given back. ``copy_of``
-    tells what one that was suspended keeps of its memory itself.
+    ``gpu_state`` is the way that a user insists on. ``custom`` is asked first, for a process whose memory the driver
+    hands over. ``over`` tells which backends a process has over that, lowest first, and ``why_not`` why it has none
+    where it could have; ``after`` follows when all have given back. ``copy_of`` tells what one that was suspended keeps
+    of its memory itself.
     ``writer`` saves what they hold while they get it; with ``save_gently`` it takes few processors after that, until
     somebody waits for it.
     """
@@ -53,6 +68,7 @@ class GangStaging:
         gpu_state: GpuState = "auto",
         writer: Saver | None = None,
         save_gently: bool = False,
+        custom: HandedOver | None = None,
         over: Callable[[int], Sequence[Backend]] = lambda pid: (),
         why_not: Mapping[int, str] | None = None,
         after: Callable[[StateOf], None] = lambda state: None,
@@ -62,6 +78,7 @@ class GangStaging:
         self._gpu_state = gpu_state
         self._writer = writer
         self._save_gently = save_gently
+        self._custom = custom
         self._over = over
         self._after = after
         self._copy_of = copy_of
@@ -104,6 +121,10 @@ class GangStaging:
     def saved(self) -> list[Stored]:
         """What there is to read, when all are complete: the levels of a process ascend."""
         return [each for each in self._stored() if each.extents]
+
+    def hands_over(self, pid: int) -> bool:
+        """Whether the driver hands over device memory of this process, which cannot be called off once it has begun."""
+        return self._custom is not None and self._custom.takes(pid)
 
     def prepare(self, sizes: Mapping[int, int]) -> None:
         """Make room for the device memory of these processes (pid → bytes), while they still run."""
@@ -194,8 +215,10 @@ class GangStaging:
 
     def _stack(self, pid: int) -> tuple[Backend, ...]:
         if pid not in self._stacks:
-            lowest = self._lowest(DevicePart(pid))
-            self._driver[pid], self._stacks[pid] = lowest, (lowest, *self._over(pid))
+            custom = self._custom.lowest(DevicePart(pid), self._save_all_of) if self._custom is not None else None
+            if custom is None:
+                self._driver[pid] = self._lowest(DevicePart(pid))
+            self._stacks[pid] = (custom or self._driver[pid], *self._over(pid))
         return self._stacks[pid]
 
     def _lowest(self, part: DevicePart) -> PlainStaging:

@@ -4,11 +4,11 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 
+from gpucr.driver.cuda import load_driver
 from gpucr.errors import Unsupported
-from gpucr.gpu_state.backend import CAPTURED, INTERPOSED, PLAIN, Backend, Kind, Return
+from gpucr.gpu_state.backend import CAPTURED, CUSTOM_STORAGE, INTERPOSED, PLAIN, Backend, Kind, Return
 from gpucr.gpu_state.captured import CapturedReturn
-from gpucr.gpu_state.interposed.host_copy import HostCopyReturn
-from gpucr.gpu_state.interposed.restored import RestoredBlocks
+from gpucr.linux import processes
 from gpucr.model import KIND_NAME, DevicePart, StagedExtent
 from gpucr.undo.protection import Protection
 
@@ -20,7 +20,7 @@ def register(kind: Kind) -> None:
 
     Raises ValueError for a name that is taken, or that no kind can have.
     """
-    if kind.name in (*_kinds, CAPTURED, PLAIN, INTERPOSED) or not KIND_NAME.fullmatch(kind.name):
+    if kind.name in (*_kinds, CAPTURED, PLAIN, INTERPOSED, CUSTOM_STORAGE) or not KIND_NAME.fullmatch(kind.name):
         raise ValueError(f"no kind can be called {kind.name!r}, or there is one")
     _kinds[kind.name] = kind
 
@@ -44,14 +44,15 @@ def require_kinds(parts: Mapping[DevicePart, str], where: str) -> None:
     """Raise Unsupported where device memory of one of these kinds cannot be brought back here."""
     for part, name in parts.items():
         kind = _kinds.get(name) if part.level else None
-        is_own = name == (INTERPOSED if part.level else CAPTURED)
+        is_own = name in ((INTERPOSED,) if part.level else (CAPTURED, CUSTOM_STORAGE))
         if kind is None and not is_own:
             raise Unsupported(
                 f"device memory of process {part.pid} was held by {name!r}, which this gpucr does not know",
                 hint=f"restore {where} with a gpucr that does; `gpucr inspect --json` lists the kinds",
                 code="GPUCR-BACKEND",
             )
-        if kind is not None and (missing := kind.missing()) is not None:
+        missing = kind.missing() if kind is not None else _no_custom_storage() if name == CUSTOM_STORAGE else None
+        if missing is not None:
             raise Unsupported(
                 f"device memory of process {part.pid} was held by {name!r}, and cannot come back here: {missing}",
                 hint="provide it, or restore on a machine that has it",
@@ -59,21 +60,15 @@ def require_kinds(parts: Mapping[DevicePart, str], where: str) -> None:
             )
 
 
-def return_for(
-    part: DevicePart,
-    name: str,
-    extents: Sequence[StagedExtent],
-    size_bytes: int,
-    interposed: RestoredBlocks,
-    *,
-    stays: bool,
-) -> Return:
-    """What brings back a part that was held by this kind (`require_kinds` has passed). ``stays``: CHECKPOINTED.
+def _no_custom_storage() -> str | None:
+    """What keeps memory that the driver has handed over from coming back: it comes back in the same way alone."""
+    if not load_driver().capabilities().custom_storage:
+        return "this machine's driver has no custom storage, which came with driver 615"
+    return None if processes.can_checkpoint_processes() else "the driver's custom storage is for root alone"
 
-    Raises Unsupported, VaultFailed.
-    """
-    if name == INTERPOSED:
-        return HostCopyReturn(part, extents, size_bytes) if stays else interposed.return_for(part, extents)
+
+def return_for(part: DevicePart, name: str, extents: Sequence[StagedExtent], size_bytes: int) -> Return:
+    """What brings back a part that was held by this kind, staged or registered. Raises Unsupported."""
     if part.level:
         return _kinds[name].return_for(part, extents, size_bytes)
     return CapturedReturn(part, extents, size_bytes)

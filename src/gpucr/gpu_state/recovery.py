@@ -3,8 +3,9 @@
 from __future__ import annotations
 
 import contextlib
+import signal
 import time
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import TYPE_CHECKING
 
 import msgspec
@@ -16,6 +17,7 @@ from gpucr.gang import Gang
 from gpucr.gang.threads import GangThreads
 from gpucr.interposer.presence import agent_threads, is_interposed
 from gpucr.linux import memory, processes
+from gpucr.linux.tmpfs import KEPT_NAME
 from gpucr.model import CudaState, GangMember, GpuMap, ProcessId, StagedExtent
 from gpucr.undo.logs import append_to_log
 from gpucr.undo.protection import Protection
@@ -57,6 +59,7 @@ class BringBack(Action):
     - ``copies``: who kept a file with its device memory, by pid, and keeps it again. Its descriptors follow.
     - ``held``: what interposers have let go; its descriptors follow, block by block.
     - ``going_on``: who has all of that again, by pid, and only has to be let go on.
+    - ``carrier``: who alone can bring back the device memory of ``carried``, by pid, and does so when it is asked.
     - ``stopped``: processes that SIGSTOP may have stopped, and that go on.
     - ``moving``: to which GPUs members may be on their way, by pid. When one has got there, the others follow: it may
       stand where they had been.
@@ -68,6 +71,8 @@ class BringBack(Action):
     copies: tuple[int, ...] = ()
     held: tuple[HeldBlocks, ...] = ()
     going_on: tuple[int, ...] = ()
+    carrier: ProcessId | None = None
+    carried: tuple[int, ...] = ()
     stopped: tuple[ProcessId, ...] = ()
     moving: dict[int, GpuMap] = msgspec.field(default_factory=dict)
 
@@ -90,6 +95,7 @@ class BringBack(Action):
                 processes.continue_stopped(set(self.stopped) & {member.id for member in members})
                 self._attach_all(members, files)
                 self._put_back(members, copies)
+                self._wait_for_carrier(members)
                 _return_to_found(
                     members, self.moving, lambda driver, moved: self._give_back(driver, moved, members, blocks)
                 )
@@ -151,6 +157,27 @@ class BringBack(Action):
             except GpucrError as error:
                 append_to_log("guard", f"process {waiting[0]} does not have its device memory yet: {error}")
                 time.sleep(_LOOK_EVERY_S)
+
+    def _wait_for_carrier(self, members: Sequence[GangMember]) -> None:
+        """It brings back what it has. A process of which nobody has the memory any more is killed."""
+        if self.carrier is None:
+            return
+        processes.send_signal(self.carrier, signal.SIGTERM)
+        end = time.monotonic() + _DRIVER_LIMIT_S
+        while processes.goes_on(self.carrier) and time.monotonic() < end:
+            time.sleep(_LOOK_EVERY_S)
+        from gpucr.gpu_state.custom_storage import kept  # late: ptrace, as above
+
+        driver = load_driver()
+        for member in members:
+            if member.pid not in self.carried or not processes.goes_on(member.id):
+                continue
+            state = driver.state(member.pid)
+            if state in (CudaState.RUNNING, CudaState.LOCKED):
+                kept.let_go(member.pid, driver.restore_thread_id(member.pid))
+            elif member.found is not CudaState.CHECKPOINTED:
+                append_to_log("guard", f"process {member.pid} is killed: nobody has its device memory any more")
+                processes.send_signal(member.id, signal.SIGKILL)
 
     def _give_back(
         self, driver: Driver, moved: Mapping[int, GpuMap], members: Sequence[GangMember], descriptors: Sequence[int]
@@ -239,6 +266,10 @@ def _finish_move(gang: Gang, moving: Mapping[int, GpuMap]) -> dict[int, GpuMap]:
 
 
 def _take_out_again(driver: Driver, pid: int) -> None:
+    if memory.has_mapped(pid, f"/{KEPT_NAME}"):
+        from gpucr.gpu_state.custom_storage import kept  # late, as above
+
+        kept.let_go(pid, driver.restore_thread_id(pid))  # the driver takes the memory now
     if is_interposed(pid):
         from gpucr.gpu_state.interposed.coming_back import take_out_again  # late, as above
 
@@ -300,6 +331,11 @@ class GangProtection:
         self._action.going_on = tuple(pids)
         if members:
             self._action.members = tuple(members)
+        self._tell()
+
+    def carried(self, carrier: ProcessId, pids: Iterable[int]) -> None:
+        """Device memory of these may be in the hands of this process alone."""
+        self._action.carrier, self._action.carried = carrier, tuple(pids)
         self._tell()
 
     def moving(self, maps: Mapping[int, GpuMap]) -> None:

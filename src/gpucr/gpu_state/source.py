@@ -7,6 +7,7 @@ asked by many threads at once.
 from __future__ import annotations
 
 import os
+from collections.abc import Sequence
 from mmap import PAGESIZE
 from typing import Protocol
 
@@ -54,6 +55,13 @@ class Destination(Protocol):
 class Saver(Protocol):
     """What saves device memory while it is being produced (`gpucr.snapshot.device.DeviceWriter`)."""
 
+    @property
+    def keeps_files(self) -> bool:
+        """Whether what is saved can be read again by whoever has its `files`, also before there is a snapshot."""
+
+    def files(self, part: DevicePart) -> tuple[Sequence[int], int]:
+        """Where a part that was added goes: files, to which pieces are dealt out in turn, and the size of a piece."""
+
     def add(self, source: Source) -> None:
         """There will be this."""
 
@@ -72,9 +80,18 @@ class Saver(Protocol):
     def wait(self, timeout_s: float | None = None) -> bool:
         """Until all of it is saved. False: out of time. Raises what ended the saving."""
 
+    def wait_for(self, part: DevicePart, timeout_s: float | None = None) -> bool:
+        """Until all of this part is saved. False: out of time. Raises what ended the saving."""
+
 
 class SavedLater:
     """Takes the place of what saves device memory (see `Saver`): all of it is saved from the frozen job."""
+
+    keeps_files = False
+
+    def files(self, part: DevicePart) -> tuple[Sequence[int], int]:
+        """Nothing has any."""
+        raise ValueError("nothing is saved yet")
 
     def add(self, source: Source) -> None:
         """Nothing."""
@@ -92,6 +109,10 @@ class SavedLater:
         """Nothing."""
 
     def wait(self, timeout_s: float | None = None) -> bool:
+        """Nothing is."""
+        return False
+
+    def wait_for(self, part: DevicePart, timeout_s: float | None = None) -> bool:
         """Nothing is."""
         return False
 

@@ -8,16 +8,19 @@ from gpucr.errors import InvalidRequest, Unsupported
 from gpucr.gpu_state.backend import CAPTURED, INTERPOSED
 from gpucr.linux import processes
 
-GpuState = Literal["auto", "driver", "captured", "interposed"]
-"""``auto``: for each process its interposer, else captured staging, else the driver's own."""
+CUSTOM = "custom"
+
+GpuState = Literal["auto", "driver", "captured", "interposed", "custom"]
+"""``auto``: for each process its interposer, else the driver's custom storage, else captured staging, else its own."""
 
 
 def require_possible(gpu_state: str) -> None:
     """Raise InvalidRequest for a way that there is not, and Unsupported for one that this user cannot go."""
     if gpu_state not in get_args(GpuState):
         raise InvalidRequest(f"gpu_state is {gpu_state!r}", hint="give one of " + ", ".join(get_args(GpuState)))
-    if gpu_state == CAPTURED and not processes.can_checkpoint_processes():
-        raise refused("staging cannot be captured without root", "run gpucr as root")
+    if gpu_state in (CAPTURED, CUSTOM) and not processes.can_checkpoint_processes():
+        what = "staging cannot be captured" if gpu_state == CAPTURED else "there is no custom storage"
+        raise refused(f"{what} without root", "run gpucr as root")
 
 
 def may_be_interposed(gpu_state: GpuState) -> bool:

@@ -117,8 +117,8 @@ class Vault:
         self._context, self._slots = _POINTER(), queue.SimpleQueue[tuple[int, ctypes.c_void_p]]()
         self._pinned: list[int] = []
         self._cuda("cuInit", 0)
-        self._ordinal = self._find(uuid)
-        self._cuda("cuDevicePrimaryCtxRetain", ctypes.byref(self._context), self._ordinal)
+        self.ordinal = self._find(uuid)
+        self._cuda("cuDevicePrimaryCtxRetain", ctypes.byref(self._context), self.ordinal)
         try:
             self._cuda("cuCtxSetCurrent", self._context)
             for _ in range(WORKERS):
@@ -163,7 +163,7 @@ class Vault:
         """New memory, all zeros, which another process can be given. Raises VaultFailed."""
         self._cuda("cuCtxSetCurrent", self._context)
         handle = _LONG()
-        kind, place = (ON_HOST_NODE, 0) if on_host else (ON_DEVICE, self._ordinal)
+        kind, place = (ON_HOST_NODE, 0) if on_host else (ON_DEVICE, self.ordinal)
         wanted = _Properties(_PINNED, _POSIX_DESCRIPTOR, kind, place)
         self._cuda("cuMemCreate", ctypes.byref(handle), size_bytes, ctypes.byref(wanted), 0)
         made = self._show(handle.value, size_bytes)
@@ -172,7 +172,7 @@ class Vault:
 
     def _show(self, handle: int, size_bytes: int) -> Shown:
         address = _LONG()
-        access = _Access(ON_DEVICE, self._ordinal, _READ_WRITE)
+        access = _Access(ON_DEVICE, self.ordinal, _READ_WRITE)
         try:
             self._cuda("cuMemAddressReserve", ctypes.byref(address), size_bytes, 0, 0, 0)
             self._cuda("cuMemMap", address, size_bytes, 0, handle, 0)
@@ -240,7 +240,7 @@ class Vault:
         if self._context:
             self._context = _POINTER()
             with contextlib.suppress(VaultFailed):
-                self._cuda("cuDevicePrimaryCtxRelease_v2", self._ordinal)
+                self._cuda("cuDevicePrimaryCtxRelease_v2", self.ordinal)
 
 
 class Vaults:

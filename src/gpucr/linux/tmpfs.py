@@ -30,6 +30,10 @@ _syscall_of_libc = libc.function("syscall", result=ctypes.c_long)
 _madvise = libc.function("madvise", ctypes.c_void_p, ctypes.c_size_t, ctypes.c_int)
 
 
+KEPT_NAME = "memfd:gpucr-custom"
+"""How a file is called that a suspended process keeps since the driver has handed its memory over (custom storage)."""
+
+
 class StagingFile:
     """A deleted file in memory, for the device memory of one process. It takes memory where it is written.
 

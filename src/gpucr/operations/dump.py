@@ -242,6 +242,7 @@ def prepare(
         ),
         *(findings_of_traps(job, found.driver, uses, may_share=may_be_interposed(gpu_state)) if not is_frozen else ()),
         *(preflight.check_suspended(job) if not is_frozen else ()),
+        *(preflight.check_handed_over(cuda.custom.pids(job.gang)) if cuda is not None and not is_frozen else ()),
         *preflight.check_tracers(job),
         *(each for tree in job.trees for each in preflight.check_session(tree)),
         *preflight.check_dump_by_user(job, criu.install),

@@ -88,6 +88,7 @@ def freeze(
             *findings_of_traps(found.job, found.driver, uses, may_share=may_be_interposed(gpu_state)),
             *preflight.check_tracers(found.job),
             *preflight.check_ptrace(member.pid for member in found.job.gang),
+            *(preflight.check_handed_over(cuda.custom.pids(found.job.gang)) if cuda is not None else ()),
         )
         preflight.require_no_blocking(findings, force=force)
         kept = preflight.check_suspended(found.job)  # now: what is frozen does not answer

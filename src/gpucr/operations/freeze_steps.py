@@ -14,6 +14,7 @@ from gpucr.gang import Gang
 from gpucr.gang.threads import GangThreads
 from gpucr.gpu_state import kinds
 from gpucr.gpu_state.backend import Backend
+from gpucr.gpu_state.custom_storage.backend import CustomStorages, files_of
 from gpucr.gpu_state.gang_staging import AllocateStaging, GangStaging
 from gpucr.gpu_state.interposed.backend import Interposers
 from gpucr.gpu_state.placement import ProcessGpus, gpus_of
@@ -59,6 +60,7 @@ class CudaWork(Struct, frozen=True, kw_only=True):
     staging: GangStaging
     threads: GangThreads
     interposers: Interposers
+    custom: CustomStorages
     guarded: GangProtection
     checkpoint: CheckpointGang
 
@@ -69,8 +71,10 @@ class CudaWork(Struct, frozen=True, kw_only=True):
 
     @property
     def on_gpu(self) -> dict[str, int]:
-        """What of device memory stays on the GPU while the job stands still, in bytes per GPU UUID."""
-        return self.interposers.carried(member.pid for member in self.gang.members)
+        """What of device memory goes to no host memory while the job stands still, in bytes per GPU UUID."""
+        pids = [member.pid for member in self.gang.members]
+        taken = self.interposers.carried(pids), self.custom.takes_no_host_memory(self.device_bytes)
+        return {uuid: sum(each.get(uuid, 0) for each in taken) for uuid in {*taken[0], *taken[1]}}
 
     @property
     def may_wait(self) -> bool:
@@ -81,6 +85,7 @@ class CudaWork(Struct, frozen=True, kw_only=True):
         """Free what holds device memory."""
         self.staging.close()
         self.interposers.close()
+        self.custom.close()
 
     def gpus_of(self, member: GangMember) -> ProcessGpus:
         """The GPUs of one process."""
@@ -128,12 +133,13 @@ def cuda_work(
     gpu_state: GpuState = "auto",
     to_host: bool = False,
     whole_tree: bool = True,
+    moves: bool = False,
 ) -> CudaWork:
     """For a job that uses CUDA. ``held``: its device memory, per pid and GPU UUID. Changes nothing.
 
     Interposers take what they can: to host memory that the processes keep, or not ``to_host``: then it lives in
     descriptors of ours for as long as the operation lasts. Without a ``saver`` the CPU threads go on. ``gpu_state``,
-    ``whole_tree``: as in GangStaging and CheckpointGang.
+    ``whole_tree``: as in GangStaging and CheckpointGang. ``moves``: it goes to other GPUs.
     """
     if found.driver is None or not found.job.gang:
         raise ValueError("the job does not use CUDA")
@@ -150,6 +156,12 @@ def cuda_work(
         to_host=to_host, gpu_state=gpu_state, wait_saved=wait_saved,
     )  # fmt: skip
     interposers.require(found.job.gang)
+    custom = CustomStorages(
+        found.driver, "driver" if moves else gpu_state, gpus, held,
+        saver=files_of(saver, held, may_wait=not save_gently),
+        to_process=to_host, is_interposed=lambda pid: bool(interposers.over(pid)), tell_guard=guarded.carried,
+    )  # fmt: skip
+    custom.require(found.job.gang)
 
     def over(pid: int) -> Sequence[Backend]:
         below = interposers.over(pid)
@@ -160,12 +172,13 @@ def cuda_work(
         gpu_state=gpu_state,
         writer=saver,
         save_gently=save_gently,
+        custom=custom,
         over=over,
         why_not=interposers.why_not,
         after=interposers.share_anew,
         copy_of=interposers.copy_of,
     )
-    gang.rank = interposers.rank
+    gang.rank, gang.bring_back = interposers.rank, custom.bring_back
     gang.before_unlock = lambda: staging.give_back(gang.state)
     expected_bytes = sum(sum(by_gpu.values()) for by_gpu in held.values())
     return CudaWork(
@@ -175,6 +188,7 @@ def cuda_work(
         staging=staging,
         threads=threads,
         interposers=interposers,
+        custom=custom,
         guarded=guarded,
         checkpoint=CheckpointGang(
             gang,

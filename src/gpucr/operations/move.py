@@ -71,7 +71,7 @@ def move(
         findings += preflight.check_room(choice.needed_bytes, placement.here, choice.gpu_map)
         work = cuda_work(
             found, protection, held, None, deadline=deadline, to_host=not goes_from_gpu_to_gpu(choice),
-            whole_tree=not only,
+            whole_tree=not only, moves=True,
         )  # fmt: skip
         opened.callback(work.close)
         steps: list[Step] = []

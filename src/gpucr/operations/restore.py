@@ -28,8 +28,8 @@ from gpucr.gang import Gang
 from gpucr.gang.threads import GangThreads
 from gpucr.gpu_state import kinds
 from gpucr.gpu_state.gpu_choice import GpuRequest
-from gpucr.gpu_state.interposed.restored import RestoredBlocks
 from gpucr.gpu_state.placement import Placement
+from gpucr.gpu_state.returns import Returns
 from gpucr.gpu_state.steps import HoldThreads, ReleaseThreads, RestoreGang, UnlockGang
 from gpucr.interposer.presence import agent_threads
 from gpucr.jobs import registered, selection
@@ -223,7 +223,7 @@ def _run(
     snapshot = source.snapshot
     load: LoadDevice | None = None
     if gang is not None and snapshot.manifest.device_parts:
-        load = LoadDevice(source, RestoredBlocks(gang.driver, placement.new_uuid))
+        load = LoadDevice(source, Returns(gang, placement))
     provide = ProvideFiles(source, protection)
     steps: list[Step] = [provide] if load is None else [provide, load] if source.provides_first else [load, provide]
     if snapshot.manifest.folders:

@@ -19,10 +19,9 @@ from gpucr.errors import (
     GpucrError,
 )
 from gpucr.gang import Gang
-from gpucr.gpu_state import kinds
 from gpucr.gpu_state.backend import Return
-from gpucr.gpu_state.interposed.restored import RestoredBlocks
 from gpucr.gpu_state.placement import Placement
+from gpucr.gpu_state.returns import Returns
 from gpucr.gpu_state.steps import RestoreGang
 from gpucr.jobs.restored_tree import RestoredTree, end_restored, restore_threads, take_stock
 from gpucr.jobs.sandbox_steps import RestoreSite
@@ -48,7 +47,7 @@ class Loading(Struct, frozen=True):
 
     returns: Mapping[DevicePart, Return]
     reader: DeviceReader
-    interposed: RestoredBlocks
+    all: Returns
 
 
 class LoadDevice:
@@ -56,9 +55,9 @@ class LoadDevice:
 
     name = "load"
 
-    def __init__(self, source: RestoreSource, interposed: RestoredBlocks) -> None:
+    def __init__(self, source: RestoreSource, returns: Returns) -> None:
         self._source = source
-        self._interposed = interposed
+        self._all = returns
         self._returns: dict[DevicePart, Return] = {}
         self.loading: Result[Loading] = Result()
 
@@ -72,19 +71,18 @@ class LoadDevice:
         manifest = self._source.snapshot.manifest
         for part, data in manifest.device_parts.items():
             stays = part.pid in manifest.suspended_pids
-            back = self._returns[part] = kinds.return_for(
-                part, data.kind, data.extents, data.size_bytes, self._interposed, stays=stays
-            )
+            back = self._returns[part] = self._all.return_for(part, data, stays=stays)
             if back.note is not None:
                 meter.note(back.note)
         reader = DeviceReader(self._source.pieces(), [each.destination for each in self._returns.values()])
-        self.loading.set(Loading(self._returns, reader, self._interposed))
+        self.loading.set(Loading(self._returns, reader, self._all))
         reader.start()
         return 0
 
     def undo(self) -> None:
         """Stop reading."""
         if (loading := self.loading.if_known) is not None:
+            self._all.give_up()
             loading.reader.cancel()
 
     def close(self) -> None:
@@ -92,7 +90,7 @@ class LoadDevice:
         self.undo()
         for each in self._returns.values():
             each.close()
-        self._interposed.close()
+        self._all.close()
 
 
 class CriuRestore:
@@ -250,7 +248,7 @@ class RestoreDevice:
             self._begin(over, interrupts, meter)
             self._finish(over)
         if self._loading is not None:
-            self._loading.value.interposed.go_on(self._tree.value.pids, self._snapshot.manifest.shares)
+            self._loading.value.all.go_on(self._tree.value.pids, self._snapshot.manifest.shares)
         return total_bytes
 
     def undo(self) -> None:

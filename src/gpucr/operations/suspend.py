@@ -15,6 +15,7 @@ from gpucr.driver.gpus import gpu_processes, list_gpus
 from gpucr.errors import GpucrError
 from gpucr.gang import Gang
 from gpucr.gpu_state import staging, suspended
+from gpucr.gpu_state.custom_storage.suspended import SuspendedStorage
 from gpucr.gpu_state.gpu_choice import GpuRequest
 from gpucr.gpu_state.interposed.suspended import SuspendedBlocks
 from gpucr.gpu_state.placement import gpus_of, place_suspended
@@ -105,10 +106,12 @@ def suspend(
             whole_tree=not only,
         )
         opened.callback(work.close)
+        findings += preflight.check_handed_over(work.custom.pids(found.job.gang))
         work.staging.prepare(work.sizes)
         work.interposers.wait_prepared()  # while the job runs: it stands still for the copy alone
         phases = running.run(work.steps_off_gpu(), roll=taken.roll, deadline=deadline, protection=protection)
         gang = work.gang
+        work.custom.release()
         for member in gang.members:
             suspended.remember(member, held.get(member.pid, {}))
         taken.roll.require_gang("the rest of the job is suspended")
@@ -179,6 +182,7 @@ def _resume(
 
     guarded = GangProtection(protection)
     suspended_blocks = SuspendedBlocks(gang, uuids_of, maps, guarded, before_suspend)
+    suspended_storage = SuspendedStorage(gang, uuids_of, guarded)
     if away:
         steps.append(RestoreGang(gang, placement if choice.gpu_map is not None else None, down_to=before_suspend))
     left_half_way = any(suspended_blocks.is_away(m.pid) for m in gang.members if m.found is CudaState.RUNNING)
@@ -188,6 +192,7 @@ def _resume(
         steps.append(UnlockGang(gang, down_to=before_suspend))
     with contextlib.ExitStack() as kept:
         kept.callback(suspended_blocks.close)
+        kept.callback(suspended_storage.close)
         for member in gang.members:
             staging.keep_file(member.pid, kept)
         guarded.members(gang.members)

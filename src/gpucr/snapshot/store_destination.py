@@ -241,6 +241,12 @@ class StoreSink:
         self.areas: list[Area] = []
         self._piece_bytes = store.config.piece_bytes
 
+    keeps_files = False
+
+    def files(self, part: DevicePart) -> Sequence[int]:
+        """None: pieces are compressed, encrypted, and shared."""
+        raise ValueError("a store has no files of device memory")
+
     @property
     def piece_bytes(self) -> int:
         """The store's."""

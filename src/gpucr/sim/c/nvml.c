@@ -12,8 +12,8 @@
 #define DRIVER_TEXT DRIVER_TEXTS[driver_generation()]
 #define CUDA_VERSION CUDA_VERSIONS[driver_generation()]
 static const char *const DRIVER_TEXTS[] = {
-    [DRIVER_580] = "580.00.00", [DRIVER_610] = "610.00.00", [DRIVER_FUTURE] = "999.00.00"};
-static const int CUDA_VERSIONS[] = {[DRIVER_580] = 13000, [DRIVER_610] = 13030, [DRIVER_FUTURE] = 14000};
+    [DRIVER_580] = "580.00.00", [DRIVER_610] = "610.00.00", [DRIVER_615] = "615.00.00", [DRIVER_FUTURE] = "999.00.00"};
+static const int CUDA_VERSIONS[] = {[DRIVER_580] = 13000, [DRIVER_610] = 13030, [DRIVER_615] = 13040, [DRIVER_FUTURE] = 14000};
 #endif
 
 enum nvml_result {

@@ -37,6 +37,12 @@ class FolderSink:
         """The size of all pieces but the last one of a part."""
         return self._piece_bytes
 
+    keeps_files = True
+
+    def files(self, part: DevicePart) -> Sequence[int]:
+        """The stripes."""
+        return self._stripes[part].fds
+
     def add(self, part: DevicePart, size_bytes: int) -> None:
         """Make the files of a part."""
         with self._explained():

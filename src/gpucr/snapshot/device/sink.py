@@ -24,6 +24,13 @@ class DeviceSink(Protocol):
     def piece_bytes(self) -> int:
         """The size of all pieces but the last one of a part."""
 
+    @property
+    def keeps_files(self) -> bool:
+        """Whether it has the pieces of a part, as they are, in `files`; else that is not to be called."""
+
+    def files(self, part: DevicePart) -> Sequence[int]:
+        """The open files of a part: piece N lies in the N-th of them, modulo their number, each as dense as can be."""
+
     def add(self, part: DevicePart, size_bytes: int) -> None:
         """There will be pieces of this part, so many bytes of them."""
 

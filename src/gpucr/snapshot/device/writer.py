@@ -184,6 +184,19 @@ class DeviceWriter:
         """Wait until everything is final and written. False: out of time, or cancelled. Raises the first error."""
         return self._crew.wait_until(self._is_done, timeout_s)
 
+    def wait_for(self, part: DevicePart, timeout_s: float | None = None) -> bool:
+        """Wait until this part is final and written. As `wait`."""
+        return self._crew.wait_until(lambda: self._savings[part].is_done, timeout_s)
+
+    @property
+    def keeps_files(self) -> bool:
+        """Whether a part that was saved can be read again from `files`."""
+        return self._sink.keeps_files
+
+    def files(self, part: DevicePart) -> tuple[Sequence[int], int]:
+        """Descriptors of the sink's, and the size of the pieces that are dealt out to them. See `DeviceSink`."""
+        return self._sink.files(part), self._sink.piece_bytes
+
     def sync(self) -> None:
         """Make everything durable, then end the threads and close the sink. Once, and after `wait` has been true."""
         self._require_done()

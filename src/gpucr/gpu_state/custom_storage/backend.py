@@ -1,0 +1,360 @@
+"""The backend: memory of one process that the driver hands to the carrier, and the backends of an operation."""
+
+from __future__ import annotations
+
+import contextlib
+import threading
+from collections.abc import Callable, Iterable, Mapping, Sequence
+
+from gpucr.driver.api import Driver
+from gpucr.errors import CustomStorageError, DriverError, GpucrError
+from gpucr.gpu_state.backend import CUSTOM_STORAGE, Backend
+from gpucr.gpu_state.custom_storage import kept
+from gpucr.gpu_state.custom_storage.client import Carrier
+from gpucr.gpu_state.custom_storage.holding import PAGE_BYTES, whole_pages
+from gpucr.gpu_state.custom_storage.messages import Ask
+from gpucr.gpu_state.source import FileSource, Saver, Source
+from gpucr.gpu_state.ways import CUSTOM, GpuState, refused
+from gpucr.interposer.vault import VAULT_BYTES
+from gpucr.linux import memory, processes
+from gpucr.linux.tmpfs import KEPT_NAME, StagingFile
+from gpucr.model import CudaState, DevicePart, GangMember, Gpu, GpuMap, ProcessId, StagedExtent
+from gpucr.quantities import format_bytes
+from gpucr.undo.steps import Meter
+
+NO_ADDRESS = 1 << 62
+"""What the driver hands over is in no place of the process: a snapshot numbers it from here on."""
+
+_WAIT_S = 0.1
+
+
+class CarriedSource:
+    """See `Source`: device memory that the carrier sees on its GPUs."""
+
+    def __init__(self, part: DevicePart, size_bytes: int, carrier: Carrier) -> None:
+        self.part = part
+        self.size_bytes = size_bytes
+        self._carrier = carrier
+
+    def read_into(self, position: int, data: memoryview) -> None:
+        """Through the carrier."""
+        self._carrier.read_into(self.part.pid, position, data)
+
+
+class CustomStorage:
+    """See `Backend`, at level 0. The driver's checkpoint is `begin`, and ends with `complete`.
+
+    ``saver``: takes the bytes while they are on the GPU, and has them in files afterwards (None: host memory has them).
+    ``to_process``: there the process itself keeps them, for whoever resumes it. ``on_begun`` is told when the source is
+    there and final.
+    """
+
+    kind = CUSTOM_STORAGE
+
+    def __init__(
+        self,
+        part: DevicePart,
+        process: ProcessId,
+        carrier: Carrier,
+        *,
+        saver: Saver | None,
+        to_process: bool,
+        on_begun: Callable[[Backend], None],
+        before: Callable[[], None],
+        wait_all_saved: Callable[[], None],
+    ) -> None:
+        self.part = part
+        self.process = process
+        self.extents: tuple[StagedExtent, ...] = ()
+        self.source: Source | None = None
+        self._carrier = carrier
+        self._saver = saver
+        self._to_process = to_process
+        self._on_begun = on_begun
+        self._before = before
+        self._wait_all_saved = wait_all_saved
+        self._restore_thread = 0
+        self._file: StagingFile | None = None
+        self._populating: threading.Thread | None = None
+        self.has_begun = False
+        self._is_saved = False
+
+    def available_bytes(self) -> int:
+        """All of it as soon as it is seen; nothing of a copy that is being made."""
+        return self.source.size_bytes if self.source is not None else 0
+
+    def prepare(self, size_bytes: int) -> int:
+        """Begin to make room, where host memory is needed."""
+        if self._saver is None:
+            with contextlib.suppress(OSError):  # what is not there now is made when it is needed
+                self._file = StagingFile.create(size_bytes, KEPT_NAME)
+                self._populating = threading.Thread(target=self._populate, args=(size_bytes,), daemon=True)
+                self._populating.start()
+        return size_bytes
+
+    def _populate(self, size_bytes: int) -> None:
+        assert self._file is not None  # noqa: S101
+        with contextlib.suppress(OSError):
+            self._file.populate(0, size_bytes)
+
+    def wait_prepared(self) -> None:
+        """Until room is there."""
+        if self._populating is not None:
+            self._populating.join()
+
+    def begin(self, restore_thread: int, meter: Meter, deadline: float | None) -> None:
+        """LOCKED → CHECKPOINTING. From here on the carrier has to end it, and all bytes have to be somewhere else."""
+        self._restore_thread = restore_thread
+        pid = self.part.pid
+        self._before()
+        parts = self._carrier.of("checkpoint", self.process).parts
+        self.has_begun = True
+        self.extents = extents_of(parts)
+        size_bytes = sum(extent.size_bytes for extent in self.extents)
+        where = "the snapshot" if self._saver is not None else "host memory"
+        meter.note(f"process {pid}: {format_bytes(size_bytes)} of device memory go to {where}")
+        if self._saver is None:
+            self._copy_to_memory(size_bytes)
+        elif size_bytes:
+            self.source = CarriedSource(self.part, size_bytes, self._carrier)
+            self._on_begun(self)
+            self._carrier.place(self.process, *self._saver.files(self.part))
+
+    def _copy_to_memory(self, size_bytes: int) -> None:
+        self.wait_prepared()
+        if self._file is None:
+            self._file = StagingFile.create(size_bytes, KEPT_NAME)
+        self._file.resize(max(self._file.size_bytes, size_bytes))
+        self._carrier.place(self.process, [self._file.fd], max(self._file.size_bytes, PAGE_BYTES))
+        self._carrier.of("copy", self.process)
+
+    def wait_begun(self) -> None:
+        """The driver's call was."""
+
+    def wait_saved(self) -> None:
+        """Until all bytes are where they stay. Raises what kept them from it."""
+        if self._saver is not None and self.source is not None and not self._is_saved:
+            while not self._saver.wait_for(self.part, _WAIT_S):
+                pass
+            self._carrier.of("saved", self.process)
+            self._is_saved = True
+
+    def complete(self, meter: Meter) -> None:
+        """CHECKPOINTING → CHECKPOINTED: the process's GPUs are free."""
+        self._wait_all_saved()
+        self._carrier.of("complete", self.process)
+        if self._file is not None:
+            size_bytes = sum(extent.size_bytes for extent in self.extents)
+            self._file.resize(size_bytes)
+            self.source = FileSource(self.part, self._file.fd, size_bytes)
+            if self._to_process:
+                kept.keep(self._restore_thread, self._file)
+            self._carrier.ask(Ask("saved", self.part.pid, keeps_itself=self._to_process))
+
+    def abort(self) -> None:
+        """There is no abort: all bytes go somewhere, and it is completed; where they cannot, the process is killed."""
+        if self.has_begun:
+            with contextlib.suppress(CustomStorageError, DriverError):
+                self._carrier.of("finish", self.process)
+
+    def give_back(self) -> None:
+        """`CustomStorages.bring_back` has done so."""
+
+    def let_go(self) -> None:
+        """The process has its memory again."""
+        self.has_begun = False
+        if self._to_process:
+            kept.let_go(self.part.pid, self._restore_thread)
+
+    def close(self) -> None:
+        """The copy in host memory, but for what the process has of it."""
+        self.wait_prepared()
+        if self._file is not None:
+            self._file.close()
+
+
+def extents_of(parts: Sequence[tuple[str, int]]) -> tuple[StagedExtent, ...]:
+    """One for each GPU, one behind the other, in whole pages."""
+    extents: list[StagedExtent] = []
+    offset = 0
+    for uuid, size_bytes in parts:
+        extents.append(StagedExtent(NO_ADDRESS + offset, whole_pages(size_bytes), offset, uuid))
+        offset += whole_pages(size_bytes)
+    return tuple(extents)
+
+
+def files_of(saver: Saver | None, held: Mapping[int, Mapping[str, int]], *, may_wait: bool) -> Saver | None:
+    """What has device memory in files before the job runs again, or ends; None: it goes to host memory instead.
+
+    A job that is to run again soon does not wait for a disk, unless host memory has no room (``may_wait``: it may).
+    """
+    if saver is None or not saver.keeps_files:
+        return None
+    needed = sum(sum(by_gpu.values()) for by_gpu in held.values())
+    return saver if may_wait or needed + needed // 16 > memory.available_bytes() else None
+
+
+class CustomStorages:
+    """Those of an operation. ``gpus`` are this machine's; each that is ``held`` needs room for the carrier's context.
+
+    ``saver``: see `files_of`. ``to_process``: the job is suspended, and gpucr ends. ``tell_guard`` is told, with the
+    carrier, of the processes whose memory it may have.
+    """
+
+    def __init__(
+        self,
+        driver: Driver,
+        gpu_state: GpuState,
+        gpus: Sequence[Gpu],
+        held: Mapping[int, Mapping[str, int]],
+        *,
+        saver: Saver | None,
+        to_process: bool,
+        is_interposed: Callable[[int], bool],
+        tell_guard: Callable[[ProcessId, Iterable[int]], None],
+    ) -> None:
+        self._driver = driver
+        self._gpu_state = gpu_state
+        in_use = {uuid for by_gpu in held.values() for uuid in by_gpu}
+        self._gpus = tuple(gpu for gpu in gpus if gpu.uuid in in_use)
+        self._held = held
+        self._saver = saver
+        self._to_process = to_process
+        self._is_interposed = is_interposed
+        self._tell_guard = tell_guard
+        self._carrier: Carrier | None = None
+        self._backends: dict[int, CustomStorage] = {}
+        self._failed: str | None = None
+        self.why_not: dict[int, str] = {}
+
+    def require(self, members: Iterable[GangMember]) -> None:
+        """Raise Unsupported where one of these would go another way, and this one is insisted on."""
+        for member in members if self._gpu_state == CUSTOM else ():
+            if member.found is not CudaState.CHECKPOINTED and (why := self._why_not(member.pid)) is not None:
+                raise refused(f"device memory of process {member.pid} cannot leave by custom storage: {why}", _REMEDY)
+
+    def takes(self, pid: int) -> bool:
+        """Whether it will take memory of this process, for all that is known before it is tried."""
+        return self._why_not(pid) is None
+
+    def pids(self, members: Iterable[GangMember]) -> list[int]:
+        """Those whose memory it will take."""
+        return [each.pid for each in members if each.found is not CudaState.CHECKPOINTED and self.takes(each.pid)]
+
+    def takes_no_host_memory(self, held: Mapping[int, Mapping[str, int]]) -> dict[str, int]:
+        """What of this memory (pid → GPU UUID → bytes) goes from the GPUs to where it is saved, per GPU UUID."""
+        total: dict[str, int] = {}
+        for pid, by_gpu in held.items() if self._saver is not None else ():
+            for uuid, size_bytes in by_gpu.items() if self.takes(pid) else ():
+                total[uuid] = total.get(uuid, 0) + size_bytes
+        return total
+
+    def _why_not(self, pid: int) -> str | None:
+        if self._gpu_state not in ("auto", CUSTOM):
+            return "another way was asked for"
+        if self._failed is not None:
+            return self._failed
+        if not self._driver.capabilities().custom_storage:
+            return "this driver has none (it came with driver 615)"
+        if not processes.can_checkpoint_processes():
+            return "gpucr would have to run as root"
+        if self._gpu_state == "auto" and self._is_interposed(pid):
+            return "it has an interposer"
+        if not sum(self._held.get(pid, {}).values()):
+            return "it is not known which GPUs it uses"
+        for gpu in self._gpus:
+            if gpu.memory_free_bytes < VAULT_BYTES and self._carrier is None:
+                free = format_bytes(gpu.memory_free_bytes)
+                return f"GPU {gpu.uuid} has {free} free, and gpucr needs {format_bytes(VAULT_BYTES)} there itself"
+        return None
+
+    def lowest(self, part: DevicePart, on_begun: Callable[[Backend], None]) -> CustomStorage | None:
+        """What takes memory of this process, at level 0; None: the driver's staging does."""
+        if not self.takes(part.pid):
+            return None
+        stat = processes.read_stat(part.pid)
+        carrier = self._started()
+        if carrier is None or stat is None:
+            return None
+        made = CustomStorage(
+            part,
+            ProcessId(part.pid, stat.start_time_ticks),
+            carrier,
+            saver=self._saver,
+            to_process=self._to_process,
+            on_begun=on_begun,
+            before=self._before,
+            wait_all_saved=self._wait_saved,
+        )
+        self._backends[part.pid] = made
+        return made
+
+    def _started(self) -> Carrier | None:
+        """The carrier. Where it cannot be had the memory goes another way, unless this one is insisted on."""
+        if self._carrier is None and self._failed is None:
+            try:
+                self._carrier = Carrier([gpu.uuid for gpu in self._gpus])
+            except CustomStorageError as e:
+                if self._gpu_state == CUSTOM:
+                    raise
+                self._failed = e.message
+        return self._carrier
+
+    def _before(self) -> None:
+        assert self._carrier is not None  # noqa: S101 - a backend has it
+        self._tell_guard(self._carrier.id, self._backends)
+
+    def _wait_saved(self) -> None:
+        """Until all bytes of all of them are where they stay: none is completed before."""
+        for each in self._backends.values():
+            each.wait_saved()
+
+    def bring_back(self, maps: Mapping[int, GpuMap | None]) -> dict[int, Exception | None]:
+        """CHECKPOINTED → LOCKED for those of these processes that the carrier has. See `Gang.bring_back`."""
+        mine = [each for pid, each in self._backends.items() if pid in maps and each.has_begun]
+        if self._carrier is None or not mine:
+            return {}
+        results = bring_back(self._carrier, {each.process: maps[each.part.pid] for each in mine})
+        for each in mine:
+            if results[each.part.pid] is None:
+                each.let_go()
+        return results
+
+    def release(self) -> None:
+        """The job keeps what it has, or has ended: the carrier has to bring nothing back."""
+        for each in self._backends.values():
+            if self._carrier is not None and each.has_begun:
+                with contextlib.suppress(GpucrError):
+                    self._carrier.of("forget", each.process)
+                each.has_begun = False
+
+    def close(self) -> None:
+        """The carrier brings back what it still has, and ends."""
+        if self._carrier is not None:
+            self._carrier.close()
+
+
+_REMEDY = "see `gpucr doctor` for what this machine has"
+
+
+def bring_back(carrier: Carrier, maps: Mapping[ProcessId, GpuMap | None]) -> dict[int, Exception | None]:
+    """CHECKPOINTED → LOCKED, from where their bytes are: begun one after the other, completed when all are filled."""
+    results: dict[int, Exception | None] = {}
+    for process, gpu_map in maps.items():
+        try:
+            carrier.of("restore", process, gpu_map)
+        except GpucrError as e:
+            results[process.pid] = e
+    for process in maps:
+        if process.pid not in results:
+            try:
+                try:
+                    carrier.of("complete", process)
+                except DriverError:  # what fails has changed nothing, as far as is known
+                    carrier.of("complete", process)
+                carrier.of("forget", process)
+            except GpucrError as e:
+                results[process.pid] = e
+            else:
+                results[process.pid] = None
+    return results

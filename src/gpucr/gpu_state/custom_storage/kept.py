@@ -1,0 +1,47 @@
+"""The bytes of a suspended process's device memory, in a file that the process itself has mapped.
+
+So they live exactly as long as it does, and gpucr need not.
+"""
+
+from __future__ import annotations
+
+import contextlib
+from mmap import MAP_SHARED, PROT_READ, PROT_WRITE
+
+from gpucr.gang.threads import explained
+from gpucr.gpu_state.staging.attach import keep_from_children, sent, traced
+from gpucr.gpu_state.staging.extents import open_file
+from gpucr.linux.injection import MMAP, MUNMAP, run_syscall
+from gpucr.linux.memory import read_maps
+from gpucr.linux.tmpfs import KEPT_NAME, StagingFile
+from gpucr.model import StagedExtent
+
+
+def keep(thread_id: int, file: StagingFile) -> None:
+    """Map all of a file into a process, by this thread of it. Raises JobChanged, NotPermitted."""
+    with explained(thread_id), traced(thread_id) as thread, sent(thread, file.fd) as number:
+        address = run_syscall(thread, MMAP, 0, file.size_bytes, PROT_READ | PROT_WRITE, MAP_SHARED, number, 0)
+        keep_from_children(thread, address, file.size_bytes)
+
+
+def find(pid: int) -> StagedExtent | None:
+    """Where a process has it; None: it keeps nothing."""
+    with contextlib.suppress(FileNotFoundError, ProcessLookupError):
+        for mapping in read_maps(pid):
+            if mapping.path.startswith(f"/{KEPT_NAME}") and mapping.permissions.startswith("rw-s"):
+                return StagedExtent(mapping.start, mapping.end - mapping.start, mapping.offset)
+    return None
+
+
+def open_kept(pid: int) -> StagingFile | None:
+    """The file; None: it keeps nothing. Raises OSError."""
+    extent = find(pid)
+    return StagingFile.adopt(open_file(pid, extent)) if extent is not None else None
+
+
+def let_go(pid: int, thread_id: int) -> None:
+    """The process has its memory again: it keeps nothing any more. Raises JobChanged, NotPermitted."""
+    extent = find(pid)
+    if extent is not None:
+        with explained(pid), traced(thread_id) as thread:
+            run_syscall(thread, MUNMAP, extent.address, extent.size_bytes)

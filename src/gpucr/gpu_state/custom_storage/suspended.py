@@ -1,0 +1,83 @@
+"""What processes keep since they were suspended by custom storage."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Mapping, Sequence
+
+from gpucr.errors import CustomStorageError, GpucrError
+from gpucr.gang import Gang
+from gpucr.gpu_state import suspended
+from gpucr.gpu_state.custom_storage import kept
+from gpucr.gpu_state.custom_storage.backend import bring_back
+from gpucr.gpu_state.custom_storage.client import Carrier
+from gpucr.gpu_state.custom_storage.holding import PAGE_BYTES
+from gpucr.gpu_state.recovery import GangProtection
+from gpucr.linux.tmpfs import StagingFile
+from gpucr.model import CudaState, GpuMap, ProcessId
+
+
+class SuspendedStorage:
+    """Restores them from that (`Gang.bring_back`). ``uuids_of``: the GPUs that a process sees, in its order."""
+
+    def __init__(self, gang: Gang, uuids_of: Callable[[int], Sequence[str]], guarded: GangProtection) -> None:
+        self._gang = gang
+        self._uuids_of = uuids_of
+        self._guarded = guarded
+        self._carrier: Carrier | None = None
+        self._before_climb = gang.before_climb
+        gang.bring_back = self.bring_back
+        gang.before_climb = self.before_climb
+
+    def bring_back(self, maps: Mapping[int, GpuMap | None]) -> dict[int, Exception | None]:
+        """CHECKPOINTED → LOCKED, and what they keep is given up: they have it."""
+        members = {member.pid: member.id for member in self._gang.members}
+        files: dict[int, StagingFile] = {}
+        try:
+            for pid in maps:
+                if self._gang.state(pid) is CudaState.CHECKPOINTED and (file := kept.open_kept(pid)) is not None:
+                    files[pid] = file
+            if not files:
+                return {}
+            mine = {members[pid]: maps[pid] for pid in files}
+            carrier = self._started(mine)
+            self._guarded.carried(carrier.id, files)
+            for pid, file in files.items():
+                size_bytes = max(file.size_bytes, PAGE_BYTES)
+                carrier.place(members[pid], [file.fd], size_bytes, is_whole=True, keeps_itself=True)
+            results = bring_back(carrier, mine)
+            for pid in files:
+                if results[pid] is None:
+                    self._let_go(pid)
+                elif self._gang.state(pid) is CudaState.CHECKPOINTED:
+                    carrier.of("forget", members[pid])  # it stays suspended, and can be resumed another time
+        except (GpucrError, OSError) as e:
+            failure = e if isinstance(e, GpucrError) else CustomStorageError(f"what was kept cannot be read: {e}")
+            return dict.fromkeys(files or maps, failure)
+        finally:
+            for file in files.values():
+                file.close()
+        return results
+
+    def _started(self, mine: Mapping[ProcessId, GpuMap | None]) -> Carrier:
+        if self._carrier is None:
+            self._carrier = Carrier(sorted({uuid for each, where in mine.items() for uuid in self._gpus(each, where)}))
+        return self._carrier
+
+    def _gpus(self, process: ProcessId, gpu_map: GpuMap | None) -> Iterable[str]:
+        record = suspended.recall(process)
+        found = (record.device_bytes if record is not None else None) or self._uuids_of(process.pid)
+        return [gpu_map.new_for(uuid) if gpu_map is not None else uuid for uuid in found]
+
+    def before_climb(self, pid: int) -> None:
+        """The driver takes its memory again: what it still keeps is nothing any more."""
+        self._let_go(pid)
+        self._before_climb(pid)
+
+    def _let_go(self, pid: int) -> None:
+        if kept.find(pid) is not None:
+            kept.let_go(pid, self._gang.driver.restore_thread_id(pid))
+
+    def close(self) -> None:
+        """The carrier."""
+        if self._carrier is not None:
+            self._carrier.close()

@@ -1,0 +1,66 @@
+"""What brings back the device memory of a snapshot, of whatever kind."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from typing import Protocol
+
+from gpucr.gang import Gang
+from gpucr.gpu_state import kinds
+from gpucr.gpu_state.backend import CUSTOM_STORAGE, INTERPOSED, Return
+from gpucr.gpu_state.custom_storage.returns import StorageReturns
+from gpucr.gpu_state.interposed.host_copy import HostCopyReturn
+from gpucr.gpu_state.interposed.restored import RestoredBlocks
+from gpucr.gpu_state.placement import Placement
+from gpucr.interposer.sharing import Share
+from gpucr.model import DevicePart, StagedExtent
+
+
+class StoredPart(Protocol):
+    """What the manifest says of a part (`snapshot.manifest.DeviceData`)."""
+
+    @property
+    def kind(self) -> str:
+        """What held it."""
+
+    @property
+    def extents(self) -> Sequence[StagedExtent]:
+        """Where it was."""
+
+    @property
+    def size_bytes(self) -> int:
+        """How much it is."""
+
+
+class Returns:
+    """Those of a restore: of processes that come back as members of this gang, where they are placed."""
+
+    def __init__(self, gang: Gang, placement: Placement) -> None:
+        self._interposed = RestoredBlocks(gang.driver, placement.new_uuid)
+        self._custom = StorageReturns(placement.new_uuid, lambda pid: placement.maps(gang).get(pid))
+
+    def return_for(self, part: DevicePart, data: StoredPart, *, stays: bool) -> Return:
+        """For what one backend held (`kinds.require_kinds` has passed). ``stays``: the process stays CHECKPOINTED.
+
+        Raises Unsupported, VaultFailed.
+        """
+        if data.kind == INTERPOSED and stays:
+            return HostCopyReturn(part, data.extents, data.size_bytes)
+        if data.kind == INTERPOSED:
+            return self._interposed.return_for(part, data.extents)
+        if data.kind == CUSTOM_STORAGE:
+            return self._custom.return_for(part, data.extents, data.size_bytes)
+        return kinds.return_for(part, data.kind, data.extents, data.size_bytes)
+
+    def go_on(self, pids: Mapping[int, int], shares: Sequence[Share]) -> None:
+        """All have their own memory: what their interposers have to do. See `RestoredBlocks.go_on`."""
+        self._interposed.go_on(pids, shares)
+
+    def give_up(self) -> None:
+        """Whoever still reads must not wait for a place that will not come."""
+        self._custom.give_up()
+
+    def close(self) -> None:
+        """What was needed for it."""
+        self._interposed.close()
+        self._custom.close()

@@ -1,0 +1,395 @@
+"""Device memory that the driver itself hands over (custom storage), on the simulated driver 615: there was no other."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from pathlib import Path
+
+import pytest
+
+import gpucr
+from gpucr.criu.engine import Criu
+from gpucr.driver.cuda import CudaDriver
+from gpucr.driver.gpus import gpu_processes
+from gpucr.errors import CriuError, CustomStorageError, DriverError, SnapshotError, Unsupported
+from gpucr.gpu_state.custom_storage import carrier
+from gpucr.gpu_state.custom_storage.client import Carrier
+from gpucr.gpu_state.custom_storage.messages import Answer, Ask
+from gpucr.interposer.library import installed, preload_path
+from gpucr.linux import memory, own_python
+from gpucr.model import CudaState, DevicePart
+from gpucr.snapshot.device.folder_sink import FolderSink
+from gpucr.undo.events import Progress
+from tests import command
+from tests.counter import Counter, CounterFactory
+from tests.operations.conftest import MakeMachine
+
+RUNNING, CHECKPOINTED = CudaState.RUNNING, CudaState.CHECKPOINTED
+
+pytestmark = [pytest.mark.root, pytest.mark.usefixtures("sim_only")]
+
+
+@pytest.fixture(autouse=True)
+def driver_615(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("GPUCR_SIM_DRIVER", "615")
+
+
+@pytest.fixture
+def job(counter: CounterFactory) -> Counter:
+    """Two processes with memory on two GPUs, of a size that is not of whole pages."""
+    return counter("--mib", "5", "--devices", "0,1", "--fork", "1")
+
+
+@pytest.fixture
+def asked(monkeypatch: pytest.MonkeyPatch) -> list[tuple[str, int]]:
+    """What carriers are asked from now on, and of which process; also unlocks of the driver."""
+    seen: list[tuple[str, int]] = []
+    ask, unlock = Carrier.ask, CudaDriver.unlock
+
+    def asking(carrier: Carrier, what: Ask, descriptors: Sequence[int] = ()) -> Answer:
+        seen.append((what.what, what.pid))
+        return ask(carrier, what, descriptors)
+
+    def unlocking(driver: CudaDriver, pid: int) -> None:
+        seen.append(("unlock", pid))
+        unlock(driver, pid)
+
+    monkeypatch.setattr(Carrier, "ask", asking)
+    monkeypatch.setattr(CudaDriver, "unlock", unlocking)
+    return seen
+
+
+def kinds(report: gpucr.DumpReport) -> set[str]:
+    return {data.kind for data in report.snapshot.manifest.device_parts.values()}
+
+
+def assert_runs(job: Counter, driver: CudaDriver, pids: list[int], expected: int) -> None:
+    assert job.processes() == pids
+    assert {driver.state(pid) for pid in pids} == {RUNNING}
+    assert job.ask() == expected
+    assert job.send("verify") == "ok"
+    assert not any(keeps(pid) for pid in pids)
+
+
+def keeps(pid: int) -> bool:
+    return "gpucr-custom" in Path(f"/proc/{pid}/maps").read_text()
+
+
+def in_order(asked: list[tuple[str, int]], pids: list[int], *what: str) -> None:
+    """All processes are through with one thing before the next begins for any."""
+    told = [name for name, pid in asked if pid in pids and name in what]
+    assert told == [name for name in what for _ in pids], asked
+
+
+# --- dump and restore --------------------------------------------------------------------------------------------
+
+
+@pytest.mark.criu
+@pytest.mark.parametrize("place", ["folder", "store", "encrypted"])
+def test_dump_and_restore(
+    place: str, job: Counter, driver: CudaDriver, tmp_path: Path, asked: list[tuple[str, int]]
+) -> None:
+    to, key, pids = tmp_path / "s", None, job.processes()
+    if place != "folder":
+        key = gpucr.Secret.passphrase("a good passphrase") if place == "encrypted" else None
+        gpucr.init_store(to, key=key) if key is not None else gpucr.init_store(to)
+    report = gpucr.dump(job.pid, to, key=key)
+    assert kinds(report) == {"custom_storage"}
+    assert [each.gpu for each in report.snapshot.manifest.device_parts[DevicePart(pids[0])].extents] == [
+        gpu.uuid for gpu in report.snapshot.manifest.gpus
+    ]
+    # Into a folder, which can be read again until it is a snapshot, the bytes go straight from the GPUs.
+    assert (("copy", pids[0]) in asked) == (place != "folder")
+    in_order(asked, pids, "checkpoint", *(["saved"] if place == "folder" else []), "complete")
+    assert any("a simulated driver only" in warning for warning in report.warnings)
+    del asked[:]
+    job.reap()
+    gpucr.restore(report.snapshot.where, key=key)
+    in_order(asked, pids, "take_back", "complete", "unlock")
+    assert_runs(job, driver, pids, 101)
+
+
+@pytest.mark.criu
+@pytest.mark.parametrize(("persist", "host_bytes"), [("background", 1 << 40), ("background", 0), ("sync", 1 << 40)])
+def test_a_job_that_is_left_running(
+    persist: str,
+    host_bytes: int,
+    job: Counter,
+    driver: CudaDriver,
+    tmp_path: Path,
+    asked: list[tuple[str, int]],
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """Its memory is in host memory while it is saved; where that has no room, the job waits for the disk."""
+    pids = job.processes()
+    monkeypatch.setattr(memory, "available_bytes", lambda pid=None: host_bytes)
+    report = gpucr.dump(job.pid, tmp_path / "s", leave_running=True, persist=persist, force=True)  # type: ignore[arg-type]
+    assert kinds(report) == {"custom_storage"}
+    assert (("copy", pids[0]) in asked) == (persist == "background" and host_bytes > 0)
+    assert_runs(job, driver, pids, 101)
+    monkeypatch.undo()
+    monkeypatch.setenv("GPUCR_SIM_DRIVER", "615")
+    job.kill()
+    job.reap()
+    gpucr.restore(tmp_path / "s")
+    assert_runs(job, driver, pids, 101)
+
+
+@pytest.mark.criu
+def test_a_frozen_job_is_saved_and_thawed(job: Counter, driver: CudaDriver, tmp_path: Path) -> None:
+    pids = job.processes()
+    with gpucr.freeze(job.pid) as frozen:
+        assert not [use for use in gpu_processes() if use.pid in pids]
+        for name in ("a", "b"):
+            assert kinds(frozen.save(tmp_path / name)) == {"custom_storage"}
+    assert_runs(job, driver, pids, 101)
+
+
+@pytest.mark.criu
+def test_memory_comes_back_on_another_gpu(
+    machine: MakeMachine, counter: CounterFactory, driver: CudaDriver, tmp_path: Path
+) -> None:
+    """By processes of their own: the simulated driver remembers the machine on which one has started CUDA."""
+    uuids = machine("2x2GiB")
+    job = counter("--mib", "8")
+    assert command.run("dump", job.pid, "--to", tmp_path / "s", "--gpu-state", "custom").returncode == 0
+    job.reap()
+    assert command.run("restore", tmp_path / "s", "--gpu", "1").returncode == 0
+    assert {use.gpu_uuid for use in gpu_processes() if use.pid == job.pid} == {uuids[1]}
+    assert_runs(job, driver, [job.pid], 101)
+    assert command.run("suspend", job.pid).returncode == 0
+    assert keeps(job.pid)
+    assert command.run("resume", job.pid, "--gpu", "0").returncode == 0
+    assert {use.gpu_uuid for use in gpu_processes() if use.pid == job.pid} == {uuids[0]}
+    assert_runs(job, driver, [job.pid], 102)
+
+
+# --- suspend and resume ------------------------------------------------------------------------------------------
+
+
+def test_a_suspended_process_keeps_its_bytes_itself(
+    job: Counter, driver: CudaDriver, asked: list[tuple[str, int]], tmp_path: Path
+) -> None:
+    pids = job.processes()
+    for expected in (101, 102):
+        gpucr.suspend(job.pid)
+        in_order(asked, pids, "checkpoint", "complete")
+        assert {driver.state(pid) for pid in pids} == {CHECKPOINTED}
+        assert all(keeps(pid) for pid in pids)
+        assert not [use for use in gpu_processes() if use.pid in pids]
+        del asked[:]
+        gpucr.resume(job.pid)
+        in_order(asked, pids, "restore", "complete", "unlock")
+        assert_runs(job, driver, pids, expected)
+        del asked[:]
+
+
+def test_what_is_suspended_so_is_not_dumped(job: Counter, driver: CudaDriver, tmp_path: Path) -> None:
+    pids = job.processes()
+    gpucr.suspend(job.pid)
+    with pytest.raises(Unsupported, match="is suspended by custom storage") as raised:
+        gpucr.dump(job.pid, tmp_path / "s")
+    assert raised.value.code == "GPUCR-GPU-STATE"
+    gpucr.resume(job.pid)
+    assert_runs(job, driver, pids, 101)
+
+
+def test_a_resume_without_custom_storage_changes_nothing(
+    job: Counter, driver: CudaDriver, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The driver alone would restore a process that has nothing to be restored from."""
+    pids = job.processes()
+    gpucr.suspend(job.pid)
+    monkeypatch.setenv("GPUCR_SIM_DRIVER", "580")
+    with pytest.raises(CustomStorageError, match="this driver has no custom storage"):
+        gpucr.resume(job.pid)
+    assert {driver.state(pid) for pid in pids} == {CHECKPOINTED}
+    monkeypatch.setenv("GPUCR_SIM_DRIVER", "615")
+    gpucr.resume(job.pid)
+    assert_runs(job, driver, pids, 101)
+
+
+# --- what fails --------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.criu
+@pytest.mark.parametrize("host_bytes", [0, 1 << 40])
+@pytest.mark.parametrize("what", ["criu", "disk"])
+def test_a_dump_that_fails_leaves_the_job_running(
+    what: str, host_bytes: int, job: Counter, driver: CudaDriver, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Its memory comes back out of the files of the snapshot, or where they have not all of it, from host memory."""
+    pids = job.processes()
+
+    def not_dumped(*_: object, **__: object) -> object:
+        raise CriuError("it does not want to", phase="dump")
+
+    def disk_is_full(*_: object) -> bytes:
+        raise SnapshotError("the disk is full", path="s")
+
+    monkeypatch.setattr(*{"criu": (Criu, "dump", not_dumped), "disk": (FolderSink, "put", disk_is_full)}[what])
+    monkeypatch.setattr(memory, "available_bytes", lambda pid=None: host_bytes)
+    with pytest.raises((CriuError, SnapshotError)):
+        gpucr.dump(job.pid, tmp_path / "s", force=True)
+    assert not (tmp_path / "s").exists()
+    assert_runs(job, driver, pids, 101)
+
+
+@pytest.mark.parametrize(
+    ("fault", "result"), [("checkpoint=801", 801), ("checkpoint#1=999", 999), ("complete#1=999", 999)]
+)
+def test_what_the_driver_refuses_in_a_suspend_is_undone(
+    fault: str, result: int, counter: CounterFactory, driver: CudaDriver
+) -> None:
+    """A checkpoint that it did not begin, and one that it would not complete: then all has to come back first."""
+    job = counter("--mib", "8", "--fork", "1", env={"GPUCR_SIM_FAULTS": fault})
+    pids = job.processes()
+    with pytest.raises(DriverError) as raised:
+        gpucr.suspend(job.pid)
+    assert raised.value.result == result
+    assert_runs(job, driver, pids, 101)
+
+
+def test_a_resume_that_the_driver_refuses_leaves_the_job_suspended(counter: CounterFactory, driver: CudaDriver) -> None:
+    job = counter("--mib", "8", env={"GPUCR_SIM_FAULTS": "restore#1=2"})
+    gpucr.suspend(job.pid)
+    with pytest.raises(DriverError, match="cannot restore"):
+        gpucr.resume(job.pid)
+    assert driver.state(job.pid) is CHECKPOINTED
+    assert keeps(job.pid)
+    gpucr.resume(job.pid)
+    assert_runs(job, driver, [job.pid], 101)
+
+
+@pytest.mark.criu
+@pytest.mark.parametrize("fault", ["restore=2", "complete#2=999"])
+def test_a_restore_that_fails_ends_what_it_began(fault: str, counter: CounterFactory, tmp_path: Path) -> None:
+    job = counter("--mib", "8", env={"GPUCR_SIM_FAULTS": fault})
+    gpucr.dump(job.pid, tmp_path / "s")
+    job.reap()
+    with pytest.raises(DriverError):
+        gpucr.restore(tmp_path / "s")
+    assert not job.processes()
+    assert not [use for use in gpu_processes() if use.pid == job.pid]
+
+
+@pytest.mark.criu
+def test_memory_that_does_not_fit_is_not_filled(job: Counter, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    gpucr.dump(job.pid, tmp_path / "s")
+    job.reap()
+    real = Carrier.ask
+
+    def less(carrier: Carrier, ask: Ask, descriptors: Sequence[int] = ()) -> Answer:
+        answer = real(carrier, ask, descriptors)
+        return answer if ask.what != "take_back" else Answer(parts=answer.parts[:1])
+
+    monkeypatch.setattr(Carrier, "ask", less)
+    with pytest.raises(CustomStorageError, match="wants other memory back"):
+        gpucr.restore(tmp_path / "s")
+    assert not job.processes()
+
+
+# --- which way ---------------------------------------------------------------------------------------------------
+
+
+def test_what_cannot_be_called_off_is_said_before(job: Counter, asked: list[tuple[str, int]]) -> None:
+    said: list[bool] = []
+
+    def listen(progress: Progress) -> None:
+        if progress.event == "begin" and "which cannot be called off once begun" in progress.description:
+            said.append(("checkpoint", job.pid) in asked)
+
+    gpucr.suspend(job.pid, on_progress=listen)
+    assert said == [False]
+    gpucr.resume(job.pid)
+
+
+@pytest.mark.parametrize(
+    ("way", "is_custom"), [("auto", False), ("custom", True), ("captured", False), ("driver", False)]
+)
+def test_a_process_with_an_interposer_goes_that_way_unless_another_is_insisted_on(
+    way: str, is_custom: bool, counter: CounterFactory, driver: CudaDriver, tmp_path: Path
+) -> None:
+    variables = {"LD_PRELOAD": preload_path(installed()), "GPUCR_INTERPOSER_DIR": str(tmp_path / "agents")}
+    job = counter("--mib", "24", env=variables)
+    gpucr.suspend(job.pid, gpu_state=way)  # type: ignore[arg-type]
+    assert keeps(job.pid) == is_custom
+    gpucr.resume(job.pid)
+    assert_runs(job, driver, [job.pid], 101)
+
+
+def test_it_is_refused_where_the_driver_has_none(
+    job: Counter, driver: CudaDriver, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("GPUCR_SIM_DRIVER", "610")
+    with pytest.raises(
+        Unsupported, match=f"process {job.pid} cannot leave by custom storage: this driver has"
+    ) as error:
+        gpucr.suspend(job.pid, gpu_state="custom")
+    assert error.value.code == "GPUCR-GPU-STATE"
+    assert_runs(job, driver, job.processes(), 101)
+
+
+def test_a_gpu_without_room_for_gpucr_is_left_to_staging(
+    machine: MakeMachine, counter: CounterFactory, driver: CudaDriver
+) -> None:
+    machine("640MiB")
+    job = counter("--mib", "24")
+    with pytest.raises(Unsupported, match=r"has \d+\.\d MiB free, and gpucr needs 640.0 MiB there itself"):
+        gpucr.suspend(job.pid, gpu_state="custom")
+    gpucr.suspend(job.pid)
+    assert not keeps(job.pid)
+    gpucr.resume(job.pid)
+    assert_runs(job, driver, [job.pid], 101)
+
+
+def test_a_carrier_that_does_not_start_leaves_the_way_to_staging(
+    job: Counter, driver: CudaDriver, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    real = own_python.command
+
+    def command_of(module: str, *arguments: object) -> list[str]:
+        return ["/bin/false"] if module == carrier.__name__ else real(module, *arguments)
+
+    monkeypatch.setattr(own_python, "command", command_of)
+    pids = job.processes()
+    with pytest.raises(CustomStorageError, match="has ended"):
+        gpucr.suspend(job.pid, gpu_state="custom")
+    gpucr.suspend(job.pid)
+    assert not any(keeps(pid) for pid in pids)
+    gpucr.resume(job.pid)
+    assert_runs(job, driver, pids, 101)
+
+
+# --- between the ways --------------------------------------------------------------------------------------------
+
+
+@pytest.mark.criu
+@pytest.mark.parametrize(("way", "kind"), [("driver", None), ("captured", "captured"), ("custom", "custom_storage")])
+def test_a_snapshot_comes_back_as_it_left_whatever_the_driver_could(
+    way: str, kind: str | None, counter: CounterFactory, driver: CudaDriver, tmp_path: Path
+) -> None:
+    """Staging is in the process or beside it, and the driver restores from that; what it handed over is given back."""
+    job = counter("--mib", "8")
+    report = gpucr.dump(job.pid, tmp_path / "s", gpu_state=way)  # type: ignore[arg-type]
+    assert kinds(report) == ({kind} if kind is not None else set())
+    job.reap()
+    gpucr.restore(tmp_path / "s")
+    assert_runs(job, driver, [job.pid], 101)
+
+
+@pytest.mark.criu
+def test_a_snapshot_of_custom_storage_is_refused_where_there_is_none(
+    job: Counter, driver: CudaDriver, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    pids = job.processes()
+    gpucr.dump(job.pid, tmp_path / "s")
+    job.reap()
+    monkeypatch.setenv("GPUCR_SIM_DRIVER", "610")
+    with pytest.raises(Unsupported, match="this machine's driver has no custom storage") as raised:
+        gpucr.restore(tmp_path / "s", force=True)
+    assert raised.value.code == "GPUCR-BACKEND"
+    assert not job.processes()
+    monkeypatch.setenv("GPUCR_SIM_DRIVER", "615")
+    gpucr.restore(tmp_path / "s")
+    assert_runs(job, driver, pids, 101)
