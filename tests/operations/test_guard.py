@@ -25,7 +25,7 @@ from gpucr.criu.recovery import EndDump, EndRestore, EndRestored
 from gpucr.driver.cuda import CudaDriver
 from gpucr.errors import BrokenInstall, Unsupported
 from gpucr.gpu_state.recovery import BringBack, DetachedStaging, GangProtection
-from gpucr.jobs.recovery import EndJob, EndSandbox
+from gpucr.jobs.recovery import CloseToTracers, EndJob, EndSandbox
 from gpucr.linux import own_python, processes
 from gpucr.linux.claims import claimed
 from gpucr.model import CudaState, GangMember, ProcessId, StagedExtent
@@ -735,6 +735,7 @@ _BRING_BACK = BringBack(
     members=(GangMember(ProcessId(7, 9), CHECKPOINTED), GangMember(ProcessId(8, 9), RUNNING)),
     restore_threads={7: 70},
     detached=(DetachedStaging(7, (StagedExtent(4096, 8192, 0),)),),
+    copies=(8,),
     stopped=(ProcessId(7, 9),),
 )
 _ACTIONS: tuple[Action, ...] = (
@@ -746,6 +747,7 @@ _ACTIONS: tuple[Action, ...] = (
     EndRestored((ProcessId(11, 12),)),
     EndSandbox(ProcessId(17, 18)),
     EndJob((ProcessId(19, 20), ProcessId(21, 22))),
+    CloseToTracers((ProcessId(23, 24),)),
 )
 _FULL = Record((ProcessId(7, 9),), tuple(entry(action, [number]) for number, action in enumerate(_ACTIONS)))
 

@@ -2,18 +2,17 @@
 
 from __future__ import annotations
 
-import json
 import os
 import shutil
 import stat
 import tempfile
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
 
 import gpucr
-from gpucr.errors import GpucrError, InvalidRequest, StoreDamaged, StoreError
+from gpucr.errors import InvalidRequest, StoreDamaged, StoreError
 from gpucr.snapshot.location import find_target
 from gpucr.store import copy, prune, sharing, snapshots, verify
 from gpucr.store.keys import Secret
@@ -21,7 +20,8 @@ from gpucr.store.local import INCOMING_NAME, LocalBackend
 from gpucr.store.opened import Store
 from gpucr.store.retention import PruneRules
 from gpucr.supervise.start import require_store
-from tests.store.dumps import content, dump, restore
+from tests.command import python
+from tests.store.dumps import content, dump
 
 pytestmark = pytest.mark.root
 
@@ -43,35 +43,54 @@ def place() -> Iterator[Path]:
 def shared(place: Path) -> Path:
     """A store that a group shares."""
     gpucr.init_store(place / "store", shared_with_group=GROUP)
-    private = gpucr.init_store(place / "warm")  # what is imported late is imported before anybody is not root
-    restore(private, dump(private, AREAS))
     return place / "store"
 
 
-def as_user(uid: int, action: Callable[[], object], *, umask: int = 0o077) -> str:
-    """What an action returns, done by a user; of an error its code and message. Only Alice and Bob are in the group."""
-    read, write = os.pipe()
-    pid = os.fork()
-    if pid == 0:
-        try:
-            os.setgroups([GID] if uid in (ALICE, BOB) else [])
-            os.setresgid(uid, uid, uid)
-            os.setresuid(uid, uid, uid)
-            os.umask(umask)
-            try:
-                said = str(action())
-            except GpucrError as e:
-                said = f"{e.code}: {e.message}"
-            except OSError as e:
-                said = f"{type(e).__name__}: {e}"
-            os.write(write, json.dumps(said).encode())
-        finally:
-            os._exit(0)
-    os.close(write)
-    with os.fdopen(read, "rb") as answer:
-        text = answer.read()
-    os.waitpid(pid, 0)
-    return str(json.loads(text))
+_AS_USER = """
+import os, sys
+from pathlib import Path
+import numpy
+import gpucr
+from gpucr.errors import GpucrError
+from gpucr.store import copy, prune, snapshots, verify
+from gpucr.store.keys import Secret
+from gpucr.store.local import LocalBackend
+
+from gpucr.store.opened import Store
+from gpucr.store.retention import PruneRules
+from tests.store.dumps import content, dump, new_store, restore
+from tests.store.memory import MemoryBackend
+
+def opened(path, secret=None):
+    return Store.open(LocalBackend(path), secret)
+
+AREAS = {"device/7": content(1, 2, 3)}
+uid, group, umask, action, *paths = sys.argv[1:]
+shared, *others = map(Path, paths)
+warm = new_store(MemoryBackend())  # what is imported late is imported before anybody is not root
+restore(warm, dump(warm, AREAS))
+os.setgroups([int(group)] if group else [])
+os.setresgid(*[int(uid)] * 3)
+os.setresuid(*[int(uid)] * 3)
+os.umask(int(umask))
+try:
+    exec(action)
+except GpucrError as e:
+    said = f"{e.code}: {e.message}"
+except OSError as e:
+    said = f"{type(e).__name__}: {e}"
+print(said)
+"""
+
+
+def as_user(uid: int, action: str, *paths: Path, umask: int = 0o077) -> str:
+    """What a user's code names `said`; of an error its code and message. Only Alice and Bob are in the group.
+
+    The first path is `shared` there, the rest are `others`.
+    """
+    done = python(_AS_USER, uid, GID if uid in (ALICE, BOB) else "", umask, action, *paths)
+    assert done.returncode == 0, done.stderr
+    return done.stdout.strip()
 
 
 def opened(path: Path, secret: Secret | None = None) -> Store:
@@ -80,7 +99,7 @@ def opened(path: Path, secret: Secret | None = None) -> Store:
 
 def dumped_by(uid: int, path: Path, umask: int = 0o077) -> str:
     """The id of a snapshot that this user has stored."""
-    found = as_user(uid, lambda: dump(opened(path), AREAS, "train").id, umask=umask)
+    found = as_user(uid, "said = dump(opened(shared), AREAS, 'train').id", path, umask=umask)
     assert len(found) == 32, found
     return found
 
@@ -106,28 +125,27 @@ def test_members_use_each_others_snapshots_and_share_pieces(shared: Path) -> Non
     dumped_by(BOB, shared)
     assert sum(each.stat().st_size for each in shared.glob("packs/*/*")) == before, "Bob stored no piece again"
 
-    def look() -> object:
-        store = opened(shared)
-        found = snapshots.find(store, first)
-        assert restore(store, found) == AREAS
-        assert not verify.verify(store, deep=True).problems
-        return len(snapshots.list_all(store).snapshots)
-
-    assert as_user(BOB, look) == "2"
+    look = f"""
+store = opened(shared)
+same = restore(store, snapshots.find(store, {first!r})) == AREAS
+said = same, verify.verify(store, deep=True).problems, len(snapshots.list_all(store).snapshots)
+"""
+    assert as_user(BOB, look, shared) == "(True, {}, 2)"
 
 
 def test_nobody_outside_the_group_sees_anything(shared: Path) -> None:
     dumped_by(ALICE, shared)
-    assert "Permission denied" in as_user(STRANGER, lambda: list(gpucr.list_snapshots(shared).snapshots))
-    assert "Permission denied" in as_user(STRANGER, lambda: os.listdir(shared))
+    assert "Permission denied" in as_user(STRANGER, "said = gpucr.list_snapshots(shared)", shared)
+    assert "Permission denied" in as_user(STRANGER, "said = os.listdir(shared)", shared)
 
 
 def test_each_member_removes_his_own_snapshots_only(shared: Path) -> None:
     alices, bobs = dumped_by(ALICE, shared), dumped_by(BOB, shared)
-    said = as_user(BOB, lambda: gpucr.remove_snapshot(f"{shared}#{alices}"))
+    remove = "said = gpucr.remove_snapshot(f'{shared}#%s').id"
+    said = as_user(BOB, remove % alices, shared)
     assert said.startswith("GPUCR-STORE: ")
     assert "only root may delete what another member of the group has stored" in said
-    assert as_user(BOB, lambda: gpucr.remove_snapshot(f"{shared}#{bobs}").id) == bobs
+    assert as_user(BOB, remove % bobs, shared) == bobs
     assert [each.id for each in gpucr.list_snapshots(shared).snapshots] == [alices]
     gpucr.remove_snapshot(f"{shared}#{alices}")
     assert not gpucr.list_snapshots(shared).snapshots
@@ -135,21 +153,22 @@ def test_each_member_removes_his_own_snapshots_only(shared: Path) -> None:
 
 def test_root_alone_prunes(shared: Path) -> None:
     ids = [dumped_by(uid, shared) for uid in (ALICE, BOB, ALICE)]
-    rules = PruneRules(keep_last=1)
     before = sorted(shared.rglob("*"))
-    said = as_user(ALICE, lambda: prune.prune(opened(shared), rules))
+    said = as_user(ALICE, "said = prune.prune(opened(shared), PruneRules(keep_last=1))", shared)
     assert said.endswith("is shared by a group: only root prunes it")
-    assert as_user(ALICE, lambda: len(prune.prune(opened(shared), rules, dry_run=True).removed)) == "2"
+    dry = "said = len(prune.prune(opened(shared), PruneRules(keep_last=1), dry_run=True).removed)"
+    assert as_user(ALICE, dry, shared) == "2"
     assert sorted(shared.rglob("*")) == before
-    report = prune.prune(opened(shared), rules)
+    report = prune.prune(opened(shared), PruneRules(keep_last=1))
     assert [each.id for each in report.removed] == ids[:2]
-    found = opened(shared)
-    assert as_user(BOB, lambda: restore(found, snapshots.find(found, "latest")) == AREAS) == "True"
+    latest = "store = opened(shared); said = restore(store, snapshots.find(store, 'latest')) == AREAS"
+    assert as_user(BOB, latest, shared) == "True"
 
 
 def test_what_root_keeps_or_runs_does_not_come_from_there(shared: Path, place: Path) -> None:
     snapshot = dumped_by(ALICE, shared)
-    private = opened(place / "warm")
+    private = gpucr.init_store(place / "private")
+    dump(private, AREAS)
     for use in (
         lambda: find_target(f"{shared}#mine", compress="auto", encrypt=False, trust_store=False, key=None),
         lambda: copy.copy(opened(shared), snapshots.find(opened(shared), snapshot), private),
@@ -162,32 +181,32 @@ def test_what_root_keeps_or_runs_does_not_come_from_there(shared: Path, place: P
     gpucr.init_store(place / "bobs")
     for each in (place / "bobs", *(place / "bobs").rglob("*")):
         os.chown(each, BOB, BOB)
-    found = snapshots.find(opened(shared), snapshot)
-    assert as_user(BOB, lambda: copy.copy(opened(shared), found, opened(place / "bobs")).name) == "train"
+    find = f"store = opened(shared); found = snapshots.find(store, {snapshot!r})"
+    own = f"{find}; said = copy.copy(store, found, opened(others[0])).name"
+    assert as_user(BOB, own, shared, place / "bobs") == "train"
 
 
 def test_members_cannot_touch_what_is_others(shared: Path) -> None:
     dumped_by(ALICE, shared)
     pack = next(shared.glob("packs/*/*"))
 
-    def attack() -> object:
-        failed = []
-        for act in (
-            pack.unlink,
-            lambda: pack.rename(pack.with_name("x")),
-            lambda: pack.write_bytes(b""),
-            lambda: pack.parent.rename(shared / "packs/zz"),
-            lambda: pack.parent.chmod(0o777),
-            lambda: shared.chmod(0o777),
-            (shared / "gpucr-store.json").unlink,
-        ):
-            try:
-                act()
-            except OSError:
-                failed.append(1)
-        return len(failed)
-
-    assert as_user(BOB, attack) == "7"
+    attack = """
+pack, said = others[0], 0
+for act in (
+    pack.unlink,
+    lambda: pack.rename(pack.with_name("x")),
+    lambda: pack.write_bytes(b""),
+    lambda: pack.parent.rename(shared / "packs/zz"),
+    lambda: pack.parent.chmod(0o777),
+    lambda: shared.chmod(0o777),
+    (shared / "gpucr-store.json").unlink,
+):
+    try:
+        act()
+    except OSError:
+        said += 1
+"""
+    assert as_user(BOB, attack, shared, pack) == "7"
     assert not verify.verify(opened(shared), deep=True).problems
 
 
@@ -195,12 +214,12 @@ def test_folders_and_links_of_members_are_passed_over(shared: Path, place: Path)
     dumped_by(ALICE, shared)
     (place / "victim").write_text("kept")
 
-    def attack() -> None:
-        (shared / "index/mine").mkdir()
-        (shared / "index/mine/deadbeef").write_bytes(b"not an index")
-        (shared / f"snapshots/{'0' * 32}").symlink_to(place / "victim")
-
-    assert as_user(BOB, attack) == "None"
+    attack = """
+(shared / "index/mine").mkdir()
+(shared / "index/mine/deadbeef").write_bytes(b"not an index")
+said = (shared / f"snapshots/{'0' * 32}").symlink_to(others[0])
+"""
+    assert as_user(BOB, attack, shared, place / "victim") == "None"
     backend = LocalBackend(shared)
     names = {info.name for info in backend.list()}
     assert "index/mine/deadbeef" not in names
@@ -228,23 +247,23 @@ def test_it_is_not_shared_where_the_mark_is_not_roots(place: Path) -> None:
     gpucr.init_store(place / "store", shared_with_group=GROUP)
     os.chown(place / "store", ALICE, GID)
     (place / "store").chmod(0o3770)
-    said = as_user(BOB, lambda: gpucr.list_snapshots(place / "store"))
+    said = as_user(BOB, "said = gpucr.list_snapshots(shared)", place / "store")
     assert said.startswith("GPUCR-STORE: ")
     assert "others can write it" in said
 
 
 def test_encrypted(place: Path) -> None:
-    secret = Secret.key_file(bytes(range(32)))
-    gpucr.init_store(place / "store", key=secret, shared_with_group=GROUP)
-    found = as_user(ALICE, lambda: dump(opened(place / "store", secret), AREAS, "train").id)
-    read = as_user(BOB, lambda: restore(s := opened(place / "store", secret), snapshots.find(s, found)) == AREAS)
-    assert read == "True"
+    gpucr.init_store(place / "store", key=Secret.key_file(bytes(range(32))), shared_with_group=GROUP)
+    store = "store = opened(shared, Secret.key_file(bytes(range(32))))\n"
+    found = as_user(ALICE, f"{store}said = dump(store, AREAS, 'train').id", place / "store")
+    read = f"{store}said = restore(store, snapshots.find(store, {found!r})) == AREAS"
+    assert as_user(BOB, read, place / "store") == "True"
     assert modes(place / "store") == {("folder", GID, 0o3770), ("file", GID, 0o640)}
 
 
 def test_only_root_shares_and_only_with_a_group_that_there_is(place: Path) -> None:
     os.chown(place, ALICE, ALICE)
-    said = as_user(ALICE, lambda: gpucr.init_store(place / "a", shared_with_group=GROUP))
+    said = as_user(ALICE, f"said = gpucr.init_store(shared, shared_with_group={GROUP!r})", place / "a")
     assert said.startswith("GPUCR-NOT-PERMITTED: only root can share a store")
     with pytest.raises(InvalidRequest, match="no group 'nosuchgroup'"):
         gpucr.init_store(place / "a", shared_with_group="nosuchgroup")

@@ -2,13 +2,15 @@
 
 from __future__ import annotations
 
+import os
+import subprocess
 import sys
 from collections.abc import Callable, Iterator
 
 import pytest
 
 import gpucr
-from gpucr.errors import Unsupported
+from gpucr.errors import JobChanged, Unsupported
 from gpucr.undo.interrupts import Interrupts
 from gpucr.undo.operation import all_or_nothing, operation
 from gpucr.undo.steps import Meter, Phase
@@ -31,6 +33,29 @@ class Work:
 
     def undo(self) -> None:
         """Nothing."""
+
+
+@pytest.mark.parametrize("path", ["/proc/{ended}", "/proc/{ended}/ns/pid", "/proc/{ended}/task/7/comm"])
+@pytest.mark.parametrize("kind", [FileNotFoundError, ProcessLookupError])
+def test_a_process_that_ends_under_a_look_is_told(path: str, kind: type[OSError]) -> None:
+    with subprocess.Popen(["true"]) as child:
+        child.wait()
+    error = kind(0, "it is not there", path.format(ended=child.pid))
+    with pytest.raises(JobChanged, match=f"process {child.pid} ended meanwhile") as told, operation("dump", 1):
+        raise error
+    assert (told.value.pids, told.value.__cause__) == ((child.pid,), error)
+
+
+@pytest.mark.parametrize(
+    "error",
+    [FileNotFoundError(2, "no", f"/proc/{os.getpid()}/ns/nosuch"), FileNotFoundError(2, "no", "/proc/sys/nosuch"),
+     FileNotFoundError(2, "no", "/tmp"), FileNotFoundError(2, "no"), PermissionError(13, "no", "/proc/999999999/ns"),
+     FileNotFoundError(2, "no", 7)],
+)  # fmt: skip
+def test_what_is_missing_for_another_reason_stays_what_it_is(error: OSError) -> None:
+    with pytest.raises(type(error)) as told, operation("dump", 1):
+        raise error
+    assert told.value is error
 
 
 def refuse() -> None:

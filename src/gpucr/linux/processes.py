@@ -132,6 +132,19 @@ def presence(pid: int) -> Presence:
     return Presence.PRESENT
 
 
+def ended_under_a_look(error: OSError) -> int | None:
+    """The process in whose folder of /proc something was missing, since it has ended; None: that was not the reason."""
+    if not isinstance(error, FileNotFoundError | ProcessLookupError) or not isinstance(
+        error.filename, str | os.PathLike
+    ):
+        return None
+    *folder, name = Path(error.filename).parts[: len(PROC.parts) + 1]
+    if tuple(folder) != PROC.parts or not name.isdigit():
+        return None
+    stat = read_stat(int(name))
+    return int(name) if stat is None or stat.status in "ZX" else None
+
+
 def is_alive(process: ProcessId) -> bool:
     """Whether this very process still runs: same pid, same start time, and not a zombie."""
     stat = read_stat(process.pid)

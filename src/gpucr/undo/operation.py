@@ -12,8 +12,8 @@ from __future__ import annotations
 import contextlib
 from collections.abc import Iterator, Sequence
 
-from gpucr.errors import Unsupported
-from gpucr.linux import descriptor_limit
+from gpucr.errors import JobChanged, Unsupported
+from gpucr.linux import descriptor_limit, processes
 from gpucr.linux.descriptor_limit import OUT_OF_DESCRIPTORS, Reserve
 from gpucr.undo.cancellation import Cancellation
 from gpucr.undo.events import Listener, OnProgress
@@ -95,7 +95,7 @@ def operation(
     cancel: Cancellation | None = None,
     is_undo: bool = False,
 ) -> Iterator[Operation]:
-    """The whole of an operation is in this block. Raises Interrupted and Unsupported (no open files left), too.
+    """The whole of an operation is in this block. Raises Interrupted, Unsupported (no open files left) and JobChanged.
 
     ``name`` and ``subject`` are for the events that tell of it (events.py). One that ``is_undo`` cannot be interrupted.
     """
@@ -115,9 +115,11 @@ def operation(
         except KeyboardInterrupt as e:
             raise interrupted(e, "the job is as it was found") from e
         except OSError as e:
-            if e.errno not in OUT_OF_DESCRIPTORS or interrupts.is_done:
-                raise
-            raise _too_few("there was none left for what had to be looked at") from e
+            if e.errno in OUT_OF_DESCRIPTORS and not interrupts.is_done:
+                raise _too_few("there was none left for what had to be looked at") from e
+            if (pid := processes.ended_under_a_look(e)) is not None:
+                raise JobChanged(f"process {pid} ended meanwhile", pids=[pid], hint="its own log may say why") from e
+            raise
         finally:
             running.release()
 
