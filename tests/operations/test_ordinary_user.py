@@ -201,16 +201,23 @@ def test_a_job_with_a_connection_is_refused(user: OrdinaryUser) -> None:
 
 
 CONNECTED = """
-import socket, threading, time
+import os, socket, threading, time
 server = socket.create_server(("127.0.0.1", 0))
 client = socket.create_connection(server.getsockname())
 peer = server.accept()[0]
+number = 0
+if os.fork() == 0:
+    while word := peer.recv(8, socket.MSG_WAITALL):
+        peer.sendall(word)
+    os._exit(1)
 
 def talk():
+    global number
     while True:
         time.sleep(0.01)
-        client.sendall(b"x")
-        if peer.recv(1) == b"x":
+        number += 1
+        client.sendall(number.to_bytes(8, "little"))
+        if client.recv(8, socket.MSG_WAITALL) == number.to_bytes(8, "little"):
             open("talked", "w").close()
 
 threading.Thread(target=talk, daemon=True).start()
@@ -230,6 +237,8 @@ def test_a_job_with_a_connection_takes_a_grant_for_its_group(user: OrdinaryUser)
         assert user.run(some["path"], "--version").returncode != 0  # no member can start it
         user.groups = (1,)
         before = capabilities_of(pid)
+        user.succeeds("dump", str(pid), "--to", "running", "--leave-running")
+        wait_until_written(user.home / "talked", "the program to talk to itself while it goes on")
         user.succeeds("dump", str(pid), "--to", "connected")
         findings = {each["what"] for each in json.loads(user.gpucr("doctor", "--json").stdout)["checkups"]}
         assert "connections are not silenced while this user's jobs are dumped" in findings
