@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 from collections.abc import Sequence
 from pathlib import Path
 
@@ -12,7 +13,7 @@ from gpucr.criu.engine import Criu
 from gpucr.driver.cuda import CudaDriver
 from gpucr.driver.gpus import gpu_processes
 from gpucr.errors import CriuError, CustomStorageError, DriverError, SnapshotError, Unsupported
-from gpucr.gpu_state.custom_storage import carrier
+from gpucr.gpu_state.custom_storage import carrier, suspended
 from gpucr.gpu_state.custom_storage.client import Carrier
 from gpucr.gpu_state.custom_storage.messages import Answer, Ask
 from gpucr.interposer.library import installed, preload_path
@@ -337,7 +338,9 @@ def test_a_gpu_without_room_for_gpucr_is_left_to_staging(
     job = counter("--mib", "24")
     with pytest.raises(Unsupported, match=r"has \d+\.\d MiB free, and gpucr needs 640.0 MiB there itself"):
         gpucr.suspend(job.pid, gpu_state="custom")
-    gpucr.suspend(job.pid)
+    notes: list[str] = []
+    gpucr.suspend(job.pid, on_progress=lambda progress: notes.append(progress.description))
+    assert any("does not hand it over: GPU" in note for note in notes), notes
     assert not keeps(job.pid)
     gpucr.resume(job.pid)
     assert_runs(job, driver, [job.pid], 101)
@@ -392,4 +395,28 @@ def test_a_snapshot_of_custom_storage_is_refused_where_there_is_none(
     assert not job.processes()
     monkeypatch.setenv("GPUCR_SIM_DRIVER", "615")
     gpucr.restore(tmp_path / "s")
+    assert_runs(job, driver, pids, 101)
+
+
+@pytest.mark.criu
+def test_inspect_and_doctor_say_it(job: Counter, tmp_path: Path) -> None:
+    assert "it has custom storage: device memory goes to gpucr, without staging" in command.run("doctor").stdout
+    gpucr.dump(job.pid, tmp_path / "s")
+    assert "in device/, handed over by the driver" in command.run("inspect", tmp_path / "s").stdout
+    told = json.loads(command.run("inspect", "--json", tmp_path / "s").stdout)
+    assert "custom_storage" in json.dumps(told)
+
+
+def test_a_resume_counts_what_the_carrier_takes_of_the_gpu(
+    job: Counter, driver: CudaDriver, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A restore that runs out of device memory loses the process."""
+    pids = job.processes()
+    gpucr.suspend(job.pid)
+    with monkeypatch.context() as patch:
+        patch.setattr(suspended, "VAULT_BYTES", 1 << 50)
+        with pytest.raises(Unsupported) as raised:
+            gpucr.resume(job.pid)
+    assert raised.value.code == "GPUCR-GPU-FULL"
+    gpucr.resume(job.pid)
     assert_runs(job, driver, pids, 101)

@@ -19,6 +19,7 @@ from gpucr.driver.cuda import CudaDriver
 from gpucr.driver.gpus import gpu_processes, list_gpus
 from gpucr.errors import CriuError, InterposerError, SnapshotError, Unsupported
 from gpucr.gpu_state.interposed.restored import BlocksDestination
+from gpucr.interposer.build import compile_library
 from gpucr.interposer.client import Agent
 from gpucr.interposer.library import installed, preload_path
 from gpucr.interposer.protocol import Code, Operation, Refused, Status
@@ -333,3 +334,21 @@ def test_pieces_are_put_together_across_blocks() -> None:
         into.close()
     finally:
         vaults.close()
+
+
+def test_a_snapshot_is_refused_where_its_interposer_is_not(
+    counter: CounterFactory, driver: CudaDriver, tmp_path: Path
+) -> None:
+    (tmp_path / "lib").mkdir()
+    library = compile_library(tmp_path / "lib")
+    job = counter("--mib", "24", env={"LD_PRELOAD": str(library), "GPUCR_INTERPOSER_DIR": str(tmp_path / "agents")})
+    gpucr.dump(job.pid, tmp_path / "s")
+    job.reap()
+    library.rename(tmp_path / "elsewhere")
+    with pytest.raises(Unsupported, match=f"left by its interposer, and {library} is not there") as raised:
+        gpucr.restore(tmp_path / "s")
+    assert raised.value.code == "GPUCR-BACKEND"
+    assert not job.processes()
+    (tmp_path / "elsewhere").rename(library)
+    gpucr.restore(tmp_path / "s")
+    assert_runs(job, driver, [job.pid], 101)

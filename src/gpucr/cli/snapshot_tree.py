@@ -55,6 +55,9 @@ def tree_of(contents: SnapshotContents, *, every_file: bool) -> Branch:
     return root
 
 
+_LEFT_BY = {"interposed": ", left by its interposer", "custom_storage": ", handed over by the driver"}
+
+
 def _process_branch(process: ProcessContents, *, every_file: bool) -> Branch:
     record = process.record
     state = record.found_state.word if record.found_state is not None else "no CUDA"
@@ -65,7 +68,10 @@ def _process_branch(process: ProcessContents, *, every_file: bool) -> Branch:
         size = sum(extent.size_bytes for extent in record.staging)
         known = f"{format_bytes(size)} in {counted(len(record.staging), 'extent')}, " if record.staging else ""
         branch.branches.append(Branch(f"device memory: {known}in CRIU's images"))
-    places = ["device/" if data.store_bytes is None else "the store" for data in record.device_parts.values()]
+    places = [
+        ("device/" if data.store_bytes is None else "the store") + _LEFT_BY.get(data.kind, "")
+        for data in record.device_parts.values()
+    ]
     for use in process.memory:
         place = places.pop(0) if use.kind == "device" and places else "CRIU's images"
         branch.branches.append(Branch(_memory_line(use, place)))

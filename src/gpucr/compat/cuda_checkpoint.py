@@ -24,7 +24,8 @@ gpucr's drop-in for NVIDIA's cuda-checkpoint: acts on the CUDA state of one runn
 
 Operations:
 --get-state --pid <pid>
-\tPrint the process's state: running, locked, checkpointed or failed
+\tPrint the process's state: running, locked, checkpointed or failed; while custom storage is being
+\tfilled or emptied (driver 615): checkpointing, restoring
 
 --action lock | checkpoint | restore | unlock --pid <pid> [--timeout <ms>] [--device-map <map>]
 \tDo one step: running -> lock -> locked -> checkpoint -> checkpointed -> restore -> locked -> unlock -> running

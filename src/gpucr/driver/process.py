@@ -41,6 +41,9 @@ class Process:
     def state(self) -> str:
         """``running``, ``locked``, ``checkpointed`` or ``failed``; a word of a newer driver is passed on.
 
+        ``checkpointing``, ``restoring``: another tool has begun that with custom storage (driver 615), and has not
+        completed it. No action leads out of these two.
+
         Raises ProcessNotFound, NotPermitted, or NotACudaProcess where the process has no CUDA context.
         """
         state = self._loaded().state(self._pid)

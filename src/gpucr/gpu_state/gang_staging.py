@@ -38,6 +38,10 @@ FOLLOW_INTERVAL_S = 0.02
 class HandedOver(Protocol):
     """What takes device memory that the driver hands over (`custom_storage.backend.CustomStorages`)."""
 
+    @property
+    def why_not(self) -> Mapping[int, str]:
+        """By pid, why the driver stages memory that it could hand over; filled by `lowest`."""
+
     def takes(self, pid: int) -> bool:
         """Whether it takes that of this process."""
 
@@ -162,6 +166,9 @@ class GangStaging:
         backends = [each for pid in restore_threads for each in self._stack(pid)]
         for pid in restore_threads.keys() & self._why_not.keys():
             meter.note(f"process {pid}: device memory leaves by the driver, not by an interposer: {self._why_not[pid]}")
+        staged = self._custom.why_not if self._custom is not None else {}
+        for pid in restore_threads.keys() & staged.keys():
+            meter.note(f"process {pid}: the driver stages its device memory, and does not hand it over: {staged[pid]}")
         over = threading.Event()
         follower = threading.Thread(target=self._follow, args=(backends, meter, over), name="follow", daemon=True)
         try:

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 
 from gpucr.driver.cuda import load_driver
-from gpucr.errors import Unsupported
+from gpucr.errors import DriverUnavailable, Unsupported
 from gpucr.gpu_state.backend import CAPTURED, CUSTOM_STORAGE, INTERPOSED, PLAIN, Backend, Kind, Return
 from gpucr.gpu_state.captured import CapturedReturn
 from gpucr.linux import processes
@@ -62,7 +62,11 @@ def require_kinds(parts: Mapping[DevicePart, str], where: str) -> None:
 
 def _no_custom_storage() -> str | None:
     """What keeps memory that the driver has handed over from coming back: it comes back in the same way alone."""
-    if not load_driver().capabilities().custom_storage:
+    try:
+        has_it = load_driver().capabilities().custom_storage
+    except DriverUnavailable:
+        return None  # which preflight says of any GPU state
+    if not has_it:
         return "this machine's driver has no custom storage, which came with driver 615"
     return None if processes.can_checkpoint_processes() else "the driver's custom storage is for root alone"
 

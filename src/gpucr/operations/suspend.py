@@ -15,7 +15,7 @@ from gpucr.driver.gpus import gpu_processes, list_gpus
 from gpucr.errors import GpucrError
 from gpucr.gang import Gang
 from gpucr.gpu_state import staging, suspended
-from gpucr.gpu_state.custom_storage.suspended import SuspendedStorage
+from gpucr.gpu_state.custom_storage.suspended import SuspendedStorage, needed_with_carrier
 from gpucr.gpu_state.gpu_choice import GpuRequest
 from gpucr.gpu_state.interposed.suspended import SuspendedBlocks
 from gpucr.gpu_state.placement import gpus_of, place_suspended
@@ -169,7 +169,8 @@ def _resume(
     placement = place_suspended(away, records, request, here, [member.pid for member in gang.members])
     choice = placement.choice
     findings = preflight.check_states(found.job)
-    findings += preflight.check_room(choice.needed_bytes, here, choice.gpu_map)
+    needed_bytes = needed_with_carrier(choice.needed_bytes, [member.pid for member in away])
+    findings += preflight.check_room(needed_bytes, here, choice.gpu_map)
     if choice.gpu_map is not None:
         findings += preflight.check_driver(gang.driver.capabilities(), choice.gpu_map)
     preflight.require_no_blocking(findings, force=force)

@@ -5,7 +5,7 @@ from __future__ import annotations
 import contextlib
 import platform
 from collections.abc import Sequence
-from pathlib import PurePosixPath
+from pathlib import Path, PurePosixPath
 
 from gpucr.criu.credentials import capabilities_in, uids_in
 from gpucr.criu.image_entries import ImageError
@@ -15,8 +15,9 @@ from gpucr.criu.install import CriuInstall
 from gpucr.criu.pids import pids_in
 from gpucr.diagnosis import preflight
 from gpucr.diagnosis.traps import findings_of_targets
-from gpucr.gpu_state.backend import INTERPOSED
+from gpucr.gpu_state.backend import CUSTOM_STORAGE, INTERPOSED
 from gpucr.gpu_state.gpu_choice import GpuChoice
+from gpucr.interposer.build import LIBRARY
 from gpucr.interposer.vault import VAULT_BYTES
 from gpucr.linux import capabilities
 from gpucr.linux.pid_uses import wait_for_reaping
@@ -50,6 +51,7 @@ def findings_of_machine(
     findings += findings_of_room(
         manifest, choice, here, private_bytes=private_bytes_of(manifest), buffers_bytes=source.buffers_bytes
     )
+    findings += _check_interposer(manifest)
     if manifest.architecture != platform.machine():
         findings.append(
             preflight.Finding(
@@ -64,6 +66,25 @@ def findings_of_machine(
     return findings
 
 
+def _check_interposer(manifest: Manifest) -> list[preflight.Finding]:
+    """What left by an interposer comes back by it alone, and the processes have it mapped from where it was."""
+    if INTERPOSED not in manifest.kinds.values():
+        return []
+    missing = [file.path for file in manifest.open_files if PurePosixPath(file.path).name == LIBRARY]
+    return [
+        preflight.Finding(
+            "blocking",
+            f"device memory of the job left by its interposer, and {path} is not there",
+            "the snapshot's kinds of device memory; the job had that file mapped",
+            "nothing else can give the processes their device memory back",
+            "install the gpucr that the job was started with where it was, or put that file there",
+            code="GPUCR-BACKEND",
+        )
+        for path in missing
+        if not Path(path).exists()
+    ]
+
+
 def findings_of_room(
     manifest: Manifest, choice: GpuChoice, here: Sequence[Gpu], *, private_bytes: int, buffers_bytes: int
 ) -> list[preflight.Finding]:
@@ -72,7 +93,7 @@ def findings_of_room(
     filled_by_us = {
         extent.gpu
         for part, data in manifest.device_parts.items()
-        if data.kind == INTERPOSED and part.pid not in suspended
+        if data.kind in (INTERPOSED, CUSTOM_STORAGE) and part.pid not in suspended
         for extent in data.extents
     }
     findings = preflight.check_host_memory(

@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING, BinaryIO
 
 from gpucr.criu.image_entries import ImageError, OpenImage, images_in
 from gpucr.errors import SnapshotDamaged
-from gpucr.gpu_state.backend import INTERPOSED
+from gpucr.gpu_state.backend import CUSTOM_STORAGE, INTERPOSED
 from gpucr.model import DevicePart
 from gpucr.snapshot.device import crew
 from gpucr.snapshot.device.folder_pieces import FolderPieces
@@ -33,7 +33,7 @@ def device_bytes_of(manifest: Manifest) -> int:
     return sum(
         data.size_bytes
         for part, data in manifest.device_parts.items()
-        if data.kind != INTERPOSED or part.pid in suspended
+        if data.kind not in (INTERPOSED, CUSTOM_STORAGE) or part.pid in suspended
     )
 
 

@@ -63,6 +63,14 @@ def _require_capabilities_of_files(job_pid: int) -> None:
         )
 
 
+_BEGUN = "wait until the tool that has begun this with the driver completes it; if that tool has died, end the process"
+_REMEDIES = {
+    CudaState.FAILED: "end and start the process again",
+    CudaState.CHECKPOINTING: _BEGUN,
+    CudaState.RESTORING: _BEGUN,
+}
+
+
 def check_states(job: Job) -> list[Finding]:
     """CUDA states from which no action leads anywhere."""
     known = (CudaState.RUNNING, CudaState.LOCKED, CudaState.CHECKPOINTED)
@@ -72,9 +80,7 @@ def check_states(job: Job) -> list[Finding]:
             f"process {member.pid} is in the CUDA state {member.found.word}",
             "cuCheckpointProcessGetState",
             "the driver accepts no checkpoint or restore in it",
-            "end and start the process again"
-            if member.found is CudaState.FAILED
-            else "wait until the other tool that works on this process has finished",
+            _REMEDIES.get(member.found, "wait until the other tool that works on this process has finished"),
             member.pid,
             code="GPUCR-CUDA-STATE",
         )

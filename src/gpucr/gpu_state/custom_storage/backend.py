@@ -4,10 +4,10 @@ from __future__ import annotations
 
 import contextlib
 import threading
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 
 from gpucr.driver.api import Driver
-from gpucr.errors import CustomStorageError, DriverError, GpucrError
+from gpucr.errors import CustomStorageError, DriverError, GpucrError, JobChanged
 from gpucr.gpu_state.backend import CUSTOM_STORAGE, Backend
 from gpucr.gpu_state.custom_storage import kept
 from gpucr.gpu_state.custom_storage.client import Carrier
@@ -107,7 +107,8 @@ class CustomStorage:
         self._restore_thread = restore_thread
         pid = self.part.pid
         self._before()
-        parts = self._carrier.of("checkpoint", self.process).parts
+        with self._named():
+            parts = self._carrier.of("checkpoint", self.process).parts
         self.has_begun = True
         self.extents = extents_of(parts)
         size_bytes = sum(extent.size_bytes for extent in self.extents)
@@ -142,7 +143,8 @@ class CustomStorage:
     def complete(self, meter: Meter) -> None:
         """CHECKPOINTING → CHECKPOINTED: the process's GPUs are free."""
         self._wait_all_saved()
-        self._carrier.of("complete", self.process)
+        with self._named():
+            self._carrier.of("complete", self.process)
         if self._file is not None:
             size_bytes = sum(extent.size_bytes for extent in self.extents)
             self._file.resize(size_bytes)
@@ -150,6 +152,19 @@ class CustomStorage:
             if self._to_process:
                 kept.keep(self._restore_thread, self._file)
             self._carrier.ask(Ask("saved", self.part.pid, keeps_itself=self._to_process))
+
+    @contextlib.contextmanager
+    def _named(self) -> Iterator[None]:
+        """What happened to the process rather than what the driver said, where it has ended."""
+        try:
+            yield
+        except (CustomStorageError, DriverError) as e:
+            if processes.goes_on(self.process):
+                raise
+            pid = self.part.pid
+            raise JobChanged(
+                f"process {pid} ended during the checkpoint", pids=[pid], hint="the rest of the job is as it was found"
+            ) from e
 
     def abort(self) -> None:
         """There is no abort: all bytes go somewhere, and it is completed; where they cannot, the process is killed."""
@@ -226,6 +241,7 @@ class CustomStorages:
         self._backends: dict[int, CustomStorage] = {}
         self._failed: str | None = None
         self.why_not: dict[int, str] = {}
+        """By pid, why the driver stages memory that it could hand over."""
 
     def require(self, members: Iterable[GangMember]) -> None:
         """Raise Unsupported where one of these would go another way, and this one is insisted on."""
@@ -270,11 +286,14 @@ class CustomStorages:
 
     def lowest(self, part: DevicePart, on_begun: Callable[[Backend], None]) -> CustomStorage | None:
         """What takes memory of this process, at level 0; None: the driver's staging does."""
-        if not self.takes(part.pid):
+        if (why_not := self._why_not(part.pid)) is not None:
+            if self._gpu_state == "auto" and self._driver.capabilities().custom_storage:
+                self.why_not[part.pid] = why_not
             return None
         stat = processes.read_stat(part.pid)
         carrier = self._started()
         if carrier is None or stat is None:
+            self.why_not[part.pid] = self._failed or "it has ended"
             return None
         made = CustomStorage(
             part,

@@ -12,8 +12,15 @@ from gpucr.gpu_state.custom_storage.backend import bring_back
 from gpucr.gpu_state.custom_storage.client import Carrier
 from gpucr.gpu_state.custom_storage.holding import PAGE_BYTES
 from gpucr.gpu_state.recovery import GangProtection
+from gpucr.interposer.vault import VAULT_BYTES
 from gpucr.linux.tmpfs import StagingFile
 from gpucr.model import CudaState, GpuMap, ProcessId
+
+
+def needed_with_carrier(needed_bytes: Mapping[str, int], pids: Iterable[int]) -> dict[str, int]:
+    """What a resume needs on each GPU, by UUID, with the context of what brings back the memory of these processes."""
+    room = VAULT_BYTES if any(kept.find(pid) is not None for pid in pids) else 0
+    return {uuid: size_bytes + room for uuid, size_bytes in needed_bytes.items()}
 
 
 class SuspendedStorage:
