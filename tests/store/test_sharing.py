@@ -26,6 +26,7 @@ from tests.store.dumps import content, dump
 pytestmark = pytest.mark.root
 
 GROUP, GID = "daemon", 1
+MODES = {("folder", GID, 0o3770), ("folder", GID, 0o3750), ("file", GID, 0o640)}
 ALICE, BOB, STRANGER = 4101, 4102, 4103
 AREAS = {"device/7": content(1, 2, 3)}
 
@@ -114,7 +115,7 @@ def modes(path: Path) -> set[tuple[str, int, int]]:
 def test_modes_are_explicit_whatever_the_umask(shared: Path, umask: int) -> None:
     for uid in (ALICE, BOB):
         dumped_by(uid, shared, umask)
-    assert modes(shared) == {("folder", GID, 0o3770), ("file", GID, 0o640)}
+    assert modes(shared) == MODES
     assert {each.stat().st_uid for each in shared.rglob("*") if each.is_dir()} == {0}
     assert not os.listdir(shared / INCOMING_NAME)
 
@@ -195,6 +196,10 @@ pack, said = others[0], 0
 for act in (
     pack.unlink,
     lambda: pack.rename(pack.with_name("x")),
+    (shared / f"retired/{'0' * 32}.packs").touch,
+    (shared / f"keys/{'0' * 16}.json").touch,
+    (shared / "packs/zz").mkdir,
+    (shared / "new").touch,
     lambda: pack.write_bytes(b""),
     lambda: pack.parent.rename(shared / "packs/zz"),
     lambda: pack.parent.chmod(0o777),
@@ -206,7 +211,7 @@ for act in (
     except OSError:
         said += 1
 """
-    assert as_user(BOB, attack, shared, pack) == "7"
+    assert as_user(BOB, attack, shared, pack) == "11"
     assert not verify.verify(opened(shared), deep=True).problems
 
 
@@ -246,7 +251,7 @@ def test_it_is_not_shared_where_the_mark_is_not_roots(place: Path) -> None:
     """Who makes a folder that looks like one makes nobody else believe in it."""
     gpucr.init_store(place / "store", shared_with_group=GROUP)
     os.chown(place / "store", ALICE, GID)
-    (place / "store").chmod(0o3770)
+    (place / "store").chmod(0o3750)
     said = as_user(BOB, "said = gpucr.list_snapshots(shared)", place / "store")
     assert said.startswith("GPUCR-STORE: ")
     assert "others can write it" in said
@@ -258,7 +263,7 @@ def test_encrypted(place: Path) -> None:
     found = as_user(ALICE, f"{store}said = dump(store, AREAS, 'train').id", place / "store")
     read = f"{store}said = restore(store, snapshots.find(store, {found!r})) == AREAS"
     assert as_user(BOB, read, place / "store") == "True"
-    assert modes(place / "store") == {("folder", GID, 0o3770), ("file", GID, 0o640)}
+    assert modes(place / "store") == MODES
 
 
 def test_only_root_shares_and_only_with_a_group_that_there_is(place: Path) -> None:

@@ -2,7 +2,7 @@
 
 ::
 
-    STORE/               0700; what lies below is 0600 and 0700. Shared by a group: 3770 and 0640 (sharing.py)
+    STORE/               0700; what lies below is 0600 and 0700. Shared by a group: see sharing.py
       packs/ab/...       objects, by their names
       .incoming/         objects that are not finished: no name of an object begins with a dot
 
@@ -29,8 +29,8 @@ from gpucr.linux.held_folder import HeldFolder
 from gpucr.store.backend import Buffer, Exists, Missing, ObjectInfo, as_parts, check_name
 
 INCOMING_NAME = ".incoming"
-FOLDER_MODE = 0o3770
-"""Of each folder of a store that a group shares, and of no other one. They are root's."""
+FOLDER_MODE = 0o3750
+"""Of the folder of a store that a group shares, which is root's, and of no other one."""
 _SHARED_FILE_MODE = 0o640
 _DIRECT_BYTES = 4096
 """O_DIRECT wants memory, offset and length in multiples of the block size of the disk, which is never larger."""

@@ -1,8 +1,9 @@
 """A store in a folder that a group shares: root makes it, members dump, list, restore and verify, and root prunes.
 
-Root's mark is the folder itself: it belongs to root and has mode 3770, which nobody else can give it. All folders below
-are made at once, and are root's as well: their sticky bit lets a member delete only what is his own, their setgid bit
-gives all that comes in to the group. A file has mode 0640, so that only the member who has stored it can change it.
+Root's mark is the folder itself: it belongs to root and has mode 3750, which nobody else can give it. All folders
+below are made at once, and are root's as well. Where members store something the mode is 3770: the sticky bit lets them
+delete only what is their own, the setgid bit gives all that comes in to the group. A file has mode 0640, so that only
+the member who has stored it can change it. Keys, and what a prune acts on, only root can write.
 
 Whoever restores runs what a store says, so members trust each other, which root has decided by making the store. Root
 is no member: what root runs or keeps does not come from there.
@@ -25,12 +26,19 @@ from gpucr.store.local import FOLDER_MODE, INCOMING_NAME, LocalBackend
 from gpucr.store.location import Location
 from gpucr.store.opened import KEYS_PREFIX
 
-_PREFIXES = (KEYS_PREFIX, index.PREFIX, writers.SNAPSHOTS_PREFIX, writers.WRITERS_PREFIX, retired.PREFIX, pack.PREFIX)
-FOLDERS = (
-    INCOMING_NAME,
-    *(prefix.rstrip("/") for prefix in _PREFIXES),
-    *(f"{pack.PREFIX}{number:02x}" for number in range(256)),
+_MEMBERS_MODE = 0o3770
+_ROOTS_PREFIXES = (KEYS_PREFIX, retired.PREFIX, pack.PREFIX)
+_MEMBERS_PREFIXES = (
+    f"{INCOMING_NAME}/",
+    index.PREFIX,
+    writers.SNAPSHOTS_PREFIX,
+    writers.WRITERS_PREFIX,
+    *(f"{pack.PREFIX}{number:02x}/" for number in range(256)),
 )
+FOLDERS = {prefix.rstrip("/"): FOLDER_MODE for prefix in _ROOTS_PREFIXES} | {
+    prefix.rstrip("/"): _MEMBERS_MODE for prefix in _MEMBERS_PREFIXES
+}
+"""Each folder of such a store, and its mode."""
 
 
 def group_to_share_with(location: Location, group: str) -> int:
@@ -61,10 +69,10 @@ def share(path: Path, gid: int) -> None:
             raise PermissionError(errno.EPERM, "it is not an empty folder of root's", str(path))
         os.fchmod(held.fd, 0o700)  # nobody else can put anything in it while it is filled
         try:
-            for name in FOLDERS:
+            for name, mode in FOLDERS.items():
                 (held.path / name).mkdir(mode=0o700)
-                _give(held.path / name, gid)
-            _give(held.path, gid)
+                _give(held.path / name, gid, mode)
+            _give(held.path, gid, FOLDER_MODE)
         except OSError:
             _take_back(held)
             raise
@@ -86,11 +94,11 @@ def _take_back(folder: HeldFolder) -> None:
             (folder.path / name).rmdir()
 
 
-def _give(folder: Path, gid: int) -> None:
+def _give(folder: Path, gid: int, mode: int) -> None:
     os.chown(folder, 0, gid)
-    folder.chmod(FOLDER_MODE)  # after chown(2), which may take the setgid bit away
-    if stat.S_IMODE(folder.stat().st_mode) != FOLDER_MODE:
-        raise PermissionError(errno.EPERM, f"its file system does not keep mode {FOLDER_MODE:04o}", str(folder))
+    folder.chmod(mode)  # after chown(2), which may take the setgid bit away
+    if stat.S_IMODE(folder.stat().st_mode) != mode:
+        raise PermissionError(errno.EPERM, f"its file system does not keep mode {mode:04o}", str(folder))
 
 
 def is_shared(backend: Backend) -> bool:
