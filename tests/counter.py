@@ -25,13 +25,18 @@ DEADLINE_S = 60.0
 _READY = re.compile(r"^ready pid=\d+ port=(\d+) .*\n", re.MULTILINE)
 
 
-def wait_until(condition: Callable[[], bool], what: str | Callable[[], str], timeout_s: float = DEADLINE_S) -> None:
+def wait_until(
+    condition: Callable[[], bool],
+    what: str | Callable[[], str],
+    timeout_s: float = DEADLINE_S,
+    every_s: float = 0.002,
+) -> None:
     """Poll until the condition holds; fail the test, naming ``what`` it waited for, after ``timeout_s``."""
     deadline = time.monotonic() + timeout_s
     while not condition():
         if time.monotonic() > deadline:
             pytest.fail(f"waited {timeout_s:g} s in vain for {what if isinstance(what, str) else what()}")
-        time.sleep(0.002)
+        time.sleep(every_s)
 
 
 def processes_in(folder: Path) -> list[int]:

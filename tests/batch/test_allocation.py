@@ -2,7 +2,10 @@
 
 from __future__ import annotations
 
+import os
 import subprocess
+import time
+from pathlib import Path
 
 import pytest
 
@@ -16,6 +19,9 @@ from gpucr.errors import InvalidRequest
         ({"SLURM_JOB_ID": "77"}, "slurm-77"),
         ({"SLURM_JOB_ID": "79", "SLURM_ARRAY_JOB_ID": "77", "SLURM_ARRAY_TASK_ID": "2"}, "slurm-77_2"),
         ({"SLURM_JOB_ID": "77", "SLURM_STEP_ID": "1"}, "slurm-77.1"),
+        ({"SLURM_JOB_ID": "77", "SLURM_STEP_ID": "1", "SLURM_STEP_NUM_TASKS": "1", "SLURM_PROCID": "0"}, "slurm-77.1"),
+        ({"SLURM_JOB_ID": "7", "SLURM_STEP_ID": "0", "SLURM_STEP_NUM_TASKS": "2", "SLURM_PROCID": "1"}, "slurm-7.0.1"),
+        ({"SLURM_JOB_ID": "77", "SLURM_STEP_ID": "4294967291", "SLURM_STEP_NUM_TASKS": "2"}, "slurm-77"),
         ({"SLURM_JOB_ID": "77", "SLURM_STEP_ID": "4294967291x"}, "slurm-77"),
         ({"_CONDOR_JOB_ID": "12.0"}, "condor-12.0"),
     ],
@@ -38,6 +44,28 @@ def test_the_place() -> None:
     assert (found.gpus, found.end_s) == ("2,3", 1_900_000_000.0)
     nothing = Allocation.of({"SLURM_JOB_ID": "1", "SLURM_JOB_END_TIME": "soon", "CUDA_VISIBLE_DEVICES": ""})
     assert (nothing.gpus, nothing.end_s) == (None, None)
+
+
+@pytest.mark.parametrize(
+    ("said", "left_s"),
+    [("0:58", 58), ("59:00", 3540), ("2:00:01", 7201), ("1-00:00:00", 86400), ("UNLIMITED", None), ("", None)],
+)
+def test_a_slurm_that_has_to_be_asked(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, said: str, left_s: float | None
+) -> None:
+    squeue = tmp_path / "squeue"
+    squeue.write_text(f'#!/bin/sh\n[ "$*" = "--noheader --format=%L --jobs=5" ] && echo {said}\n')
+    squeue.chmod(0o755)
+    monkeypatch.setenv("PATH", str(tmp_path), prepend=os.pathsep)
+    before = time.time()
+    end_s = Allocation.of({"SLURM_JOB_ID": "5"}).end_s
+    if left_s is None:
+        assert end_s is None
+    else:
+        assert end_s is not None
+        assert before + left_s <= end_s <= time.time() + left_s
+    squeue.write_text("#!/bin/sh\nexit 1\n")
+    assert Allocation.of({"SLURM_JOB_ID": "5"}).end_s is None
 
 
 def test_a_shell_reads_the_variables_as_they_are() -> None:

@@ -104,17 +104,19 @@ def _unpack(candidate: Candidate, packages: tuple[str, ...], work: Path, root: P
     return True
 
 
-def _in_closure(root: Path, program: str) -> list[str]:
+def closure(root: Path, program: str, private: str = "") -> list[str]:
+    """The command of a program below ``root``, with the libraries there; ``private``: a folder with some of its own."""
     libraries = root / _LIBRARIES
-    return [str(libraries / "ld-linux-x86-64.so.2"), "--library-path", str(libraries), str(root / program)]
+    path = f"{libraries / private}:{libraries}"
+    return [str(libraries / "ld-linux-x86-64.so.2"), "--library-path", path, str(root / program)]
 
 
 def _crun_in(root: Path) -> list[str]:
-    return _in_closure(root, "usr/bin/crun")
+    return closure(root, "usr/bin/crun")
 
 
 def _criu_in(root: Path) -> list[str]:
-    return _in_closure(root, "usr/sbin/criu")
+    return closure(root, "usr/sbin/criu")
 
 
 def _knows_criu(command: list[str]) -> bool:

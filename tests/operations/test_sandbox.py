@@ -183,10 +183,11 @@ def test_a_keeper_that_is_not_noted_here(folder: Path, tmp_path: Path, monkeypat
     gpucr.dump("job", tmp_path / "s", leave_running=True)
 
 
-def test_a_job_of_other_cgroups_than_gpucr(folder: Path, tmp_path: Path) -> None:
-    """As a job of one login has for a gpucr of another one: CRIU keeps the cgroups then, and could not make them."""
+@pytest.mark.parametrize("isolate", [True, False])
+def test_a_job_of_other_cgroups_than_gpucr(folder: Path, tmp_path: Path, isolate: bool) -> None:
+    """As a job of one login has for a gpucr of another one, or that of a batch system's next start: it goes there."""
     with limited(1 << 34) as (cgroup, _):
-        job = Program(folder)
+        job = Program(folder, isolate=isolate)
         for pid in processes_in(folder):
             (cgroup / "cgroup.procs").write_text(str(pid))
         gpucr.dump("job", tmp_path / "s")

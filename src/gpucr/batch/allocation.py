@@ -7,9 +7,11 @@ import shlex
 from collections.abc import Mapping
 from dataclasses import dataclass
 
+from gpucr.batch.time_limit import end_of_place
 from gpucr.errors import InvalidRequest
 
 _PREFIXES = ("SLURM_", "_CONDOR_", "PBS_", "LSB_", "CUDA_VISIBLE_DEVICES", "GPU_DEVICE_ORDINAL")
+_NOT_OF_SRUN = 0xFFFF_FFF0  # the batch script's own step, and other special ones, have the largest numbers
 _ID = re.compile(r"[A-Za-z0-9][A-Za-z0-9._-]{0,63}")
 
 
@@ -38,11 +40,10 @@ class Allocation:
                 hint="give --id with at most 64 letters, digits, dots, dashes and underscores",
                 code="GPUCR-BATCH-ID",
             )
-        end = environment.get("SLURM_JOB_END_TIME", "")
         return cls(
             found,
             environment.get("CUDA_VISIBLE_DEVICES") or None,
-            float(end) if end.isdecimal() else None,
+            end_of_place(environment),
             {name: value for name, value in environment.items() if name.startswith(_PREFIXES)},
         )
 
@@ -52,7 +53,10 @@ class Allocation:
 
 
 def _id_in(environment: Mapping[str, str]) -> str | None:
-    """Slurm's id stays when a job is requeued; an array has one for each task, `srun` a step for each command."""
+    """Slurm's id stays when a job is requeued; an array has one for each task, `srun` a step for each command.
+
+    The processes of a step that has several are told apart by their rank.
+    """
     if array := environment.get("SLURM_ARRAY_JOB_ID"):
         job = f"slurm-{array}_{environment.get('SLURM_ARRAY_TASK_ID', '')}"
     elif single := environment.get("SLURM_JOB_ID"):
@@ -62,4 +66,7 @@ def _id_in(environment: Mapping[str, str]) -> str | None:
     else:
         return None
     step = environment.get("SLURM_STEP_ID", "")
-    return f"{job}.{step}" if step.isdecimal() else job
+    if not step.isdecimal() or int(step) >= _NOT_OF_SRUN:
+        return job
+    rank = environment.get("SLURM_PROCID", "0") if environment.get("SLURM_STEP_NUM_TASKS", "1") != "1" else None
+    return f"{job}.{step}" if rank is None else f"{job}.{step}.{rank}"

@@ -30,9 +30,11 @@ from gpucr.operations.dump import dump
 from gpucr.operations.end_job import end_processes
 from gpucr.operations.launch import run_job
 from gpucr.operations.restore import restore
+from gpucr.snapshot.gpus import count_used_gpus
 from gpucr.undo.cancellation import Cancellation
 
 if TYPE_CHECKING:
+    from gpucr.snapshot.manifest import Manifest
     from gpucr.store.keys import Secret
 
 T = TypeVar("T")
@@ -102,10 +104,6 @@ class _Notice:
     def _take(self, number: int, _frame: FrameType | None) -> None:
         self.reason = self.reason or signal.Signals(number).name
 
-    def take(self) -> None:
-        """It was dealt with: the next signal is another one."""
-        self.reason = None
-
 
 class _Run:
     def __init__(self, job: BatchJob, say: Callable[[str], None], notice: _Notice, snapshots: JobSnapshots) -> None:
@@ -127,7 +125,11 @@ class _Run:
             self._say(f"{self._notice.reason} came before the job ran: it has to be started again")
             return self._job.requeue_exit
         with relay:
-            return self._watch(record)
+            try:
+                return self._watch(record)
+            except BaseException:  # nobody would watch it any more, nor hear of the end of its place
+                end_processes(record)
+                raise
 
     def _begin(self, cancel: Cancellation) -> tuple[JobRecord, Relay]:
         latest = self._snapshots.latest(self._job.command)
@@ -143,13 +145,19 @@ class _Run:
         log = latest.manifest.launch.log_path if latest.manifest.launch is not None else ""
         size = os.path.getsize(log) if os.path.isfile(log) else 0
         begin = time.monotonic()
-        gpus = self._job.allocation.gpus if latest.manifest.has_gpu_state else None
-        report = restore(latest, gpu=gpus, cancel=cancel)
+        report = restore(latest, gpu=self._gpus_for(latest.manifest), cancel=cancel)
         for warning in report.warnings:
             self._say(f"warning: {warning}")
         self._say(f"restored from {latest.where} in {time.monotonic() - begin:.1f} s")
         record = _record(report.name or self._snapshots.job_name)
         return record, Relay(record.log, min(size, record.log.stat().st_size))
+
+    def _gpus_for(self, manifest: Manifest) -> str | None:
+        """The GPUs of the allocation that the job goes to: the first ones, where it uses fewer than it was given."""
+        given = self._job.allocation.gpus
+        if given is None or not manifest.has_gpu_state:
+            return None
+        return ",".join(given.split(",")[: count_used_gpus(manifest)]) or None
 
     def _aside(self, call: Callable[[], T], on_notice: Callable[[], object] = lambda: None) -> T:
         """Call it in a thread; ``on_notice`` is called once where a signal comes meanwhile."""
@@ -178,10 +186,8 @@ class _Run:
         while True:
             self._wait(record)
             _collect()
-            code = _exit_code(record.name, dumped=self._job.requeue_exit)
-            if code is not None:
-                self._tidy(code)
-                return code
+            if (code := _exit_code(record.name, dumped=self._job.requeue_exit)) is not None:
+                return self._ended(code)
             if (reason := self._reason()) is not None and (code := self._leave(record, reason)) is not None:
                 return code
             if (every_s := self._job.every_s) is not None and time.monotonic() >= self._next_s:
@@ -219,7 +225,6 @@ class _Run:
             if self._dump(record, left_s, leave_running=False):
                 return self._job.requeue_exit
             if _exit_code(record.name, dumped=self._job.requeue_exit) is not None:
-                self._notice.take()
                 return None
             time.sleep(min(_PAUSE_S, max(0.0, end_s - time.monotonic())))
         self._say(f"the job could not be dumped in time, and is ended: {self._snapshots.what_is_left()}")
@@ -242,8 +247,8 @@ class _Run:
                 ),
                 lambda: cancellation.cancel("the job's place is taken away") if leave_running else None,
             )
-        except GpucrError as e:
-            self._say(f"no dump: {e.message}{f' ({e.hint})' if e.hint else ''}")
+        except (GpucrError, OSError) as e:
+            self._say(f"no dump: {_said(e)}")
             return False
         self._say(f"dumped to {report.snapshot.where} in {time.monotonic() - begin:.1f} s")
         try:
@@ -252,18 +257,31 @@ class _Run:
             self._say(f"older snapshots stay: {e.message}")
         return True
 
-    def _tidy(self, code: int) -> None:
-        """The job has ended with this code: 0 is what nobody wants to start again."""
+    def _ended(self, code: int) -> int:
+        """The job has ended with this code. Returns the one for the batch system."""
         with contextlib.suppress(OSError):
             _environment_file_path(self._job.allocation).unlink(missing_ok=True)
-        if code != 0:
-            if self._snapshots.known:
-                self._say(f"the job ended with {code}; {self._snapshots.what_is_left()}")
-            return
-        try:
-            self._aside(self._snapshots.remove_all)
-        except GpucrError as e:
-            self._say(f"the snapshots of {self._job.allocation.id} stay: {e.message}")
+        told = self._notice.reason
+        if told is not None and code == 128 + signal.Signals[told]:
+            self._say(f"{told} has ended the job, too, before it could be dumped: {self._snapshots.what_is_left()}")
+            return self._job.requeue_exit
+        if code != 0 and self._snapshots.known:
+            self._say(f"the job ended with {code}; {self._snapshots.what_is_left()}")
+        elif told is not None and self._snapshots.known:
+            # It may have obeyed the signal instead of having finished: only the batch system knows what comes next.
+            self._say(f"the job ended with 0 after {told}, and its snapshot stays: {self._snapshots.what_is_left()}")
+        elif code == 0:
+            try:
+                self._aside(self._snapshots.remove_all)
+            except (GpucrError, OSError) as e:
+                self._say(f"the snapshots of {self._job.allocation.id} stay: {_said(e)}")
+        return code
+
+
+def _said(error: GpucrError | OSError) -> str:
+    if isinstance(error, OSError):
+        return str(error)
+    return f"{error.message} ({error.hint})" if error.hint else error.message
 
 
 def _record(name: str) -> JobRecord:

@@ -2,12 +2,10 @@
 
 from __future__ import annotations
 
-import os
 from collections.abc import Sequence
-from pathlib import Path
 from typing import TYPE_CHECKING
 
-from gpucr.errors import InvalidRequest
+from gpucr.errors import InvalidRequest, StoreError
 from gpucr.operations.stores import init_store, list_snapshots, remove_snapshot
 from gpucr.snapshot.in_store import SnapshotInStore
 from gpucr.snapshot.location import is_store, open_snapshot
@@ -31,10 +29,10 @@ class JobSnapshots:
     def latest(self, command: Sequence[str]) -> SnapshotInStore | None:
         """The latest, which is of this command line; None: there is none.
 
-        Raises InvalidRequest for that of another one, and as `gpucr.list_snapshots` and `gpucr.open_snapshot` do.
+        Raises InvalidRequest for that of another one and for a folder that is no store, and as `gpucr.list_snapshots`
+        and `gpucr.open_snapshot` do.
         """
-        if "://" not in self._store and not Path(self._store).exists():
-            init_store(self._store, key=self.key)
+        self._make_store()
         self._look()
         if not self.known:
             return None
@@ -50,6 +48,18 @@ class JobSnapshots:
                 code="GPUCR-BATCH-OTHER-JOB",
             )
         return snapshot
+
+    def _make_store(self) -> None:
+        """Make a folder a store that is none yet; all tasks of an array may try at once."""
+        if "://" in self._store or is_store(self._store):
+            return
+        try:
+            init_store(self._store, key=self.key)
+        except StoreError as e:
+            if not is_store(self._store):
+                raise InvalidRequest(
+                    f"{self._store} is not a store: {e.message}", hint=f"give --to a store, or a new folder; {e.hint}"
+                ) from e
 
     def keep_the_last(self) -> None:
         """Remove all but the latest."""
@@ -78,8 +88,8 @@ class JobSnapshots:
 
 
 def require_store(place: str) -> str:
-    """The place of a store. Raises InvalidRequest for a snapshot of one, and for a folder that is no store."""
-    if "#" in place or (os.path.exists(place) and not is_store(place)):
+    """The place of a store. Raises InvalidRequest for a snapshot of one."""
+    if "#" in place:
         raise InvalidRequest(
             f"{place} is not a store", hint="give --to the folder or the URL of one: `gpucr store init` makes it"
         )

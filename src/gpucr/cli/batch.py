@@ -19,7 +19,7 @@ from gpucr.cli.options import complete_file, complete_place
 from gpucr.cli.output import printable, say
 from gpucr.jobs.record import Network
 
-_SIGNALS = ("USR1", "USR2", "HUP", "INT", "XCPU", "CONT")
+_SIGNALS = ("USR1", "USR2", "HUP", "INT", "XCPU", "URG", "CONT")
 
 
 @click.command("batch", context_settings={"allow_interspersed_args": False})
@@ -46,7 +46,7 @@ _SIGNALS = ("USR1", "USR2", "HUP", "INT", "XCPU", "CONT")
     "--before-limit",
     type=Duration(),
     metavar="TIME",
-    help="Dump so long before the time limit that Slurm tells of (SLURM_JOB_END_TIME).",
+    help="Dump so long before Slurm's time limit.",
 )
 @click.option("--every", type=Duration(), metavar="TIME", help="Dump so often, and let the job go on.")
 @click.option(
@@ -92,7 +92,7 @@ def command(
     """
     allocation = Allocation.of(os.environ, job_id)
     if before_limit is not None and allocation.end_s is None:
-        say("warning: --before-limit has no effect: no variable tells when the place ends")
+        say("warning: --before-limit has no effect: nothing tells when the place ends")
     options = {name: value for name, value in (("isolate", isolate), ("network", network)) if value is not None}
     job = BatchJob(
         command=command_line,

@@ -123,8 +123,9 @@ class Criu:
     ) -> int:
         """Bring the tree in ``images_dir`` back, detached from the caller. Returns the root's pid; the tree runs.
 
-        With ``leave_stopped`` it is stopped, as by SIGSTOP, before its first instruction. ``outputs``, in a sandbox
-        only: what had a path of the left side open has the file on the right side open instead, at its end.
+        It is in the cgroups of the caller, or of the ``parent``. With ``leave_stopped`` it is stopped, as by SIGSTOP,
+        before its first instruction. ``outputs``, in a sandbox only: what had a path of the left side open has the file
+        on the right side open instead, at its end.
 
         ``on_start(criu)``, ``on_notify(hook, pid)``, ``check``: as in `dump`; ``pid`` is the root's where CRIU tells it
         (post-restore and later), else 0. A restore that fails, is refused by ``on_notify``, or is ended by ``deadline``
@@ -158,12 +159,11 @@ class Criu:
                 request_options: dict[str, object] = {
                     "leave_stopped": leave_stopped,
                     "inherit_fd": inherited,
+                    # A restored job is in the cgroups of the gpucr that restores it, as a new one is. CRIU would make
+                    # those of the dump again, in which no batch system and no service manager knows of it.
+                    "manage_cgroups_mode": rpc_pb2.CGROUPS_IGNORE,
                     **self._common_options(options),
                 }
-                if self._sandbox is not None:
-                    # CRIU would mount cgroups in its working folder, whose mount is none of the sandbox's. A new job
-                    # in a sandbox is in the cgroups of the gpucr that started it, too.
-                    request_options["manage_cgroups_mode"] = rpc_pb2.CGROUPS_IGNORE
                 with foreground_kept():  # CRIU gives the terminal of a shell job to the tree
                     response = run.serve(rpc_pb2.RESTORE, request_options)
                 return run.outer(response.restore.pid) or run.told_pid

@@ -134,6 +134,11 @@ def find_gpu(name: str, gpus: Sequence[Gpu], where: str) -> Gpu:
     raise InvalidRequest(f"there is no GPU {name} {where}", hint=f"its GPUs are {known}", code="GPUCR-BAD-GPU")
 
 
+def used_gpus(had: Sequence[Gpu], users: Sequence[GpuUser]) -> tuple[Gpu, ...]:
+    """Those of ``had`` on which one of the users has device memory, or all that they know where nobody can tell."""
+    return tuple(_Job(had, users).used)
+
+
 class _Job:
     """The GPUs that the driver knows for a job, and what the job needs of each."""
 

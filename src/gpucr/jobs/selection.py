@@ -19,7 +19,7 @@ from gpucr.jobs import registered, sandbox
 from gpucr.jobs.one_job import require_one_job
 from gpucr.jobs.sandbox import Sandbox
 from gpucr.jobs.selector import JobSelector
-from gpucr.linux import cgroups, processes
+from gpucr.linux import cgroups, namespaces, processes
 from gpucr.linux.claims import claimed
 from gpucr.linux.descriptor_limit import Reserve
 from gpucr.model import Job, ProcessInfo
@@ -54,9 +54,11 @@ class FoundJob(Struct, frozen=True):
             )
 
     def require_one_namespace(self) -> None:
-        """Raise InvalidRequest where its trees are in several pid namespaces: a restore has one for all of them."""
-        namespaces = {os.stat(processes.PROC / str(pid) / "ns" / "pid").st_ino for pid in self.job.root_pids}
-        if len(namespaces) > 1:
+        """Raise InvalidRequest where its trees are in several pid namespaces: a restore has one for all of them.
+
+        And ProcessNotFound where one has ended.
+        """
+        if len({_pid_namespace(pid) for pid in self.job.root_pids}) > 1:
             roots = ", ".join(map(str, self.job.root_pids))
             raise InvalidRequest(
                 f"the trees of the job (of processes {roots}) are in several pid namespaces, or sandboxes of gpucr's",
@@ -117,6 +119,13 @@ def _root_of(target: int | str) -> int:
     pid = registered.resolve_pid(target)
     root = sandbox.keeper_root(pid)
     return pid if root is None else root.pid
+
+
+def _pid_namespace(pid: int) -> int:
+    try:
+        return namespaces.namespace_id(pid, "pid")
+    except (FileNotFoundError, ProcessLookupError) as e:
+        raise ProcessNotFound(f"process {pid} has ended meanwhile", pid=pid) from e
 
 
 def _roots_in(cgroup: str) -> list[int]:

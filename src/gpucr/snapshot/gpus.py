@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Collection, Sequence
 
-from gpucr.gpu_state.gpu_choice import GpuRequest, GpuUser, choose_gpus
+from gpucr.gpu_state.gpu_choice import GpuRequest, GpuUser, choose_gpus, used_gpus
 from gpucr.gpu_state.placement import Placement, ProcessGpus, busy_gpus
 from gpucr.model import Gpu, GpuUse
 from gpucr.snapshot.manifest import Manifest
@@ -15,6 +15,17 @@ def place_snapshot(manifest: Manifest, request: GpuRequest, here: Sequence[Gpu],
 
     ``uses``: who computes on which GPU of this machine. Raises as `choose_gpus` does.
     """
+    gpus, users = _users(manifest)
+    return Placement(choose_gpus(request, manifest.gpus, users, here, busy_gpus(uses)), gpus, here)
+
+
+def count_used_gpus(manifest: Manifest) -> int:
+    """On how many GPUs the job computes, which is how many places it wants."""
+    return len(used_gpus(manifest.gpus, _users(manifest)[1]))
+
+
+def _users(manifest: Manifest) -> tuple[dict[int, ProcessGpus], list[GpuUser]]:
+    """The GPUs of each process that uses CUDA, and those processes that want them back."""
     gpus: dict[int, ProcessGpus] = {}
     users: list[GpuUser] = []
     for record in manifest.processes:
@@ -26,7 +37,7 @@ def place_snapshot(manifest: Manifest, request: GpuRequest, here: Sequence[Gpu],
             saved_bytes = sum(data.size_bytes for data in record.device_parts.values())
             held_bytes = gpus[record.pid].held_bytes(record.device_bytes, saved_bytes)
             users.append(GpuUser(record.pid, tuple(gpu.uuid for gpu in known), held_bytes))
-    return Placement(choose_gpus(request, manifest.gpus, users, here, busy_gpus(uses)), gpus, here)
+    return gpus, users
 
 
 def _chosen(gpus: Sequence[Gpu], uuids: Collection[str]) -> tuple[Gpu, ...]:

@@ -1,0 +1,4 @@
+#!/bin/sh
+#SBATCH --gres=gpu:1 --time=04:00:00
+#SBATCH --requeue --signal=B:USR1@120 --open-mode=append
+exec gpucr batch --to /shared/snapshots --grace 110s --every 30m -- python train.py

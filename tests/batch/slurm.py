@@ -1,0 +1,306 @@
+"""A real Slurm of two nodes on one machine: each in namespaces of its own, so that one can lose its power."""
+
+from __future__ import annotations
+
+import os
+import re
+import shlex
+import shutil
+import subprocess
+from collections.abc import Sequence
+from dataclasses import dataclass
+from datetime import datetime, timedelta
+from pathlib import Path
+
+from tests.containers.runtimes import RuntimeMissing, closure, unpacked
+from tests.counter import DEADLINE_S, wait_until
+
+TEMPLATES = Path(__file__).parents[2] / "docs/how-to/slurm"
+NODES = ("n1", "n2")
+GPUS_PER_NODE = 2
+_PACKAGES = ("slurmctld", "slurmd", "slurm-client", "munge", "slurm-wlm-basic-plugins")
+_DAEMONS = ("slurmctld", "slurmd", "slurmstepd", "munged", "mungekey")
+_COMMANDS = ("sbatch", "srun", "scontrol", "squeue", "scancel", "sinfo")
+_PLUGINS = Path("/usr/lib/x86_64-linux-gnu/slurm-wlm")
+_LIMIT_S = 60.0
+_POLL_S = 0.05  # each look is a command
+_FIRST_PORT = 27017
+
+_CONFIGURATION = """
+ClusterName=t
+SlurmctldHost=control
+SlurmUser=root
+SlurmdUser=root
+AuthType=auth/munge
+CredType=cred/munge
+AuthInfo=socket={folder}/munge/socket
+PluginDir={plugins}
+SlurmctldPort={port}
+StateSaveLocation={folder}/state
+SlurmdSpoolDir={folder}/spool-%n
+SlurmctldPidFile={folder}/slurmctld.pid
+SlurmdPidFile={folder}/slurmd-%n.pid
+SlurmctldLogFile={folder}/slurmctld.log
+SlurmdLogFile={folder}/slurmd-%n.log
+ProctrackType=proctrack/linuxproc
+TaskPlugin=task/none
+SelectType=select/cons_tres
+SelectTypeParameters=CR_Core
+MpiDefault=none
+ReturnToService=2
+KillWait=5
+SlurmdTimeout=5
+SchedulerParameters=sched_interval=1,bf_interval=1,batch_sched_delay=0,sched_min_interval=0
+PreemptType=preempt/partition_prio
+PreemptMode=REQUEUE
+{preempt}
+JobRequeue=1
+RequeueExit=99
+SlurmdParameters=config_overrides
+GresTypes=gpu
+Epilog={templates}/epilog
+NodeName=n1 NodeHostname=n1 NodeAddr=127.0.0.1 Port={port_1} CPUs=8 Gres=gpu:{gpus} State=UNKNOWN
+NodeName=n2 NodeHostname=n2 NodeAddr=127.0.0.1 Port={port_2} CPUs=8 Gres=gpu:{gpus} State=UNKNOWN
+PartitionName=low Nodes=n1,n2 Default=YES PriorityTier=1 PreemptMode=REQUEUE GraceTime=30 MaxTime=INFINITE State=UP
+PartitionName=high Nodes=n1,n2 PriorityTier=10 PreemptMode=OFF MaxTime=INFINITE State=UP
+"""
+
+# A loopback address beside 127.0.0.1, without which getaddrinfo finds nothing.
+_CONTROL = """
+mount -t proc proc /proc
+ip link set lo up
+ip addr add 10.99.0.1/24 dev lo
+hostname control
+mount --bind "$1/hosts" /etc/hosts
+"$1/bin/munged" --force --key-file "$1/munge/key" --socket "$1/munge/socket" --pid-file "$1/munge/pid" \
+    --log-file "$1/munge/log" --seed-file "$1/munge/seed" --num-threads=2
+"$1/bin/slurmctld" -D -c &
+echo ready
+wait
+"""
+
+# The controller starts itself again as /proc/self/exe, which is the loader where it was started by that.
+_IN_ROOT = """
+root=$1; shift
+for folder in /proc /dev /etc "$root" "${SLURM_CONF%/*}"; do
+    mkdir -p "$root$folder"
+    mount --bind "$folder" "$root$folder"
+done
+ln -sfn usr/lib64 "$root/lib64"
+ln -sfn slurmctld-wlm "$root/usr/sbin/slurmctld"
+exec chroot "$root" /usr/sbin/slurmctld "$@"
+"""
+
+_NODE = """
+mount -t proc proc /proc
+mount -t tmpfs -o mode=755 tmpfs /run
+mount -t tmpfs -o mode=1777 tmpfs /dev/shm
+hostname "$2"
+"$1/bin/slurmd" -D -c -N "$2" -d "$1/bin/slurmstepd" &
+wait
+"""
+
+
+@dataclass(frozen=True)
+class Programs:
+    """Slurm's, by their names, as a shell script runs them; and the folder of its plugins."""
+
+    commands: dict[str, list[str]]
+    plugins: Path
+
+    @property
+    def are_for_all(self) -> bool:
+        """Whether they are installed, and not unpacked in somebody's cache."""
+        return self.plugins == _PLUGINS
+
+    def version(self) -> str:
+        """As in 22.05.8."""
+        done = subprocess.run([*self.commands["slurmd"], "-V"], capture_output=True, text=True, check=True)
+        return done.stdout.split()[-1]
+
+
+def find_slurm() -> Programs:
+    """Slurm of this machine, or of a newer Debian's packages. Raises RuntimeMissing."""
+    if (found := _installed()) is not None and os.environ.get("GPUCR_TEST_SLURM") != "unpacked":
+        return found
+    root = Path(unpacked("slurm", _PACKAGES, lambda root: [str(root)], lambda root: True)[0])
+    commands: dict[str, list[str]] = {}
+    for name in (*_DAEMONS, *_COMMANDS):
+        loader, *rest = closure(root, _path_in(root, name), _PLUGINS.name)
+        commands[name] = [loader, "--argv0", '"$0"', *rest]  # they look at their names, and slurmd starts itself by it
+    commands["slurmctld"] = ["sh", "-ec", shlex.quote(_IN_ROOT), "sh", str(root)]
+    return Programs(commands, root / _PLUGINS.relative_to("/"))
+
+
+def _installed() -> Programs | None:
+    path = os.environ.get("PATH", "") + ":/usr/sbin:/sbin"
+    found = {name: shutil.which(name, path=path) for name in (*_DAEMONS, *_COMMANDS)}
+    if not _PLUGINS.is_dir() or not all(found.values()):
+        return None
+    return Programs({name: [str(path)] for name, path in found.items()}, _PLUGINS)
+
+
+def _path_in(root: Path, name: str) -> str:
+    for candidate in (f"usr/sbin/{name}-wlm", f"usr/sbin/{name}", f"usr/bin/{name}"):
+        if (root / candidate).is_file():
+            return candidate
+    raise RuntimeMissing(f"the packages of Slurm have no {name}")
+
+
+class Slurm:
+    """A cluster in ``folder``: a controller and two nodes that share all but pids, names in /dev/shm, and /run.
+
+    ``enter``: the command that leads to the mounts that it sees, where these are not the caller's.
+    """
+
+    def __init__(self, folder: Path, programs: Programs, enter: Sequence[str] = ()) -> None:
+        self.folder = folder
+        self._enter = list(enter)
+        self._nodes: dict[str, subprocess.Popen[bytes]] = {}
+        self._write(programs)
+        alone = ["unshare", "--mount", "--pid", "--net", "--ipc", "--uts", "--fork", "--kill-child"]
+        self._control = self._start([*self._enter, *alone, "sh", "-ec", _CONTROL, "sh", str(folder)], "control")
+        try:
+            self._wait_ready()
+        except BaseException:
+            self.close()
+            raise
+
+    def _wait_ready(self) -> None:
+        assert self._control.stdout is not None
+        if self._control.stdout.readline() != b"ready\n":
+            raise RuntimeMissing(f"Slurm does not start here: {(self.folder / 'control').read_text()}")
+        for name in NODES:
+            self.start_node(name)
+        all_idle = dict.fromkeys(NODES, "idle")
+        wait_until(lambda: self.states() == all_idle, lambda: f"{self.states()}: {self.logs()}", _LIMIT_S, _POLL_S)
+
+    @property
+    def environment(self) -> dict[str, str]:
+        """What finds this Slurm."""
+        path = f"{self.folder}/bin:{os.environ.get('PATH', '')}"
+        return {"SLURM_CONF": str(self.folder / "slurm.conf"), "PATH": path}
+
+    def _write(self, programs: Programs) -> None:
+        folder = self.folder
+        for name in ("bin", "munge", "state", *(f"spool-{node}" for node in NODES)):
+            (folder / name).mkdir(mode=0o755)
+        for name, command in programs.commands.items():
+            script = folder / "bin" / name
+            script.write_text(f'#!/bin/sh\nexec {" ".join(command)} "$@"\n')
+            script.chmod(0o755)
+        is_old = tuple(map(int, programs.version().split(".")[:2])) < (23, 2)
+        parameters = "SlurmctldParameters=preempt_send_user_signal" if is_old else "PreemptParameters=send_user_signal"
+        (folder / "slurm.conf").write_text(
+            _CONFIGURATION.format(
+                folder=folder,
+                plugins=programs.plugins,
+                templates=TEMPLATES,
+                port=_FIRST_PORT,
+                port_1=_FIRST_PORT + 1,
+                port_2=_FIRST_PORT + 2,
+                gpus=GPUS_PER_NODE,
+                preempt=parameters,
+            )
+        )
+        (folder / "cgroup.conf").write_text(f"CgroupPlugin={'cgroup/v1' if is_old else 'disabled'}\n")
+        (folder / "gres.conf").write_text(
+            "".join(f"NodeName={node} Name=gpu File=/dev/null,/dev/zero\n" for node in NODES)
+        )
+        (folder / "hosts").write_text(f"127.0.0.1 localhost control {' '.join(NODES)}\n")
+        subprocess.run([folder / "bin" / "mungekey", "-c", "-k", folder / "munge" / "key"], check=True)
+
+    def start_node(self, name: str) -> None:
+        """Give a node power."""
+        inside = ["nsenter", f"--target={self._pid()}", "--mount", "--net"]
+        alone = ["unshare", "--mount", "--pid", "--ipc", "--uts", "--fork", "--kill-child"]
+        self._nodes[name] = self._start(
+            [*inside, *alone, "sh", "-ec", _NODE, "sh", str(self.folder), name], f"node-{name}"
+        )
+
+    def _start(self, command: list[str], log: str) -> subprocess.Popen[bytes]:
+        with (self.folder / log).open("ab") as stderr:
+            return subprocess.Popen(
+                command,
+                env={**os.environ, **self.environment},
+                stdin=subprocess.DEVNULL,
+                stdout=subprocess.PIPE,
+                stderr=stderr,
+            )
+
+    def kill_node(self, name: str) -> None:
+        """Take its power away: nothing in it lives on."""
+        _end(self._nodes.pop(name))
+
+    def _pid(self) -> int:
+        children = Path(f"/proc/{self._control.pid}/task/{self._control.pid}/children")
+        return int(children.read_text().split()[0])
+
+    def run(self, *words: object, env: dict[str, str] | None = None) -> str:
+        """One of Slurm's commands, which must succeed. Returns what it printed."""
+        done = subprocess.run(
+            ["nsenter", f"--target={self._pid()}", "--mount", "--net", "--uts", *map(str, words)],
+            env={**os.environ, **(env or {}), **self.environment},
+            capture_output=True,
+            text=True,
+            check=False,
+            timeout=DEADLINE_S,
+        )
+        assert done.returncode == 0, f"{words}: {done.stderr}"
+        return done.stdout
+
+    def states(self) -> dict[str, str]:
+        """How the nodes are."""
+        done = self.run("sh", "-c", 'sinfo --Node --noheader --format "%n %t" || true')
+        return dict(line.split() for line in done.splitlines())
+
+    def submit(
+        self, script: str, *options: object, env: dict[str, str] | None = None, prefix: Sequence[str] = ()
+    ) -> str:
+        """Submit a batch script, with ``prefix`` as another user. Returns the job's id."""
+        path = self.folder / "script"
+        path.write_text(script)
+        path.chmod(0o644)
+        return self.run(*prefix, "sbatch", "--parsable", *options, path, env=env).strip().partition(";")[0]
+
+    def job(self, job_id: str) -> dict[str, str]:
+        """What the controller says of it."""
+        return dict(re.findall(r"(\w+)=(\S+)", self.run("scontrol", "show", "job", "-o", job_id)))
+
+    def wait_for(self, job_id: str, *states: str) -> dict[str, str]:
+        """Wait until it is in one of these states."""
+        wait_until(
+            lambda: self.job(job_id)["JobState"] in states, lambda: f"{states}: {self.job(job_id)}", _LIMIT_S, _POLL_S
+        )
+        return self.job(job_id)
+
+    def start_again(self, job_id: str, restarts: int) -> dict[str, str]:
+        """Wait until it runs for this time, without the 120 s that a requeued job waits.
+
+        One that starts in the second in which it ended is refused: "job credential revoked".
+        """
+
+        def runs() -> bool:
+            now = self.job(job_id)
+            begin = datetime.fromisoformat(now["EligibleTime"])
+            if now["JobState"] == "PENDING" and begin > datetime.now() + timedelta(seconds=10):
+                self.run("scontrol", "update", f"JobId={job_id}", "StartTime=now+2")
+            return now["JobState"] == "RUNNING" and now["Restarts"] == str(restarts)
+
+        wait_until(runs, lambda: f"start {restarts} of the job: {self.job(job_id)}", _LIMIT_S, _POLL_S)
+        return self.job(job_id)
+
+    def logs(self) -> str:
+        """The last that the daemons have said."""
+        return "\n".join(path.read_text()[-8000:] for path in sorted(self.folder.glob("slurm*.log")))
+
+    def close(self) -> None:
+        """Nothing of it lives on."""
+        for name in list(self._nodes):
+            self.kill_node(name)
+        _end(self._control)
+
+
+def _end(process: subprocess.Popen[bytes]) -> None:
+    process.kill()
+    process.communicate(timeout=DEADLINE_S)

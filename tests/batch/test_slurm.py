@@ -1,0 +1,291 @@
+"""`gpucr batch` under a real Slurm of two nodes, with the simulator for GPUs."""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import shlex
+import signal
+import sys
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from gpucr.sim import build as simulator
+from tests import command
+from tests.batch.slurm import GPUS_PER_NODE, TEMPLATES, Programs, Slurm, find_slurm
+from tests.conftest import skip_or_fail
+from tests.containers.runtimes import RuntimeMissing
+from tests.counter import processes_in, wait_until
+from tests.ordinary_user import CannotHaveUsers, OrdinaryUser, ordinary_user
+
+pytestmark = [pytest.mark.criu, pytest.mark.usefixtures("sim_only")]
+
+STEPS = 40
+RESULT = sum(range(STEPS))
+
+# The sum lives in device memory. It waits at a step until there is a file `go`.
+SUMS = f"""
+import ctypes, os, sys, time
+cuda = ctypes.CDLL("libcuda.so.1")
+context, memory, value = ctypes.c_void_p(), ctypes.c_uint64(), ctypes.c_uint64()
+def call(name, *arguments):
+    result = getattr(cuda, name)(*arguments)
+    assert result == 0, (name, result)
+call("cuInit", 0)
+call("cuDevicePrimaryCtxRetain", ctypes.byref(context), 0)
+call("cuCtxSetCurrent", context)
+call("cuMemAlloc_v2", ctypes.byref(memory), ctypes.c_size_t(1 << 20))
+call("cuMemcpyHtoD_v2", memory, ctypes.byref(value), ctypes.c_size_t(8))
+for step in range({STEPS}):
+    call("cuMemcpyDtoH_v2", ctypes.byref(value), memory, ctypes.c_size_t(8))
+    value.value += step
+    call("cuMemcpyHtoD_v2", memory, ctypes.byref(value), ctypes.c_size_t(8))
+    print("step", step, flush=True)
+    while step % 10 == 9 and not os.path.exists(f"go-{{step}}"):
+        time.sleep(0.01)
+print("result", value.value, flush=True)
+"""
+
+SITS = "#!/bin/sh\nexec sleep 1000\n"
+
+
+class Jobs:
+    """What is submitted by one test: in a folder of its own, with a store of its own."""
+
+    def __init__(self, slurm: Slurm, folder: Path, user: OrdinaryUser | None = None) -> None:
+        self.slurm = slurm
+        self._user = user
+        self.folder = folder
+        self.store = folder / "store"
+        (folder / "sums.py").write_text(SUMS)
+        self._submitted: list[str] = []
+
+    def submit(self, *sbatch: str, options: str = "", before: str = "exec") -> str:
+        """A job that adds up below `gpucr batch`."""
+        words = [*command.command("batch"), "--to", str(self.store)]
+        program = [sys.executable, "-I", "-S", "sums.py"]
+        script = (
+            "#!/bin/sh\n"
+            "export GPUCR_SIM_MACHINE=$(hostname)\n"
+            f"{before} {shlex.join(words)} {options} -- {shlex.join(program)}\n"
+        )
+        given = ["--requeue", "--open-mode=append", "--gres=gpu:1", f"--output={self.folder}/out-%j"]
+        variables = {"XDG_STATE_HOME": str(self.folder / "state"), "GPUCR_SIM_STATE": "/run/gpucr-sim"}
+        if self._user is None:
+            variables |= simulator.environment(f"{GPUS_PER_NODE}x1GiB", fixed_cost_ms=1)
+        else:
+            variables |= {**self._user.environment, "GPUCR_SIM_GPUS": f"{GPUS_PER_NODE}x1GiB"}
+        prefix = () if self._user is None else self._user.as_himself()
+        job_id = self.slurm.submit(script, *given, f"--chdir={self.folder}", *sbatch, env=variables, prefix=prefix)
+        self._submitted.append(job_id)
+        return job_id
+
+    def output(self, job_id: str) -> str:
+        """All that it has printed so far."""
+        path = self.folder / f"out-{job_id}"
+        return path.read_text() if path.exists() else ""
+
+    def wait_for(self, job_id: str, text: str, count: int = 1) -> None:
+        """Wait until it has printed that."""
+        wait_until(lambda: self.output(job_id).count(text) >= count, lambda: f"{text}: {self.output(job_id)}")
+
+    def go(self, step: int) -> None:
+        """Let all that wait at a step go on."""
+        (self.folder / f"go-{step}").touch()
+
+    def go_on_to_the_end(self) -> None:
+        """Nothing waits any more."""
+        for step in range(9, STEPS, 10):
+            self.go(step)
+
+    def require_right(self, job_id: str) -> None:
+        """It ends well, with each step once and the right result, and its snapshots are gone."""
+        self.require_complete(job_id)
+        assert self.snapshots() == []
+
+    def require_complete(self, job_id: str) -> None:
+        """It ends well, with each step once and the right result."""
+        self.slurm.wait_for(job_id, "COMPLETED")
+        lines = [line for line in self.output(job_id).splitlines() if line.startswith(("step", "result"))]
+        assert lines == [*(f"step {step}" for step in range(STEPS)), f"result {RESULT}"], self.output(job_id)
+
+    def snapshots(self) -> list[dict[str, Any]]:
+        """What is in the store."""
+        found: list[dict[str, Any]] = command.run_json("ls", self.store)["snapshots"]
+        return found
+
+    def close(self) -> None:
+        """None of them is left."""
+        if self._submitted:
+            self.slurm.run("scancel", *self._submitted)
+            wait_until(lambda: processes_in(self.folder) == [], "the jobs to end")
+
+
+@pytest.fixture(scope="module")
+def programs() -> Programs:
+    try:
+        return find_slurm()
+    except RuntimeMissing as e:
+        skip_or_fail("slurm", f"no Slurm: {e}")
+        raise
+
+
+@pytest.fixture(scope="module")
+def slurm(programs: Programs, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Slurm]:
+    with contextlib.closing(Slurm(tmp_path_factory.mktemp("slurm"), programs)) as made:
+        yield made
+
+
+@pytest.fixture
+def jobs(slurm: Slurm, tmp_path: Path) -> Iterator[Jobs]:
+    made = Jobs(slurm, tmp_path)
+    yield made
+    made.close()
+
+
+def test_three_time_limits(jobs: Jobs) -> None:
+    job_id = jobs.submit("--time=1", options="--before-limit 59s")
+    for start, step in enumerate((9, 19), 1):
+        jobs.wait_for(job_id, f"step {step}\n")
+        jobs.slurm.start_again(job_id, start)
+        jobs.wait_for(job_id, "restored from", start)
+        jobs.go(step)
+    jobs.wait_for(job_id, "step 29\n")
+    jobs.go_on_to_the_end()
+    jobs.require_right(job_id)
+
+
+def test_preempted(jobs: Jobs) -> None:
+    """By a job that wants all GPUs of both nodes; it is told with the signal that the job asks for."""
+    job_id = jobs.submit("--signal=B:USR1@30")
+    jobs.wait_for(job_id, "step 9\n")
+    everything = jobs.slurm.submit(
+        SITS, "--partition=high", "--nodes=2", f"--gres=gpu:{GPUS_PER_NODE}", "--output=/dev/null"
+    )
+    jobs.slurm.wait_for(everything, "RUNNING")
+    assert "SIGUSR1: the job is dumped" in jobs.output(job_id)
+    jobs.slurm.run("scancel", everything)
+    jobs.slurm.start_again(job_id, 1)
+    jobs.go_on_to_the_end()
+    jobs.require_right(job_id)
+    assert jobs.output(job_id).count("restored from") == 1
+
+
+def test_a_node_that_fails(jobs: Jobs) -> None:
+    """The job goes on from its last periodic snapshot, on the other node, with what it had printed until then."""
+    job_id = jobs.submit("--nodelist=n1", options="--every 1s")
+    jobs.wait_for(job_id, "step 9\n")
+    jobs.wait_for(job_id, "dumped to")
+    jobs.slurm.kill_node("n1")
+    jobs.slurm.run("scontrol", "update", "NodeName=n1", "State=DOWN", "Reason=power")  # else it is noticed in 25 s
+    jobs.slurm.run("scontrol", "update", f"JobId={job_id}", "ReqNodeList=")
+    try:
+        assert jobs.slurm.start_again(job_id, 1)["NodeList"] == "n2"
+        jobs.go_on_to_the_end()
+        jobs.slurm.wait_for(job_id, "COMPLETED")
+    finally:
+        jobs.slurm.start_node("n1")
+    assert f"result {RESULT}\n" in jobs.output(job_id)
+    assert "restored from" in jobs.output(job_id)
+
+
+def test_a_gpucr_that_is_killed(jobs: Jobs) -> None:
+    """Slurm loses the job, which is below nobody any more; the epilog ends it."""
+    job_id = jobs.submit()
+    jobs.wait_for(job_id, "step 9\n")
+    (batch,) = [
+        each for each in processes_in(jobs.folder) if b"\0batch\0" in Path(f"/proc/{each}/cmdline").read_bytes()
+    ]
+    os.kill(batch, signal.SIGKILL)
+    assert jobs.slurm.wait_for(job_id, "FAILED")["ExitCode"] == "0:9"
+    wait_until(lambda: processes_in(jobs.folder) == [], lambda: f"the end of {processes_in(jobs.folder)}")
+
+
+@pytest.mark.parametrize("name", ["job.sh", "steps.sh"])
+def test_the_pages_scripts_are_files(name: str) -> None:
+    assert f"```sh\n{(TEMPLATES / name).read_text()}```" in (TEMPLATES.parent / "slurm.md").read_text()
+
+
+def test_requeued(jobs: Jobs) -> None:
+    """`scontrol requeue` ends all of the job at once: it goes on from its last dump, on another GPU."""
+    job_id = jobs.submit("--nodelist=n1", options="--every 1s")
+    jobs.wait_for(job_id, "step 9\n")
+    before = jobs.output(job_id).count("dumped to")
+    jobs.wait_for(job_id, "dumped to", before + 2)
+    jobs.slurm.run("scontrol", "requeue", job_id)
+    other = jobs.slurm.submit(SITS, "--nodelist=n1", "--gres=gpu:1", "--output=/dev/null")
+    jobs.slurm.wait_for(other, "RUNNING")
+    jobs.slurm.start_again(job_id, 1)
+    jobs.go_on_to_the_end()
+    jobs.require_right(job_id)
+    jobs.slurm.run("scancel", other)
+    assert "SIGTERM has ended the job, too" in jobs.output(job_id)
+    assert jobs.output(job_id).count("restored from") == 1
+
+
+def test_an_array(jobs: Jobs) -> None:
+    """Its tasks have snapshots of their own. What was restored ends with its place, in a sandbox and in none."""
+    array = jobs.submit(
+        "--array=1-2",
+        f"--output={jobs.folder}/out-%A_%a",
+        options="$([ $SLURM_ARRAY_TASK_ID = 1 ] || echo --no-isolate)",
+    )
+    tasks = [f"{array}_1", f"{array}_2"]
+    for task in tasks:
+        jobs.wait_for(task, "step 9\n")
+        jobs.slurm.run("scancel", "--batch", "--signal=USR1", task)
+    for task in tasks:
+        jobs.slurm.wait_for(task, "PENDING")
+    assert {each["name"] for each in jobs.snapshots()} == {f"slurm-{task}" for task in tasks}
+    for task in tasks:
+        jobs.slurm.start_again(task, 1)
+    for task in tasks:
+        jobs.wait_for(task, "restored from")
+    assert len(processes_in(jobs.folder)) >= 4, "two times gpucr batch and the job"
+    jobs.slurm.run("scancel", "--signal=KILL", "--full", array)
+    wait_until(lambda: processes_in(jobs.folder) == [], lambda: f"the end of {processes_in(jobs.folder)}")
+
+
+def test_steps(jobs: Jobs) -> None:
+    """Two processes of one `srun`, which Slurm signals with all that is below them: each is a job of gpucr's."""
+    job_id = jobs.submit("--ntasks=2", "--gres=gpu:2", before="exec srun", options="--on URG")
+    jobs.wait_for(job_id, "step 9\n", 2)
+    jobs.slurm.run("scancel", "--signal=URG", job_id)
+    jobs.slurm.wait_for(job_id, "PENDING")
+    assert {each["name"] for each in jobs.snapshots()} == {f"slurm-{job_id}.0.0", f"slurm-{job_id}.0.1"}
+    jobs.slurm.start_again(job_id, 1)
+    jobs.go_on_to_the_end()
+    jobs.slurm.wait_for(job_id, "COMPLETED")
+    assert jobs.output(job_id).count(f"result {RESULT}\n") == 2
+    assert jobs.snapshots() == []
+
+
+def test_an_ordinary_user(programs: Programs) -> None:
+    """Root has granted a CRIU; the job is in no sandbox."""
+    if not programs.are_for_all:
+        skip_or_fail("slurm", "Slurm was unpacked where ordinary users cannot reach it")
+    try:
+        with ordinary_user(4100) as user:
+            granted = user.as_root("criu", "--grant")
+            assert granted.returncode == 0, granted.stderr
+            _cycle_of_a_user(user, programs)
+    except CannotHaveUsers as e:
+        skip_or_fail("root", f"the tests may not mount here: {e}")
+
+
+def _cycle_of_a_user(user: OrdinaryUser, programs: Programs) -> None:
+    folder = user.home / "cluster"
+    folder.mkdir(mode=0o755)
+    user.home.chmod(0o755)
+    with contextlib.closing(Slurm(folder, programs, user.enter([]))) as slurm:
+        jobs = Jobs(slurm, user.home, user)
+        job_id = jobs.submit()
+        jobs.wait_for(job_id, "step 9\n")
+        slurm.run("scancel", "--batch", "--signal=USR1", job_id)
+        slurm.start_again(job_id, 1)
+        jobs.go_on_to_the_end()
+        jobs.require_complete(job_id)
+        assert "restored from" in jobs.output(job_id)
