@@ -185,12 +185,17 @@ def test_a_suspended_process_keeps_its_bytes_itself(
         del asked[:]
 
 
-def test_what_is_suspended_so_is_not_dumped(job: Counter, driver: CudaDriver, tmp_path: Path) -> None:
+@pytest.mark.criu
+def test_a_suspended_job_is_dumped_and_comes_back_suspended(job: Counter, driver: CudaDriver, tmp_path: Path) -> None:
     pids = job.processes()
     gpucr.suspend(job.pid)
-    with pytest.raises(Unsupported, match="is suspended by custom storage") as raised:
-        gpucr.dump(job.pid, tmp_path / "s")
-    assert raised.value.code == "GPUCR-GPU-STATE"
+    gpucr.dump(job.pid, tmp_path / "running", leave_running=True)
+    assert all(keeps(pid) for pid in pids)
+    report = gpucr.dump(job.pid, tmp_path / "s")
+    assert kinds(report) == {"custom_storage"}
+    job.reap()
+    gpucr.restore(tmp_path / "s")
+    assert {driver.state(pid) for pid in pids} == {CHECKPOINTED}
     gpucr.resume(job.pid)
     assert_runs(job, driver, pids, 101)
 

@@ -9,11 +9,11 @@ from collections.abc import Sequence
 from gpucr.errors import Unsupported
 from gpucr.gang.threads import explained
 from gpucr.gpu_state import staging
-from gpucr.gpu_state.backend import CAPTURED, PLAIN, WaitForBytes
+from gpucr.gpu_state.backend import CAPTURED, CUSTOM_STORAGE, PLAIN, WaitForBytes
 from gpucr.gpu_state.plain import PlainStaging
 from gpucr.gpu_state.source import FileDestination, FileSource, Source
 from gpucr.gpu_state.staging import Capture, Gate
-from gpucr.linux.tmpfs import StagingFile
+from gpucr.linux.tmpfs import FILE_NAME, KEPT_NAME, StagingFile
 from gpucr.model import DevicePart, StagedExtent
 from gpucr.undo.steps import Meter
 
@@ -24,6 +24,8 @@ class CapturedStaging(PlainStaging):
     Needs root. The file belongs to this object; `close` gives its memory back, unless a process has it mapped.
     ``is_saved``: somebody reads it. Else a file without huge pages is no better than private memory.
     """
+
+    file_name = FILE_NAME
 
     def __init__(self, part: DevicePart, *, is_saved: bool) -> None:
         super().__init__(part)
@@ -69,7 +71,7 @@ class CapturedStaging(PlainStaging):
 
     def adopt(self) -> bool:
         """Take over the file that a process, checkpointed before, has its staging in. False: it has none."""
-        extents = staging.file_extents(self.part.pid)
+        extents = staging.file_extents(self.part.pid, self.file_name)
         if extents:
             self.file = StagingFile.adopt(staging.open_file(self.part.pid, extents[0]))
             self.extents = extents
@@ -104,17 +106,30 @@ class CapturedStaging(PlainStaging):
             super()._take(capture)
 
 
+class KeptFile(CapturedStaging):
+    """What a process keeps that custom storage has suspended: it is taken out for CRIU, and put back, like staging."""
+
+    kind = CUSTOM_STORAGE
+    file_name = KEPT_NAME
+
+    def __init__(self, part: DevicePart) -> None:
+        super().__init__(part, is_saved=True)
+
+
 class CapturedReturn:
     """See `Return`: a staging file that is mapped into the process as it is filled, while the driver restores.
 
-    Raises Unsupported where there can be no such file.
+    ``name``: what the file is called, where it is another one that a suspended process keeps. Raises Unsupported where
+    there can be no such file.
     """
 
-    def __init__(self, part: DevicePart, extents: Sequence[StagedExtent], size_bytes: int) -> None:
+    def __init__(
+        self, part: DevicePart, extents: Sequence[StagedExtent], size_bytes: int, name: str = FILE_NAME
+    ) -> None:
         self._extents = tuple(extents)
         self._gate: Gate | None = None
         try:
-            self._file = StagingFile.create(size_bytes)
+            self._file = StagingFile.create(size_bytes, name)
         except OSError as e:
             raise Unsupported(
                 f"no file in memory can be made for {size_bytes} bytes of device memory: {e.strerror}",

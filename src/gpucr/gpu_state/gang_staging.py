@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, Protocol
 from gpucr.errors import GpucrError
 from gpucr.gpu_state import staging
 from gpucr.gpu_state.backend import CAPTURED, Backend, Stored
-from gpucr.gpu_state.captured import CapturedStaging
+from gpucr.gpu_state.captured import CapturedStaging, KeptFile
 from gpucr.gpu_state.interposed.host_copy import HostCopy
 from gpucr.gpu_state.plain import PlainStaging
 from gpucr.gpu_state.source import Saver, Source
@@ -143,9 +143,13 @@ class GangStaging:
             each.wait_prepared()
 
     def adopt(self, pid: int) -> bool:
-        """Take in the file that a process, checkpointed before, has its staging in. False: it has none."""
-        found = CapturedStaging(DevicePart(pid), is_saved=True)
-        if not found.adopt():
+        """Take in the file in which a process, checkpointed before, has its device memory. False: it has none."""
+        candidates: tuple[CapturedStaging, ...] = (
+            CapturedStaging(DevicePart(pid), is_saved=True),
+            KeptFile(DevicePart(pid)),
+        )
+        found = next((each for each in candidates if each.adopt()), None)
+        if found is None:
             return False
         self._driver[pid], self._stacks[pid] = found, (found,)
         self._save_all_of(found)

@@ -8,11 +8,13 @@ from typing import Protocol
 from gpucr.gang import Gang
 from gpucr.gpu_state import kinds
 from gpucr.gpu_state.backend import CUSTOM_STORAGE, INTERPOSED, Return
+from gpucr.gpu_state.captured import CapturedReturn
 from gpucr.gpu_state.custom_storage.returns import StorageReturns
 from gpucr.gpu_state.interposed.host_copy import HostCopyReturn
 from gpucr.gpu_state.interposed.restored import RestoredBlocks
 from gpucr.gpu_state.placement import Placement
 from gpucr.interposer.sharing import Share
+from gpucr.linux.tmpfs import KEPT_NAME
 from gpucr.model import DevicePart, StagedExtent
 
 
@@ -48,6 +50,8 @@ class Returns:
             return HostCopyReturn(part, data.extents, data.size_bytes)
         if data.kind == INTERPOSED:
             return self._interposed.return_for(part, data.extents)
+        if data.kind == CUSTOM_STORAGE and stays:
+            return CapturedReturn(part, data.extents, data.size_bytes, KEPT_NAME)
         if data.kind == CUSTOM_STORAGE:
             return self._custom.return_for(part, data.extents, data.size_bytes)
         return kinds.return_for(part, data.kind, data.extents, data.size_bytes)

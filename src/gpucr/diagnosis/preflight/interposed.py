@@ -9,7 +9,6 @@ from __future__ import annotations
 from collections.abc import Sequence
 
 from gpucr.diagnosis.preflight.findings import Finding
-from gpucr.diagnosis.preflight.handed_over import check_kept
 from gpucr.diagnosis.preflight.measured import Measurements, all_come_back, say
 from gpucr.diagnosis.preflight.sharing import LOSS, local_world_size
 from gpucr.diagnosis.preflight.traits import CudaTraits, JobTraits
@@ -47,8 +46,8 @@ def kept_bytes(job: Job) -> int:
 
 
 def check_suspended(job: Job) -> list[Finding]:
-    """Suspended processes that no dump can take: by custom storage, or by interposers and with memory of each other."""
-    return check_kept(job) + [
+    """Processes that were suspended through their interposers, and that have device memory of each other."""
+    return [
         Finding(
             "blocking",
             f"process {member.pid} is suspended, and has {counted(status.imported, 'block')} of device memory of "

@@ -27,12 +27,12 @@ def locate(before: tuple[Mapping, ...], after: tuple[Mapping, ...]) -> tuple[Ext
     return tuple(extent for extent in new_anonymous_ranges(before, after) if extent.size_bytes >= _SMALLEST_BYTES)
 
 
-def file_extents(pid: int) -> tuple[StagedExtent, ...]:
-    """The parts of a staging file of gpucr that the process has mapped, in the order of the file."""
+def file_extents(pid: int, name: str = FILE_NAME) -> tuple[StagedExtent, ...]:
+    """The parts of a staging file of gpucr, or another one of this name, that the process has mapped, in its order."""
     found = [
         StagedExtent(mapping.start, mapping.end - mapping.start, mapping.offset)
         for mapping in read_maps(pid)
-        if mapping.path.startswith(f"/{FILE_NAME}") and mapping.permissions.startswith("rw-s")
+        if mapping.path.startswith(f"/{name}") and mapping.permissions.startswith("rw-s")
     ]
     return tuple(sorted(found, key=lambda extent: extent.offset))
 
