@@ -2,98 +2,18 @@
 
 from __future__ import annotations
 
-import contextlib
 import os
 import signal
-import subprocess
-import sys
 import time
-from collections.abc import Iterator
-from pathlib import Path
 
 import pytest
 
 from gpucr.jobs.registered import registry
 from gpucr.linux.private_folders import state_folder
-from gpucr.operations.end_job import end_processes
-from tests import command
-from tests.counter import DEADLINE_S, wait_until
-from tests.supervise.jobs import own_state  # noqa: F401
+from tests.batch.system import Batch, wait_for_line
+from tests.counter import wait_until
 
 pytestmark = [pytest.mark.criu, pytest.mark.usefixtures("own_state")]
-
-COUNTS = """
-import os, sys, time
-for step in range({steps}):
-    print("step", step, flush=True)
-    while step == {stop_at} and not os.path.exists("go"):
-        time.sleep(0.01)
-    time.sleep(0.01)
-print(open(os.environ["GPUCR_ENV_FILE"]).read(), flush=True)
-sys.exit({code})
-"""
-
-
-class Batch:
-    """The batch system: each start of a job has an output of its own."""
-
-    def __init__(self, folder: Path) -> None:
-        self.folder = folder
-        self.store = folder / "store"
-        self.starts: list[subprocess.Popen[str]] = []
-
-    def start(self, *options: object, steps: int = 60, stop_at: int = -1, code: int = 0, **variables: str) -> Path:
-        """Start the job; returns what it prints to."""
-        number = len(self.starts)
-        output = self.folder / f"output-{number}"
-        program = COUNTS.format(steps=steps, stop_at=stop_at, code=code)
-        words = ["--to", self.store, *options, "--", sys.executable, "-I", "-S", "-c", program]
-        with output.open("w") as out, (self.folder / f"errors-{number}").open("w") as errors:
-            started = subprocess.Popen(
-                command.command("batch", *words),
-                stdout=out,
-                stderr=errors,
-                stdin=subprocess.DEVNULL,
-                text=True,
-                cwd=self.folder,
-                env={**os.environ, "SLURM_JOB_ID": "77", "SLURM_RESTART_COUNT": str(number), **variables},
-            )
-        self.starts.append(started)
-        return output
-
-    def errors(self) -> str:
-        """What gpucr said of the last start."""
-        return (self.folder / f"errors-{len(self.starts) - 1}").read_text()
-
-    def end(self) -> int:
-        """The exit code of the last start."""
-        return self.starts[-1].wait(DEADLINE_S)
-
-    def snapshots(self) -> list[str]:
-        """The names of what is in the store."""
-        return [each["name"] for each in command.run_json("ls", self.store)["snapshots"]]
-
-    def close(self) -> None:
-        """End what still runs."""
-        for started in self.starts:
-            if started.poll() is None:
-                started.kill()
-                started.wait(DEADLINE_S)
-        for job in registry().jobs():
-            if job.record is not None and job.state.word == "running":
-                with contextlib.suppress(OSError):
-                    end_processes(job.record)
-
-
-@pytest.fixture
-def batch(tmp_path: Path) -> Iterator[Batch]:
-    made = Batch(tmp_path)
-    yield made
-    made.close()
-
-
-def wait_for_line(output: Path, line: str) -> None:
-    wait_until(lambda: line in output.read_text().splitlines(), lambda: f"{line!r} in {output.read_text()[-500:]!r}")
 
 
 @pytest.mark.parametrize("how", ["USR1", "TERM", "time limit"])

@@ -16,38 +16,13 @@ import pytest
 from gpucr.sim import build as simulator
 from tests import command
 from tests.batch.slurm import GPUS_PER_NODE, TEMPLATES, Programs, Slurm, find_slurm
+from tests.batch.system import RESULT, STEPS, SUMS
 from tests.conftest import skip_or_fail
 from tests.containers.runtimes import RuntimeMissing
 from tests.counter import processes_in, wait_until
 from tests.ordinary_user import CannotHaveUsers, OrdinaryUser, ordinary_user
 
 pytestmark = [pytest.mark.criu, pytest.mark.usefixtures("sim_only")]
-
-STEPS = 40
-RESULT = sum(range(STEPS))
-
-# The sum lives in device memory. It waits at a step until there is a file `go`.
-SUMS = f"""
-import ctypes, os, sys, time
-cuda = ctypes.CDLL("libcuda.so.1")
-context, memory, value = ctypes.c_void_p(), ctypes.c_uint64(), ctypes.c_uint64()
-def call(name, *arguments):
-    result = getattr(cuda, name)(*arguments)
-    assert result == 0, (name, result)
-call("cuInit", 0)
-call("cuDevicePrimaryCtxRetain", ctypes.byref(context), 0)
-call("cuCtxSetCurrent", context)
-call("cuMemAlloc_v2", ctypes.byref(memory), ctypes.c_size_t(1 << 20))
-call("cuMemcpyHtoD_v2", memory, ctypes.byref(value), ctypes.c_size_t(8))
-for step in range({STEPS}):
-    call("cuMemcpyDtoH_v2", ctypes.byref(value), memory, ctypes.c_size_t(8))
-    value.value += step
-    call("cuMemcpyHtoD_v2", memory, ctypes.byref(value), ctypes.c_size_t(8))
-    print("step", step, flush=True)
-    while step % 10 == 9 and not os.path.exists(f"go-{{step}}"):
-        time.sleep(0.01)
-print("result", value.value, flush=True)
-"""
 
 SITS = "#!/bin/sh\nexec sleep 1000\n"
 

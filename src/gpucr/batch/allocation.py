@@ -17,12 +17,16 @@ _ID = re.compile(r"[A-Za-z0-9][A-Za-z0-9._-]{0,63}")
 
 @dataclass(frozen=True)
 class Allocation:
-    """A place for one job. ``end_s``: when it is taken away (time.time()); ``gpus``: as CUDA_VISIBLE_DEVICES has it."""
+    """A place for one job. ``end_s``: when it is taken away (time.time()); ``gpus``: as CUDA_VISIBLE_DEVICES has it.
+
+    ``is_first``: the job has had no place before, where the batch system tells.
+    """
 
     id: str
     gpus: str | None
     end_s: float | None
     variables: Mapping[str, str]
+    is_first: bool = True
 
     @classmethod
     def of(cls, environment: Mapping[str, str], given_id: str | None = None) -> Allocation:
@@ -45,6 +49,7 @@ class Allocation:
             environment.get("CUDA_VISIBLE_DEVICES") or None,
             end_of_place(environment),
             {name: value for name, value in environment.items() if name.startswith(_PREFIXES)},
+            environment.get("SLURM_RESTART_COUNT", "0") == "0",
         )
 
     def as_shell(self) -> str:

@@ -82,7 +82,8 @@ def run_batch(job: BatchJob, say: Callable[[str], None], *, key: Secret | None =
     snapshot of another command line.
     """
     with _Notice(job.signals) as notice:
-        return _Run(job, say, notice, JobSnapshots(job.store, job.allocation.id, key)).to_its_end()
+        place = job.allocation
+        return _Run(job, say, notice, JobSnapshots(job.store, place.id, key, may_make=place.is_first)).to_its_end()
 
 
 class _Notice:

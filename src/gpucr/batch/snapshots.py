@@ -16,10 +16,11 @@ if TYPE_CHECKING:
 
 
 class JobSnapshots:
-    """Those of ``job_id`` in ``store``, a URL or a folder, which is made where it is a folder that is not there."""
+    """Those of ``job_id`` in ``store``, a URL or a folder, which is made where it is not there and ``may_make``."""
 
-    def __init__(self, store: str, job_id: str, key: Secret | None) -> None:
+    def __init__(self, store: str, job_id: str, key: Secret | None, *, may_make: bool = True) -> None:
         self.key = key
+        self._may_make = may_make
         self.known: tuple[StoredSnapshot, ...] = ()
         self._store = store
         self._id = job_id
@@ -29,8 +30,8 @@ class JobSnapshots:
     def latest(self, command: Sequence[str]) -> SnapshotInStore | None:
         """The latest, which is of this command line; None: there is none.
 
-        Raises InvalidRequest for that of another one and for a folder that is no store, and as `gpucr.list_snapshots`
-        and `gpucr.open_snapshot` do.
+        Raises InvalidRequest for that of another one and for a folder that is no store, StoreError where the store is
+        not there although the job was started before, and as `gpucr.list_snapshots` and `gpucr.open_snapshot` do.
         """
         self._make_store()
         self._look()
@@ -53,6 +54,14 @@ class JobSnapshots:
         """Make a folder a store that is none yet; all tasks of an array may try at once."""
         if "://" in self._store or is_store(self._store):
             return
+        if not self._may_make:
+            raise StoreError(
+                f"the store {self._store} is not there, and this is not the first start of the job",
+                path=self._store,
+                hint="is its file system mounted on this node? The job was not begun anew; `gpucr store init` makes a "
+                "store for one that is to begin anew",
+                code="GPUCR-BATCH-NO-STORE",
+            )
         try:
             init_store(self._store, key=self.key)
         except StoreError as e:

@@ -1,0 +1,159 @@
+"""What goes wrong around `gpucr batch`: a line in the job's log, the right exit code, the last snapshot kept."""
+
+from __future__ import annotations
+
+import os
+import signal
+from collections.abc import Callable
+from pathlib import Path
+
+import pytest
+
+from gpucr.jobs.registered import registry
+from gpucr.linux import processes
+from tests import command
+from tests.batch.system import SUMS, Batch, wait_for_line
+from tests.counter import processes_in, wait_until
+
+pytestmark = [pytest.mark.criu, pytest.mark.usefixtures("own_state")]
+
+ALL = [f"step {step}" for step in range(60)]
+
+
+def dumped_once(batch: Batch) -> None:
+    """A job that stands at step 30, of which there is a snapshot."""
+    output = batch.start("--every", "200ms", stop_at=30)
+    wait_for_line(output, "step 30")
+    before = batch.errors().count("dumped to")
+    wait_until(lambda: batch.errors().count("dumped to") >= before + 2, batch.errors)  # one of them began at step 30
+
+
+def put_away(batch: Batch) -> Callable[[], Path]:
+    """Nobody reaches the store, until that is called which this returns."""
+    away = batch.store.rename(batch.folder / "away")
+    return lambda: away.rename(batch.store)
+
+
+def test_a_store_that_the_next_node_does_not_reach(batch: Batch) -> None:
+    dumped_once(batch)
+    batch.starts[-1].send_signal(signal.SIGTERM)
+    assert batch.end() == 99, batch.errors()
+    bring_back = put_away(batch)
+    batch.start(stop_at=30)
+    assert batch.end() == 5, batch.errors()
+    assert "this is not the first start of the job" in batch.errors()
+    assert "GPUCR-BATCH-NO-STORE" in batch.errors()
+    assert not batch.store.exists(), "a second store would hide the first one"
+    bring_back()
+    (batch.folder / "go").touch()
+    batch.start(stop_at=30)
+    assert batch.end() == 0, batch.errors()
+    assert batch.steps() == ALL
+
+
+def test_a_grace_time_that_is_too_short(batch: Batch) -> None:
+    """The job has a snapshot, and goes on from that."""
+    output = batch.start("--every", "200ms", "--grace", "0.001s", stop_at=30)
+    wait_for_line(output, "step 30")
+    before = batch.errors().count("dumped to")
+    wait_until(lambda: batch.errors().count("dumped to") >= before + 2, batch.errors)
+    (kept,) = command.run_json("ls", batch.store)["snapshots"]
+    batch.starts[-1].send_signal(signal.SIGUSR1)
+    assert batch.end() == 99, batch.errors()
+    assert "the job could not be dumped in time, and is ended: the next start goes on from the snapshot of" in (
+        batch.errors()
+    )
+    assert processes_in(batch.folder) == []
+    assert len(batch.snapshots()) == 1
+    (batch.folder / "go").touch()
+    batch.start(stop_at=30)
+    assert batch.end() == 0, batch.errors()
+    assert f"restored from {batch.store}#" in batch.errors()
+    assert batch.steps() == ALL, kept
+
+
+@pytest.mark.parametrize("code", [0, 7])
+def test_a_job_that_ends_during_the_grace_time(batch: Batch, code: int) -> None:
+    """Its own code is what counts. One that ends with 0 may have obeyed the signal instead of having finished."""
+    output = batch.start("--every", "200ms", stop_at=30, code=code)
+    wait_for_line(output, "step 30")
+    wait_until(lambda: "dumped to" in batch.errors(), batch.errors)
+    bring_back = put_away(batch)
+    batch.starts[-1].send_signal(signal.SIGTERM)
+    wait_until(lambda: "SIGTERM: the job is dumped" in batch.errors(), batch.errors)
+    wait_until(lambda: "no dump: " in batch.errors().partition("SIGTERM")[2], batch.errors)
+    (batch.folder / "go").touch()
+    assert batch.end() == code, batch.errors()
+    told = "the job ended with 0 after SIGTERM, and its snapshot stays" if code == 0 else "the job ended with 7; "
+    assert told in batch.errors()
+    bring_back()
+    assert batch.snapshots() == ["slurm-77"]
+
+
+def test_a_signal_that_ends_gpucr_and_the_job_alike(batch: Batch) -> None:
+    """As `scontrol requeue` does."""
+    dumped_once(batch)
+    (job,) = registry().jobs()
+    assert job.record is not None
+    batch.starts[-1].send_signal(signal.SIGTERM)
+    os.kill(job.record.pid, signal.SIGTERM)
+    assert batch.end() == 99, batch.errors()
+    assert batch.snapshots() == ["slurm-77"]
+    (batch.folder / "go").touch()
+    batch.start(stop_at=30)
+    assert batch.end() == 0, batch.errors()
+    assert batch.steps() == ALL
+
+
+def test_a_signal_before_the_first_step(batch: Batch) -> None:
+    """As soon as gpucr listens; the job may have begun or not."""
+    batch.start(stop_at=30)
+    number = signal.SIGUSR1 - 1
+    wait_until(lambda: bool(_caught_by(batch.starts[-1].pid) >> number & 1), "gpucr to listen")
+    batch.starts[-1].send_signal(signal.SIGUSR1)
+    assert batch.end() == 99, batch.errors()
+    assert "has to be started again" in batch.errors() or batch.snapshots() == ["slurm-77"]
+    assert processes_in(batch.folder) == []
+    (batch.folder / "go").touch()
+    batch.start(stop_at=30)
+    assert batch.end() == 0, batch.errors()
+    assert batch.steps() == ALL
+
+
+def _caught_by(pid: int) -> int:
+    lines = Path(f"/proc/{pid}/status").read_text().splitlines()
+    return next((int(line.split()[1], 16) for line in lines if line.startswith("SigCgt:")), 0)
+
+
+def test_a_place_that_is_lost_while_the_dump_is_written(batch: Batch) -> None:
+    """All of the job is killed at once, as Slurm does when its patience is over."""
+    dumped_once(batch)
+    batch.starts[-1].send_signal(signal.SIGUSR1)
+    wait_until(lambda: "SIGUSR1: the job is dumped" in batch.errors(), batch.errors)
+    for process in reversed(processes.tree(batch.starts[-1].pid)):
+        os.kill(process.pid, signal.SIGKILL)
+    assert batch.end() == -signal.SIGKILL
+    wait_until(lambda: processes_in(batch.folder) == [], "the job to end")
+    assert "slurm-77" in batch.snapshots()
+    (batch.folder / "go").touch()
+    batch.start(stop_at=30)
+    assert batch.end() == 0, batch.errors()
+    assert batch.steps() == ALL
+
+
+@pytest.mark.usefixtures("sim_only")
+def test_a_node_that_has_not_the_gpus_for_it(batch: Batch) -> None:
+    output = batch.start("--isolate", program=SUMS, GPUCR_SIM_GPUS="2x1GiB", CUDA_VISIBLE_DEVICES="0")
+    wait_for_line(output, "step 9")
+    batch.starts[-1].send_signal(signal.SIGUSR1)
+    assert batch.end() == 99, batch.errors()
+    batch.start(program=SUMS, GPUCR_SIM_GPUS="1x1GiB", CUDA_VISIBLE_DEVICES="0")
+    assert batch.end() == 3, batch.errors()
+    assert "GPUs" in batch.errors()
+    assert "code:" in batch.errors()
+    assert batch.snapshots() == ["slurm-77"]
+    for step in range(9, 40, 10):
+        (batch.folder / f"go-{step}").touch()
+    batch.start(program=SUMS, GPUCR_SIM_GPUS="2x1GiB", CUDA_VISIBLE_DEVICES="0")
+    assert batch.end() == 0, batch.errors()
+    assert batch.steps() == ALL[:40]
