@@ -193,6 +193,28 @@ def test_a_vault_that_does_not_start(driver: CudaDriver, sim: pytest.MonkeyPatch
     assert no_canary_is_left()
 
 
+@pytest.mark.root
+@pytest.mark.parametrize(
+    ("faults", "outcome", "action"),
+    [("", COMES_BACK, None), ("checkpoint=801", REFUSED, "checkpoint"), ("restore=2", LOST, "restore"),
+     ("complete#1=999", LOST, "checkpoint"), ("complete#2=999", LOST, "restore")],
+)  # fmt: skip
+def test_memory_that_the_driver_hands_over(
+    driver: CudaDriver, sim: pytest.MonkeyPatch, faults: str, outcome: CanaryOutcome, action: str | None
+) -> None:
+    sim.setenv("GPUCR_SIM_DRIVER", "615")
+    sim.setenv("GPUCR_SIM_FAULTS", faults)
+    result = measure(driver, "custom_storage")
+    assert (result.outcome, result.action) == (outcome, action), result.detail
+
+
+@pytest.mark.root
+def test_a_driver_that_hands_nothing_over(driver: CudaDriver, sim: pytest.MonkeyPatch) -> None:
+    result = measure(driver, "custom_storage")
+    assert result.outcome is NOT_POSSIBLE
+    assert "this driver has no custom storage" in result.detail
+
+
 @pytest.mark.parametrize("faults", ["lock=hang", "checkpoint=hang", "restore=hang", "unlock=hang"])
 def test_a_driver_call_that_hangs(driver: CudaDriver, sim: pytest.MonkeyPatch, faults: str) -> None:
     sim.setenv("GPUCR_SIM_FAULTS", faults)

@@ -28,6 +28,9 @@ _BOOTSTRAP = (
 INTERPOSED = "interposer"
 """The canary that is started with gpucr's interposer."""
 
+HANDED_OVER = "custom_storage"
+"""The canary whose memory the driver hands over."""
+
 
 class DidNotStart(Exception):
     """The canary could not be made ready; the text says why."""

@@ -15,7 +15,8 @@ from collections.abc import Callable, Iterator, Sequence
 from msgspec import Struct
 
 from gpucr import gang
-from gpucr.diagnosis.canaries.canary import INTERPOSED, Canary, DidNotStart, OutOfTime
+from gpucr.diagnosis.canaries.canary import HANDED_OVER, INTERPOSED, Canary, DidNotStart, OutOfTime
+from gpucr.diagnosis.canaries.handed_over import HandedOver
 from gpucr.diagnosis.canaries.interposed import MemoryOfItsOwn
 from gpucr.diagnosis.canaries.programs.cuda import Impossible
 from gpucr.diagnosis.canaries.results import CanaryOutcome, CanaryResult, MeasuredMachine
@@ -28,6 +29,10 @@ from gpucr.linux import processes
 from gpucr.model import CudaState
 
 _BEFORE_THE_POINT_OF_NO_RETURN = ("gate", "lock", "checkpoint")
+
+
+_WAYS: dict[str, type[MemoryOfItsOwn | HandedOver]] = {INTERPOSED: MemoryOfItsOwn, HANDED_OVER: HandedOver}
+"""Canaries whose memory goes through gpucr."""
 
 
 class _Verdict(Struct, frozen=True):
@@ -73,9 +78,10 @@ def _verdict_on(driver: Driver, name: str, deadline: float, check: Callable[[], 
         with Canary(name, deadline, check) as canary:
             canary.wait_ready()
             with _killed_at(deadline, canary):
-                if name != INTERPOSED:
+                way = _WAYS.get(name)
+                if way is None:
                     return _round_trip(driver, canary, deadline, check)
-                with contextlib.closing(MemoryOfItsOwn(canary.pid)) as memory:
+                with contextlib.closing(way(canary.pid)) as memory:
                     return _round_trip(driver, canary, deadline, check, memory)
     except VaultFailed as e:
         return _Verdict(CanaryOutcome.NOT_POSSIBLE, e.message)
@@ -104,7 +110,7 @@ def _round_trip(
     canary: Canary,
     deadline: float,
     check: Callable[[], None],
-    memory: MemoryOfItsOwn | None = None,
+    memory: MemoryOfItsOwn | HandedOver | None = None,
 ) -> _Verdict:
     members = gang.discover(driver, processes.tree(canary.pid))
     if not members:

@@ -37,6 +37,7 @@ WHAT = {
     "vmm_export": "device memory exported to another process",
     "shared_memory_ranks": "two processes over shared host memory",
     "interposer": "device memory that gpucr's interposer takes out",
+    "custom_storage": "device memory that the driver hands over to gpucr",
 }
 """Every canary by its name, in the order in which they run, and what it stands for."""
 

@@ -29,6 +29,7 @@ _CANARIES: dict[str, type[_Canary]] = {
     "vmm_export": VmmExport,
     "shared_memory_ranks": SharedMemoryRanks,
     "interposer": Plain,
+    "custom_storage": Plain,
 }
 
 
