@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import json
+import subprocess
+import sys
 from collections.abc import Sequence
 from pathlib import Path
 
@@ -24,6 +26,7 @@ from gpucr.undo.events import Progress
 from tests import command
 from tests.counter import Counter, CounterFactory
 from tests.operations.conftest import MakeMachine
+from tests.unit.memory_cgroup import ENTER, limited
 
 RUNNING, CHECKPOINTED = CudaState.RUNNING, CudaState.CHECKPOINTED
 
@@ -425,3 +428,29 @@ def test_a_resume_counts_what_the_carrier_takes_of_the_gpu(
     assert raised.value.code == "GPUCR-GPU-FULL"
     gpucr.resume(job.pid)
     assert_runs(job, driver, pids, 101)
+
+
+@pytest.mark.criu
+def test_a_dump_takes_less_host_memory_than_the_job_has_device_memory(
+    counter: CounterFactory, driver: CudaDriver, tmp_path: Path
+) -> None:
+    """In a cgroup that is smaller than the job, the carrier too. The job is outside: its GPU is host memory."""
+    if memory.lies_in_memory(tmp_path):
+        pytest.skip("a snapshot in memory takes as much: give pytest a --basetemp on a disk")
+    job = counter("--mib", "768")
+    dump = "import gpucr, sys; gpucr.dump(int(sys.argv[1]), sys.argv[2], gpu_state=sys.argv[3])"
+    with limited(720 << 20) as (folder, _):
+        enter = ENTER.format(folder=str(folder))
+
+        def run(gpu_state: str) -> subprocess.CompletedProcess[str]:
+            return subprocess.run(
+                [sys.executable, "-c", enter + dump, str(job.pid), str(tmp_path / "s"), gpu_state],
+                check=False, capture_output=True, text=True,
+            )  # fmt: skip
+
+        assert "the kernel would kill processes of the cgroup" in run("captured").stderr
+        done = run("custom")
+    assert done.returncode == 0, done.stderr
+    job.reap()
+    gpucr.restore(tmp_path / "s")
+    assert_runs(job, driver, [job.pid], 101)
