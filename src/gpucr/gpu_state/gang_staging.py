@@ -4,12 +4,12 @@ from __future__ import annotations
 
 import contextlib
 import threading
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from typing import TYPE_CHECKING, Protocol
 
 from gpucr.errors import GpucrError
 from gpucr.gpu_state import staging
-from gpucr.gpu_state.backend import CAPTURED, Backend, Stored
+from gpucr.gpu_state.backend import CAPTURED, INTERPOSED, Backend, Stored
 from gpucr.gpu_state.captured import CapturedStaging, KeptFile
 from gpucr.gpu_state.interposed.host_copy import HostCopy
 from gpucr.gpu_state.plain import PlainStaging
@@ -60,7 +60,7 @@ class GangStaging:
     ``gpu_state`` is the way that a user insists on. ``custom`` is asked first, for a process whose memory the driver
     hands over. ``over`` tells which backends a process has over that, lowest first, and ``why_not`` why it has none
     where it could have; ``after`` follows when all have given back. ``copy_of`` tells what one that was suspended keeps
-    of its memory itself.
+    of its memory itself. ``give_up_failed``: those over whose driver there is no backend any more.
     ``writer`` saves what they hold while they get it; with ``save_gently`` it takes few processors after that, until
     somebody waits for it.
     """
@@ -77,6 +77,7 @@ class GangStaging:
         why_not: Mapping[int, str] | None = None,
         after: Callable[[StateOf], None] = lambda state: None,
         copy_of: Callable[[int], HostCopy | None] = lambda pid: None,
+        give_up_failed: Callable[[], Iterable[int]] = tuple,
     ) -> None:
         self.use_files = use_files
         self._gpu_state = gpu_state
@@ -86,6 +87,8 @@ class GangStaging:
         self._over = over
         self._after = after
         self._copy_of = copy_of
+        self._give_up_failed = give_up_failed
+        self._sizes: dict[int, int] = {}
         self.copies: dict[int, HostCopy] = {}
         self._why_not = why_not if why_not is not None else {}
         self._driver: dict[int, PlainStaging] = {}  # level 0, by pid
@@ -132,10 +135,17 @@ class GangStaging:
 
     def prepare(self, sizes: Mapping[int, int]) -> None:
         """Make room for the device memory of these processes (pid → bytes), while they still run."""
+        self._sizes.update(sizes)
         for pid, size_bytes in sizes.items():
             left_bytes = size_bytes
             for each in reversed(self._stack(pid)):
                 left_bytes -= each.prepare(left_bytes)
+
+    def settle(self) -> None:
+        """After `prepare`, while they still run: what an interposer cannot take after all is left to the driver."""
+        for pid in self._give_up_failed():
+            self._stacks[pid] = tuple(each for each in self._stack(pid) if each.kind != INTERPOSED)
+            self._driver[pid].prepare(self._sizes.get(pid, 0))
 
     def wait_prepared(self) -> None:
         """Until what `prepare` began is done."""
@@ -304,6 +314,7 @@ class AllocateStaging:
     def run(self, interrupts: Interrupts, meter: Meter) -> int:
         """Allocate, or begin to, what the processes use now."""
         self._staging.prepare(self._sizes)
+        self._staging.settle()
         if self._leave_running:
             self._staging.wait_prepared()
         return self._expected_bytes()

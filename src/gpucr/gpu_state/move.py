@@ -7,7 +7,7 @@ from msgspec.structs import replace
 from gpucr.driver.gpus import list_gpus, unreachable_pairs
 from gpucr.gang import Gang
 from gpucr.gpu_state.gpu_choice import GpuChoice
-from gpucr.gpu_state.interposed.backend import Interposers
+from gpucr.gpu_state.interposed.interposers import Interposers
 from gpucr.gpu_state.placement import Placement
 from gpucr.gpu_state.recovery import GangProtection
 from gpucr.gpu_state.steps import RestoreGang

@@ -16,7 +16,7 @@ from gpucr.gpu_state import kinds
 from gpucr.gpu_state.backend import Backend
 from gpucr.gpu_state.custom_storage.backend import CustomStorages, files_of
 from gpucr.gpu_state.gang_staging import AllocateStaging, GangStaging
-from gpucr.gpu_state.interposed.backend import Interposers
+from gpucr.gpu_state.interposed.interposers import Interposers
 from gpucr.gpu_state.placement import ProcessGpus, gpus_of
 from gpucr.gpu_state.recovery import GangProtection
 from gpucr.gpu_state.source import Saver
@@ -177,6 +177,7 @@ def cuda_work(
         why_not=interposers.why_not,
         after=interposers.share_anew,
         copy_of=interposers.copy_of,
+        give_up_failed=interposers.give_up_failed,
     )
     gang.rank, gang.bring_back = interposers.rank, custom.bring_back
     gang.before_unlock = lambda: staging.give_back(gang.state)

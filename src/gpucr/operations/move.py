@@ -86,7 +86,7 @@ def move(
         preflight.require_no_blocking(findings, force=force)
         if steps:
             work.staging.prepare(work.sizes)
-            work.interposers.wait_prepared()  # while the job runs
+            work.staging.settle()  # while the job runs
         phases = running.run(steps, roll=taken.roll, deadline=deadline, protection=protection)
         taken.roll.require_gang("the rest of the job runs on its new GPUs")
         return replace(

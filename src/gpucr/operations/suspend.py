@@ -108,7 +108,7 @@ def suspend(
         opened.callback(work.close)
         findings += preflight.check_handed_over(work.custom.pids(found.job.gang))
         work.staging.prepare(work.sizes)
-        work.interposers.wait_prepared()  # while the job runs: it stands still for the copy alone
+        work.staging.settle()  # while the job runs: it stands still for the copy alone
         phases = running.run(work.steps_off_gpu(), roll=taken.roll, deadline=deadline, protection=protection)
         gang = work.gang
         work.custom.release()

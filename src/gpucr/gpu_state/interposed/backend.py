@@ -1,38 +1,31 @@
-"""The backend: memory of one process out of it, and the backends of an operation."""
+"""The backend: memory of one process out of it, and back into it."""
 
 from __future__ import annotations
 
 import contextlib
 import mmap
 import threading
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Sequence
 
 from gpucr.driver.api import Driver
-from gpucr.errors import GpucrError, InterposerError
+from gpucr.errors import GpucrError
 from gpucr.gpu_state.backend import INTERPOSED
 from gpucr.gpu_state.interposed.blocks import BlocksSource, HostRoom, can_leave, gpu_of
 from gpucr.gpu_state.interposed.coming_back import bring_back, let_go_on
 from gpucr.gpu_state.interposed.guarded import Guarded
-from gpucr.gpu_state.interposed.host_copy import FILE_NAME, HostCopy
+from gpucr.gpu_state.interposed.host_copy import FILE_NAME
 from gpucr.gpu_state.interposed.keeping import Keeping, Way
 from gpucr.gpu_state.interposed.line import GatedLock, Line, spoken, unlocked
 from gpucr.gpu_state.interposed.shared import (
     by_part,
-    find_shares,
-    keep_shares,
-    share_anew,
 )
 from gpucr.gpu_state.interposed.work import Work
 from gpucr.gpu_state.source import FileSource, Source
-from gpucr.gpu_state.ways import GpuState, refused
 from gpucr.interposer.client import Held
-from gpucr.interposer.presence import is_interposed
-from gpucr.interposer.protocol import BadAnswer, Refused
-from gpucr.interposer.sharing import Part, Share
-from gpucr.interposer.vault import VAULT_BYTES, Vaults
-from gpucr.linux import processes
+from gpucr.interposer.sharing import Part
+from gpucr.interposer.vault import Vaults
 from gpucr.linux.tmpfs import StagingFile
-from gpucr.model import CudaState, DevicePart, GangMember, Gpu, GpuMap, ProcessId, StagedExtent
+from gpucr.model import DevicePart, GpuMap, StagedExtent
 from gpucr.quantities import format_bytes
 from gpucr.undo.steps import Meter
 
@@ -78,6 +71,7 @@ class Interposed:
         self._source: BlocksSource | None = None
         self._room: StagingFile | None = None
         self._preparing: threading.Thread | None = None
+        self._failure: GpucrError | OSError | None = None
         self._copying: Work | None = None
         self._is_out = False
         self._is_back = False
@@ -123,10 +117,12 @@ class Interposed:
         return min(size_bytes, own_bytes)
 
     def _prepare(self, own_bytes: int) -> None:
-        with contextlib.suppress(GpucrError, OSError):  # said when it is needed
+        try:
             for uuid in self._needed:
                 self._vaults.of(uuid)
-        if self._to_host:
+        except (GpucrError, OSError) as error:
+            self._failure = error
+        if self._to_host and self._failure is None:
             self._make_room(own_bytes)
 
     def _make_room(self, own_bytes: int) -> None:
@@ -134,14 +130,23 @@ class Interposed:
             self._room = StagingFile.create(own_bytes, FILE_NAME)
             self._room.populate(0, own_bytes)
 
+    def needs_nothing(self) -> None:
+        """Others' memory is kept without regard to this one's."""
+        if self._keeping is not None:
+            self._keeping.need({uuid: -size_bytes for uuid, size_bytes in self._needed.items()})
+
     def wait_prepared(self) -> None:
         """Until vaults and room are there. Where memory has to be kept, how it will be is chosen now."""
-        if self._preparing is not None:
-            self._preparing.join()
-        if self._keeping is not None and self._way is None and self._needed:
+        if self.failure() is None and self._keeping is not None and self._way is None and self._needed:
             self._way = self._keeping.choice().way
             if self._way is Way.IN_HOST_MEMORY:
                 self._make_room(sum(self._needed.values()))
+
+    def failure(self) -> GpucrError | OSError | None:
+        """Why there is no vault for it, when that is known; None: there are all."""
+        if self._preparing is not None:
+            self._preparing.join()
+        return self._failure
 
     def begin(self, restore_thread: int, meter: Meter, deadline: float | None) -> None:
         """Take the memory out. From here on it is in our descriptors, and the guard's, alone."""
@@ -272,173 +277,3 @@ class Interposed:
         self.line.hang_up()
         if self._room is not None:
             self._room.close()
-
-
-WITHOUT = "it was started without one"
-
-
-class Interposers:
-    """The interposed processes of an operation. ``uuids_of``: the GPUs that a process sees, in its order.
-
-    ``gpus`` are this machine's: one without room for a vault is left to the driver.
-    ``gpu_state``: the way that a user insists on. ``why_not``: by pid, why a process goes another way than this one.
-    ``wait_saved``: they run again before what was taken out of them is saved, and this would wait for it.
-    ``shares``: what they were found to have of each other when they stood still.
-    """
-
-    def __init__(
-        self,
-        driver: Driver,
-        uuids_of: Callable[[ProcessId], Sequence[str]],
-        guarded: Guarded,
-        gpus: Sequence[Gpu],
-        *,
-        to_host: bool,
-        gpu_state: GpuState = "auto",
-        wait_saved: Callable[[], object] | None = None,
-    ) -> None:
-        self._driver = driver
-        self._uuids_of = uuids_of
-        self._guarded = guarded
-        self._free_bytes = {gpu.uuid: gpu.memory_free_bytes for gpu in gpus}
-        self._to_host = to_host
-        self._vaults = Vaults()
-        self.keeping = Keeping(self._vaults, wait_saved) if wait_saved is not None else None
-        self._backends: dict[int, Interposed | None] = {}
-        self._gpu_state = gpu_state
-        self.why_not: dict[int, str] = {}
-        self.shares: tuple[Share, ...] = ()
-        self._looked_at: set[int] = set()
-
-    def require(self, members: Iterable[GangMember]) -> None:
-        """Raise Unsupported where one of these that run would go another way, and this one is insisted on."""
-        for member in members if self._gpu_state == INTERPOSED else ():
-            if member.found is CudaState.RUNNING and not self.over(member.pid):
-                why = self.why_not.get(member.pid, WITHOUT)
-                raise refused(
-                    f"device memory of process {member.pid} cannot leave by an interposer: {why}",
-                    "start the job with `gpucr run --interpose`",
-                )
-
-    def over(self, pid: int) -> tuple[Interposed, ...]:
-        """What takes memory of this process, which runs; nothing where it has no interposer, or one that is no use."""
-        if pid not in self._backends:
-            self._backends[pid] = self._find(pid)
-        found = self._backends[pid]
-        return (found,) if found is not None else ()
-
-    def carried(self, pids: Iterable[int]) -> dict[str, int]:
-        """What they would take of these processes, in bytes per GPU UUID."""
-        total: dict[str, int] = {}
-        for backend in (each for pid in pids for each in self.over(pid)):
-            for uuid, size_bytes in backend.carries.items():
-                total[uuid] = total.get(uuid, 0) + size_bytes
-        return total
-
-    def copy_of(self, pid: int) -> HostCopy | None:
-        """What this process keeps since it was suspended. Raises InterposerError, JobChanged."""
-        stat = processes.read_stat(pid)
-        return HostCopy.of(pid, self._uuids_of(ProcessId(pid, stat.start_time_ticks))) if stat is not None else None
-
-    def rank(self, pid: int) -> GatedLock | None:
-        """What holds this process."""
-        found = self._backends.get(pid) or next(iter(self.over(pid)), None)
-        return found.lock if found is not None else None
-
-    def _find(self, pid: int) -> Interposed | None:
-        if self._gpu_state not in ("auto", INTERPOSED) or self._driver.state(pid) is not CudaState.RUNNING:
-            return None
-        if not is_interposed(pid):
-            return None
-        stat = processes.read_stat(pid)
-        if stat is None:
-            return None
-        uuids = self._uuids_of(ProcessId(pid, stat.start_time_ticks))
-        made = Interposed(
-            DevicePart(pid, 1),
-            self._driver,
-            uuids,
-            self._vaults,
-            self._guarded,
-            to_host=self._to_host,
-            keeping=self.keeping,
-            before_first=self._before_first,
-        )
-        try:
-            why_not = made.why_not()
-            made.carries = made.carried()
-            why_not = why_not or self._too_full(made.carries)
-            made.line.hang_up()  # until it is needed: preflight asks the agent, too
-        except (Refused, BadAnswer, OSError, InterposerError) as e:  # another version, busy: as without it
-            why_not = str(e)
-        if why_not is None:
-            return made
-        made.close()
-        self.why_not[pid] = why_not
-        return None
-
-    def _too_full(self, uuids: Iterable[str]) -> str | None:
-        for uuid in uuids:
-            if self._free_bytes.get(uuid, VAULT_BYTES) < VAULT_BYTES:
-                free = format_bytes(self._free_bytes[uuid])
-                return f"GPU {uuid} has {free} free, and gpucr needs {format_bytes(VAULT_BYTES)} there itself"
-        return None
-
-    def _before_first(self) -> None:
-        """All stand still, and have what they had: find out whose memory is whose, and have them keep that."""
-        new = {pid: each for pid, each in self._backends.items() if each is not None and pid not in self._looked_at}
-        if not new:
-            return
-        others = {
-            pid: self.why_not.get(pid, WITHOUT)
-            for pid, each in self._backends.items()
-            if each is None and self._driver.state(pid) is CudaState.LOCKED
-        }
-        lines = [each.line for each in new.values()]
-        shares = find_shares(lines, others)
-        for each in new.values() if shares else ():
-            each.tell_guard()
-        keep_shares(lines, shares)
-        self._looked_at |= new.keys()
-        self.shares += shares
-
-    def share_anew(self, state: Callable[[int], CudaState | None]) -> None:
-        """Those that have their own memory again get what they had of each other, and their gates open.
-
-        To be called when all of them have been tried, before any runs. ``state`` tells where a process is (None: it has
-        ended). Raises GpucrError: then none of them goes on.
-        """
-        out = [each for each in self._backends.values() if each is not None and each.is_out]
-        states = {each.part.pid: state(each.part.pid) for each in out}
-        back = [each for each in out if states[each.part.pid] not in (CudaState.CHECKPOINTED, None)]
-        if not back:
-            return
-        held: dict[Part, Held] = {}
-        for each in out:
-            if states[each.part.pid] is None:
-                held |= each.held
-        share_anew(self._driver, [each.line for each in back], held)
-        self._guarded.going_on([each.part.pid for each in back])
-        for each in back:
-            each.go_on()
-
-    def moved(self, maps: Mapping[int, GpuMap]) -> None:
-        """The driver has restored these processes, by pid, on other GPUs."""
-        for pid, gpu_map in maps.items():
-            backend = self._backends.get(pid)
-            if backend is not None:
-                backend.moved(gpu_map)
-
-    def is_given_back(self) -> bool:
-        """Whether one of them has its memory again."""
-        return any(backend is not None and backend.is_given_back for backend in self._backends.values())
-
-    def close(self) -> None:
-        """The vaults; the backends are closed by who has them."""
-        self._vaults.close()
-
-    def wait_prepared(self) -> None:
-        """Until the backends that were asked to prepare have done so."""
-        for backend in self._backends.values():
-            if backend is not None:
-                backend.wait_prepared()

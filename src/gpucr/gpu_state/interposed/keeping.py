@@ -87,7 +87,7 @@ class Keeping:
         """Made once, while the job runs. Raises VaultFailed where a GPU has no room for gpucr itself."""
         with self._lock:
             if self._choice is None:
-                free = {uuid: self._vaults.of(uuid).free_bytes() for uuid in self._needed}
+                free = {uuid: self._vaults.of(uuid).free_bytes() for uuid, needed in self._needed.items() if needed}
                 self._choice = choose(self._needed, free, memory.available_bytes())
             return self._choice
 
