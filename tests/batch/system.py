@@ -45,6 +45,7 @@ for step in range({STEPS}):
     value.value += step
     call("cuMemcpyHtoD_v2", memory, ctypes.byref(value), ctypes.c_size_t(8))
     print("step", step, flush=True)
+    time.sleep(float(os.environ.get("STEP_S", 0)))
     while step % 10 == 9 and not os.path.exists(f"go-{{step}}"):
         time.sleep(0.01)
 print("result", value.value, flush=True)

@@ -4,19 +4,15 @@ from __future__ import annotations
 
 import contextlib
 import os
-import shlex
 import signal
-import sys
 from collections.abc import Iterator
 from pathlib import Path
-from typing import Any
 
 import pytest
 
-from gpucr.sim import build as simulator
-from tests import command
 from tests.batch.slurm import GPUS_PER_NODE, TEMPLATES, Programs, Slurm, find_slurm
-from tests.batch.system import RESULT, STEPS, SUMS
+from tests.batch.slurm_jobs import Jobs
+from tests.batch.system import RESULT
 from tests.conftest import skip_or_fail
 from tests.containers.runtimes import RuntimeMissing
 from tests.counter import processes_in, wait_until
@@ -25,78 +21,6 @@ from tests.ordinary_user import CannotHaveUsers, OrdinaryUser, ordinary_user
 pytestmark = [pytest.mark.criu, pytest.mark.usefixtures("sim_only")]
 
 SITS = "#!/bin/sh\nexec sleep 1000\n"
-
-
-class Jobs:
-    """What is submitted by one test: in a folder of its own, with a store of its own."""
-
-    def __init__(self, slurm: Slurm, folder: Path, user: OrdinaryUser | None = None) -> None:
-        self.slurm = slurm
-        self._user = user
-        self.folder = folder
-        self.store = folder / "store"
-        (folder / "sums.py").write_text(SUMS)
-        self._submitted: list[str] = []
-
-    def submit(self, *sbatch: str, options: str = "", before: str = "exec") -> str:
-        """A job that adds up below `gpucr batch`."""
-        words = [*command.command("batch"), "--to", str(self.store)]
-        program = [sys.executable, "-I", "-S", "sums.py"]
-        script = (
-            "#!/bin/sh\n"
-            "export GPUCR_SIM_MACHINE=$(hostname)\n"
-            f"{before} {shlex.join(words)} {options} -- {shlex.join(program)}\n"
-        )
-        given = ["--requeue", "--open-mode=append", "--gres=gpu:1", f"--output={self.folder}/out-%j"]
-        variables = {"XDG_STATE_HOME": str(self.folder / "state"), "GPUCR_SIM_STATE": "/run/gpucr-sim"}
-        if self._user is None:
-            variables |= simulator.environment(f"{GPUS_PER_NODE}x1GiB", fixed_cost_ms=1)
-        else:
-            variables |= {**self._user.environment, "GPUCR_SIM_GPUS": f"{GPUS_PER_NODE}x1GiB"}
-        prefix = () if self._user is None else self._user.as_himself()
-        job_id = self.slurm.submit(script, *given, f"--chdir={self.folder}", *sbatch, env=variables, prefix=prefix)
-        self._submitted.append(job_id)
-        return job_id
-
-    def output(self, job_id: str) -> str:
-        """All that it has printed so far."""
-        path = self.folder / f"out-{job_id}"
-        return path.read_text() if path.exists() else ""
-
-    def wait_for(self, job_id: str, text: str, count: int = 1) -> None:
-        """Wait until it has printed that."""
-        wait_until(lambda: self.output(job_id).count(text) >= count, lambda: f"{text}: {self.output(job_id)}")
-
-    def go(self, step: int) -> None:
-        """Let all that wait at a step go on."""
-        (self.folder / f"go-{step}").touch()
-
-    def go_on_to_the_end(self) -> None:
-        """Nothing waits any more."""
-        for step in range(9, STEPS, 10):
-            self.go(step)
-
-    def require_right(self, job_id: str) -> None:
-        """It ends well, with each step once and the right result, and its snapshots are gone."""
-        self.require_complete(job_id)
-        assert self.snapshots() == []
-
-    def require_complete(self, job_id: str) -> None:
-        """It ends well, with each step once and the right result."""
-        self.slurm.wait_for(job_id, "COMPLETED")
-        lines = [line for line in self.output(job_id).splitlines() if line.startswith(("step", "result"))]
-        assert lines == [*(f"step {step}" for step in range(STEPS)), f"result {RESULT}"], self.output(job_id)
-
-    def snapshots(self) -> list[dict[str, Any]]:
-        """What is in the store."""
-        found: list[dict[str, Any]] = command.run_json("ls", self.store)["snapshots"]
-        return found
-
-    def close(self) -> None:
-        """None of them is left."""
-        if self._submitted:
-            self.slurm.run("scancel", *self._submitted)
-            wait_until(lambda: processes_in(self.folder) == [], "the jobs to end")
 
 
 @pytest.fixture(scope="module")
@@ -149,11 +73,13 @@ def test_preempted(jobs: Jobs) -> None:
     assert jobs.output(job_id).count("restored from") == 1
 
 
-def test_a_node_that_fails(jobs: Jobs) -> None:
-    """The job goes on from its last periodic snapshot, on the other node, with what it had printed until then."""
-    job_id = jobs.submit("--nodelist=n1", options="--every 1s")
+@pytest.mark.parametrize("every", ["--every 1s", ""])
+def test_a_node_that_fails(jobs: Jobs, every: str) -> None:
+    """The job goes on from its last periodic snapshot, on the other node; without one it begins anew."""
+    job_id = jobs.submit("--nodelist=n1", options=every)
     jobs.wait_for(job_id, "step 9\n")
-    jobs.wait_for(job_id, "dumped to")
+    if every:
+        jobs.wait_for(job_id, "dumped to")
     jobs.slurm.kill_node("n1")
     jobs.slurm.run("scontrol", "update", "NodeName=n1", "State=DOWN", "Reason=power")  # else it is noticed in 25 s
     jobs.slurm.run("scontrol", "update", f"JobId={job_id}", "ReqNodeList=")
@@ -164,7 +90,8 @@ def test_a_node_that_fails(jobs: Jobs) -> None:
     finally:
         jobs.slurm.start_node("n1")
     assert f"result {RESULT}\n" in jobs.output(job_id)
-    assert "restored from" in jobs.output(job_id)
+    assert jobs.output(job_id).count("restored from") == bool(every)
+    assert jobs.snapshots() == []
 
 
 def test_a_gpucr_that_is_killed(jobs: Jobs) -> None:

@@ -28,7 +28,7 @@ from gpucr.linux import durable, libc
 from gpucr.linux.private_folders import state_folder
 from gpucr.operations.dump import dump
 from gpucr.operations.end_job import end_processes
-from gpucr.operations.launch import run_job
+from gpucr.operations.launch import forget_job, list_jobs, run_job
 from gpucr.operations.restore import restore
 from gpucr.snapshot.gpus import count_used_gpus
 from gpucr.undo.cancellation import Cancellation
@@ -136,6 +136,7 @@ class _Run:
         latest = self._snapshots.latest(self._job.command)
         environment_file = _environment_file(self._job.allocation)
         if latest is None:
+            self._forget_lost_start()
             environment = {**os.environ, ENVIRONMENT_VARIABLE: str(environment_file)}
             options = dict(self._job.run_options)
             started = run_job(
@@ -152,6 +153,14 @@ class _Run:
         self._say(f"restored from {latest.where} in {time.monotonic() - begin:.1f} s")
         record = _record(report.name or self._snapshots.job_name)
         return record, Relay(record.log, min(size, record.log.stat().st_size))
+
+    def _forget_lost_start(self) -> None:
+        """Remove the record of a start on a node that has failed, which nodes that share a home folder see."""
+        name = self._snapshots.job_name
+        if not self._job.allocation.is_first and any(
+            job.name == name and job.state.word == "elsewhere" for job in list_jobs()
+        ):
+            forget_job(name, force=True)
 
     def _gpus_for(self, manifest: Manifest) -> str | None:
         """The GPUs of the allocation that the job goes to: the first ones, where it uses fewer than it was given."""

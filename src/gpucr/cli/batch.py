@@ -88,6 +88,7 @@ def command(
     \b
     Example:
       #SBATCH --requeue --signal=B:USR1@120
+      trap '' USR1
       exec gpucr batch --to /shared/snapshots --grace 110s -- python train.py
     """
     allocation = Allocation.of(os.environ, job_id)
