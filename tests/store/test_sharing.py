@@ -68,8 +68,11 @@ def opened(path, secret=None):
 AREAS = {"device/7": content(1, 2, 3)}
 uid, group, umask, action, *paths = sys.argv[1:]
 shared, *others = map(Path, paths)
-warm = new_store(MemoryBackend())  # what is imported late is imported before anybody is not root
-restore(warm, dump(warm, AREAS))
+for secret in (Secret.key_file(bytes(32)), None):  # what is imported late is imported before anybody is not root
+    warm = new_store(MemoryBackend(), secret)
+    found = dump(warm, AREAS)
+    restore(warm, found)
+    copy.copy(warm, found, new_store(MemoryBackend()))
 os.setgroups([int(group)] if group else [])
 os.setresgid(*[int(uid)] * 3)
 os.setresuid(*[int(uid)] * 3)
