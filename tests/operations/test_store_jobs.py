@@ -515,8 +515,8 @@ def test_too_little_host_memory_for_the_staging_file_ends_the_restore(
     job.reap()
     create = StagingFile.create
 
-    def read_only(size_bytes: int) -> StagingFile:
-        file = create(size_bytes)
+    def read_only(*asked: Any) -> StagingFile:
+        file = create(*asked)
         again = os.open(f"/proc/self/fd/{file.fd}", os.O_RDONLY)
         os.dup2(again, file.fd)
         os.close(again)

@@ -31,6 +31,7 @@ from gpucr.operations.end_job import end_processes
 from gpucr.operations.launch import forget_job, list_jobs, run_job
 from gpucr.operations.restore import restore
 from gpucr.snapshot.gpus import count_used_gpus
+from gpucr.snapshot.in_store import SnapshotInStore
 from gpucr.undo.cancellation import Cancellation
 
 if TYPE_CHECKING:
@@ -261,10 +262,12 @@ class _Run:
             self._say(f"no dump: {_said(e)}")
             return False
         self._say(f"dumped to {report.snapshot.where} in {time.monotonic() - begin:.1f} s")
+        made = report.snapshot
+        assert isinstance(made, SnapshotInStore)  # noqa: S101 - it was dumped into a store
         try:
-            self._aside(self._snapshots.keep_the_last)
-        except GpucrError as e:
-            self._say(f"older snapshots stay: {e.message}")
+            self._aside(lambda: self._snapshots.keep_the_last(made.stored))
+        except (GpucrError, OSError) as e:
+            self._say(f"older snapshots stay: {_said(e)}")
         return True
 
     def _ended(self, code: int) -> int:

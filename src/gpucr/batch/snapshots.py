@@ -70,8 +70,9 @@ class JobSnapshots:
                     f"{self._store} is not a store: {e.message}", hint=f"give --to a store, or a new folder; {e.hint}"
                 ) from e
 
-    def keep_the_last(self) -> None:
-        """Remove all but the latest."""
+    def keep_the_last(self, made: StoredSnapshot) -> None:
+        """Remove all but the latest; ``made`` has just come, and is known even where the store cannot be listed."""
+        self.known = (*self.known, made)
         self._look()
         self._remove(self.known[:-1])
 
