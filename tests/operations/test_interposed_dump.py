@@ -18,6 +18,7 @@ from gpucr.diagnosis.preflight.traits import JobTraits
 from gpucr.driver.cuda import CudaDriver
 from gpucr.driver.gpus import gpu_processes, list_gpus
 from gpucr.errors import CriuError, InterposerError, SnapshotError, Unsupported
+from gpucr.gpu_state import cuda_work
 from gpucr.gpu_state.interposed.restored import BlocksDestination
 from gpucr.interposer.build import compile_library
 from gpucr.interposer.client import Agent
@@ -27,7 +28,6 @@ from gpucr.interposer.vault import Vault, VaultFailed, Vaults
 from gpucr.linux import memory
 from gpucr.linux.buffers import at_address
 from gpucr.model import CudaState, DevicePart, StagedExtent
-from gpucr.operations import freeze_steps
 from gpucr.snapshot import machine
 from gpucr.snapshot.device.writer import DeviceWriter
 from gpucr.undo.events import Progress
@@ -274,7 +274,7 @@ def test_without_room_for_gpucr_itself_the_driver_takes_the_memory(
             notes.append(progress.description)
 
     full = [replace(gpu, memory_free_bytes=9 * MIB) for gpu in list_gpus()]
-    monkeypatch.setattr(freeze_steps, "list_gpus", lambda: full)
+    monkeypatch.setattr(cuda_work, "list_gpus", lambda: full)
     report = gpucr.dump(job.pid, tmp_path / "s", leave_running=True, on_progress=listen)
     assert set(kinds(report).values()) == {"captured"}
     assert [note for note in notes if "has 9.0 MiB free, and gpucr needs 640.0 MiB there itself" in note]

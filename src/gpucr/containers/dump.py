@@ -22,6 +22,7 @@ from gpucr.diagnosis.traps import findings_of_traps
 from gpucr.driver.gpus import gpu_processes
 from gpucr.errors import CriuError, CudaStarted, GpucrError, JobChanged, SnapshotExists
 from gpucr.gang import uses_libcuda
+from gpucr.gpu_state.cuda_work import CudaWork, cuda_work
 from gpucr.jobs import selection
 from gpucr.jobs.taken import taken_job
 from gpucr.linux import cgroups, processes
@@ -34,7 +35,6 @@ from gpucr.operations.dump_steps import (
     expect_criu,
     started_cuda,
 )
-from gpucr.operations.freeze_steps import CudaWork, cuda_work
 from gpucr.snapshot.destination import FolderTarget
 from gpucr.snapshot.device.writer import DeviceWriter
 from gpucr.snapshot.folder import GPU_PART_NAME, UnfinishedSnapshot
@@ -169,7 +169,7 @@ def _prepare(
         *target.findings(job, expected_bytes),
     ]
     writer = DeviceWriter(target.sink)
-    cuda = cuda_work(found, protection, held, writer)
+    cuda = cuda_work(found.driver, found.job, protection, held, writer)
     findings += preflight.check_handed_over(cuda.custom.pids(job.gang))
     # Left running, for all that is known: then nothing that the container may still need is given up early.
     return (

@@ -14,6 +14,7 @@ from gpucr.diagnosis import preflight
 from gpucr.diagnosis.traps import findings_of_traps
 from gpucr.driver.gpus import gpu_processes
 from gpucr.errors import CudaStarted, GpucrError, InvalidRequest
+from gpucr.gpu_state.cuda_work import CudaWork, cuda_work
 from gpucr.gpu_state.ways import GpuState, may_be_interposed, require_possible
 from gpucr.jobs import registered, selection
 from gpucr.jobs.end_frozen import EndFrozenJob
@@ -21,7 +22,7 @@ from gpucr.jobs.selector import JobSelector
 from gpucr.jobs.taken import taken_job
 from gpucr.model import GangLock
 from gpucr.operations.dump_steps import CommitSnapshot, CriuDump, OwnDump, PrepareTarget, SaveDevice, SaveFirst
-from gpucr.operations.freeze_steps import CudaWork, cuda_work, steps_to_freeze
+from gpucr.operations.freeze_steps import steps_to_freeze
 from gpucr.snapshot.destination import DumpCounts, repairs_of
 from gpucr.snapshot.device.writer import DeviceWriter
 from gpucr.snapshot.job_snapshot import JobSnapshot
@@ -227,7 +228,16 @@ def prepare(
     cuda = frozen
     if protection is not None and job.gang and not is_frozen:
         gently = leave_running and persist == "background"
-        cuda = cuda_work(found, protection, held, writer, deadline=deadline, save_gently=gently, gpu_state=gpu_state)
+        cuda = cuda_work(
+            found.driver,
+            found.job,
+            protection,
+            held,
+            writer,
+            deadline=deadline,
+            save_gently=gently,
+            gpu_state=gpu_state,
+        )
     findings = (
         *selection.findings_before_freeze(
             # Of a frozen job device memory is in host memory already.

@@ -18,6 +18,7 @@ from gpucr.criu.options import DumpOptions
 from gpucr.criu.recovery import EndDump
 from gpucr.driver.gpus import driver_version
 from gpucr.errors import CriuError, CudaStarted, DeadlineExceeded, GpucrError, JobChanged, JobDamaged
+from gpucr.gpu_state.cuda_work import CudaWork
 from gpucr.gpu_state.placement import all_gpus
 from gpucr.jobs import selection
 from gpucr.jobs.recorded import process_record, sandbox_record
@@ -25,7 +26,6 @@ from gpucr.jobs.registered import DumpNote
 from gpucr.jobs.sandbox import Sandbox
 from gpucr.linux import oom, processes
 from gpucr.model import GangMember, Job, ProcessId, ProcessInfo
-from gpucr.operations.freeze_steps import CudaWork
 from gpucr.quantities import counted, format_bytes
 from gpucr.snapshot import shared_files
 from gpucr.snapshot.destination import DumpTarget

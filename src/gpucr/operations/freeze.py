@@ -20,6 +20,7 @@ from gpucr.diagnosis.traps import findings_of_traps
 from gpucr.driver.gpus import gpu_processes
 from gpucr.errors import InvalidRequest, JobDamaged, ProcessNotFound
 from gpucr.gang.threads import STOP_TIMEOUT_S
+from gpucr.gpu_state.cuda_work import CudaWork, cuda_work
 from gpucr.gpu_state.source import SavedLater
 from gpucr.gpu_state.ways import GpuState, may_be_interposed, require_possible
 from gpucr.jobs import registered, selection
@@ -29,7 +30,7 @@ from gpucr.jobs.taken import TakenJob, taken_job
 from gpucr.linux import processes
 from gpucr.model import GangLock
 from gpucr.operations.dump import KEEPER_LIMIT_S, DumpReport, prepare, run_prepared
-from gpucr.operations.freeze_steps import CudaWork, cuda_work, steps_to_freeze
+from gpucr.operations.freeze_steps import steps_to_freeze
 from gpucr.snapshot.job_snapshot import JobSnapshot
 from gpucr.snapshot.location import Compress, Place, find_target
 from gpucr.snapshot.recovery import DiscardFolder, RemoveWorkingFolder
@@ -78,7 +79,9 @@ def freeze(
         held = preflight.device_bytes_in_use(found.job, uses)
         cuda: CudaWork | None = None
         if found.job.gang:
-            cuda = cuda_work(found, protection, held, SavedLater(), deadline=deadline, gpu_state=gpu_state)
+            cuda = cuda_work(
+                found.driver, found.job, protection, held, SavedLater(), deadline=deadline, gpu_state=gpu_state
+            )
             opened.callback(cuda.close)
         on_gpu = cuda.on_gpu if cuda is not None else {}
         findings = (

@@ -1,41 +1,16 @@
 """The steps of freeze and thaw: a job stands still, its device memory in gpucr's hands, and runs again.
 
-Suspend, dump, the container hook and `gpucr.freeze` are made of them.
+Dump, the container hook and `gpucr.freeze` are made of them.
 """
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
-
-from msgspec import Struct
-
-from gpucr.driver.gpus import list_gpus
-from gpucr.gang import Gang
 from gpucr.gang.threads import GangThreads
-from gpucr.gpu_state import kinds
-from gpucr.gpu_state.backend import Backend
-from gpucr.gpu_state.custom_storage.backend import CustomStorages, files_of
-from gpucr.gpu_state.gang_staging import AllocateStaging, GangStaging
-from gpucr.gpu_state.interposed.interposers import Interposers
-from gpucr.gpu_state.placement import ProcessGpus, gpus_of
+from gpucr.gpu_state.cuda_work import CudaWork
 from gpucr.gpu_state.recovery import GangProtection
-from gpucr.gpu_state.source import Saver
-from gpucr.gpu_state.steps import (
-    AttachStaging,
-    CheckpointGang,
-    DetachStaging,
-    HoldThreads,
-    LockGang,
-    ReleaseThreads,
-    RestoreGang,
-    StopThreads,
-    UnlockGang,
-)
+from gpucr.gpu_state.steps import ReleaseThreads
 from gpucr.gpu_state.stop_others import StopOthers
-from gpucr.gpu_state.ways import GpuState, uses_files
-from gpucr.interposer.presence import agent_threads
-from gpucr.jobs.selection import FoundJob
-from gpucr.model import GangMember, Gpu, Job, ProcessId
+from gpucr.model import Job
 from gpucr.undo.protection import Protection
 from gpucr.undo.steps import Step
 
@@ -46,158 +21,3 @@ def steps_to_freeze(job: Job, cuda: CudaWork | None, protection: Protection) -> 
         return cuda.steps_to_freeze(StopOthers(job, lambda: cuda.gang.members, cuda.guarded))
     others = StopOthers(job, tuple, GangProtection(protection))
     return [others], [ReleaseThreads(GangThreads(), protection, others.stopped)]
-
-
-class CudaWork(Struct, frozen=True, kw_only=True):
-    """What an operation has to do with the processes of a job that use CUDA.
-
-    ``device_bytes``: per pid and GPU UUID, read before anything was locked.
-    """
-
-    gang: Gang
-    gpus: tuple[Gpu, ...]
-    device_bytes: Mapping[int, Mapping[str, int]]
-    staging: GangStaging
-    threads: GangThreads
-    interposers: Interposers
-    custom: CustomStorages
-    guarded: GangProtection
-    checkpoint: CheckpointGang
-
-    @property
-    def protection(self) -> Protection:
-        """What the guard knows."""
-        return self.guarded.protection
-
-    @property
-    def on_gpu(self) -> dict[str, int]:
-        """What of device memory goes to no host memory while the job stands still, in bytes per GPU UUID."""
-        pids = [member.pid for member in self.gang.members]
-        taken = self.interposers.carried(pids), self.custom.takes_no_host_memory(self.device_bytes)
-        return {uuid: sum(each.get(uuid, 0) for each in taken) for uuid in {*taken[0], *taken[1]}}
-
-    @property
-    def may_wait(self) -> bool:
-        """Whether a process of it may have to wait until its memory is saved."""
-        return self.interposers.keeping is not None and any(self.interposers.over(m.pid) for m in self.gang.members)
-
-    def close(self) -> None:
-        """Free what holds device memory."""
-        self.staging.close()
-        self.interposers.close()
-        self.custom.close()
-
-    def gpus_of(self, member: GangMember) -> ProcessGpus:
-        """The GPUs of one process."""
-        return gpus_of(member.id, self.gpus, used=self.device_bytes.get(member.pid, {}))
-
-    @property
-    def sizes(self) -> dict[int, int]:
-        """Device memory per pid."""
-        return {pid: sum(by_gpu.values()) for pid, by_gpu in self.device_bytes.items()}
-
-    def allocate(self, *, leave_running: bool) -> AllocateStaging:
-        """The step before the first one that stops anything."""
-        return AllocateStaging(self.staging, self.sizes, leave_running=leave_running)
-
-    def steps_off_gpu(self) -> list[Step]:
-        """The steps after which device memory is in host memory, and the GPUs are free."""
-        return [LockGang(self.gang, self.guarded), self.checkpoint]
-
-    def steps_to_freeze(self, others: StopOthers | None = None) -> tuple[list[Step], list[Step]]:
-        """The steps after which CRIU may begin, and those after which the job runs as it was found.
-
-        With ``others`` the rest of the job stands still as well, from the last of the first ones on.
-        """
-        detach = DetachStaging(self.checkpoint, self.staging, self.guarded)
-        stop = StopThreads(self.threads, self.gang, self.guarded)
-        freeze = [*self.steps_off_gpu(), detach, stop, *([others] if others is not None else [])]
-        thaw: list[Step] = [
-            HoldThreads(self.threads),
-            AttachStaging(detach),
-            RestoreGang(self.gang, None, down_to=lambda member: member.found),
-            UnlockGang(self.gang, down_to=lambda member: member.found),
-            ReleaseThreads(self.threads, self.protection, others.stopped if others is not None else tuple),
-        ]
-        return freeze, thaw
-
-
-def cuda_work(
-    found: FoundJob,
-    protection: Protection,
-    held: Mapping[int, Mapping[str, int]],
-    saver: Saver | None,
-    *,
-    deadline: float | None = None,
-    save_gently: bool = False,
-    gpu_state: GpuState = "auto",
-    to_host: bool = False,
-    whole_tree: bool = True,
-    moves: bool = False,
-) -> CudaWork:
-    """For a job that uses CUDA. ``held``: its device memory, per pid and GPU UUID. Changes nothing.
-
-    Interposers take what they can: to host memory that the processes keep, or not ``to_host``: then it lives in
-    descriptors of ours for as long as the operation lasts. Without a ``saver`` the CPU threads go on. ``gpu_state``,
-    ``whole_tree``: as in GangStaging and CheckpointGang. ``moves``: it goes to other GPUs.
-    """
-    if found.driver is None or not found.job.gang:
-        raise ValueError("the job does not use CUDA")
-    gang = Gang(found.driver, found.job.gang, deadline=deadline)
-    threads, guarded = GangThreads(agent_threads), GangProtection(protection)
-    gpus = list_gpus()
-
-    def uuids_of(process: ProcessId) -> list[str]:
-        return [gpu.uuid for gpu in gpus_of(process, gpus, used=held.get(process.pid, {})).visible]
-
-    wait_saved = saver.wait if saver is not None and save_gently else None
-    interposers = Interposers(
-        found.driver, uuids_of, guarded, gpus,
-        to_host=to_host, gpu_state=gpu_state, wait_saved=wait_saved,
-    )  # fmt: skip
-    interposers.require(found.job.gang)
-    custom = CustomStorages(
-        found.driver, "driver" if moves else gpu_state, gpus, held,
-        saver=files_of(saver, held, may_wait=not save_gently),
-        to_process=to_host, is_interposed=lambda pid: bool(interposers.over(pid)), tell_guard=guarded.carried,
-    )  # fmt: skip
-    custom.require(found.job.gang)
-
-    def over(pid: int) -> Sequence[Backend]:
-        below = interposers.over(pid)
-        return (*below, *kinds.stack_over(pid, protection, len(below))) if saver is not None else below
-
-    staging = GangStaging(
-        use_files=uses_files(gpu_state),
-        gpu_state=gpu_state,
-        writer=saver,
-        save_gently=save_gently,
-        custom=custom,
-        over=over,
-        why_not=interposers.why_not,
-        after=interposers.share_anew,
-        copy_of=interposers.copy_of,
-        give_up_failed=interposers.give_up_failed,
-    )
-    gang.rank, gang.bring_back = interposers.rank, custom.bring_back
-    gang.before_unlock = lambda: staging.give_back(gang.state)
-    expected_bytes = sum(sum(by_gpu.values()) for by_gpu in held.values())
-    return CudaWork(
-        gang=gang,
-        gpus=gpus,
-        device_bytes=held,
-        staging=staging,
-        threads=threads,
-        interposers=interposers,
-        custom=custom,
-        guarded=guarded,
-        checkpoint=CheckpointGang(
-            gang,
-            found.job.root_pids,
-            staging,
-            guarded,
-            expected_bytes=expected_bytes,
-            whole_tree=whole_tree,
-            threads=threads if saver is not None else None,
-        ),
-    )

@@ -9,6 +9,7 @@ from gpucr.diagnosis import preflight
 from gpucr.diagnosis.traps import findings_of_traps
 from gpucr.driver.gpus import gpu_processes
 from gpucr.errors import InvalidRequest
+from gpucr.gpu_state.cuda_work import cuda_work
 from gpucr.gpu_state.gpu_choice import GpuRequest
 from gpucr.gpu_state.move import MoveGang, goes_from_gpu_to_gpu
 from gpucr.gpu_state.placement import place_moved
@@ -18,7 +19,6 @@ from gpucr.jobs.selector import JobSelector
 from gpucr.jobs.taken import taken_job
 from gpucr.linux import processes
 from gpucr.model import CudaState, GpuMap
-from gpucr.operations.freeze_steps import cuda_work
 from gpucr.operations.suspend import ChangeReport, change_report
 from gpucr.undo.cancellation import Cancellation
 from gpucr.undo.events import OnProgress
@@ -70,7 +70,8 @@ def move(
         findings += findings_of_traps(found.job, found.driver, uses)
         findings += preflight.check_room(choice.needed_bytes, placement.here, choice.gpu_map)
         work = cuda_work(
-            found, protection, held, None, deadline=deadline, to_host=not goes_from_gpu_to_gpu(choice),
+            found.driver,
+            found.job, protection, held, None, deadline=deadline, to_host=not goes_from_gpu_to_gpu(choice),
             whole_tree=not only, moves=True,
         )  # fmt: skip
         opened.callback(work.close)

@@ -15,6 +15,7 @@ from gpucr.driver.gpus import gpu_processes, list_gpus
 from gpucr.errors import GpucrError
 from gpucr.gang import Gang
 from gpucr.gpu_state import staging, suspended
+from gpucr.gpu_state.cuda_work import cuda_work
 from gpucr.gpu_state.custom_storage.suspended import SuspendedStorage, needed_with_carrier
 from gpucr.gpu_state.gpu_choice import GpuRequest
 from gpucr.gpu_state.interposed.suspended import SuspendedBlocks
@@ -26,7 +27,6 @@ from gpucr.jobs import selection
 from gpucr.jobs.selector import JobSelector
 from gpucr.jobs.taken import TakenJob, taken_job
 from gpucr.model import CudaState, GangLock, GangMember, GpuMap
-from gpucr.operations.freeze_steps import cuda_work
 from gpucr.undo.cancellation import Cancellation
 from gpucr.undo.events import OnProgress
 from gpucr.undo.operation import TO_CHANGE, Operation, operation
@@ -96,7 +96,8 @@ def suspend(
         findings += findings_of_traps(found.job, found.driver, uses, may_share=may_be_interposed(gpu_state))
         preflight.require_no_blocking(findings, force=force)
         work = cuda_work(
-            found,
+            found.driver,
+            found.job,
             protection,
             held,
             None,
