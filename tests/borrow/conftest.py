@@ -20,7 +20,9 @@ def machine(sim_only: None, monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> 
     variables = simulator.environment(
         "2x16GiB", state_dir=tmp_path / "gpus", machine=tmp_path.name, fixed_cost_ms=FIXED_COST_MS
     )
-    for variable, value in {**variables, "XDG_STATE_HOME": str(tmp_path / "state")}.items():
+    # Without the interposer: a test's own process has the driver of another machine open, which has not these GPUs.
+    own = {"XDG_STATE_HOME": str(tmp_path / "state"), "GPUCR_INTERPOSE": "0"}
+    for variable, value in {**variables, **own}.items():
         monkeypatch.setenv(variable, value)
     return [gpu.uuid for gpu in list_gpus()]
 

@@ -17,7 +17,7 @@ from click.testing import CliRunner, Result
 import gpucr
 from gpucr.cli import main
 from gpucr.cli.output import JsonWanted
-from gpucr.driver.gpus import list_gpus
+from gpucr.driver.gpus import gpu_processes, list_gpus
 from gpucr.jobs.registered import registry
 from gpucr.linux import processes
 from tests.borrow.jobs import Machine, counter_command, phase, waits
@@ -52,7 +52,11 @@ def test_nothing_has_to_make_room(shared: Machine) -> None:
 
 
 @pytest.mark.by_user
-def test_jobs_of_a_lower_priority_make_room_and_come_back(shared: Machine) -> None:
+@pytest.mark.parametrize("interpose", ["0", "1"])
+def test_jobs_of_a_lower_priority_make_room_and_come_back(
+    shared: Machine, monkeypatch: pytest.MonkeyPatch, interpose: str
+) -> None:
+    monkeypatch.setenv("GPUCR_INTERPOSE", interpose)
     low, lower = shared.job("low", priority=9), shared.job("lower", priority=0)
     other = shared.job("o", priority=100, devices="1")
     assert [job.ask() for job in (low, lower, other)] == [101] * 3
@@ -173,6 +177,16 @@ def test_processes_that_gpucr_did_not_start_are_not_asked(shared: Machine, count
     assert (refused.code, str(stranger.pid) in refused.message) == ("GPUCR-BORROW-STRANGER", True)
     assert (job.ask(), stranger.ask()) == (101, 101)
     assert gpucr.borrow_gpus(["true"], "1", isolate=False) == 0
+
+
+def test_a_process_that_has_just_ended_is_no_stranger(shared: Machine, monkeypatch: pytest.MonkeyPatch) -> None:
+    job = shared.job("train")
+    before = gpu_processes()
+    assert [use.pid for use in before] == [job.record.pid]
+    gpucr.stop_job("train")
+    looks = iter([before])
+    monkeypatch.setattr("gpucr.borrow.lend.gpu_processes", lambda: next(looks, None) or gpu_processes())
+    assert gpucr.borrow_gpus(["true"], "0", isolate=False) == 0
 
 
 def test_a_job_that_ends_meanwhile(shared: Machine) -> None:

@@ -22,7 +22,7 @@ from gpucr.jobs.record import JobRecord, Lent
 from gpucr.jobs.registered import registry, registry_in_use
 from gpucr.jobs.registry import ListedJob
 from gpucr.linux import processes
-from gpucr.model import GpuUse
+from gpucr.model import GpuUse, ProcessId
 from gpucr.operations.dump import dump, plan_dump
 from gpucr.operations.restore import restore
 from gpucr.operations.stores import remove_snapshot
@@ -32,7 +32,7 @@ from gpucr.store.keys import MAX_KEY_FILE_BYTES, Secret
 from gpucr.undo.cancellation import Cancellation
 
 Say = Callable[[str], None]
-_BUSY_S, _FREE_S, _PAUSE_S = 600.0, 10.0, 0.25
+_BUSY_S, _FREE_S, _PAUSE_S, _ENDING_S = 600.0, 10.0, 0.25, 10.0
 
 
 class Seen(Struct, frozen=True):
@@ -74,7 +74,18 @@ def look() -> Seen:
         for record in listed
         if record.lent is not None
     ]
-    return Seen(tuple(jobs), tuple(strangers))
+    return Seen(tuple(jobs), _that_stay(strangers))
+
+
+def _that_stay(uses: Sequence[GpuUse]) -> tuple[GpuUse, ...]:
+    """Without those of processes that have ended since, or are about to: of a job that has just been stopped."""
+    if not uses:
+        return ()
+    stats = {use.pid: processes.read_stat(use.pid) for use in uses}
+    ids = [ProcessId(pid, stat.start_time_ticks) for pid, stat in stats.items() if stat is not None]
+    processes.wait_for_the_killed(ids, _ENDING_S)
+    still = {(use.pid, use.gpu_uuid) for use in gpu_processes()}
+    return tuple(use for use in uses if (use.pid, use.gpu_uuid) in still)
 
 
 def plan(jobs: Sequence[Occupant], to: str | None, key_file: str | None) -> tuple[Way, ...]:
