@@ -68,7 +68,9 @@ def opened(path, secret=None):
 AREAS = {"device/7": content(1, 2, 3)}
 uid, group, umask, action, *paths = sys.argv[1:]
 shared, *others = map(Path, paths)
-for secret in (Secret.key_file(bytes(32)), None):  # what is imported late is imported before anybody is not root
+for name in gpucr.__all__:  # what is imported late is imported before anybody is not root
+    getattr(gpucr, name)
+for secret in (Secret.key_file(bytes(32)), None):
     warm = new_store(MemoryBackend(), secret)
     found = dump(warm, AREAS)
     restore(warm, found)
