@@ -2,7 +2,7 @@
 
     python3 tests/hardware/interposed_gang_jobs.py [--cycles N] [--dumps N] [--moves N] [--only CASE] ...
 
-Each program runs twice: undisturbed, and as a job of `gpucr run --interpose` that is disturbed while it runs: suspended
+Each program runs twice: undisturbed, and as a job of `gpucr run` that is disturbed while it runs: suspended
 and resumed with `gpucr suspend --gpu-state interposed` and `gpucr resume` (--cycles), dumped, ended and restored
 (--dumps; on a machine with two GPUs every second time with the GPUs swapped), and moved with the GPUs swapped (--moves;
 needs two GPUs). Every line must be the one of the first run.

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import shutil
 import stat
 import subprocess
 import sys
@@ -54,6 +55,28 @@ def test_it_stands_in_front_of_the_jobs_own(shipped: Path) -> None:
     path = library.preload_path(library.installed())
     assert library.preloaded({"LD_PRELOAD": "own.so"}, path)["LD_PRELOAD"] == f"{path}:own.so"
     assert _loaded(path, LD_PRELOAD="/lib/x86_64-linux-gnu/libdl.so.2")
+
+
+def test_it_is_put_back_where_a_snapshot_had_it(shipped: Path, tmp_path: Path) -> None:
+    path = tmp_path / "other" / "gpucr" / "interposer" / library.installed().name / LIBRARY
+    library.put_back(path)
+    assert path.read_bytes() == shipped.read_bytes()
+    assert stat.S_IMODE(path.parent.stat().st_mode) == 0o755
+    shutil.rmtree(path.parent)
+    for other in ("lib", f"{path.parent.name[:-1]}x"):  # not in a folder of this gpucr's, and of another version
+        library.put_back(path.parent.with_name(other) / LIBRARY)
+    library.put_back(path.with_name("libc.so.6"))
+    library.put_back(tmp_path / path.parent.name / LIBRARY)
+    assert list(path.parent.parent.iterdir()) == []
+    assert not (tmp_path / path.parent.name).exists()
+
+
+def test_it_is_not_put_back_where_others_can_write(shipped: Path, tmp_path: Path) -> None:
+    path = tmp_path / "open" / "gpucr" / "interposer" / library.installed().name / LIBRARY
+    path.parents[3].mkdir()
+    path.parents[3].chmod(0o777)
+    library.put_back(path)
+    assert list(path.parents[3].iterdir()) == []
 
 
 def test_a_new_version_leaves_the_old_one(shipped: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -40,9 +40,9 @@ def test_it_listens_again_after_a_restore(folder: Path, tmp_path: Path, isolate:
     with start_counter(folder, "--mib", "16", interpose=True, isolate=isolate) as job:
         assert job.ask() == 101
         assert has_its_agent(job.pid)
-        assert [each.interposed for each in gpucr.list_cuda_processes() if each.process.pid == job.pid] == [True]
+        assert [each.way for each in gpucr.list_cuda_processes() if each.process.pid == job.pid] == ["interposed"]
         heading, row = command.run("ps", "--job", job.pid).stdout.splitlines()
-        assert row[heading.index("INTERPOSER") :].split()[0] == "yes"
+        assert row[heading.index("WAY") :].split()[0] == "interposed"
         gpucr.dump("counter", tmp_path / "s")
     shutil.rmtree(tmp_path / "a")  # as after a reboot
     pid = gpucr.restore(tmp_path / "s").pid

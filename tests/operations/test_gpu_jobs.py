@@ -244,7 +244,7 @@ def test_a_line_a_process(counter: CounterFactory) -> None:
         pytest.skip("needs 2 GPUs")
     program = counter("--mib", "2", "--devices", "0,1")
     heading, line = run("ps", "--job", program.pid).stdout.splitlines()
-    assert heading.split() == ["PID", "JOB", "STATE", "USER", "AGE", "GPUS", "DEVICE", "HOST", "INTERPOSER", "COMMAND"]
+    assert heading.split() == ["PID", "JOB", "STATE", "USER", "AGE", "GPUS", "DEVICE", "HOST", "WAY", "COMMAND"]
     pid, job, state, *_ = line.split()
     assert (pid, job, state) == (str(program.pid), str(program.pid), "running")
     assert line[heading.index("GPUS") :].startswith("0,1 ")

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import shutil
 import subprocess
 import sys
 from pathlib import Path
@@ -20,7 +21,7 @@ from gpucr.driver.gpus import gpu_processes, list_gpus
 from gpucr.errors import CriuError, InterposerError, SnapshotError, Unsupported
 from gpucr.gpu_state import cuda_work
 from gpucr.gpu_state.interposed.restored import BlocksDestination
-from gpucr.interposer.build import compile_library
+from gpucr.interposer.build import LIBRARY, compile_library
 from gpucr.interposer.client import Agent
 from gpucr.interposer.library import installed, preload_path
 from gpucr.interposer.protocol import Code, Operation, Refused, Status
@@ -334,6 +335,21 @@ def test_pieces_are_put_together_across_blocks() -> None:
         into.close()
     finally:
         vaults.close()
+
+
+def test_a_restore_puts_its_own_library_where_the_job_had_it(
+    driver: CudaDriver, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("XDG_STATE_HOME", str(tmp_path / "state"))
+    monkeypatch.setattr("gpucr.interposer.library._home", lambda: tmp_path / "data/gpucr/interposer")
+    with start_counter(tmp_path, "--mib", "24", name="moved", interpose=True) as job:
+        assert job.ask() == 101
+        gpucr.dump("moved", tmp_path / "s")
+    shutil.rmtree(tmp_path / "data")
+    with SandboxedCounter(gpucr.restore(tmp_path / "s").pid, job.port) as job:
+        assert (job.ask(), job.send("verify")) == (102, "ok")
+    assert [path.name for path in (tmp_path / "data/gpucr/interposer").glob("*/*.so")] == [LIBRARY]
+    end_all_in(tmp_path)
 
 
 def test_a_snapshot_is_refused_where_its_interposer_is_not(

@@ -8,7 +8,9 @@ from pathlib import Path
 
 import pytest
 
-from gpucr.errors import InvalidRequest
+from gpucr.diagnosis.preflight import Measurement
+from gpucr.driver.api import Driver
+from gpucr.errors import DriverUnavailable, InvalidRequest
 from gpucr.interposer.build import LIBRARY
 from gpucr.operations import launch
 from tests import command
@@ -44,7 +46,7 @@ def test_the_jobs_programs_have_it_in_front_of_their_own(tmp_path: Path, isolati
         (None, "1", None),
         (False, "1", "--no-interpose was given"),
         (None, "0", "GPUCR_INTERPOSE=0"),
-        (None, None, "GPUCR_INTERPOSE=1 was not set"),
+        (None, None, None),
     ],
 )
 def test_an_option_goes_before_the_variable(wanted: bool | None, said: str | None, why: str | None) -> None:
@@ -52,6 +54,27 @@ def test_an_option_goes_before_the_variable(wanted: bool | None, said: str | Non
     plan = launch.plan_job(["sleep", "1"], isolate=False, environment=given, interpose=wanted)
     assert plan.why_not_interposed == why
     assert (plan.interposer is None) == (why is not None)
+
+
+def test_it_helps_nobody_without_a_driver(monkeypatch: pytest.MonkeyPatch) -> None:
+    def refuse() -> Driver:
+        raise DriverUnavailable("no driver")
+
+    monkeypatch.setattr(launch, "load_driver", refuse)
+    plan = launch.plan_job(["sleep", "1"], isolate=False)
+    assert plan.why_not_interposed == "there is no NVIDIA driver here"
+    assert launch.plan_job(["sleep", "1"], isolate=False, interpose=True).interposer is not None
+
+
+@pytest.mark.parametrize("came_back", [True, False])
+def test_what_was_measured_here_goes_before_the_rule(monkeypatch: pytest.MonkeyPatch, came_back: bool) -> None:
+    measured = Measurement(came_back, "comes back" if came_back else "lost", "driver 580")
+    monkeypatch.setattr(launch, "measurements", lambda driver: {"interposer": measured})
+    plan = launch.plan_job(["sleep", "1"], isolate=False)
+    assert (plan.interposer is not None) == came_back
+    if not came_back:
+        assert plan.why_not_interposed == "`gpucr doctor --probe` found that nothing comes back with it here"
+        assert launch.plan_job(["sleep", "1"], isolate=False, interpose=True).interposer is not None
 
 
 def test_another_value_is_no_answer() -> None:

@@ -251,7 +251,7 @@ def test_nothing_of_the_caller_is_open_in_the_job(tmp_path: Path) -> None:
 
 def test_the_job_has_the_environment_that_was_chosen(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("NCCL_P2P_DISABLE", "0")
-    started = launch.run_job(["env"], name="env", isolate=False)
+    started = launch.run_job(["env"], name="env", isolate=False, interpose=False)
     _wait_for_end("env")
     seen = dict(line.split("=", 1) for line in _log("env").splitlines() if "=" in line)
     assert seen["NCCL_P2P_DISABLE"] == "0"
@@ -259,7 +259,7 @@ def test_the_job_has_the_environment_that_was_chosen(monkeypatch: pytest.MonkeyP
     assert "NCCL_P2P_DISABLE" not in started.record.environment
     assert started.record.environment["NCCL_CUMEM_ENABLE"] == "0"
     assert any("NCCL_P2P_DISABLE=0 is left as it is" in warning for warning in started.plan.warnings)
-    assert "warning: NCCL_P2P_DISABLE=0" in command.run("run", "true").stderr
+    assert "warning: NCCL_P2P_DISABLE=0" in command.run("run", "--no-interpose", "true").stderr
 
 
 def _without_privileges(*arguments: str) -> subprocess.CompletedProcess[str]:
@@ -299,13 +299,13 @@ def test_io_uring_is_refused() -> None:
 
 def test_explain_starts_nothing_and_gives_reasons(state: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("NCCL_CUMEM_ENABLE", "1")
-    done = command.run("run", "--explain", "--", "sleep", "1000")
+    done = command.run("run", "--explain", "--no-interpose", "--", "sleep", "1000")
     assert done.returncode == 0, done.stderr
     assert "set         NCCL_P2P_DISABLE=1: NCCL must not use memory of another GPU" in done.stdout
     assert "left alone  NCCL_CUMEM_ENABLE=1 (gpucr would set 0)" in done.stdout
     assert "warning: NCCL_CUMEM_ENABLE=1 is left as it is" in done.stderr
     assert not state.exists()
-    plan = command.run_json_before("run", "--explain", "sleep", "1000")
+    plan = command.run_json_before("run", "--explain", "--no-interpose", "sleep", "1000")
     assert plan["schema"] == "gpucr.run.plan"
     assert plan["program"] == shutil.which("sleep")
     by_name = {change["variable"]: change for change in plan["environment_changes"]}
@@ -316,7 +316,7 @@ def test_explain_starts_nothing_and_gives_reasons(state: Path, monkeypatch: pyte
 def test_what_was_measured_on_this_machine_goes_before_the_rules(monkeypatch: pytest.MonkeyPatch) -> None:
     comes_back = Measurement(True, "comes back", "2026-01-02")
     monkeypatch.setattr(launch, "measurements", lambda _: {"peer_access": comes_back, "legacy_ipc": comes_back})
-    chosen = {change.variable for change in launch.plan_job(["true"]).environment}
+    chosen = {change.variable for change in launch.plan_job(["true"], interpose=False).environment}
     assert "NCCL_P2P_DISABLE" not in chosen
     assert "NCCL_CUMEM_ENABLE" in chosen
 

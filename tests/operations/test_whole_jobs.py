@@ -155,7 +155,7 @@ def test_a_job_that_could_not_come_back_is_refused_and_goes_on(
     """One process on two GPUs that reach each other: a checkpoint would succeed, and no restore bring it back."""
     machine("2x512MiB")
     monkeypatch.setenv("GPUCR_SIM_PEERS", "1")
-    with start_counter(folder, "--devices", "0,1", name="peers") as job:
+    with start_counter(folder, "--devices", "0,1", name="peers", interpose=False) as job:
         refused = command.run("dump", "peers", "--to", tmp_path / "s")
         assert refused.returncode == 3, refused.stderr
         assert "hint:  " in refused.stderr

@@ -23,6 +23,7 @@ from gpucr.cli import columns, diff, doctor, explain, inspect, job_table, jobs, 
 from gpucr.cli.top_state import Notice, TopState
 from gpucr.diagnosis.canaries.results import WHAT, CanaryOutcome, CanaryResult, MeasuredMachine, ProbeReport
 from gpucr.diagnosis.preflight import Finding
+from gpucr.gpu_state.ways import GpuState
 from gpucr.jobs.record import JobRecord, JobState
 from gpucr.jobs.registry import ListedJob
 from gpucr.model import CudaState, Gpu, GpuActivity, ProcessId, ProcessInfo
@@ -104,7 +105,8 @@ def _gpu_job(pid: int, name: str | None, *states: CudaState, command: tuple[str,
     for n, state in enumerate(states):
         held = {uuids[n % 2]: 61 * _GIB} if state is not CudaState.CHECKPOINTED else {}
         process = ProcessInfo(ProcessId(pid + n, pid), os.getpid(), 1, (pid + n,), 0, "S", "python", command)
-        members.append(ProcessState(process, state, 9 * _GIB, held, 91_000.0))
+        way: GpuState | None = "interposed" if state is CudaState.RUNNING else None
+        members.append(ProcessState(process, state, 9 * _GIB, held, 91_000.0, way=way))
     blocking = Finding(
         "blocking", "process 3194302 has an io_uring ring open", "/proc/3194302/fd/7", "CRIU cannot dump one", "", 7
     )

@@ -160,7 +160,7 @@ def _ptrace(facts: PrivilegeFacts) -> Finding:
         "this user cannot trace processes that it did not start itself",
         evidence,
         "suspend takes the driver's plain way, which is slower; freeze, dump and restore are refused, but for CUDA "
-        "processes that `gpucr run --interpose` has started, which give their leave where it is 1",
+        "processes that `gpucr run` has started, which give their leave where it is 1",
         "run gpucr as root; sysctl kernel.yama.ptrace_scope=0 would do too, and lets every program of a user look into "
         "the others",
         about=_PTRACE,

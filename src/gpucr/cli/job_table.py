@@ -30,7 +30,7 @@ _SHARED_COLUMNS = (
     Column("DEVICE", rank=1, is_number=True),
     Column("HOST", rank=5, is_number=True),
 )
-_INTERPOSER = Column("INTERPOSER", rank=8)
+_WAY = Column("WAY", rank=8)
 _CHECK = Column("CHECKPOINTABLE")
 _KEPT = (Column("SNAPSHOT", rank=1, is_number=True), Column("RESTARTS", rank=1, is_number=True))
 _COMMAND = Column("COMMAND", rank=3, least=_SHORTEST_COMMAND, keeps_end=False)
@@ -38,13 +38,13 @@ _COMMAND = Column("COMMAND", rank=3, least=_SHORTEST_COMMAND, keeps_end=False)
 
 def process_lines(jobs: Sequence[GpuJob], gpus: Sequence[Gpu], width: int | None, *, checked: bool) -> list[str]:
     """A table with a line a process, those of a job together; below it why jobs cannot be checkpointed, if asked."""
-    columns = (Column("PID", is_number=True), Column("JOB", least=_SHORTEST_NAME), *_SHARED_COLUMNS, _INTERPOSER)
+    columns = (Column("PID", is_number=True), Column("JOB", least=_SHORTEST_NAME), *_SHARED_COLUMNS, _WAY)
     rows = [
         (
             str(each.process.pid),
             job.name or str(job.pid),
             *_process_cells(each, gpus),
-            "yes" if each.interposed else "no",
+            each.way or "-",
             *((_verdict(job),) if checked else ()),
             printable(" ".join(each.process.command_line) or f"[{each.process.name}]"),
         )

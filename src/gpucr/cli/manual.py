@@ -22,7 +22,7 @@ _VERBATIM = "\b"  # click's mark for a paragraph that keeps its lines
 _EXAMPLE = re.compile(r"^Examples?\b.*:$")
 _ENVIRONMENT = {
     "GPUCR_CRIU": "the CRIU to use, 4.1 or newer; never passed over for another one",
-    "GPUCR_INTERPOSE": "1 or 0: whether gpucr run loads the interposer",
+    "GPUCR_INTERPOSE": "0: gpucr run does not load the interposer; 1: also where it finds no driver",
     "XDG_DATA_HOME": "a CRIU that was fetched and the interposer are below it (default ~/.local/share)",
     "XDG_STATE_HOME": "jobs, results of probes and logs of what failed are below it (default ~/.local/state)",
     "NO_COLOR": "no colours in progress",

@@ -20,5 +20,5 @@ def as_json_record(each: ProcessState) -> dict[str, Any]:
         "resident_bytes": each.resident_bytes,
         "device_bytes": dict(each.device_bytes),
         "age_s": round(each.age_s, 2),
-        "interposed": each.interposed,
+        "way": each.way,
     }

@@ -33,7 +33,8 @@ if TYPE_CHECKING:
 @click.option(
     "--interpose/--no-interpose",
     default=None,
-    help="Load the interposer into its programs, or not. Without either: as GPUCR_INTERPOSE says (1 or 0).",
+    help="Load the interposer into its programs, or not. Without either: as GPUCR_INTERPOSE says (1 or 0), and without "
+    "that, where there is a driver.",
 )
 @click.option("--log", type=click.Path(path_type=Path), metavar="FILE", help="Append the output to FILE.")
 @click.option(

@@ -4,8 +4,10 @@ from __future__ import annotations
 
 from typing import Literal, get_args
 
+from gpucr.driver.api import Driver
 from gpucr.errors import InvalidRequest, Unsupported
 from gpucr.gpu_state.backend import CAPTURED, INTERPOSED
+from gpucr.interposer.client import has_agent
 from gpucr.linux import processes
 
 CUSTOM = "custom"
@@ -21,6 +23,15 @@ def require_possible(gpu_state: str) -> None:
     if gpu_state in (CAPTURED, CUSTOM) and not processes.can_checkpoint_processes():
         what = "staging cannot be captured" if gpu_state == CAPTURED else "there is no custom storage"
         raise refused(f"{what} without root", "run gpucr as root")
+
+
+def first_choice(pid: int, driver: Driver) -> GpuState:
+    """The way that device memory of this process, which runs, would go as far as can be told without asking it."""
+    if has_agent(pid):
+        return "interposed"
+    if not processes.can_checkpoint_processes():
+        return "driver"
+    return "custom" if driver.capabilities().custom_storage else "captured"
 
 
 def may_be_interposed(gpu_state: GpuState) -> bool:

@@ -17,13 +17,14 @@ import struct
 import subprocess
 import tempfile
 from collections.abc import Mapping
-from pathlib import Path
+from pathlib import Path, PurePath
 
 from gpucr.errors import BrokenInstall
 from gpucr.interposer.build import LIBRARY, build_digest, compile_library
 from gpucr.linux import trusted_paths
 
 PRELOAD_VARIABLE = "LD_PRELOAD"
+_HOME = ("gpucr", "interposer")
 _SHIPPED = Path(__file__).parent / LIBRARY
 """Made when the wheel was built."""
 
@@ -42,8 +43,7 @@ def installed() -> Path:
     used.
     """
     try:
-        digest = hashlib.sha256(_SHIPPED.read_bytes()).hexdigest()[:16] if _SHIPPED.exists() else build_digest()
-        folder = _home() / digest
+        folder = _home() / _digest()
         if any(separator in str(folder) for separator in ": $"):
             raise BrokenInstall(
                 f"the interposer cannot lie in {folder}: {PRELOAD_VARIABLE} has no way to write this name",
@@ -60,6 +60,21 @@ def installed() -> Path:
             code="GPUCR-NO-INTERPOSER",
         ) from e
     return folder
+
+
+def put_back(path: PurePath) -> None:
+    """Put this gpucr's library where a process of a snapshot had it mapped, where only this user and root can write.
+
+    Changes nothing where it is there, where another version of it was mapped, or where others can write. Raises
+    BrokenInstall where it has to be compiled and cannot be.
+    """
+    folder = Path(path).parent
+    if path.name != LIBRARY or folder.parts[-3:-1] != _HOME or folder.name != _digest():
+        return
+    with contextlib.suppress(OSError):
+        trusted_paths.require_ours(path)
+        if not os.path.isfile(path):
+            _put(folder)
 
 
 def preload_path(folder: Path) -> str:
@@ -93,13 +108,17 @@ def why_not_loaded(program: str) -> str | None:
     return None
 
 
+def _digest() -> str:
+    return hashlib.sha256(_SHIPPED.read_bytes()).hexdigest()[:16] if _SHIPPED.exists() else build_digest()
+
+
 def _home() -> Path:
     data_home = os.environ.get("XDG_DATA_HOME") or ""
     if data_home.startswith("/"):
-        return Path(data_home) / "gpucr" / "interposer"
+        return Path(data_home, *_HOME)
     if os.geteuid() == 0:  # root's home is closed to the other users that a job may change to
-        return Path("/var/lib/gpucr/interposer")
-    return Path.home() / ".local/share/gpucr/interposer"
+        return Path("/var/lib", *_HOME)
+    return Path.home().joinpath(".local/share", *_HOME)
 
 
 def _put(folder: Path) -> None:

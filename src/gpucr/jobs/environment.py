@@ -15,6 +15,7 @@ IPC_SINCE_DRIVER = 610
 
 PEER_CANARIES = ("peer_access", "legacy_ipc")
 VMM_CANARY = "vmm_export"
+INTERPOSER_CANARY = "interposer"
 
 _LOST = "a checkpoint seems to succeed and the restore loses the job"
 _SINGLE_HOST = "a rank that has failed ends its launcher (torchrun) as before"

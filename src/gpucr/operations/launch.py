@@ -21,7 +21,7 @@ from gpucr.driver.gpus import driver_version
 from gpucr.errors import BrokenInstall, DriverUnavailable, GpucrError, InvalidRequest
 from gpucr.interposer import library
 from gpucr.jobs import others, sandbox
-from gpucr.jobs.environment import EnvironmentChange, changed, choose_environment
+from gpucr.jobs.environment import INTERPOSER_CANARY, EnvironmentChange, changed, choose_environment
 from gpucr.jobs.names import check_name
 from gpucr.jobs.record import JobRecord, JobState, Network, check_priority
 from gpucr.jobs.registered import now, registry, registry_in_use
@@ -35,9 +35,7 @@ from gpucr.undo.cancellation import Cancellation
 from gpucr.undo.interrupts import Interrupts
 from gpucr.undo.operation import all_or_nothing
 
-INTERPOSE_BY_DEFAULT = False
 _INTERPOSE_VARIABLE = "GPUCR_INTERPOSE"
-_INTERPOSE_WORDS = {"1": True, "0": False}
 _NEEDS = "namespaces of a job's own need CAP_SYS_ADMIN and CAP_SYS_PTRACE"
 
 
@@ -103,7 +101,8 @@ def plan_job(
         _require_visible("the folder", str(folder))
         _require_visible("the program", program)
     io_uring_is_refused = seccomp.can_refuse_io_uring()
-    interposer, why_not_interposed = _interposer(interpose, given, program)
+    comes_back = _comes_back()
+    interposer, why_not_interposed = _interposer(interpose, given, program, comes_back)
     return LaunchPlan(
         command=tuple(command),
         program=program,
@@ -115,7 +114,7 @@ def plan_job(
         environment=choose_environment(
             given,
             driver_version=driver_version(),
-            comes_back=_comes_back(),
+            comes_back=comes_back or {},
             io_uring_is_refused=io_uring_is_refused,
             interposed=interposer is not None,
         ),
@@ -143,8 +142,8 @@ def run_job(
     checkpointable, a session of its own, nothing on stdin, and its output goes to a log file; io_uring is refused where
     that is possible. ``isolate``: in pid, mount, IPC and network namespaces of its own; None: where the caller may
     (CAP_SYS_ADMIN and CAP_SYS_PTRACE). ``network="host"`` shares the machine's network. ``interpose``: its programs
-    load the interposer; None: as GPUCR_INTERPOSE says. Without a ``name`` it is called after its program. Jobs of a
-    higher ``priority`` (0 to 1000) may borrow its GPUs.
+    load the interposer; None: as GPUCR_INTERPOSE says, and without that where there is a driver. Without a
+    ``name`` it is called after its program. Jobs of a higher ``priority`` (0 to 1000) may borrow its GPUs.
 
     Raises InvalidRequest (a name that is taken, a program that is not there, ...), Unsupported (the namespaces cannot
     be made, the registry cannot be written), BrokenInstall, Interrupted (a signal, ``cancel``). Then no job runs.
@@ -262,12 +261,12 @@ def _with_cuda_state(job: ListedJob, driver: Driver | None) -> ListedJob:
     return job
 
 
-def _comes_back() -> Mapping[str, bool]:
-    """What was measured on this machine (`gpucr doctor --probe`); empty where nothing was."""
+def _comes_back() -> Mapping[str, bool] | None:
+    """What was measured on this machine (`gpucr doctor --probe`); empty where nothing was, None without a driver."""
     try:
         driver = load_driver()
     except DriverUnavailable:
-        return {}
+        return None
     return {name: measured.comes_back for name, measured in measurements(driver).items()}
 
 
@@ -285,16 +284,20 @@ def _why_not_isolated(wanted: bool | None) -> str | None:
     return "namespaces of a job's own need CAP_SYS_ADMIN and CAP_SYS_PTRACE"
 
 
-def _interposer(wanted: bool | None, given: Mapping[str, str], program: str) -> tuple[str | None, str | None]:
+def _interposer(
+    wanted: bool | None, given: Mapping[str, str], program: str, comes_back: Mapping[str, bool] | None
+) -> tuple[str | None, str | None]:
     """What is preloaded, or why nothing is."""
     if wanted is None:
-        wanted = _INTERPOSE_WORDS.get(said := given.get(_INTERPOSE_VARIABLE, ""))
-        if said and wanted is None:
+        said = given.get(_INTERPOSE_VARIABLE, "")
+        if said not in ("", "0", "1"):
             raise InvalidRequest(f"{_INTERPOSE_VARIABLE} is {said!r}", hint="set it to 1 or 0, or not at all")
-        if wanted is None:
-            wanted = INTERPOSE_BY_DEFAULT
-        if not wanted:
-            return None, f"{_INTERPOSE_VARIABLE}={said}" if said else f"{_INTERPOSE_VARIABLE}=1 was not set"
+        if said == "0":
+            return None, f"{_INTERPOSE_VARIABLE}=0"
+        if not said and comes_back is None:
+            return None, "there is no NVIDIA driver here"
+        if not said and not (comes_back or {}).get(INTERPOSER_CANARY, True):
+            return None, "`gpucr doctor --probe` found that nothing comes back with it here"
         try:
             folder = library.installed()
         except BrokenInstall as e:

@@ -8,11 +8,12 @@ from collections.abc import Mapping
 
 from msgspec import Struct, field
 
+from gpucr.driver.api import Driver
 from gpucr.driver.cuda import load_driver
 from gpucr.driver.gpus import gpu_processes
 from gpucr.errors import GpucrError, NotACudaProcess
 from gpucr.gang import Halt, state_of
-from gpucr.interposer.client import has_agent
+from gpucr.gpu_state.ways import GpuState, first_choice
 from gpucr.jobs import selection
 from gpucr.jobs.selector import JobSelector
 from gpucr.linux import memory, processes
@@ -25,8 +26,8 @@ class ProcessState(Struct, frozen=True):
     ``halt`` is ``stopped`` (by a signal or a tracer) or ``frozen`` (with its cgroup) where it has the driver's library
     loaded and cannot be asked for its state, which is None then too.
 
-    ``age_s`` is the time since it was started or, of a restored process, restored. ``interposed``: the interposer's
-    agent runs in it.
+    ``age_s`` is the time since it was started or, of a restored process, restored. ``way`` is how its device memory
+    would leave the GPU (None: it does not run); preflight may find why it cannot go that way.
     """
 
     process: ProcessInfo
@@ -35,7 +36,7 @@ class ProcessState(Struct, frozen=True):
     device_bytes: Mapping[str, int] = field(default_factory=dict)
     age_s: float = 0.0
     halt: str | None = None
-    interposed: bool = False
+    way: GpuState | None = None
 
     @property
     def word(self) -> str | None:
@@ -61,9 +62,9 @@ def list_cuda_processes() -> tuple[ProcessState, ...]:
             process = processes.describe(pid)
             state = state_of(driver, process)
             if isinstance(state, Halt):
-                found.append(_describe(process, None, held, state.word))
+                found.append(_describe(process, None, held, driver, state.word))
             elif state is not None and _has_cuda(pid, state, held):
-                found.append(_describe(process, state, held))
+                found.append(_describe(process, state, held, driver))
     return tuple(found)
 
 
@@ -82,7 +83,8 @@ def job_states(pid: int | str | JobSelector, *, only: bool = False) -> tuple[Pro
 
     Raises NotACudaProcess where none of them uses CUDA.
     """
-    job = selection.find_job(pid, only=only).job
+    found = selection.find_job(pid, only=only)
+    job = found.job
     if not job.gang:
         raise NotACudaProcess(
             f"process {job.root.pid} ({job.root.name}) does not use CUDA, and none of its descendants does"
@@ -91,13 +93,18 @@ def job_states(pid: int | str | JobSelector, *, only: bool = False) -> tuple[Pro
             pid=job.root.pid,
             hint="`gpucr ps` lists the processes that do",
         )
+    driver = load_driver()
     states = {member.pid: member.found for member in job.gang}
     held = _device_bytes()
-    return tuple(_describe(process, states.get(process.pid), held) for process in job.processes)
+    return tuple(_describe(process, states.get(process.pid), held, driver) for process in job.processes)
 
 
 def _describe(
-    process: ProcessInfo, state: CudaState | None, held: Mapping[int, Mapping[str, int]], halt: str | None = None
+    process: ProcessInfo,
+    state: CudaState | None,
+    held: Mapping[int, Mapping[str, int]],
+    driver: Driver,
+    halt: str | None = None,
 ) -> ProcessState:
     return ProcessState(
         process,
@@ -106,7 +113,7 @@ def _describe(
         held.get(process.pid, {}),
         processes.age_s(process.id),
         halt,
-        has_agent(process.pid),
+        first_choice(process.pid, driver) if state is CudaState.RUNNING else None,
     )
 
 

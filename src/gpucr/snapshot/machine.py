@@ -5,7 +5,7 @@ from __future__ import annotations
 import contextlib
 import platform
 from collections.abc import Sequence
-from pathlib import Path, PurePosixPath
+from pathlib import Path, PurePath, PurePosixPath
 
 from gpucr.criu.credentials import capabilities_in, uids_in
 from gpucr.criu.image_entries import ImageError
@@ -15,9 +15,11 @@ from gpucr.criu.install import CriuInstall
 from gpucr.criu.pids import pids_in
 from gpucr.diagnosis import preflight
 from gpucr.diagnosis.traps import findings_of_targets
+from gpucr.errors import BrokenInstall
 from gpucr.gpu_state.backend import CUSTOM_STORAGE, INTERPOSED
 from gpucr.gpu_state.gpu_choice import GpuChoice
 from gpucr.interposer.build import LIBRARY
+from gpucr.interposer.library import put_back
 from gpucr.interposer.vault import VAULT_BYTES
 from gpucr.linux import capabilities
 from gpucr.linux.pid_uses import wait_for_reaping
@@ -33,8 +35,15 @@ REAPING_TIMEOUT_S = 10.0
 def findings_of_machine(
     source: RestoreSource, choice: GpuChoice, here: Sequence[Gpu], install: CriuInstall, *, in_sandbox: bool
 ) -> list[preflight.Finding]:
-    """What of this machine stands in the way. ``here``: its GPUs. Waits for parents to collect zombies."""
+    """What of this machine stands in the way. ``here``: its GPUs.
+
+    Waits for parents to collect zombies, and puts the interposer's library where the job had it, if it is gpucr's own.
+    """
     manifest = source.snapshot.manifest
+    libraries = [path for file in manifest.open_files if (path := PurePosixPath(file.path)).name == LIBRARY]
+    for each in libraries:
+        with contextlib.suppress(BrokenInstall):  # that it is missing is found below
+            put_back(each)
     pids = _pids_needed_here(source) if not in_sandbox else set()
     findings = preflight.check_free_pids(wait_for_reaping(pids, REAPING_TIMEOUT_S))
     paths = [PurePosixPath(file.path) for file in manifest.files]
@@ -51,7 +60,7 @@ def findings_of_machine(
     findings += findings_of_room(
         manifest, choice, here, private_bytes=private_bytes_of(manifest), buffers_bytes=source.buffers_bytes
     )
-    findings += _check_interposer(manifest)
+    findings += _check_interposer(manifest, libraries)
     if manifest.architecture != platform.machine():
         findings.append(
             preflight.Finding(
@@ -66,11 +75,10 @@ def findings_of_machine(
     return findings
 
 
-def _check_interposer(manifest: Manifest) -> list[preflight.Finding]:
+def _check_interposer(manifest: Manifest, libraries: Sequence[PurePath]) -> list[preflight.Finding]:
     """What left by an interposer comes back by it alone, and the processes have it mapped from where it was."""
     if INTERPOSED not in manifest.kinds.values():
         return []
-    missing = [file.path for file in manifest.open_files if PurePosixPath(file.path).name == LIBRARY]
     return [
         preflight.Finding(
             "blocking",
@@ -80,7 +88,7 @@ def _check_interposer(manifest: Manifest) -> list[preflight.Finding]:
             "install the gpucr that the job was started with where it was, or put that file there",
             code="GPUCR-BACKEND",
         )
-        for path in missing
+        for path in libraries
         if not Path(path).exists()
     ]
 

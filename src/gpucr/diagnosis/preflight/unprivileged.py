@@ -35,7 +35,7 @@ def check_ptrace(pids: Iterable[int]) -> list[Finding]:
             "neither gpucr nor CRIU can stop its threads",
             "root can allow it with `sysctl kernel.yama.ptrace_scope=0`, which lets each program of a user look into "
             "his others; or run the same command with sudo. With 1, a CUDA process that was started with "
-            "`gpucr run --interpose` gives its own leave",
+            "`gpucr run` gives its own leave",
             closed,
             code="GPUCR-ONLY-ROOT",
         )

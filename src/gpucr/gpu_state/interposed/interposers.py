@@ -70,7 +70,7 @@ class Interposers:
                 why = self.why_not.get(member.pid, WITHOUT)
                 raise refused(
                     f"device memory of process {member.pid} cannot leave by an interposer: {why}",
-                    "start the job with `gpucr run --interpose`",
+                    "start the job with `gpucr run`",
                 )
 
     def over(self, pid: int) -> tuple[Interposed, ...]:

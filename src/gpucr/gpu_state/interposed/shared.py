@@ -55,14 +55,14 @@ def find_shares(lines: Sequence[Line], others: Mapping[int, str]) -> tuple[Share
             raise _torn(
                 f"processes {other.owner.pid} and {other.imported.pid} share device memory, and that of process {one} "
                 f"cannot leave it: {others[one]}",
-                "end what keeps it there, or start the whole job with `gpucr run --interpose`",
+                "end what keeps it there, or start the whole job with `gpucr run`",
             )
     silent = sorted(others.keys() - told.keys())
     shared = [pid for pid, each in blocks.items() if any(Flag.SHARED in block.flags for block in each)]
     if silent and shared:
         raise _torn(
             f"process {silent[0]} may have device memory of process {shared[0]} open: {others[silent[0]]}",
-            "start the whole job with `gpucr run --interpose`",
+            "start the whole job with `gpucr run`",
         )
     return shares
 
