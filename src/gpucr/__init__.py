@@ -59,6 +59,7 @@ if TYPE_CHECKING:
         WrongKey,
     )
     from gpucr.gpu_state.ways import GpuState
+    from gpucr.interposer.hooks import after_restore, before_freeze
     from gpucr.jobs.environment import EnvironmentChange
     from gpucr.jobs.record import JobRecord, JobState, Lent, Network, StateWord
     from gpucr.jobs.registry import ListedJob
@@ -137,6 +138,7 @@ _HOMES = {
         "SnapshotUnfinished", "StoreDamaged", "StoreError", "Unsupported", "WrongKey",
     ),
     "gpucr.gpu_state.ways": ("GpuState",),
+    "gpucr.interposer.hooks": ("after_restore", "before_freeze"),
     "gpucr.jobs.environment": ("EnvironmentChange",),
     "gpucr.jobs.record": ("JobRecord", "JobState", "Lent", "Network", "StateWord"),
     "gpucr.jobs.registry": ("ListedJob",),
@@ -296,6 +298,8 @@ __all__ = [
     "Wish",
     "WrongKey",
     "__version__",
+    "after_restore",
+    "before_freeze",
     "borrow_gpus",
     "copy_snapshots",
     "diff_snapshots",

@@ -19,12 +19,15 @@ from gpucr.gang import Gang
 from gpucr.gang.threads import GangThreads
 from gpucr.gpu_state import kinds
 from gpucr.gpu_state.gpu_choice import GpuRequest
+from gpucr.gpu_state.interposed.hooks import call
 from gpucr.gpu_state.placement import Placement
 from gpucr.gpu_state.returns import Returns
 from gpucr.gpu_state.steps import HoldThreads, ReleaseThreads, RestoreGang, UnlockGang
 from gpucr.interposer.presence import agent_threads
+from gpucr.interposer.protocol import Hooks
 from gpucr.jobs.restored_tree import RestoredTree, end_restored, restore_threads, take_stock
 from gpucr.linux import processes
+from gpucr.model import CudaState
 from gpucr.operations.restore_steps import LoadDevice, RestoreDevice
 from gpucr.snapshot.folder import GPU_PART_NAME, Snapshot
 from gpucr.snapshot.gpus import place_snapshot
@@ -67,13 +70,16 @@ def restore_for_runtime(root_pid: int, images: Path) -> None:
             gang = Gang(driver, ())
             load = LoadDevice(FolderSource(snapshot), Returns(gang, placement))
             try:
-                running.run(_steps(root_pid, snapshot, load, gang, placement, protection), protection=protection)
+                adopt = AdoptTree(root_pid, snapshot.manifest, gang, protection)
+                running.run(_steps(adopt, snapshot, load, gang, placement, protection), protection=protection)
             finally:
                 load.close()
     except BaseException:
         with contextlib.suppress(ProcessNotFound):  # the steps' own undo has ended it
             processes.kill_tree(root_pid, including_root=True)
         raise
+    told = (each for each in known if each.has_hooks and each.found_state is CudaState.RUNNING)
+    call(Hooks.AFTER_RESTORE, adopt.tree.value.now(told))
 
 
 def _examine(images: Path) -> tuple[Snapshot, Driver, Placement, list[preflight.Finding]]:
@@ -93,10 +99,9 @@ def _examine(images: Path) -> tuple[Snapshot, Driver, Placement, list[preflight.
 
 
 def _steps(
-    root_pid: int, snapshot: Snapshot, load: LoadDevice, gang: Gang, placement: Placement, protection: Protection
+    adopt: AdoptTree, snapshot: Snapshot, load: LoadDevice, gang: Gang, placement: Placement, protection: Protection
 ) -> list[Step]:
     threads = GangThreads(agent_threads)
-    adopt = AdoptTree(root_pid, snapshot.manifest, gang, protection)
     tree = adopt.tree
     restore_gang = RestoreGang(gang, placement, down_to=lambda member: member.found)
     return [

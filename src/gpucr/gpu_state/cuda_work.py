@@ -14,6 +14,7 @@ from gpucr.gpu_state import kinds
 from gpucr.gpu_state.backend import Backend
 from gpucr.gpu_state.custom_storage.backend import CustomStorages, files_of
 from gpucr.gpu_state.gang_staging import AllocateStaging, GangStaging
+from gpucr.gpu_state.interposed.hooks import ProgramHooks, has_hooks
 from gpucr.gpu_state.interposed.interposers import Interposers
 from gpucr.gpu_state.placement import ProcessGpus, gpus_of
 from gpucr.gpu_state.recovery import GangProtection
@@ -32,7 +33,7 @@ from gpucr.gpu_state.steps import (
 from gpucr.gpu_state.stop_others import StopOthers
 from gpucr.gpu_state.ways import GpuState, uses_files
 from gpucr.interposer.presence import agent_threads
-from gpucr.model import GangMember, Gpu, Job, ProcessId
+from gpucr.model import CudaState, GangMember, Gpu, Job, ProcessId
 from gpucr.undo.protection import Protection
 from gpucr.undo.steps import Step
 
@@ -52,6 +53,7 @@ class CudaWork(Struct, frozen=True, kw_only=True):
     custom: CustomStorages
     guarded: GangProtection
     checkpoint: CheckpointGang
+    hooks: ProgramHooks
 
     @property
     def protection(self) -> Protection:
@@ -91,7 +93,7 @@ class CudaWork(Struct, frozen=True, kw_only=True):
 
     def steps_off_gpu(self) -> list[Step]:
         """The steps after which device memory is in host memory, and the GPUs are free."""
-        return [LockGang(self.gang, self.guarded), self.checkpoint]
+        return [*self.hooks.steps_before(), LockGang(self.gang, self.guarded), self.checkpoint]
 
     def steps_to_freeze(self, others: StopOthers | None = None) -> tuple[list[Step], list[Step]]:
         """The steps after which CRIU may begin, and those after which the job runs as it was found.
@@ -107,6 +109,7 @@ class CudaWork(Struct, frozen=True, kw_only=True):
             RestoreGang(self.gang, None, down_to=lambda member: member.found),
             UnlockGang(self.gang, down_to=lambda member: member.found),
             ReleaseThreads(self.threads, self.protection, others.stopped if others is not None else tuple),
+            *self.hooks.steps_after(),
         ]
         return freeze, thaw
 
@@ -189,5 +192,10 @@ def cuda_work(
             expected_bytes=expected_bytes,
             whole_tree=whole_tree,
             threads=threads if saver is not None else None,
+        ),
+        hooks=ProgramHooks(
+            [each.id for each in job.gang if each.found is CudaState.RUNNING and has_hooks(each.pid)],
+            protection,
+            interposers.agent_of,
         ),
     )

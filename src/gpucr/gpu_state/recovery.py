@@ -50,6 +50,20 @@ class HeldBlocks(msgspec.Struct, frozen=True):
     blocks: tuple[tuple[int, ...], ...]
 
 
+class CallAfterRestore(Action):
+    """Programs that were told of a freeze are told that they go on."""
+
+    processes: tuple[ProcessId, ...]
+
+    def recover(self, descriptors: Sequence[int]) -> bool:
+        """Call their functions, in those that run."""
+        from gpucr.gpu_state.interposed.hooks import call  # the agents' client is needed nowhere else here
+        from gpucr.interposer.protocol import Hooks
+
+        call(Hooks.AFTER_RESTORE, filter(processes.goes_on, self.processes))
+        return False
+
+
 class BringBack(Action):
     """A gang goes back to where it was found, whatever keeps it from running.
 

@@ -13,6 +13,8 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 
+from msgspec.structs import replace
+
 from gpucr.linux.process_records import ProcessRecords
 from gpucr.model import CudaState, GangMember, GpuMap, ProcessId
 from gpucr.records import Count, Record, RecordError
@@ -22,17 +24,21 @@ _FOUND_STATES = (CudaState.RUNNING, CudaState.LOCKED, CudaState.CHECKPOINTED)
 
 
 class SuspendedRecord(Record, frozen=True):
-    """One process: the state in which the suspend found it, and device memory per GPU UUID at that time."""
+    """One process: the state in which the suspend found it, and device memory per GPU UUID at that time.
+
+    ``has_hooks``: its program wants to be told when it goes on.
+    """
 
     found: CudaState
     device_bytes: Mapping[str, Count]
+    has_hooks: bool = False
 
     def __post_init__(self) -> None:
         if self.found not in _FOUND_STATES:
             raise RecordError(f"no process is found {self.found.word}")
 
 
-def remember(member: GangMember, device_bytes: Mapping[str, int]) -> None:
+def remember(member: GangMember, device_bytes: Mapping[str, int], *, has_hooks: bool = False) -> None:
     """Write the record of one process.
 
     For a process found CHECKPOINTED, a record that is there already stays: it is from the suspend that counts. Found in
@@ -40,7 +46,7 @@ def remember(member: GangMember, device_bytes: Mapping[str, int]) -> None:
     """
     if member.found is not CudaState.CHECKPOINTED:
         forget(member.id)
-    RECORDS.write(member.id, SuspendedRecord(member.found, dict(device_bytes)))
+    RECORDS.write(member.id, SuspendedRecord(member.found, dict(device_bytes), has_hooks))
 
 
 def recall(process: ProcessId) -> SuspendedRecord | None:
@@ -54,7 +60,7 @@ def moved(process: ProcessId, gpu_map: GpuMap) -> None:
     if record is not None:
         held = {gpu_map.new_for(uuid): size_bytes for uuid, size_bytes in record.device_bytes.items()}
         forget(process)
-        RECORDS.write(process, SuspendedRecord(record.found, held))
+        RECORDS.write(process, replace(record, device_bytes=held))
 
 
 def forget(process: ProcessId) -> None:

@@ -24,6 +24,7 @@ from gpucr.interposer.protocol import (
     Block,
     Code,
     Drops,
+    Hooks,
     Kept,
     Operation,
     Refused,
@@ -228,8 +229,8 @@ class Agent:
             self._socket.send(packet)
         return self._receive(operation)
 
-    def _ask(self, operation: Operation, a: int = 0) -> Answer:
-        answer, descriptors = self._exchange(operation, a)
+    def _ask(self, operation: Operation, a: int = 0, b: int = 0) -> Answer:
+        answer, descriptors = self._exchange(operation, a, b)
         _close_all(descriptors)
         if answer.code != Code.DONE:
             raise Refused(operation, answer.code)
@@ -327,6 +328,18 @@ class Agent:
         Raises Refused where the kernel has no Yama, and so no such limit.
         """
         self._ask(Operation.TRACE, int(is_open))
+
+    def call_hooks(self, which: Hooks, wait_s: float) -> tuple[int, int]:
+        """Call functions of the program's own, and wait for them. Returns how many there are, and how many have failed.
+
+        Raises Refused (TOO_SLOW) where they take longer; they go on. The gate must be open.
+        """
+        self._socket.settimeout(self._answer_s + wait_s)
+        try:
+            answer = self._ask(Operation.HOOKS, which, int(wait_s * 1000))
+        finally:
+            self._socket.settimeout(self._answer_s)
+        return answer.a, answer.b
 
     def keep(self, descriptor: int | None, what: Kept = Kept.MEMORY) -> None:
         """Have the process hold this descriptor for whoever fetches it, also when we are gone: its gate stays closed.

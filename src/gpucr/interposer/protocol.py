@@ -40,6 +40,7 @@ class Operation(enum.IntEnum):
     KEEP = 10
     FETCH = 11
     TRACE = 13
+    HOOKS = 14
 
 
 class Drops(enum.IntEnum):
@@ -48,6 +49,13 @@ class Drops(enum.IntEnum):
     OWN = 0
     ALL = 1
     IMPORTED = 2
+
+
+class Hooks(enum.IntEnum):
+    """When functions of the program's own are called."""
+
+    BEFORE_FREEZE = 0
+    AFTER_RESTORE = 1
 
 
 class Kept(enum.IntEnum):
@@ -73,6 +81,8 @@ class Code(enum.IntEnum):
     NO_MEMORY = 10
     NO_DRIVER = 11
     NOT_HERE = 12
+    TOO_SLOW = 13
+    GATE_IS_CLOSED = 14
 
 
 class Flag(enum.IntFlag):
@@ -168,6 +178,7 @@ class Status(Struct, frozen=True):
     external: int
     around: int
     traceable: int
+    hooks: int
 
 
 class Answer(Struct, frozen=True):

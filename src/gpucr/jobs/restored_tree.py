@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 
 from msgspec import Struct
 
@@ -31,6 +31,11 @@ class RestoredTree(Struct, frozen=True):
     def root_pid(self) -> int:
         """Of the first process."""
         return self.processes[0].pid
+
+    def now(self, records: Iterable[ProcessRecord]) -> list[ProcessId]:
+        """Which processes these of the manifest are now."""
+        pids = {self.pids.get(record.pid) for record in records}
+        return [each for each in self.processes if each.pid in pids]
 
 
 def take_stock(

@@ -359,12 +359,14 @@ def _warnings(prepared: Prepared) -> tuple[str, ...]:
     context = prepared.context
     noted = (context.note.warning,) if context.note is not None and context.note.warning is not None else ()
     repaired = repairs_of(context.target, context.writer)
-    return (*(finding.sentence() for finding in prepared.findings), *noted, *repaired)
+    hooks = context.cuda.hooks.warnings if context.cuda is not None else ()
+    return (*(finding.sentence() for finding in prepared.findings), *noted, *repaired, *hooks)
 
 
 def _downtime_s(steps: Sequence[Step], phases: Sequence[Phase]) -> float:
-    """From the first lock (without CUDA: CRIU's dump) to the last step but a save in the background."""
+    """From the first lock (without CUDA: CRIU's dump) to the last step but a save in the background, and hooks."""
     names = [step.name for step in steps]
     first = next(names.index(name) for name in ("lock", "halt", "dump") if name in names)
     last = len(names) - 1 if names[-1] == "save" else len(names)
+    last = names.index("after-restore") if "after-restore" in names else last
     return sum(phase.seconds for phase in phases[first:last])

@@ -452,4 +452,5 @@ def _with_cuda(record: ProcessRecord, cuda: CudaWork, member: GangMember) -> Pro
         staging=cuda.staging.private.get(record.pid, ()),
         visible_gpus=tuple(gpu.uuid for gpu in gpus.visible),
         known_gpus=tuple(gpu.uuid for gpu in gpus.known),
+        has_hooks=member.id in cuda.hooks.processes,
     )

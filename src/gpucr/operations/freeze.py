@@ -99,9 +99,10 @@ def freeze(
         if cuda is not None:
             steps.insert(0, cuda.allocate(leave_running=True))
         phases = running.run(steps, roll=taken.roll, deadline=deadline, protection=protection)
+        warnings = tuple(finding.sentence() for finding in findings)
         if cuda is not None:
             cuda.gang.deadline = None  # what comes from here on leads back to a job that runs
-        warnings = tuple(finding.sentence() for finding in findings)
+            warnings += tuple(cuda.hooks.warnings)
         return FrozenJob(_Hold(taken, cuda, protection, steps, thaw, kept, opened.pop_all()), phases, warnings)
 
 

@@ -83,6 +83,7 @@ def move(
                 *work.steps_off_gpu(),
                 MoveGang(work.gang, placement, work.guarded, work.interposers),
                 WithoutUndo(unlock),
+                *work.hooks.steps_after(),
             ]
         preflight.require_no_blocking(findings, force=force)
         if steps:
@@ -92,7 +93,7 @@ def move(
         taken.roll.require_gang("the rest of the job runs on its new GPUs")
         return replace(
             change_report(found.job.root.pid, work.gang, phases, lambda member: member.found),
-            warnings=tuple(finding.sentence() for finding in findings),
+            warnings=(*(finding.sentence() for finding in findings), *work.hooks.warnings),
             lock=work.gang.first_lock,
             gpu_map=choice.gpu_map,
             gpu_reasons=choice.reasons,

@@ -28,15 +28,17 @@ from gpucr.gang import Gang
 from gpucr.gang.threads import GangThreads
 from gpucr.gpu_state import kinds
 from gpucr.gpu_state.gpu_choice import GpuRequest
+from gpucr.gpu_state.interposed.hooks import call
 from gpucr.gpu_state.placement import Placement
 from gpucr.gpu_state.returns import Returns
 from gpucr.gpu_state.steps import HoldThreads, ReleaseThreads, RestoreGang, UnlockGang
 from gpucr.interposer.presence import agent_threads
+from gpucr.interposer.protocol import Hooks
 from gpucr.jobs import registered, selection
 from gpucr.jobs.restored_tree import restore_threads, to_continue
 from gpucr.jobs.sandbox_steps import KeepJob, SandboxPlan, StartKeeper, StartSandbox, check_clone, plan_sandbox
 from gpucr.linux.claims import claimed_pids
-from gpucr.model import GpuMap
+from gpucr.model import CudaState, GpuMap
 from gpucr.operations.restore_steps import (
     CriuRestore,
     LoadDevice,
@@ -253,6 +255,8 @@ def _run(
                     each.close()
     warnings = [warning for each in around if isinstance(each, AdaptFiles) for warning in each.warnings]
     restored = criu.tree.value
+    told = (each for each in snapshot.manifest.processes if each.has_hooks and each.found_state is CudaState.RUNNING)
+    warnings += call(Hooks.AFTER_RESTORE, restored.now(told))
     return RestoreReport(
         snapshot=snapshot,
         pid=restored.root_pid,

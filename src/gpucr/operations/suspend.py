@@ -18,11 +18,13 @@ from gpucr.gpu_state import staging, suspended
 from gpucr.gpu_state.cuda_work import cuda_work
 from gpucr.gpu_state.custom_storage.suspended import SuspendedStorage, needed_with_carrier
 from gpucr.gpu_state.gpu_choice import GpuRequest
+from gpucr.gpu_state.interposed.hooks import call
 from gpucr.gpu_state.interposed.suspended import SuspendedBlocks
 from gpucr.gpu_state.placement import gpus_of, place_suspended
 from gpucr.gpu_state.recovery import GangProtection
 from gpucr.gpu_state.steps import RestoreGang, UnlockGang
 from gpucr.gpu_state.ways import GpuState, may_be_interposed, require_possible, uses_files
+from gpucr.interposer.protocol import Hooks
 from gpucr.jobs import selection
 from gpucr.jobs.selector import JobSelector
 from gpucr.jobs.taken import TakenJob, taken_job
@@ -114,12 +116,13 @@ def suspend(
         gang = work.gang
         work.custom.release()
         for member in gang.members:
-            suspended.remember(member, held.get(member.pid, {}))
+            has_hooks = member.id in work.hooks.processes
+            suspended.remember(member, held.get(member.pid, {}), has_hooks=has_hooks)
         taken.roll.require_gang("the rest of the job is suspended")
         warnings = tuple(finding.sentence() for finding in findings)
         return replace(
             change_report(found.job.root.pid, gang, phases, lambda _: CudaState.CHECKPOINTED),
-            warnings=warnings,
+            warnings=(*warnings, *work.hooks.warnings),
             lock=gang.first_lock,
         )
 
@@ -204,8 +207,10 @@ def _resume(
     for member in gang.members:
         suspended.forget(member.id)
     roll.require_gang("the rest of the job runs")
+    told = [member.id for member in away if (record := records[member.pid]) is not None and record.has_hooks]
+    warnings = call(Hooks.AFTER_RESTORE, told)
     report = change_report(found.job.root.pid, gang, phases, lambda member: min(member.found, before_suspend(member)))
-    return replace(report, gpu_map=choice.gpu_map, gpu_reasons=choice.reasons)
+    return replace(report, warnings=tuple(warnings), gpu_map=choice.gpu_map, gpu_reasons=choice.reasons)
 
 
 def change_report(

@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Mapping, Sequence
+import contextlib
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 
 from gpucr.driver.api import Driver
 from gpucr.errors import InterposerError
@@ -18,7 +19,7 @@ from gpucr.gpu_state.interposed.shared import (
     share_anew,
 )
 from gpucr.gpu_state.ways import GpuState, refused
-from gpucr.interposer.client import Held
+from gpucr.interposer.client import Agent, Held
 from gpucr.interposer.presence import is_interposed
 from gpucr.interposer.protocol import BadAnswer, Refused
 from gpucr.interposer.sharing import Part, Share
@@ -92,6 +93,16 @@ class Interposers:
         """What this process keeps since it was suspended. Raises InterposerError, JobChanged."""
         stat = processes.read_stat(pid)
         return HostCopy.of(pid, self._uuids_of(ProcessId(pid, stat.start_time_ticks))) if stat is not None else None
+
+    @contextlib.contextmanager
+    def agent_of(self, pid: int) -> Iterator[Agent]:
+        """The agent of this process while the block lasts: it serves one client at a time. Raises as `Agent`."""
+        found = self._backends.get(pid)
+        if found is not None and found.line.is_open:
+            yield found.line.agent
+            return
+        with Agent(pid) as agent:
+            yield agent
 
     def rank(self, pid: int) -> GatedLock | None:
         """What holds this process."""

@@ -47,6 +47,11 @@ class Line:
             self._agent = Agent(self.pid)
         return self._agent
 
+    @property
+    def is_open(self) -> bool:
+        """Whether it was made, and nobody has hung up since."""
+        return self._agent is not None
+
     def hang_up(self) -> None:
         """Nothing of the connection is left in the process. A gate that was closed opens, unless memory is away."""
         agent, self._agent = self._agent, None

@@ -65,6 +65,7 @@ static struct status status_now(void) {
     for (int i = 0; i < COUNTERS; i++)
         counted[i] = (uint64_t)atomic_load(&counters[i]);
     status.traceable = tracer_is_open();
+    status.hooks = hooks_registered();
     return status;
 }
 
@@ -75,6 +76,12 @@ static uint32_t do_close(void) {
     answer.head.a = gate_inside();
     answer.head.b = captures_open();
     return DONE;
+}
+
+static uint32_t do_hooks(void) {
+    if (gate_is_closed())
+        return GATE_IS_CLOSED; /* they may call CUDA */
+    return hooks_call(asked.head.a, asked.head.b, &answer.head.a, &answer.head.b);
 }
 
 /* What is kept is needed for memory that is away, that is not filled yet, or that peers do not see yet. */
@@ -249,10 +256,10 @@ static bool serve_one(void) {
         answer.descriptor_count = 0;
         answer.head = (struct message){PROTOCOL_MAGIC, PROTOCOL_VERSION, asked.head.operation, 0, 0, 0, 0};
         answer.head.code = refusal(received);
-        if (answer.head.code == DONE && asked.head.operation == CLOSE) {
+        if (answer.head.code == DONE && (asked.head.operation == CLOSE || asked.head.operation == HOOKS)) {
             close_asked();
-            pthread_mutex_unlock(&descriptors_open); /* it may take long */
-            answer.head.code = do_close();
+            pthread_mutex_unlock(&descriptors_open); /* it may take long, and a hook may fork */
+            answer.head.code = asked.head.operation == CLOSE ? do_close() : do_hooks();
             pthread_mutex_lock(&descriptors_open);
         } else if (answer.head.code == DONE) {
             answer.head.code = perform();
@@ -393,6 +400,7 @@ static bool start_thread(void) {
     pthread_t thread;
     sigfillset(&all); /* the program's handlers run on the program's threads */
     pthread_sigmask(SIG_SETMASK, &all, &before);
+    hooks_keep_mask(&before);
     int error = pthread_create(&thread, NULL, serve, NULL);
     pthread_sigmask(SIG_SETMASK, &before, NULL);
     if (error == 0) {

@@ -45,6 +45,7 @@ static void in_child(void) {
     gate_in_child();
     agent_in_child();
     tracer_in_child();
+    hooks_in_child();
 }
 
 __attribute__((constructor)) static void prepare(void) {

@@ -4,6 +4,7 @@
 
 #include "gate.h"
 
+#include <signal.h>
 #include <stdatomic.h>
 #include <sys/types.h>
 
@@ -127,6 +128,13 @@ void ipc_in_child(void);
 uint32_t tracer_open(bool to_all); /* an enum code */
 bool tracer_is_open(void);
 void tracer_in_child(void);
+
+/* hooks.c: functions of the program's own, which a thread of their own calls */
+uint64_t hooks_registered(void);
+/* Of the kind `kind` (an enum hooks); waits so long for their end. An enum code; how many there are, and have failed. */
+uint32_t hooks_call(uint64_t kind, uint64_t wait_ms, uint64_t *count, uint64_t *bad);
+void hooks_keep_mask(const sigset_t *mask); /* the program's signal mask: theirs */
+void hooks_in_child(void);
 
 /* agent.c */
 void agent_start(void);

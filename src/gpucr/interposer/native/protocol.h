@@ -26,8 +26,13 @@ enum operation {
                    are closed */
     FETCH,      /* a: an enum kept. Answer: that descriptor, if there is one */
     SHARE,      /* on the peers' socket: a = address in a range, b = the exporter's token. Answer as for EXPORT, a = next address */
-    TRACE,      /* a = 1: processes of this user may trace this one, whatever Yama says; 0: as the program has chosen */
+    HOOKS = 14, /* a: an enum hooks, b = milliseconds to wait. The program's own functions are called, with the gate open. Answer:
+                   a = how many there are, b = how many have failed */
+    TRACE = 13, /* a = 1: processes of this user may trace this one, whatever Yama says; 0: as the program has chosen */
 };
+
+enum hooks { BEFORE_FREEZE, AFTER_RESTORE, HOOK_KINDS };
+#define LONGEST_HOOK_MS 60000
 
 enum drops { DROP_OWN, DROP_ALL, DROP_IMPORTED };
 enum kept { KEPT_MEMORY, KEPT_SHARES /* whose memory is whose */, KEPT };
@@ -46,6 +51,8 @@ enum code { /* above DRIVER_ERROR: CUresult + DRIVER_ERROR */
     NO_MEMORY = 10,
     NO_DRIVER = 11,
     NOT_HERE = 12, /* the kernel does not know it */
+    TOO_SLOW = 13, /* a function of the program's still runs */
+    GATE_IS_CLOSED = 14,
     DRIVER_ERROR = 0x10000,
 };
 
@@ -80,7 +87,8 @@ struct status {
     uint64_t arrays, pools, pool_allocations, ipc_memory, ipc_events, peer_access, external;
     uint64_t around; /* libraries that were loaded so that their calls may not pass the gate */
     uint64_t traceable; /* processes of this user may trace this one (TRACE) */
+    uint64_t hooks;     /* the program's own functions (HOOKS) */
 };
-_Static_assert(sizeof(struct status) == 24 * 8, "struct status");
+_Static_assert(sizeof(struct status) == 25 * 8, "struct status");
 
 #endif

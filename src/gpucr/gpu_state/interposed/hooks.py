@@ -1,0 +1,147 @@
+"""What programs want to be called for before they are frozen, and when they go on (`gpucr.before_freeze`)."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Sequence
+from concurrent.futures import ThreadPoolExecutor
+from contextlib import AbstractContextManager
+
+from gpucr.gpu_state.recovery import CallAfterRestore
+from gpucr.interposer.client import Agent
+from gpucr.interposer.presence import is_interposed
+from gpucr.interposer.protocol import BadAnswer, Code, Hooks, Refused
+from gpucr.model import ProcessId
+from gpucr.quantities import counted
+from gpucr.undo.interrupts import Interrupts
+from gpucr.undo.protection import Protection
+from gpucr.undo.steps import Meter, Step
+
+LIMIT_S, _ANSWER_S = 10.0, 2.0
+"""How long a process may take for its functions of one kind."""
+
+_NAMES = {Hooks.BEFORE_FREEZE: "before_freeze", Hooks.AFTER_RESTORE: "after_restore"}
+AgentOf = Callable[[int], AbstractContextManager[Agent]]
+"""Whoever speaks with the agent of a process, for as long as the block lasts."""
+
+
+class ProgramHooks:
+    """The functions of a gang's programs. ``processes``: those that have some. ``warnings``: what went wrong."""
+
+    def __init__(self, processes: Sequence[ProcessId], protection: Protection, agent_of: AgentOf) -> None:
+        self.processes = tuple(processes)
+        self._protection = protection
+        self._agent_of = agent_of
+        self._is_due = False
+        self.warnings: list[str] = []
+
+    def steps_before(self) -> list[Step]:
+        """The step before the first one that stops anything, where it has something to do."""
+        return [BeforeFreeze(self)] if self.processes else []
+
+    def steps_after(self) -> list[Step]:
+        """The step after the last one of those that let the job go on."""
+        return [AfterRestore(self)] if self.processes else []
+
+    def before(self) -> list[str]:
+        """Call them. From here on `after` is due, also where gpucr dies. Returns what went wrong."""
+        self._protection.protect(CallAfterRestore(processes=self.processes))
+        self._is_due = True
+        return self._call(Hooks.BEFORE_FREEZE)
+
+    def after(self) -> list[str]:
+        """Call them, where that is due. Returns what went wrong."""
+        if not self._is_due:
+            return []
+        self._is_due = False
+        failures = self._call(Hooks.AFTER_RESTORE)
+        self._protection.withdraw(CallAfterRestore)
+        return failures
+
+    def _call(self, which: Hooks) -> list[str]:
+        failures = call(which, self.processes, self._agent_of)
+        self.warnings += failures
+        return failures
+
+
+class BeforeFreeze:
+    """The programs' own functions are called. Undone by calling those for afterwards."""
+
+    name = "before-freeze"
+
+    def __init__(self, hooks: ProgramHooks) -> None:
+        self._hooks = hooks
+
+    def describe(self) -> str:
+        """Whose will be called."""
+        return f"call what {_names(self._hooks.processes)} registered to be called before a freeze"
+
+    def run(self, interrupts: Interrupts, meter: Meter) -> int:
+        """Call them. What fails is told and keeps nothing from going on."""
+        for failure in self._hooks.before():
+            meter.note(failure)
+        return 0
+
+    def undo(self) -> None:
+        """They go on."""
+        self._hooks.after()
+
+
+class AfterRestore:
+    """The programs' own functions are called. The job runs already: there is no undo."""
+
+    name = "after-restore"
+
+    def __init__(self, hooks: ProgramHooks) -> None:
+        self._hooks = hooks
+
+    def describe(self) -> str:
+        """Whose will be called."""
+        return f"call what {_names(self._hooks.processes)} registered to be called afterwards"
+
+    def run(self, interrupts: Interrupts, meter: Meter) -> int:
+        """Call them. What fails is told."""
+        for failure in self._hooks.after():
+            meter.note(failure)
+        return 0
+
+    def undo(self) -> None:
+        """Nothing."""
+
+
+def has_hooks(pid: int) -> bool:
+    """Whether the program has registered some. False, too, where its agent does not answer."""
+    if not is_interposed(pid):
+        return False
+    try:
+        with Agent(pid, answer_s=_ANSWER_S) as agent:
+            return agent.status().hooks > 0
+    except (Refused, BadAnswer, OSError):
+        return False
+
+
+def call(which: Hooks, processes: Iterable[ProcessId], agent_of: AgentOf = Agent) -> list[str]:
+    """Call these functions in all of these processes at once. Returns what went wrong; raises nothing for it."""
+    chosen = list(processes)
+    if not chosen:
+        return []
+    with ThreadPoolExecutor(max_workers=len(chosen)) as threads:
+        told = threads.map(lambda process: _call_one(which, process.pid, agent_of), chosen)
+        return [each for each in told if each is not None]
+
+
+def _call_one(which: Hooks, pid: int, agent_of: AgentOf) -> str | None:
+    name = _NAMES[which]
+    try:
+        with agent_of(pid) as agent:
+            count, failed = agent.call_hooks(which, LIMIT_S)
+    except Refused as e:
+        if e.code == Code.TOO_SLOW:
+            return f"process {pid}: what it registered with {name} takes longer than {LIMIT_S:g} s"
+        return f"process {pid}: what it registered with {name} was not called: {e.reason}"
+    except (BadAnswer, OSError) as e:
+        return f"process {pid}: what it registered with {name} was not called: {e}"
+    return f"process {pid}: {failed} of {counted(count, 'function')} of {name} failed" if failed else None
+
+
+def _names(processes: Sequence[ProcessId]) -> str:
+    return ("process " if len(processes) == 1 else "processes ") + ", ".join(str(each.pid) for each in processes)
