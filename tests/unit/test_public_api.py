@@ -28,8 +28,9 @@ ProcessNotFound ProcessRecord ProcessState Progress PruneReport PruneRules Range
 Runtime Secret Severity SharedMemory SimulatorUnavailable Snapshot SnapshotContents SnapshotDamaged SnapshotError
 SnapshotExists SnapshotInStore SnapshotUnfinished StartAgain StartedJob StateChange StateWord Store StoreDamaged
 StoreError StoreKey StoredSnapshot SupervisedStart Supervision TakenUp TcpMode Unsupported VerifyReport Wish WrongKey
-__version__ borrow_gpus copy_snapshots diff_snapshots doctor dump end_supervisors find_container forget_job freeze
-init_store inspect job_states last_probe list_borrowed list_cuda_processes list_gpu_jobs list_jobs list_snapshots move
+__version__ after_restore before_freeze borrow_gpus copy_snapshots diff_snapshots doctor dump end_supervisors
+find_container forget_job freeze init_store inspect job_states last_probe list_borrowed list_cuda_processes
+list_gpu_jobs list_jobs list_snapshots move
 open_snapshot plan_dump plan_job plan_resume plan_suspend probe prune_store recover_borrowed remove_snapshot restore
 resume resume_jobs run_job run_supervised stop_job store_keys subscribe supervise_job suspend suspend_jobs
 take_up_jobs verify_snapshots wait_job

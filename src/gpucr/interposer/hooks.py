@@ -9,15 +9,13 @@ import ctypes
 import sys
 import traceback
 from collections.abc import Callable
-from typing import TypeVar
 
-Function = TypeVar("Function", bound=Callable[[], object])
 _HOOK = ctypes.CFUNCTYPE(ctypes.c_int, ctypes.c_void_p)
 _registered: list[object] = []
 """What C calls must not be collected."""
 
 
-def before_freeze(function: Function) -> Function:
+def before_freeze(function: Callable[[], object]) -> Callable[[], object]:
     """Have it called before this process is frozen: for a suspend, a dump, a move, `gpucr.freeze`. Also a decorator.
 
     It runs in a thread of its own while the others go on, and may use CUDA. An exception is printed, and like one that
@@ -27,7 +25,7 @@ def before_freeze(function: Function) -> Function:
     return _register("gpucr_before_freeze", function)
 
 
-def after_restore(function: Function) -> Function:
+def after_restore(function: Callable[[], object]) -> Callable[[], object]:
     """Have it called when this process goes on: after a resume or restore, and after a freeze of which nothing came.
 
     As `before_freeze` in all else. The process runs already when it is called.
@@ -35,7 +33,7 @@ def after_restore(function: Function) -> Function:
     return _register("gpucr_after_restore", function)
 
 
-def _register(name: str, function: Function) -> Function:
+def _register(name: str, function: Callable[[], object]) -> Callable[[], object]:
     try:
         register = getattr(ctypes.CDLL(None), name)
     except AttributeError:
