@@ -140,15 +140,24 @@ def test_a_place_that_is_lost_while_the_dump_is_written(batch: Batch) -> None:
 
 
 @pytest.mark.usefixtures("sim_only")
-def test_a_node_that_has_not_the_gpus_for_it(batch: Batch) -> None:
+@pytest.mark.parametrize(
+    ("node", "exit_code", "code"),
+    [
+        ({"GPUCR_SIM_GPUS": "1x1GiB"}, 3, "GPUCR-NO-GPU"),
+        ({"GPUCR_SIM_MODEL": "Another GPU"}, 3, "GPUCR-NO-GPU"),
+        ({"LD_LIBRARY_PATH": ""}, 4, "GPUCR-NO-DRIVER"),
+        ({"GPUCR_CRIU": "/usr/sbin/no-criu"}, 4, "GPUCR-NO-CRIU"),
+    ],
+)
+def test_a_node_that_cannot_bring_it_back(batch: Batch, node: dict[str, str], exit_code: int, code: str) -> None:
+    """It says why, and the snapshot stays for one that can."""
     output = batch.start("--isolate", program=SUMS, GPUCR_SIM_GPUS="2x1GiB", CUDA_VISIBLE_DEVICES="0")
     wait_for_line(output, "step 9")
     batch.starts[-1].send_signal(signal.SIGUSR1)
     assert batch.end() == 99, batch.errors()
-    batch.start(program=SUMS, GPUCR_SIM_GPUS="1x1GiB", CUDA_VISIBLE_DEVICES="0")
-    assert batch.end() == 3, batch.errors()
-    assert "GPUs" in batch.errors()
-    assert "code:" in batch.errors()
+    batch.start(program=SUMS, **{"GPUCR_SIM_GPUS": "2x1GiB", "CUDA_VISIBLE_DEVICES": "0", **node})
+    assert batch.end() == exit_code, batch.errors()
+    assert f"code:  {code}" in batch.errors()
     assert batch.snapshots() == ["slurm-77"]
     for step in range(9, 40, 10):
         (batch.folder / f"go-{step}").touch()

@@ -107,7 +107,8 @@ int machine_find(const struct machine *machine, const uint8_t uuid[UUID_BYTES]) 
 
 void gpu_name(uint32_t index, char *text, size_t size) {
     (void)index; /* all GPUs of a machine are of one kind */
-    snprintf(text, size, "Simulated GPU");
+    const char *model = getenv("GPUCR_SIM_MODEL");
+    snprintf(text, size, "%s", model != NULL && *model ? model : "Simulated GPU");
 }
 
 void uuid_text(const uint8_t uuid[UUID_BYTES], char text[41]) {
