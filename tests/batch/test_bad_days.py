@@ -2,17 +2,24 @@
 
 from __future__ import annotations
 
+import contextlib
 import os
 import signal
+import sys
+import tempfile
 from collections.abc import Callable
 from pathlib import Path
+from typing import Any
 
 import pytest
 
+import gpucr
 from gpucr.jobs.registered import registry
 from gpucr.linux import processes
-from tests.batch.system import SUMS, Batch, wait_for_line
+from tests.batch.system import COUNTS, SUMS, Batch, wait_for_line
+from tests.conftest import skip_or_fail
 from tests.counter import processes_in, wait_until
+from tests.ordinary_user import CannotHaveUsers, ordinary_user
 
 pytestmark = [pytest.mark.criu, pytest.mark.usefixtures("own_state")]
 
@@ -139,6 +146,37 @@ def test_a_place_that_is_lost_while_the_dump_is_written(batch: Batch) -> None:
     assert batch.steps() == ALL
 
 
+@pytest.mark.root
+def test_a_snapshot_of_another_user() -> None:
+    """In a store that their group shares."""
+    with contextlib.ExitStack() as opened:
+        try:
+            first, second = (opened.enter_context(ordinary_user(uid)) for uid in (4101, 4102))
+        except CannotHaveUsers as e:
+            skip_or_fail("root", f"the tests may not mount here: {e}")
+        for each in (first, second):
+            each.groups = (1,)
+            granted = each.as_root("criu", "--grant")
+            assert granted.returncode == 0, granted.stderr
+        place = Path(opened.enter_context(tempfile.TemporaryDirectory()))
+        place.chmod(0o755)
+        gpucr.init_store(place / "store", shared_with_group="daemon")
+        program = COUNTS.format(steps=60, stop_at=30, code=0)
+        command = (
+            "env", "SLURM_JOB_ID=77", "SLURM_RESTART_COUNT=1", sys.executable, "-m", "gpucr", "batch",
+            "--to", str(place / "store"), "--", sys.executable, "-I", "-S", "-c", program,
+        )  # fmt: skip
+        pid = first.start(*command)
+        wait_for_line(first.home / "out", "step 30")
+        os.kill(pid, signal.SIGUSR1)
+        wait_until(lambda: "dumped to" in (first.home / "out").read_text(), (first.home / "out").read_text)
+        done = second.run(*command)
+        assert done.returncode == 3, done.stderr
+        assert "the job ran as uid 4101" in done.stderr
+        assert done.stderr.endswith("code:  GPUCR-ONLY-ROOT\n")
+        assert [each.name for each in gpucr.list_snapshots(place / "store").snapshots] == ["slurm-77"]
+
+
 @pytest.mark.usefixtures("sim_only")
 @pytest.mark.parametrize(
     ("node", "exit_code", "code"),
@@ -155,7 +193,8 @@ def test_a_node_that_cannot_bring_it_back(batch: Batch, node: dict[str, str], ex
     wait_for_line(output, "step 9")
     batch.starts[-1].send_signal(signal.SIGUSR1)
     assert batch.end() == 99, batch.errors()
-    batch.start(program=SUMS, **{"GPUCR_SIM_GPUS": "2x1GiB", "CUDA_VISIBLE_DEVICES": "0", **node})
+    variables: dict[str, Any] = {"GPUCR_SIM_GPUS": "2x1GiB", "CUDA_VISIBLE_DEVICES": "0", **node}
+    batch.start(program=SUMS, **variables)
     assert batch.end() == exit_code, batch.errors()
     assert f"code:  {code}" in batch.errors()
     assert batch.snapshots() == ["slurm-77"]
