@@ -24,7 +24,7 @@ import pytest
 from gpucr.criu.recovery import EndDump, EndRestore, EndRestored
 from gpucr.driver.cuda import CudaDriver
 from gpucr.errors import BrokenInstall, Unsupported
-from gpucr.gpu_state.recovery import BringBack, DetachedStaging, GangProtection
+from gpucr.gpu_state.recovery import BringBack, CallAfterRestore, DetachedStaging, GangProtection
 from gpucr.jobs.recovery import CloseToTracers, EndJob, EndSandbox
 from gpucr.linux import own_python, processes
 from gpucr.linux.claims import claimed
@@ -748,6 +748,7 @@ _ACTIONS: tuple[Action, ...] = (
     EndSandbox(ProcessId(17, 18)),
     EndJob((ProcessId(19, 20), ProcessId(21, 22))),
     CloseToTracers((ProcessId(23, 24),)),
+    CallAfterRestore((ProcessId(25, 26),)),
 )
 _FULL = Record((ProcessId(7, 9),), tuple(entry(action, [number]) for number, action in enumerate(_ACTIONS)))
 

@@ -72,7 +72,7 @@ def test_forget(folder: Path) -> None:
     assert list(folder.iterdir()) == []
 
 
-GOOD = {"found": 1, "device_bytes": {"GPU-a": 8}}
+GOOD = {"found": 1, "device_bytes": {"GPU-a": 8}, "has_hooks": True}
 WRONG_STATES: tuple[Any, ...] = (3, 4, 17, -1, "1", None, 1.0, True, [1], {})
 WRONG_TABLES: tuple[Any, ...] = (None, [], 8, "x")
 WRONG_SIZES: tuple[Any, ...] = (-1, "8", None, 1.5, True, float("nan"), float("inf"))
@@ -80,7 +80,7 @@ WRONG_SIZES: tuple[Any, ...] = (-1, "8", None, 1.5, True, float("nan"), float("i
 
 def test_what_the_damaged_ones_are_made_from_is_read(folder: Path) -> None:
     _write(folder, json.dumps(GOOD))
-    assert recall(PROCESS) == SuspendedRecord(LOCKED, {"GPU-a": 8})
+    assert recall(PROCESS) == SuspendedRecord(LOCKED, {"GPU-a": 8}, has_hooks=True)
 
 
 @pytest.mark.parametrize(

@@ -1,6 +1,6 @@
 """For the program itself: functions that are called before gpucr freezes it, and when it goes on.
 
-Loaded in a job, so it needs the standard library alone. Without the interposer both functions do nothing.
+Loaded in a job, so it needs next to nothing. Without the interposer both functions do nothing.
 """
 
 from __future__ import annotations
@@ -9,6 +9,8 @@ import ctypes
 import sys
 import traceback
 from collections.abc import Callable
+
+from gpucr.linux import libc
 
 _HOOK = ctypes.CFUNCTYPE(ctypes.c_int, ctypes.c_void_p)
 _registered: list[object] = []
@@ -35,7 +37,7 @@ def after_restore(function: Callable[[], object]) -> Callable[[], object]:
 
 def _register(name: str, function: Callable[[], object]) -> Callable[[], object]:
     try:
-        register = getattr(ctypes.CDLL(None), name)
+        register = libc.function(name, _HOOK, ctypes.c_void_p)
     except AttributeError:
         return function
 
@@ -48,7 +50,6 @@ def _register(name: str, function: Callable[[], object]) -> Callable[[], object]
         return 0
 
     called = _HOOK(hook)
-    register.argtypes, register.restype = [_HOOK, ctypes.c_void_p], ctypes.c_int
     if register(called, None) != 0:
         raise ValueError("16 functions are registered already")
     _registered.append(called)

@@ -149,7 +149,6 @@ def restore(
         preflight.require_privileges(snapshot.manifest.root_pid)
         _require_modes(files, tcp)
         options = _options(snapshot)
-        driver = _driver_for(snapshot)
         here = list_gpus() if snapshot.manifest.has_gpu_state else ()
         uses = gpu_processes() if request.auto and here else ()
         placement = place_snapshot(snapshot.manifest, request, here, uses)
@@ -164,6 +163,7 @@ def restore(
             findings += _findings_outside(snapshot, files, tcp, plan)
             findings += check_clone(snapshot.manifest) if clone else []
             preflight.require_no_blocking(findings, force=force)
+            driver = _driver_for(snapshot)
             if driver is not None:
                 opened.enter_context(nvml_kept_open())
             known = snapshot.manifest.processes
