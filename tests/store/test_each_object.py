@@ -38,10 +38,20 @@ _HAS_NO_MEANING = {"writers"}
 """Of these only the names and the times count."""
 
 
+_made: dict[bool, Path] = {}
+"""Stores to copy: one with encryption, one without."""
+
+
 @pytest.fixture
-def root(tmp_path: Path, secret: Secret | None) -> Path:
+def root(tmp_path: Path, tmp_path_factory: pytest.TempPathFactory, secret: Secret | None) -> Path:
     """A store with two snapshots, a third one that was removed and retired, a writer at work, and a tombstone."""
-    root = tmp_path / "store"
+    is_encrypted = secret is not None
+    if is_encrypted not in _made:
+        _made[is_encrypted] = _make(tmp_path_factory.mktemp("made") / "store", secret)
+    return shutil.copytree(_made[is_encrypted], tmp_path / "store", symlinks=True)
+
+
+def _make(root: Path, secret: Secret | None) -> Path:
     store = init_store(root, key=secret)
     dump(store, AREAS, "one")
     gone = dump(store, {"b": content(*range(200, 230))}, "gone")
