@@ -59,6 +59,8 @@ class BatchJob:
 
     ``grace_s``: how long a dump may take once the end is known. ``before_end_s``: how long before the time limit it
     begins. ``every_s``: a dump that leaves the job running, so often. ``signals``: those that announce the end.
+    ``only_while``: descriptors of processes (pidfds). When one of these has ended, the job may already run elsewhere:
+    it is ended at once, without a dump.
     """
 
     command: tuple[str, ...]
@@ -70,6 +72,7 @@ class BatchJob:
     signals: tuple[signal.Signals, ...] = (signal.SIGUSR1, signal.SIGTERM)
     requeue_exit: int = REQUEUE_EXIT
     run_options: tuple[tuple[str, Any], ...] = ()
+    only_while: tuple[int, ...] = ()
 
 
 def run_batch(job: BatchJob, say: Callable[[str], None], *, key: Secret | None = None) -> int:
@@ -120,11 +123,9 @@ class _Run:
         libc.check(libc.function("prctl")(_PR_SET_CHILD_SUBREAPER, 1, 0, 0, 0), "prctl")
         cancellation = Cancellation()
         try:
-            record, relay = self._aside(
-                lambda: self._begin(cancellation), lambda: cancellation.cancel(self._notice.reason or "")
-            )
+            record, relay = self._aside(lambda: self._begin(cancellation), cancellation)
         except Interrupted:
-            self._say(f"{self._notice.reason} came before the job ran: it has to be started again")
+            self._say(f"{cancellation.reason} came before the job ran: it has to be started again")
             return self._job.requeue_exit
         with relay:
             try:
@@ -170,8 +171,8 @@ class _Run:
             return None
         return ",".join(given.split(",")[: count_used_gpus(manifest)]) or None
 
-    def _aside(self, call: Callable[[], T], on_notice: Callable[[], object] = lambda: None) -> T:
-        """Call it in a thread; ``on_notice`` is called once where a signal comes meanwhile."""
+    def _aside(self, call: Callable[[], T], cancel: Cancellation | None = None, *, gives_way: bool = True) -> T:
+        """Call it in a thread. It is cancelled when the place is lost, and by a signal where it ``gives_way``."""
         results: list[T] = []
         errors: list[BaseException] = []
 
@@ -183,12 +184,12 @@ class _Run:
 
         thread = threading.Thread(target=work, name="batch")
         thread.start()
-        is_told = False
         while thread.is_alive():
             thread.join(_LOOK_EVERY_S)
-            if self._notice.reason is not None and not is_told:
-                is_told = True
-                on_notice()
+            if cancel is not None and self._is_lost():
+                cancel.cancel("the loss of the place")
+            elif cancel is not None and gives_way and self._notice.reason is not None:
+                cancel.cancel(self._notice.reason)
         if errors:
             raise errors[0]
         return results[0]
@@ -199,6 +200,10 @@ class _Run:
             _collect()
             if (code := _exit_code(record.name, dumped=self._job.requeue_exit)) is not None:
                 return self._ended(code)
+            if self._is_lost():
+                self._say(f"the place is lost, and the job is ended: {self._snapshots.what_is_left()}")
+                end_processes(record)
+                return self._job.requeue_exit
             if (reason := self._reason()) is not None and (code := self._leave(record, reason)) is not None:
                 return code
             if (every_s := self._job.every_s) is not None and time.monotonic() >= self._next_s:
@@ -216,15 +221,18 @@ class _Run:
             return f"the time limit is {max(0, end_s - time.time()):.0f} s away"
         return self._notice.reason
 
+    def _is_lost(self) -> bool:
+        return bool(select.select(self._job.only_while, [], [], 0)[0])
+
     def _wait(self, record: JobRecord) -> None:
-        """Until the job's first process has ended, for a moment at most."""
+        """Until the job's first process has ended, or the place is lost, for a moment at most."""
         try:
             descriptor = os.pidfd_open(record.pid)
         except ProcessLookupError:
             time.sleep(_LOOK_EVERY_S if _exit_code(record.name, dumped=self._job.requeue_exit) is None else 0)
             return
         try:
-            select.select([descriptor], [], [], _LOOK_EVERY_S)
+            select.select([descriptor, *self._job.only_while], [], [], _LOOK_EVERY_S)
         finally:
             os.close(descriptor)
 
@@ -237,6 +245,8 @@ class _Run:
                 return self._job.requeue_exit
             if _exit_code(record.name, dumped=self._job.requeue_exit) is not None:
                 return None
+            if self._is_lost():
+                break
             time.sleep(min(_PAUSE_S, max(0.0, end_s - time.monotonic())))
         self._say(f"the job could not be dumped in time, and is ended: {self._snapshots.what_is_left()}")
         end_processes(record)
@@ -256,7 +266,8 @@ class _Run:
                     timeout_s=limit_s,
                     cancel=cancellation,
                 ),
-                lambda: cancellation.cancel("the job's place is taken away") if leave_running else None,
+                cancellation,
+                gives_way=leave_running,
             )
         except (GpucrError, OSError) as e:
             self._say(f"no dump: {_said(e)}")

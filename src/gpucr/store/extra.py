@@ -7,7 +7,7 @@ from typing import Any
 
 from gpucr.errors import BrokenInstall
 
-_EXTRAS = {"obstore": "gpucr[objects]", "prometheus_client": "gpucr[metrics]"}
+_EXTRAS = {"obstore": "gpucr[objects]", "prometheus_client": "gpucr[metrics]", "ray": "gpucr[ray]"}
 """What to install for a package that is no dependency of gpucr's own."""
 
 

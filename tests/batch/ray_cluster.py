@@ -1,0 +1,102 @@
+"""A Ray cluster of several nodes on this machine, each with GPUs of the simulated driver's own."""
+
+from __future__ import annotations
+
+import os
+import sys
+from pathlib import Path
+from typing import Any
+
+import ray
+from ray.cluster_utils import Cluster
+
+from gpucr.batch.ray import Job, submit
+from gpucr.sim import build as simulator
+from tests.batch.system import RESULT, STEPS, SUMS
+from tests.counter import processes_in, wait_until
+
+GPUS_PER_NODE = 2
+_STORE_BYTES = 80 << 20  # the smallest that Ray takes
+LIMIT_S = 60.0
+
+
+class RayCluster:
+    """A head without GPUs, and nodes that come and go. What they start lies in a folder."""
+
+    def __init__(self, folder: Path, nodes: int = 2) -> None:
+        self.folder = folder
+        self.store = folder / "store"
+        self._count = 0
+        (folder / "sums.py").write_text(SUMS)
+        os.environ["RAY_DEDUP_LOGS"] = "0"
+        head = {"num_cpus": 1, "num_gpus": 0, "include_dashboard": False, "object_store_memory": _STORE_BYTES}
+        self.cluster = Cluster(
+            initialize_head=True, head_node_args={**head, "env_vars": {"XDG_STATE_HOME": str(folder / "state")}}
+        )
+        self.nodes: dict[str, Any] = {}
+        for _ in range(nodes):
+            self.add_node()
+        ray.init(address=self.cluster.address, log_to_driver=False, logging_level="ERROR")
+
+    def add_node(self) -> str:
+        """A machine of its own: the simulated driver's, and Ray's. Returns its id."""
+        self._count += 1
+        variables = {
+            "XDG_STATE_HOME": str(self.folder / "state"),
+            **simulator.environment(
+                f"{GPUS_PER_NODE}x1GiB", state_dir=self.folder / "sim", fixed_cost_ms=1, machine=f"node-{self._count}"
+            ),
+        }
+        made = self.cluster.add_node(
+            num_cpus=8, num_gpus=GPUS_PER_NODE, object_store_memory=_STORE_BYTES, env_vars=variables
+        )
+        self.nodes[made.node_id] = made
+        return str(made.node_id)
+
+    def kill_node(self, node_id: str) -> None:
+        """SIGKILL to its raylet, as when the power is lost; what it had started goes by itself."""
+        self.cluster.remove_node(self.nodes.pop(node_id), allow_graceful=False)
+
+    def submit(self, **options: Any) -> Job:
+        """A job that adds up in device memory, and waits at each tenth step until there is a file for it."""
+        command = [sys.executable, "-I", "-S", "sums.py"]
+        given = {"every_s": None, **options}
+        return submit(command, store=self.store, cwd=self.folder, **given)
+
+    def go(self, *steps: int) -> None:
+        """Let all that wait at these steps go on."""
+        for step in steps:
+            (self.folder / f"go-{step}").touch()
+
+    def go_on_to_the_end(self) -> None:
+        """Nothing waits any more."""
+        self.go(*range(9, STEPS, 10))
+
+    def wait_again(self) -> None:
+        """Jobs of the next test wait."""
+        for path in self.folder.glob("go-*"):
+            path.unlink()
+
+    def close(self) -> None:
+        """None of it is left."""
+        ray.shutdown()
+        self.cluster.shutdown()
+        wait_until(lambda: processes_in(self.folder) == [], "the jobs to end")
+
+
+def wait_for(job: Job, text: str, count: int = 1) -> None:
+    """Wait until it has printed that."""
+    wait_until(lambda: job.logs().count(text) >= count, lambda: f"{text}: {job.status()} {job.logs()}")
+
+
+def wait_for_state(job: Job, state: str) -> None:
+    """Wait until it is in that state."""
+    wait_until(lambda: job.status().state == state, lambda: f"{state}: {job.status()} {job.logs()}")
+
+
+def require_right(job: Job) -> None:
+    """It ends well, with the right result, and has done each step; those after the last snapshot may come twice."""
+    assert job.result(LIMIT_S) == 0, job.logs()
+    lines = job.logs().splitlines()
+    assert lines[-1] == f"result {RESULT}"
+    assert {line for line in lines if line.startswith("step")} == {f"step {step}" for step in range(STEPS)}

@@ -1,0 +1,99 @@
+"""`gpucr.batch.ray` on a cluster of several nodes, some of which die."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Iterator
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+import pytest
+
+from gpucr.errors import DeadlineExceeded, InvalidRequest
+from tests import command
+from tests.conftest import skip_or_fail
+from tests.counter import processes_in, wait_until
+
+if TYPE_CHECKING:
+    from tests.batch.ray_cluster import RayCluster
+
+pytestmark = [
+    pytest.mark.criu,
+    pytest.mark.usefixtures("sim_only"),
+    pytest.mark.filterwarnings("ignore"),  # Ray's own
+]
+
+
+@pytest.fixture(scope="module")
+def the_cluster(tmp_path_factory: pytest.TempPathFactory, platform: str) -> Iterator[RayCluster]:
+    if platform != "sim":
+        pytest.skip("the nodes' GPUs are simulated")
+    try:
+        from tests.batch import ray_cluster
+    except ImportError as e:
+        skip_or_fail("ray", f"no Ray: {e}")
+        raise
+    made = ray_cluster.RayCluster(tmp_path_factory.mktemp("ray"))
+    yield made
+    made.close()
+
+
+@pytest.fixture
+def cluster(the_cluster: RayCluster) -> Iterator[RayCluster]:
+    from gpucr.batch.ray import find_job, list_jobs
+
+    yield the_cluster
+    for status in list_jobs():
+        find_job(status.id).cancel()
+    wait_until(lambda: processes_in(the_cluster.folder) == [], "the jobs to end")
+    the_cluster.wait_again()
+
+
+def test_a_job_runs_to_its_end_and_fails_with_its_own_code(cluster: RayCluster, tmp_path: Path) -> None:
+    from gpucr.batch.ray import find_job, submit
+    from tests.batch.ray_cluster import LIMIT_S, require_right, wait_for
+
+    job = cluster.submit(id="good")
+    wait_for(job, "step 9")
+    assert job.status().state == "running"
+    assert job.status().node in cluster.nodes
+    with pytest.raises(InvalidRequest, match="is running already"):
+        cluster.submit(id="good")
+    with pytest.raises(DeadlineExceeded, match="it is running"):
+        job.result(0)
+    cluster.go_on_to_the_end()
+    require_right(job)
+    assert find_job("good").status().state == "done"
+    assert "".join(job.follow()) == job.logs()
+    bad = submit(["sh", "-c", "echo to the log; exit 7"], store=tmp_path / "store", cwd=tmp_path)
+    assert bad.result(LIMIT_S) == 7
+    assert "to the log" in bad.logs()
+    assert bad.status().state == "failed"
+    lost = submit([str(tmp_path / "nothing")], store=tmp_path / "store", cwd=tmp_path)
+    assert lost.result(LIMIT_S) == 2
+    assert "code: " in lost.logs()
+
+
+def test_jobs_of_a_node_that_dies_go_on_elsewhere(cluster: RayCluster) -> None:
+    from tests.batch.ray_cluster import require_right, wait_for
+
+    job = cluster.submit(every_s=0.5)
+    wait_for(job, "step 9")
+    cluster.go(9)
+    wait_for(job, "step 19")
+    before = job.logs().count("dumped to")
+    wait_for(job, "dumped to", before + 2)  # one of them began at step 19
+    first = processes_in(cluster.folder)
+    assert first
+    node = job.status().node
+    assert node is not None
+    cluster.kill_node(node)
+    wait_until(lambda: not any(os.path.exists(f"/proc/{pid}") for pid in first), "the job to end with its raylet")
+    wait_for(job, "restored from")
+    assert job.status().node not in (None, node)
+    cluster.go_on_to_the_end()
+    require_right(job)
+    assert job.logs().count("step 5\n") == 1, "it was not begun anew"
+    assert job.status().starts == 2
+    assert command.run_json("ls", cluster.store)["snapshots"] == [], "a job that has ended well needs none"
+    cluster.add_node()
