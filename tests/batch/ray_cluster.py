@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import subprocess
 import sys
 from pathlib import Path
 from typing import Any
@@ -56,6 +57,18 @@ class RayCluster:
     def kill_node(self, node_id: str) -> None:
         """SIGKILL to its raylet, as when the power is lost; what it had started goes by itself."""
         self.cluster.remove_node(self.nodes.pop(node_id), allow_graceful=False)
+
+    def drain_node(self, node_id: str) -> None:
+        """Announce its end, an hour from now, as `ray drain-node` does."""
+        given = {
+            "address": self.cluster.address,
+            "node-id": node_id,
+            "reason": "DRAIN_NODE_REASON_PREEMPTION",
+            "reason-message": "test",
+            "deadline-remaining-seconds": 3600,
+        }
+        words = [f"--{name}={value}" for name, value in given.items()]
+        subprocess.run([sys.executable, "-m", "ray.scripts.scripts", "drain-node", *words], check=True)
 
     def submit(self, **options: Any) -> Job:
         """A job that adds up in device memory, and waits at each tenth step until there is a file for it."""

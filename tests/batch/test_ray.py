@@ -97,3 +97,69 @@ def test_jobs_of_a_node_that_dies_go_on_elsewhere(cluster: RayCluster) -> None:
     assert job.status().starts == 2
     assert command.run_json("ls", cluster.store)["snapshots"] == [], "a job that has ended well needs none"
     cluster.add_node()
+
+
+def test_a_job_migrates_is_preempted_and_gives_way(cluster: RayCluster) -> None:
+    from tests.batch.ray_cluster import require_right, wait_for, wait_for_state
+
+    job = cluster.submit(id="low")
+    wait_for(job, "step 9")
+    node = job.status().node
+    with pytest.raises(InvalidRequest, match="only one that is held or failed"):
+        job.resume()
+    job.migrate()
+    wait_for(job, "restored from")
+    assert job.status().node not in (None, node)
+    job.preempt()
+    wait_for_state(job, "held")
+    assert job.status().node is None
+    assert processes_in(cluster.folder) == [], "its GPUs are free"
+    with pytest.raises(InvalidRequest, match="does not run: it is held"):
+        job.migrate()
+    job.resume()
+    wait_for(job, "restored from", 2)
+    # Two others take all GPUs that are left and those of the job.
+    high = [cluster.submit(id=f"high-{number}", gpus=2, priority=5) for number in range(2)]
+    for each in high:
+        wait_for(each, "step 9")
+    wait_for_state(job, "waiting")
+    assert job.status().reason.startswith("gives way to high-")
+    cluster.go_on_to_the_end()
+    for each in (*high, job):
+        require_right(each)
+    assert job.logs().count("dumped to") == 3
+    assert [each.status().starts for each in high] == [1, 1], "nothing preempts its equal"
+
+
+def test_a_drained_node_is_left(cluster: RayCluster) -> None:
+    import ray
+
+    from tests.batch.ray_cluster import require_right, wait_for
+
+    job = cluster.submit()
+    wait_for(job, "step 9")
+    node = job.status().node
+    assert node is not None
+    cluster.drain_node(node)
+    wait_for(job, "restored from")
+    assert job.status().node not in (None, node)
+    with pytest.raises(InvalidRequest, match="no other node of the cluster has 1 GPUs"):
+        job.migrate()
+    cluster.go_on_to_the_end()
+    require_right(job)
+    assert job.status().starts == 2
+    assert ray.is_initialized()
+    cluster.kill_node(node)
+    cluster.add_node()
+
+
+def test_what_is_asked_without_sense(cluster: RayCluster) -> None:
+    from gpucr.batch.ray import find_job, submit
+
+    for options, said in (({"gpus": 0}, "needs a GPU"), ({"id": "a b"}, "cannot be the id"), ({"grace_s": 0}, "more")):
+        with pytest.raises(InvalidRequest, match=said):
+            cluster.submit(**options)
+    with pytest.raises(InvalidRequest, match="not a list of words"):
+        submit("echo one", store=cluster.store)
+    with pytest.raises(InvalidRequest, match="there is no job nowhere"):
+        find_job("nowhere")

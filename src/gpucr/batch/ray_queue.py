@@ -20,7 +20,7 @@ from gpucr.errors import InvalidRequest
 from gpucr.linux.private_folders import state_folder
 from gpucr.store import extra
 
-State = Literal["waiting", "placing", "running", "leaving", "held", "done", "failed", "cancelled"]
+State = Literal["waiting", "running", "leaving", "held", "done", "failed", "cancelled"]
 _OVER = ("done", "failed", "cancelled")
 _LOOK_EVERY_S = 0.25
 _LOG_PIECE_BYTES = 1 << 20
@@ -132,6 +132,7 @@ class Queue:
         entry = self._entry(job_id)
         if entry.state == "waiting":
             entry.state, entry.reason = "held", "preempted"
+            await self._withdraw(entry)
         elif entry.state != "held":
             self._leave(self._running(job_id), "held", "preempted")
 
@@ -148,8 +149,7 @@ class Queue:
         entry = self._entry(job_id)
         if entry.state in _OVER:
             return
-        if entry.task is not None:
-            await self._withdraw(entry)
+        await self._withdraw(entry)
         self._end(entry, "cancelled", None, "cancelled")
 
     def _entry(self, job_id: str) -> _Entry:
@@ -180,19 +180,15 @@ class Queue:
 
     async def _place(self) -> None:
         """Have Ray place the first of the queue; jobs of a lower priority give way where there is no room for it."""
-        waiting = sorted((e for e in self._entries.values() if e.state in ("waiting", "placing")), key=lambda e: e.rank)
+        waiting = sorted((e for e in self._entries.values() if e.state == "waiting"), key=lambda e: e.rank)
         if not waiting:
             return
         first = waiting[0]
         for entry in waiting[1:]:
-            if entry.state == "placing":
-                await self._withdraw(entry)
-                if entry.state == "placing":
-                    entry.state = "waiting"
-        if first.state == "waiting":
+            await self._withdraw(entry)  # another has come before it, and Ray has found no place for it yet
+        if first.task is None and first.state == "waiting":
             if first.avoid not in self._nodes():
                 first.avoid = None
-            first.state = "placing"
             first.task = asyncio.create_task(self._run(first))
         for victim in self._victims(first):
             self._leave(victim, "waiting", f"gives way to {first.job.id}")
@@ -274,8 +270,9 @@ class Queue:
         entry.over.set()
 
     async def _withdraw(self, entry: _Entry) -> None:
-        """End this start: the agent is killed, and the job with it."""
-        assert entry.task is not None  # noqa: S101 - it has been placed, or is about to be
-        entry.task.cancel()
-        with contextlib.suppress(asyncio.CancelledError):
-            await entry.task
+        """End its start, if there is one: the agent is killed, and the job with it."""
+        if entry.task is not None:
+            entry.task.cancel()
+            with contextlib.suppress(asyncio.CancelledError):
+                await entry.task
+            entry.task = None  # one that had not begun has not done so
