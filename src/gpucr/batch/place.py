@@ -13,12 +13,12 @@ import signal
 import sys
 from dataclasses import replace
 
-import msgspec
+from gpucr.records import Record, decode
 
-MAXIMUM_BYTES = 1 << 20
+_MAXIMUM_BYTES = 1 << 20
 
 
-class Start(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
+class Start(Record, frozen=True, forbid_unknown_fields=True):
     """What is started. ``answers``: the pipe's descriptor; ``only_while``: pidfds. Durations in seconds."""
 
     command: tuple[str, ...]
@@ -36,7 +36,7 @@ def main() -> None:
     """Run the job that is described on stdin."""
     for number in (signal.SIGUSR1, signal.SIGTERM):
         signal.signal(number, signal.SIG_IGN)  # until `run_batch` listens: whoever sends one sends it again
-    start = msgspec.json.decode(sys.stdin.buffer.read(MAXIMUM_BYTES), type=Start)
+    start = decode(sys.stdin.buffer.read(_MAXIMUM_BYTES), Start)
     if os.fork():
         os._exit(0)
     os.setsid()

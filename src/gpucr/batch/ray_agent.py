@@ -14,12 +14,11 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
 
-import msgspec
-
 from gpucr.batch.place import Start
 from gpucr.batch.snapshots import JobSnapshots
 from gpucr.jobs.registered import registry
 from gpucr.operations.end_job import end_processes
+from gpucr.records import encode
 from gpucr.store import extra
 
 _LOOK_EVERY_S = 0.2
@@ -99,7 +98,7 @@ class Agent:
         )
         subprocess.run(
             [sys.executable, "-m", "gpucr.batch.place"],
-            input=msgspec.json.encode(start),
+            input=encode(start),
             stdout=output,
             stderr=subprocess.STDOUT,
             pass_fds=(answers, *watched),
