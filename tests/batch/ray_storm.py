@@ -108,10 +108,11 @@ def _weather(weather: Storm, end_s: float) -> None:
 
 
 def _found(weather: Storm, seconds: float) -> dict[str, Any]:
-    right, restores, wrong = 0, 0, []
+    right, restores, kept, wrong = 0, 0, 0, []
     for job in weather.jobs:
         status, said = job.status(), job.logs()
         restores += said.count("gpucr batch: restored from")
+        kept += "and its snapshot stays" in said  # it ended while it was asked to leave
         results = [line for line in said.splitlines() if line.startswith("result")]
         steps = {line for line in said.splitlines() if line.startswith("step ")}
         if status.state == "done" and results[-1:] == [f"result {RESULT}"] and len(steps) == STEPS:
@@ -119,12 +120,13 @@ def _found(weather: Storm, seconds: float) -> dict[str, Any]:
         else:
             wrong.append(f"{status}: {said[-1500:]}")
     left = command.run_json("ls", weather.cluster.store)["snapshots"]
-    if left and not wrong:
-        wrong.append(f"{len(left)} snapshots of jobs that have ended are left")
+    if len(left) > kept and not wrong:
+        wrong.append(f"{len(left) - kept} snapshots of jobs that have ended are left")
     return {
         "jobs": len(weather.jobs),
         "right": right,
-        "lost": len(weather.jobs) - right,
+        "not ended": sum(job.status().state not in _OVER for job in weather.jobs),
+        "wrong or lost": sum(job.status().state in _OVER for job in weather.jobs) - right,
         "restores": restores,
         **dict(sorted(weather.events.items())),
         "seconds": round(seconds, 1),
