@@ -23,12 +23,33 @@ from gpucr.errors import InvalidRequest
         ({"SLURM_JOB_ID": "7", "SLURM_STEP_ID": "0", "SLURM_STEP_NUM_TASKS": "2", "SLURM_PROCID": "1"}, "slurm-7.0.1"),
         ({"SLURM_JOB_ID": "77", "SLURM_STEP_ID": "4294967291", "SLURM_STEP_NUM_TASKS": "2"}, "slurm-77"),
         ({"SLURM_JOB_ID": "77", "SLURM_STEP_ID": "4294967291x"}, "slurm-77"),
-        ({"_CONDOR_JOB_ID": "12.0"}, "condor-12.0"),
     ],
 )
 def test_the_id_is_the_batch_systems(variables: dict[str, str], job_id: str) -> None:
     assert Allocation.of(variables).id == job_id
     assert Allocation.of(variables, "mine").id == "mine"
+
+
+JOB_AD = """\
+Args = "ClusterId = 9"
+ClusterId = 12
+NumShadowStarts = {starts}
+Owner = "tester"
+ProcId = 0
+"""
+
+
+def test_htcondor_says_it_in_a_file(tmp_path: Path) -> None:
+    """As version 23.9.6 writes it."""
+    job_ad = tmp_path / ".job.ad"
+    for starts, is_first in ((1, True), (2, False)):
+        job_ad.write_text(JOB_AD.format(starts=starts))
+        found = Allocation.of({"_CONDOR_JOB_AD": str(job_ad)})
+        assert (found.id, found.is_first) == ("condor-12.0", is_first)
+    job_ad.write_text("ClusterId = undefined\nProcId = 0\n")
+    for path in (job_ad, tmp_path / "nothing"):
+        with pytest.raises(InvalidRequest, match="no batch system has started this"):
+            Allocation.of({"_CONDOR_JOB_AD": str(path)})
 
 
 @pytest.mark.parametrize("given", [None, "", "../x", "a b", "-x", "x" * 65])

@@ -12,6 +12,8 @@ from gpucr.errors import InvalidRequest
 
 _PREFIXES = ("SLURM_", "_CONDOR_", "PBS_", "LSB_", "CUDA_VISIBLE_DEVICES", "GPU_DEVICE_ORDINAL")
 _NOT_OF_SRUN = 0xFFFF_FFF0  # the batch script's own step, and other special ones, have the largest numbers
+_MOST_CHARACTERS = 1 << 20
+_OF_CONDOR = re.compile(r"^(ClusterId|ProcId|NumShadowStarts) *= *([0-9]{1,15})$", re.MULTILINE)
 _ID = re.compile(r"[A-Za-z0-9][A-Za-z0-9._-]{0,63}")
 
 
@@ -31,7 +33,8 @@ class Allocation:
     @classmethod
     def of(cls, environment: Mapping[str, str], given_id: str | None = None) -> Allocation:
         """What the environment says. Raises InvalidRequest where there is no id, or one that cannot be used."""
-        found = given_id or _id_in(environment)
+        condor = _numbers_of_condor(environment)
+        found = given_id or _id_in(environment, condor)
         if found is None:
             raise InvalidRequest(
                 "no batch system has started this, so that the job has no id",
@@ -49,7 +52,7 @@ class Allocation:
             environment.get("CUDA_VISIBLE_DEVICES") or None,
             end_of_place(environment),
             {name: value for name, value in environment.items() if name.startswith(_PREFIXES)},
-            environment.get("SLURM_RESTART_COUNT", "0") == "0",
+            environment.get("SLURM_RESTART_COUNT", "0") == "0" and condor.get("NumShadowStarts", 1) <= 1,
         )
 
     def as_shell(self) -> str:
@@ -57,7 +60,20 @@ class Allocation:
         return "".join(f"{name}={shlex.quote(value)}\n" for name, value in sorted(self.variables.items()))
 
 
-def _id_in(environment: Mapping[str, str]) -> str | None:
+def _numbers_of_condor(environment: Mapping[str, str]) -> dict[str, int]:
+    """What HTCondor says of the job, in a file and not in the environment (seen with 23.9.6)."""
+    path = environment.get("_CONDOR_JOB_AD")
+    if not path:
+        return {}
+    try:
+        with open(path, encoding="utf-8", errors="replace") as file:
+            text = file.read(_MOST_CHARACTERS)
+    except OSError:
+        return {}
+    return {name: int(number) for name, number in _OF_CONDOR.findall(text)}
+
+
+def _id_in(environment: Mapping[str, str], condor: Mapping[str, int]) -> str | None:
     """Slurm's id stays when a job is requeued; an array has one for each task, `srun` a step for each command.
 
     The processes of a step that has several are told apart by their rank.
@@ -66,8 +82,8 @@ def _id_in(environment: Mapping[str, str]) -> str | None:
         job = f"slurm-{array}_{environment.get('SLURM_ARRAY_TASK_ID', '')}"
     elif single := environment.get("SLURM_JOB_ID"):
         job = f"slurm-{single}"
-    elif condor := environment.get("CONDOR_JOB_ID") or environment.get("_CONDOR_JOB_ID"):
-        return f"condor-{condor}"
+    elif "ClusterId" in condor and "ProcId" in condor:
+        return f"condor-{condor['ClusterId']}.{condor['ProcId']}"
     else:
         return None
     step = environment.get("SLURM_STEP_ID", "")
