@@ -108,26 +108,30 @@ def _weather(weather: Storm, end_s: float) -> None:
 
 
 def _found(weather: Storm, seconds: float) -> dict[str, Any]:
-    right, restores, kept, wrong = 0, 0, 0, []
+    right, restores, wrong = 0, 0, []
+    told = set()
     for job in weather.jobs:
         status, said = job.status(), job.logs()
         restores += said.count("gpucr batch: restored from")
-        kept += "and its snapshot stays" in said  # it ended while it was asked to leave
+        if "and its snapshot stays" in said:  # it ended while it was asked to leave
+            told.add(job.id)
         results = [line for line in said.splitlines() if line.startswith("result")]
         steps = {line for line in said.splitlines() if line.startswith("step ")}
         if status.state == "done" and results[-1:] == [f"result {RESULT}"] and len(steps) == STEPS:
             right += 1
         else:
             wrong.append(f"{status}: {said[-1500:]}")
-    left = command.run_json("ls", weather.cluster.store)["snapshots"]
-    if len(left) > kept and not wrong:
-        wrong.append(f"{len(left) - kept} snapshots of jobs that have ended are left")
+    left = {each["name"] for each in command.run_json("ls", weather.cluster.store)["snapshots"]}
+    if left != told and not wrong:
+        logs = "".join(Job(name).logs() for name in left ^ told)
+        wrong.append(f"snapshots are left of {sorted(left)}, and said to stay of {sorted(told)}: {logs}")
     return {
         "jobs": len(weather.jobs),
         "right": right,
         "not ended": sum(job.status().state not in _OVER for job in weather.jobs),
         "wrong or lost": sum(job.status().state in _OVER for job in weather.jobs) - right,
         "restores": restores,
+        "snapshots kept": len(left),
         **dict(sorted(weather.events.items())),
         "seconds": round(seconds, 1),
         "wrong": wrong,
