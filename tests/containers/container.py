@@ -27,6 +27,7 @@ from gpucr.sim import build as simulator
 from tests.containers.runtimes import in_cgroup2
 from tests.containers.talk import ByFile, ByPacket, Talk
 from tests.counter import DEADLINE_S, wait_until
+from tests.ports import lasting_port
 
 KILL_CRIU = "test $CRTOOLS_SCRIPT_ACTION != post-dump || kill -9 $PPID"
 """Sabotage: CRIU is killed when it has written its images."""
@@ -79,7 +80,7 @@ class Container:
         interposer: Path | None = None,
     ) -> None:
         self.folder, self.name, self.images, self.work = folder, name, folder / "images", folder / "work"
-        self.port = free_ports(counters)
+        self.port = lasting_port(socket.SOCK_DGRAM, counters)
         self.counters = counters
         self.runtime_root = folder / "state"
         self.environment = environment_for(folder, criu, runtime)
@@ -226,18 +227,6 @@ class Container:
             script.chmod(0o755)
             lines.append(f"action-script {script}")
         self._config.write_text("".join(f"{line}\n" for line in lines))
-
-
-def free_ports(count: int) -> int:
-    """The first of some UDP ports in a row that are free."""
-    while True:
-        with contextlib.ExitStack() as opened, contextlib.suppress(OSError, OverflowError):
-            first = opened.enter_context(socket.socket(socket.AF_INET, socket.SOCK_DGRAM))
-            first.bind(("127.0.0.1", 0))
-            port: int = first.getsockname()[1]
-            for number in range(port + 1, port + count):
-                opened.enter_context(socket.socket(socket.AF_INET, socket.SOCK_DGRAM)).bind(("127.0.0.1", number))
-            return port
 
 
 def environment_for(folder: Path, criu: CriuInstall, runtime: list[str]) -> dict[str, str]:

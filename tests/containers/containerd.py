@@ -17,9 +17,10 @@ from pathlib import Path
 from gpucr.containers import criu_config
 from gpucr.criu.install import CriuInstall
 from gpucr.linux import processes
-from tests.containers.container import environment_for, free_ports, make_root
+from tests.containers.container import environment_for, make_root
 from tests.containers.runtimes import RuntimeMissing, find_runc
 from tests.counter import DEADLINE_S, wait_until
+from tests.ports import lasting_port
 
 IMAGE = "counter.test/counter:1"
 
@@ -46,7 +47,7 @@ class Containerd:
 
     def __init__(self, folder: Path, name: str, criu: CriuInstall) -> None:
         self.folder, self.cgroup, self.counters = folder, f"/{name}", 3
-        self.port = free_ports(self.counters)
+        self.port = lasting_port(socket.SOCK_DGRAM, self.counters)
         criu_config.install("runc", folder / "hook", force=True)
         (folder / "criu.conf").write_text(f"action-script {folder / 'hook' / criu_config.SCRIPT_NAME}\n")
         temporary = folder / "temporary"  # where containerd puts a checkpoint down for a moment

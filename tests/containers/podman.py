@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import os
 import shlex
+import socket
 import subprocess
 from collections.abc import Mapping
 from pathlib import Path
@@ -13,9 +14,10 @@ from typing import Any
 from gpucr.containers import criu_config
 from gpucr.criu.install import CriuInstall
 from tests import command
-from tests.containers.container import environment_for, free_ports, make_bundle
+from tests.containers.container import environment_for, make_bundle
 from tests.containers.runtimes import in_cgroup2
 from tests.containers.talk import ByPacket
+from tests.ports import lasting_port
 
 # /dev/pts and limits that a machine in a container may not give; the simulator needs userfaultfd, which podman forbids.
 _OPTIONS = (
@@ -108,7 +110,7 @@ class Podman:
         subprocess.run(["tar", "-C", str(bundle / "rootfs"), "-cf", str(packed), "."], check=True)
         done = self.run("podman", "import", packed, _IMAGE)
         assert done.returncode == 0, done.stdout
-        port = free_ports(1)
+        port = lasting_port(socket.SOCK_DGRAM)
         state = os.environ["GPUCR_SIM_STATE"]
         variables = [f"--env={name}" for name in os.environ if name.startswith("GPUCR_SIM_")]
         done = self.run(

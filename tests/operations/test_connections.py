@@ -20,7 +20,7 @@ pytestmark = pytest.mark.criu
 NETWORK = """
 import socket
 listener = socket.socket()  # without SO_REUSEADDR: what is left of closed connections has the port
-listener.bind(("127.0.0.1", 0))
+listener.bind(("127.0.0.1", lasting_port()))
 listener.listen()
 port = listener.getsockname()[1]
 def pair():

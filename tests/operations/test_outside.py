@@ -199,7 +199,7 @@ from multiprocessing import shared_memory
 
 # The agent's store, as torchrun has one: ranks meet there over TCP. No SO_REUSEADDR.
 store = socket.socket()
-store.bind(("127.0.0.1", 0))
+store.bind(("127.0.0.1", lasting_port()))
 store.listen()
 port = store.getsockname()[1]
 buffer = shared_memory.SharedMemory(create=True, size=1 << 20, name="NAME")

@@ -28,6 +28,7 @@ from gpucr.model import CudaState
 from tests.command import run, run_json
 from tests.counter import CounterFactory, processes_in, state_in, wait_until
 from tests.operations.test_killed import is_claimed, killed
+from tests.ports import lasting_port
 from tests.sandboxed import SandboxedCounter, end_all_in, start_counter
 from tests.unit import samples
 from tests.unit.memory_cgroup import limited
@@ -95,8 +96,7 @@ class Program:
 
     def __init__(self, folder: Path, **options: Any) -> None:
         self.folder = folder
-        with socket.create_server(("127.0.0.1", 0)) as free:
-            self.port: int = free.getsockname()[1]
+        self.port = lasting_port()
         (folder / f"port-{self.port}").touch()
         self.memory = Path("/dev/shm", f"gpucr-sandbox-test-{self.port}")
         command = [sys.executable, "-c", PROGRAM, str(self.port)]

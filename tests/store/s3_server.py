@@ -24,6 +24,8 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, BinaryIO
 
+from tests.ports import lasting_port
+
 BUCKET = "snapshots"
 _DEADLINE_S = 30.0
 _UPLOAD = re.compile(r"[?&]uploadId=([^&]*)")
@@ -44,7 +46,7 @@ class Server:
 @contextlib.contextmanager
 def serving(folder: Path) -> Iterator[Server]:
     """A server with one empty bucket, stopped at the end."""
-    port = _free_port()
+    port = lasting_port()
     command = [sys.executable, __file__, str(port), str(folder)]
     with subprocess.Popen(command, stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL) as process:
         try:
@@ -71,12 +73,6 @@ def _wait_until(reached: Callable[[], bool], process: subprocess.Popen[bytes]) -
         assert time.monotonic() < give_up_s, "the server does not answer"
         with contextlib.suppress(subprocess.TimeoutExpired):
             process.wait(0.02)
-
-
-def _free_port() -> int:
-    with socket.socket() as listener:
-        listener.bind(("127.0.0.1", 0))
-        return int(listener.getsockname()[1])
 
 
 class _WholeRequests:

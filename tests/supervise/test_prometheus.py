@@ -8,7 +8,6 @@ import os
 import re
 import shutil
 import signal
-import socket
 import subprocess
 import urllib.parse
 import urllib.request
@@ -23,6 +22,7 @@ from tests import command
 from tests.conftest import skip_or_fail
 from tests.containers.runtimes import RuntimeMissing, unpacked
 from tests.counter import wait_until
+from tests.ports import lasting_port
 from tests.supervise import jobs
 from tests.supervise.conftest import DONE, Bench
 from tests.supervise.jobs import own_state  # noqa: F401
@@ -184,9 +184,7 @@ def prometheus(tmp_path: Path) -> Iterator[Prometheus]:
         opened.callback(os.kill, serving.pid, signal.SIGTERM)
         assert serving.stdout is not None
         target = serving.stdout.readline().strip().removeprefix("http://").removesuffix("/metrics")
-        with socket.socket() as free:
-            free.bind(("127.0.0.1", 0))
-            port = free.getsockname()[1]
+        port = lasting_port()
         config = tmp_path / "prometheus.yml"
         config.write_text(
             "global: {scrape_interval: 1s, evaluation_interval: 1s}\n"

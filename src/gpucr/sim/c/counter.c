@@ -19,6 +19,8 @@
 #include <sys/socket.h>
 #include <unistd.h>
 
+#define LOWEST_PORT 10000
+
 static pid_t children[MAX_CHILDREN];
 static int child_count;
 
@@ -35,13 +37,49 @@ static void fail(const char *what) {
     exit(EXIT_FAILURE);
 }
 
+static int bind_to(int fd, int port) {
+    struct sockaddr_in address = {.sin_family = AF_INET, .sin_port = htons((uint16_t)port)};
+    address.sin_addr.s_addr = htonl(INADDR_LOOPBACK);
+    return bind(fd, (struct sockaddr *)&address, sizeof address);
+}
+
+/* The lowest port that the kernel gives to a program that asks for any. */
+static int first_of_the_kernels_ports(void) {
+    int first = 0;
+    FILE *file = fopen("/proc/sys/net/ipv4/ip_local_port_range", "re");
+    if (file != NULL && fscanf(file, "%d", &first) != 1)
+        first = 0;
+    if (file != NULL)
+        fclose(file);
+    return first;
+}
+
+/*
+ * A free port from 10000 up to where the kernel's own begin; the first try is by the pid, for counters that start at
+ * once. A port of the kernel's own may be somebody else's between a dump and the restore.
+ */
+static int bind_below_the_kernels_ports(int fd) {
+    int count = first_of_the_kernels_ports() - LOWEST_PORT;
+    for (int i = 0; i < count; i++) {
+        int port = LOWEST_PORT + (getpid() * 7 + i) % count;
+        if (bind_to(fd, port) == 0)
+            return port;
+        if (errno != EADDRINUSE)
+            fail("bind");
+    }
+    return 0;
+}
+
 /* The socket; *port is filled in where it was 0. */
 static int open_socket(int *port) {
-    struct sockaddr_in address = {.sin_family = AF_INET, .sin_port = htons((uint16_t)*port)};
+    struct sockaddr_in address;
     socklen_t length = sizeof address;
-    address.sin_addr.s_addr = htonl(INADDR_LOOPBACK);
     int fd = socket(AF_INET, SOCK_DGRAM | SOCK_CLOEXEC, 0);
-    if (fd < 0 || bind(fd, (struct sockaddr *)&address, sizeof address) < 0)
+    if (fd < 0)
+        fail("socket");
+    if (*port == 0 && (*port = bind_below_the_kernels_ports(fd)) != 0)
+        return fd;
+    if (bind_to(fd, *port) < 0)
         fail("bind");
     if (getsockname(fd, (struct sockaddr *)&address, &length) < 0)
         fail("getsockname");
