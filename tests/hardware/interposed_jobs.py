@@ -118,12 +118,14 @@ def in_phases(said: dict[str, Any]) -> str:
     return ", ".join(f"{phase['name']} {phase['seconds']:.3f}" for phase in said["phases"])
 
 
-def try_case(name: str, folder: Path, disturbances: Disturbances, gpus: int, steps: int, limit_s: float) -> Outcome:
+def try_case(
+    name: str, folder: Path, disturbances: Disturbances, gpus: int, steps: int, pause_s: float, limit_s: float
+) -> Outcome:
     """Run it undisturbed and disturbed, and compare."""
     outcome = Outcome(name)
     job: Training | None = None
     program, *words = JOBS[name]
-    command = [sys.executable, str(PROGRAMS / program), *words, str(steps), str(PAUSE_S)]
+    command = [sys.executable, str(PROGRAMS / program), *words, str(steps), str(pause_s)]
     called = folder / f"{name}.called"
     print(f"{name}: {' '.join(command)}", flush=True)
     try:
@@ -177,6 +179,7 @@ def main() -> int:
     parser.add_argument("--dumps", type=int, default=2)
     parser.add_argument("--moves", type=int, default=2)
     parser.add_argument("--steps", type=int, default=0, help="of each program; none: enough for what is done to it")
+    parser.add_argument("--pause", type=float, default=PAUSE_S, help="seconds after each step (%(default)s)")
     parser.add_argument("--only", choices=list(JOBS), action="append")
     parser.add_argument("--limit", type=float, default=180, help="seconds for each step")
     parser.add_argument("--json", type=Path)
@@ -192,7 +195,7 @@ def main() -> int:
             disturbances = Disturbances(options.cycles, options.dumps, options.moves)
             most = (pace.AHEAD + LINES_BETWEEN) * (2 + options.cycles + options.dumps + options.moves)
             steps = options.steps or most
-            outcomes.append(try_case(name, folder, disturbances, gpus, steps, options.limit))
+            outcomes.append(try_case(name, folder, disturbances, gpus, steps, options.pause, options.limit))
     finally:
         shutil.rmtree(folder, ignore_errors=True)
     if options.json is not None:
