@@ -3,7 +3,7 @@
     python3 tests/hardware/interposed_jobs.py [--cycles N] [--dumps N] [--moves N] [--only CASE] ...
 
 Each program runs twice: undisturbed, and as a job of `gpucr run` that is disturbed while it runs: suspended
-and resumed with `gpucr suspend --gpu-state interposed` and `gpucr resume` (--cycles), dumped, ended and restored
+and resumed with `gpucr suspend --gpu-state interposed` (`auto` for cupy-async) and `gpucr resume` (--cycles), dumped, ended and restored
 (--dumps; on a machine with two GPUs every second time with the GPUs swapped), and moved with the GPUs swapped (--moves;
 needs two GPUs). Every line must be the one of the first run.
 
@@ -53,6 +53,8 @@ from tests.hardware.interposed_suspend import (  # noqa: E402 - found where the 
 
 JOBS = {**{name: [program] for name, program in CASES.items()},
         **{name: ["frameworks.py", name] for name in frameworks.JOBS}}  # fmt: skip
+KEPT_BY_THE_DRIVER = {"cupy-async"}
+"""The memory of the driver's own pools goes its way, which `auto` chooses."""
 SWAPPED = ("--gpu-map", "0=1,1=0")
 
 
@@ -75,6 +77,7 @@ class Disturbances:
     cycles: int
     dumps: int
     moves: int
+    way: str
 
     @property
     def of_all(self) -> int:
@@ -84,12 +87,12 @@ class Disturbances:
     def all_of(self, job: Training, outcome: Outcome, folder: Path, can_swap: bool, limit_s: float) -> None:
         """One after the other, with some lines between."""
         for number in range(self.cycles):
-            cycle(job, "interposed", outcome, limit_s)
+            cycle(job, self.way, outcome, limit_s)
             phases = ", ".join(f"{phase} {seconds:.3f}" for phase, seconds in outcome.phases[-1].items())
             print(f"    cycle {number + 1}: {phases}", flush=True)
         for number in range(self.dumps):
             swap = SWAPPED if can_swap and number % 2 else ()
-            there_and_back(job, outcome, folder / f"{job.name}.snapshot", swap, limit_s)
+            there_and_back(job, outcome, self.way, folder / f"{job.name}.snapshot", swap, limit_s)
         for _ in range(self.moves if can_swap else 0):
             moved = gpucr("move", "--json", job.name, *SWAPPED, limit_s=limit_s)
             outcome.move.append(sum(phase["seconds"] for phase in moved["phases"]))
@@ -97,10 +100,12 @@ class Disturbances:
             job.wait_more(LINES_BETWEEN)
 
 
-def there_and_back(job: Training, outcome: Outcome, snapshot: Path, swap: Sequence[str], limit_s: float) -> None:
+def there_and_back(
+    job: Training, outcome: Outcome, way: str, snapshot: Path, swap: Sequence[str], limit_s: float
+) -> None:
     """A dump that ends the job, and a restore of it."""
     begin = time.monotonic()
-    dumped = gpucr("dump", "--json", "--gpu-state", "interposed", job.name, "--to", snapshot, limit_s=limit_s)
+    dumped = gpucr("dump", "--json", "--gpu-state", way, job.name, "--to", snapshot, limit_s=limit_s)
     outcome.dump.append(time.monotonic() - begin)
     print(f"    dumped in {outcome.dump[-1]:.3f} s: {in_phases(dumped)}", flush=True)
     before, begin = len(job.lines()), time.monotonic()
@@ -192,7 +197,8 @@ def main() -> int:
             if name in NEEDS_TWO_GPUS and gpus < 2:
                 print(f"{name}: SKIPPED, it needs two GPUs")
                 continue
-            disturbances = Disturbances(options.cycles, options.dumps, options.moves)
+            way = "auto" if name in KEPT_BY_THE_DRIVER else "interposed"
+            disturbances = Disturbances(options.cycles, options.dumps, options.moves, way)
             most = (pace.AHEAD + LINES_BETWEEN) * (2 + options.cycles + options.dumps + options.moves)
             steps = options.steps or most
             outcomes.append(try_case(name, folder, disturbances, gpus, steps, options.pause, options.limit))

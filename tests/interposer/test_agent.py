@@ -20,6 +20,7 @@ from gpucr.errors import GpucrError
 from gpucr.interposer import client
 from gpucr.interposer.client import Agent, Held, ask_status, socket_path
 from gpucr.interposer.protocol import MOST_BYTES, Code, Kept, Operation, OtherVersion, Refused, parse, request
+from gpucr.sim import build as simulator
 from tests.interposer.conftest import Start
 from tests.sim.libcuda import Libcuda
 
@@ -397,6 +398,16 @@ elif sys.argv[1] == "dlmopen":
 print("ready", flush=True)
 sys.stdin.readline()
 """
+
+
+@pytest.mark.parametrize("name", ["libcuda.so", "cuda-driver"])
+def test_a_program_may_load_the_driver_by_another_name(start: Start, sim_only: None, tmp_path: Path, name: str) -> None:
+    (tmp_path / name).symlink_to(simulator.build() / "libcuda.so.1")
+    process = start(sys.executable, "-c", AROUND.replace("libcuda.so.1", str(tmp_path / name)), "plain")
+    assert process.stdout is not None
+    assert process.stdout.readline().strip() == "ready"
+    with Agent(process.pid) as agent:
+        assert agent.status().block_bytes == 4 << 20
 
 
 @pytest.mark.parametrize(("way", "around"), [("plain", 0), ("deepbind", 1), ("dlmopen", 1)])

@@ -120,3 +120,14 @@ def test_another_word(counter: CounterFactory) -> None:
     job = counter("--mib", "8")
     with pytest.raises(InvalidRequest, match="gpu_state is 'plain'"):
         gpucr.suspend(job.pid, gpu_state="plain")  # type: ignore[arg-type]
+
+
+def test_an_agent_that_does_not_listen(interposed: Counter, driver: CudaDriver, tmp_path: Path) -> None:
+    for socket in (tmp_path / "agents").iterdir():
+        socket.unlink()
+    with pytest.raises(Unsupported, match="cannot leave by an interposer: its agent does not listen"):
+        gpucr.suspend(interposed.pid, gpu_state="interposed")
+    assert_runs(interposed, driver)
+    gpucr.suspend(interposed.pid)
+    gpucr.resume(interposed.pid)
+    assert_runs(interposed, driver)

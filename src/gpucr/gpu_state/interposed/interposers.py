@@ -141,6 +141,8 @@ class Interposers:
             made.carries = made.carried()
             why_not = why_not or self._too_full(made.carries)
             made.line.hang_up()  # until it is needed: preflight asks the agent, too
+        except FileNotFoundError:
+            why_not = "its agent does not listen: no CUDA call has come to it, or its socket was removed"
         except (Refused, BadAnswer, OSError, InterposerError) as e:  # another version, busy: as without it
             why_not = str(e)
         if why_not is None:
