@@ -2,10 +2,10 @@
 
     python3 tests/hardware/interposed_jobs.py [--cycles N] [--dumps N] [--moves N] [--only CASE] ...
 
-Each program runs twice: undisturbed, and as a job of `gpucr run` that is disturbed while it runs: suspended
-and resumed with `gpucr suspend --gpu-state interposed` (`auto` for cupy-async) and `gpucr resume` (--cycles), dumped, ended and restored
-(--dumps; on a machine with two GPUs every second time with the GPUs swapped), and moved with the GPUs swapped (--moves;
-needs two GPUs). Every line must be the one of the first run.
+Each program runs twice: undisturbed, and as a job of `gpucr run` that is disturbed while it runs: suspended and resumed
+(--cycles) with `gpucr suspend --gpu-state interposed` (`auto` for cupy-async) and `gpucr resume`, dumped, ended and
+restored (--dumps; on a machine with two GPUs every second time with the GPUs swapped), and moved with the GPUs swapped
+(--moves; needs two GPUs). Every line must be the one of the first run.
 
 - cumem: two processes on one GPU, blocks sent by descriptor (driver calls alone, no torch)
 - ipc: torch.multiprocessing with CUDA tensors that both processes change (legacy CUDA IPC)

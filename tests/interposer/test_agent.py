@@ -374,7 +374,10 @@ def test_a_thread_that_waits_at_the_drivers_lock_is_inside(job: Callable[..., Jo
     with Agent(process.pid) as agent:
         while agent.status().inside == 0:
             pass
-        assert agent.close_gate(0).inside == 1
+        closed = agent.close_gate(0)
+        assert (closed.inside, closed.thread) == (1, process.pid)
+        assert closed.pending == f"was in {closed.function} (thread {process.pid})"
+        assert closed.function.startswith("cuMem")
         assert driver.act("unlock", process.pid) == 0
         assert agent.close_gate(5).is_empty  # it left; its next call waits in front of the gate
         agent.open_gate()

@@ -13,9 +13,10 @@ import pytest
 
 import gpucr
 from gpucr.driver.cuda import CudaDriver
-from gpucr.errors import InvalidRequest, Unsupported
+from gpucr.errors import DeadlineExceeded, InvalidRequest, Unsupported
 from gpucr.gpu_state import staging
 from gpucr.gpu_state.ways import GpuState
+from gpucr.interposer.client import Agent, Closed
 from gpucr.interposer.library import installed, preload_path
 from gpucr.linux import processes
 from gpucr.model import CudaState
@@ -122,12 +123,30 @@ def test_another_word(counter: CounterFactory) -> None:
         gpucr.suspend(job.pid, gpu_state="plain")  # type: ignore[arg-type]
 
 
-def test_an_agent_that_does_not_listen(interposed: Counter, driver: CudaDriver, tmp_path: Path) -> None:
-    for socket in (tmp_path / "agents").iterdir():
-        socket.unlink()
-    with pytest.raises(Unsupported, match="cannot leave by an interposer: its agent does not listen"):
-        gpucr.suspend(interposed.pid, gpu_state="interposed")
-    assert_runs(interposed, driver)
-    gpucr.suspend(interposed.pid)
-    gpucr.resume(interposed.pid)
+def test_a_library_whose_agent_can_make_no_socket(counter: CounterFactory, driver: CudaDriver, tmp_path: Path) -> None:
+    environment = {"LD_PRELOAD": preload_path(installed()), "GPUCR_INTERPOSER_DIR": str(tmp_path / "not" / "there")}
+    job = counter("--mib", "24", env=environment)
+    with pytest.raises(Unsupported, match="cannot leave by an interposer: no call of CUDA has come to it"):
+        gpucr.suspend(job.pid, gpu_state="interposed")
+    assert_runs(job, driver)
+    gpucr.suspend(job.pid)
+    gpucr.resume(job.pid)
+    assert_runs(job, driver)
+
+
+@pytest.mark.parametrize(
+    ("closed", "told"),
+    [
+        (Closed(1, 0, 77, "cuMemcpyDtoH_v2"), r"was in cuMemcpyDtoH_v2 \(thread 77\)"),
+        (Closed(0, 1), "captured a stream"),
+        (Closed(2, 0), "was inside the driver"),
+    ],
+)
+def test_who_keeps_the_gate_from_being_empty_is_told(
+    closed: Closed, told: str, interposed: Counter, driver: CudaDriver, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    with monkeypatch.context() as patched:
+        patched.setattr(Agent, "close_gate", lambda self, wait_s: closed)
+        with pytest.raises(DeadlineExceeded, match=f"process {interposed.pid} still {told} when the time for its lock"):
+            gpucr.suspend(interposed.pid, gpu_state="interposed", timeout_s=2)
     assert_runs(interposed, driver)

@@ -7,7 +7,7 @@ from typing import Literal, get_args
 from gpucr.driver.api import Driver
 from gpucr.errors import InvalidRequest, Unsupported
 from gpucr.gpu_state.backend import CAPTURED, INTERPOSED
-from gpucr.interposer.client import has_agent
+from gpucr.interposer.presence import is_interposed
 from gpucr.linux import processes
 
 CUSTOM = "custom"
@@ -27,7 +27,7 @@ def require_possible(gpu_state: str) -> None:
 
 def first_choice(pid: int, driver: Driver) -> GpuState:
     """The way that device memory of this process, which runs, would go as far as can be told without asking it."""
-    if has_agent(pid):
+    if is_interposed(pid):
         return "interposed"
     if not processes.can_checkpoint_processes():
         return "driver"

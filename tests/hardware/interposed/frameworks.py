@@ -62,7 +62,9 @@ def transformer() -> Step:
     torch = _seeded()
     import transformers  # type: ignore[import-not-found]  # the libraries are not where types are checked
 
-    shape = transformers.GPT2Config(vocab_size=1024, n_positions=64, n_embd=256, n_layer=4, n_head=4)
+    shape = transformers.GPT2Config(
+        vocab_size=1024, n_positions=64, n_embd=256, n_layer=4, n_head=4, bos_token_id=0, eos_token_id=0
+    )
     model = transformers.GPT2LMHeadModel(shape).cuda()
     optimizer = torch.optim.AdamW(model.parameters(), lr=1e-3)
     start = torch.zeros(1, 1, dtype=torch.long, device="cuda")

@@ -20,7 +20,7 @@ from gpucr.gpu_state.interposed.shared import (
 )
 from gpucr.gpu_state.ways import GpuState, refused
 from gpucr.interposer.client import Agent, Held
-from gpucr.interposer.presence import is_interposed
+from gpucr.interposer.presence import has_library, is_interposed
 from gpucr.interposer.protocol import BadAnswer, Refused
 from gpucr.interposer.sharing import Part, Share
 from gpucr.interposer.vault import VAULT_BYTES, Vaults
@@ -29,6 +29,7 @@ from gpucr.model import CudaState, DevicePart, GangMember, Gpu, GpuMap, ProcessI
 from gpucr.quantities import format_bytes
 
 WITHOUT = "it was started without one"
+NO_AGENT = "no call of CUDA has come to it, or it could make no socket for gpucr"
 
 
 class Interposers:
@@ -121,6 +122,8 @@ class Interposers:
         if self._gpu_state not in ("auto", INTERPOSED) or self._driver.state(pid) is not CudaState.RUNNING:
             return None
         if not is_interposed(pid):
+            if has_library(pid):
+                self.why_not[pid] = NO_AGENT
             return None
         stat = processes.read_stat(pid)
         if stat is None:
@@ -141,8 +144,6 @@ class Interposers:
             made.carries = made.carried()
             why_not = why_not or self._too_full(made.carries)
             made.line.hang_up()  # until it is needed: preflight asks the agent, too
-        except FileNotFoundError:
-            why_not = "its agent does not listen: no CUDA call has come to it, or its socket was removed"
         except (Refused, BadAnswer, OSError, InterposerError) as e:  # another version, busy: as without it
             why_not = str(e)
         if why_not is None:
