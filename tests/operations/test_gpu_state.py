@@ -13,7 +13,7 @@ import pytest
 
 import gpucr
 from gpucr.driver.cuda import CudaDriver
-from gpucr.errors import DeadlineExceeded, InvalidRequest, Unsupported
+from gpucr.errors import InvalidRequest, LockTimeout, Unsupported
 from gpucr.gpu_state import staging
 from gpucr.gpu_state.ways import GpuState
 from gpucr.interposer.client import Agent, Closed
@@ -147,6 +147,6 @@ def test_who_keeps_the_gate_from_being_empty_is_told(
 ) -> None:
     with monkeypatch.context() as patched:
         patched.setattr(Agent, "close_gate", lambda self, wait_s: closed)
-        with pytest.raises(DeadlineExceeded, match=f"process {interposed.pid} still {told} when the time for its lock"):
+        with pytest.raises(LockTimeout, match=f"process {interposed.pid} still {told} when the time for its lock"):
             gpucr.suspend(interposed.pid, gpu_state="interposed", timeout_s=2)
     assert_runs(interposed, driver)
