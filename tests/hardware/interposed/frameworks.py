@@ -16,6 +16,7 @@ from collections.abc import Callable, Iterator
 from typing import Any
 
 os.environ.setdefault("CUBLAS_WORKSPACE_CONFIG", ":4096:8")  # read when cuBLAS starts
+os.environ.setdefault("TRANSFORMERS_VERBOSITY", "error")  # a job's log has what it says on stderr, too
 os.environ.setdefault("XLA_FLAGS", "--xla_gpu_deterministic_ops=true")  # read when JAX starts
 os.environ.setdefault("XLA_PYTHON_CLIENT_MEM_FRACTION", ".06")  # in one call, as its default of .75 is
 
