@@ -30,7 +30,7 @@ from gpucr.jobs.taken import TakenJob, taken_job
 from gpucr.linux import processes
 from gpucr.model import GangLock
 from gpucr.operations.dump import KEEPER_LIMIT_S, DumpReport, prepare, run_prepared
-from gpucr.operations.freeze_steps import steps_to_freeze
+from gpucr.operations.freeze_steps import findings_of_spool, steps_to_freeze
 from gpucr.snapshot.job_snapshot import JobSnapshot
 from gpucr.snapshot.location import Compress, Place, find_target
 from gpucr.snapshot.recovery import DiscardFolder, RemoveWorkingFolder
@@ -83,11 +83,13 @@ def freeze(
                 found.driver, found.job, protection, held, SavedLater(), deadline=deadline, gpu_state=gpu_state
             )
             opened.callback(cuda.close)
-        on_gpu = cuda.on_gpu if cuda is not None else {}
+
+        def needs() -> list[preflight.MemoryNeed]:
+            return preflight.needs_of_suspend(held, in_files=True, on_gpu=cuda.on_gpu if cuda is not None else {})
+
         findings = (
-            *selection.findings_before_freeze(
-                found.job, preflight.needs_of_suspend(held, in_files=True, on_gpu=on_gpu)
-            ),
+            *(findings_of_spool(cuda, needs()) if cuda is not None else ()),
+            *selection.findings_before_freeze(found.job, needs()),
             *findings_of_traps(found.job, found.driver, uses, may_share=may_be_interposed(gpu_state)),
             *preflight.check_tracers(found.job),
             *preflight.check_ptrace(member.pid for member in found.job.gang),
