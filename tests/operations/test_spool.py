@@ -269,6 +269,9 @@ def test_a_dry_run_says_where_it_goes(job: Counter, tmp_path: Path, disk: Path) 
     gpucr.init_store(tmp_path / "store")
     plan = gpucr.plan_dump(job.pid, tmp_path / "store")
     assert any(step.startswith("allocate 0") and str(disk) in step for step in plan.steps), plan.steps
+    assert any(f"device memory to a disk ({disk}), GPUs released" in step for step in plan.steps), plan.steps
+    into_folder = gpucr.plan_dump(job.pid, tmp_path / "s").steps
+    assert any("device memory to the snapshot, GPUs released" in step for step in into_folder), into_folder
     found = [finding for finding in plan.findings if str(disk) in finding.what]
     assert [finding.severity for finding in found] == ["warning"]
 

@@ -43,6 +43,10 @@ class HandedOver(Protocol):
     def why_not(self) -> Mapping[int, str]:
         """By pid, why the driver stages memory that it could hand over; filled by `lowest`."""
 
+    @property
+    def goes_to(self) -> str:
+        """In words, where it goes."""
+
     def takes(self, pid: int) -> bool:
         """Whether it takes that of this process."""
 
@@ -133,6 +137,11 @@ class GangStaging:
     def hands_over(self, pid: int) -> bool:
         """Whether the driver hands over device memory of this process, which cannot be called off once it has begun."""
         return self._custom is not None and self._custom.takes(pid)
+
+    @property
+    def handed_over_to(self) -> str:
+        """In words, where that goes."""
+        return self._custom.goes_to if self._custom is not None else "host memory"
 
     def prepare(self, sizes: Mapping[int, int]) -> None:
         """Make room for the device memory of these processes (pid → bytes), while they still run."""

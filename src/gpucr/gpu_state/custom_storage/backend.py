@@ -112,9 +112,9 @@ class CustomStorage:
         self.has_begun = True
         self.extents = extents_of(parts)
         size_bytes = sum(extent.size_bytes for extent in self.extents)
-        spooled = f"a file in {self._spool.folder}" if self._spool is not None else "host memory"
-        where = "the snapshot" if self._saver is not None else spooled
-        meter.note(f"process {pid}: {format_bytes(size_bytes)} of device memory go to {where}")
+        meter.note(
+            f"process {pid}: {format_bytes(size_bytes)} of device memory go to {_goes_to(self._saver, self._spool)}"
+        )
         if self._saver is None:
             self._copy_to_file(size_bytes)
         elif size_bytes:
@@ -190,6 +190,12 @@ class CustomStorage:
             self._file.close()
 
 
+def _goes_to(saver: Saver | None, spool: Spool | None) -> str:
+    if saver is not None:
+        return "the snapshot"
+    return f"a disk ({spool.folder})" if spool is not None else "host memory"
+
+
 def _populate(file: StagingFile) -> None:
     with contextlib.suppress(OSError):
         file.populate(0, file.size_bytes)
@@ -261,6 +267,11 @@ class CustomStorages:
     def takes(self, pid: int) -> bool:
         """Whether it will take memory of this process, for all that is known before it is tried."""
         return self._why_not(pid) is None
+
+    @property
+    def goes_to(self) -> str:
+        """In words, where the memory goes that it takes."""
+        return _goes_to(self._saver, self.spool)
 
     def pids(self, members: Iterable[GangMember]) -> list[int]:
         """Those whose memory it will take."""
