@@ -14,7 +14,7 @@ import gpucr
 from gpucr.criu.engine import Criu
 from gpucr.driver.cuda import CudaDriver
 from gpucr.driver.gpus import gpu_processes
-from gpucr.errors import CriuError, CustomStorageError, DriverError, SnapshotError, Unsupported
+from gpucr.errors import CriuError, CustomStorageError, DriverError, IllegalState, SnapshotError, Unsupported
 from gpucr.gpu_state.custom_storage import carrier, suspended
 from gpucr.gpu_state.custom_storage.client import Carrier
 from gpucr.gpu_state.custom_storage.messages import Answer, Ask
@@ -182,6 +182,9 @@ def test_a_suspended_process_keeps_its_bytes_itself(
         assert all(keeps(pid) for pid in pids)
         assert not [use for use in gpu_processes() if use.pid in pids]
         listed = {each.process.pid: each for each in gpucr.job_states(job.pid)}
+        with pytest.raises(IllegalState) as raised:
+            gpucr.Process(job.pid).restore()
+        assert "what left by custom storage comes back by that alone" in (raised.value.hint or "")
         assert all(listed[pid].resident_bytes >= 10 << 20 for pid in pids), "what it keeps is host memory"
         del asked[:]
         gpucr.resume(job.pid)

@@ -107,11 +107,12 @@ def _describe(
     driver: Driver,
     halt: str | None = None,
 ) -> ProcessState:
+    # What custom storage has it keep, it has not touched.
+    kept_bytes = memory.mapped_bytes(process.pid, f"/{KEPT_NAME}") if state is CudaState.CHECKPOINTED else 0
     return ProcessState(
         process,
         state,
-        memory.resident_bytes(process.pid)
-        + (memory.mapped_bytes(process.pid, f"/{KEPT_NAME}") if state is CudaState.CHECKPOINTED else 0),
+        memory.resident_bytes(process.pid) + kept_bytes,
         held.get(process.pid, {}),
         processes.age_s(process.id),
         halt,
