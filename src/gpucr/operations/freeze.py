@@ -55,8 +55,8 @@ def freeze(
 ) -> FrozenJob:
     """Stop a whole job, its device memory in gpucr's hands, until `FrozenJob.thaw`.
 
-    Device memory of processes with an interposer stays where it is on the GPU; that of others goes to host memory, and
-    their GPUs are free. ``gpu_state`` insists on a way.
+    Device memory of processes with an interposer stays where it is on the GPU; that of others goes to host memory, or
+    through custom storage to a disk where that has no room, and their GPUs are free. ``gpu_state`` insists on a way.
 
     ``pid``, or the name of a registered job, stands for its whole tree, a `JobSelector` for all of its trees; they need
     not use CUDA. ``force`` takes what is not one job, too, and overrules preflight. What runs is stopped as by SIGSTOP,
