@@ -103,6 +103,7 @@ def test_a_file_system_without_unnamed_files(number: int, disk: Path, monkeypatc
         return real(path, flags, *arguments, **options)  # type: ignore[arg-type]
 
     monkeypatch.setattr(os, "open", opening)
+    monkeypatch.setattr(tempfile, "_O_TMPFILE_WORKS", True, raising=False)  # it remembers that it does not
     file = Spool.find(MIB).file(MIB)
     status = os.fstat(file.fd)
     assert (status.st_nlink, status.st_mode & 0o777, status.st_size) == (0, 0o600, MIB)

@@ -5,7 +5,6 @@ The file has no name: nobody else can open it, and its space is free again when 
 
 from __future__ import annotations
 
-import contextlib
 import ctypes
 import errno
 import os
@@ -102,12 +101,6 @@ def _why_not(folder: Path, size_bytes: int) -> str | None:
 
 
 def _unnamed(folder: Path) -> int:
-    try:
-        return os.open(folder, os.O_TMPFILE | os.O_RDWR | os.O_CLOEXEC, 0o600)
-    except OSError as e:
-        if e.errno not in (errno.EOPNOTSUPP, errno.EISDIR, errno.EINVAL):  # of file systems, and kernels, without it
-            raise
-    fd, name = tempfile.mkstemp(prefix="gpucr-spool-", dir=folder)
-    with contextlib.suppress(FileNotFoundError):
-        os.unlink(name)
-    return fd
+    # O_TMPFILE; where a file system has none, a name that is gone at once.
+    with tempfile.TemporaryFile(prefix="gpucr-spool-", dir=folder, buffering=0) as file:
+        return os.dup(file.fileno())
