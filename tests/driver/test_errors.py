@@ -73,6 +73,7 @@ def test_result_codes(
     ("action", "result", "words"),
     [
         ("lock", 401, "the process is running, and lock needs it running"),
+        ("restore", 401, "`gpucr resume`"),
         ("lock", 600, "allow more time"),
         ("checkpoint", 801, "managed memory"),
         ("restore", 1, "GPU map"),

@@ -252,6 +252,8 @@ def _unreachable(pid: int, action: str) -> GpucrError | None:
 def _hint(action: str, result: int, state: str | None) -> str | None:
     if result == libcuda.ILLEGAL_STATE and state in ("checkpointing", "restoring"):
         return "another tool has begun this with custom storage, and it alone can complete it"
+    if result == libcuda.ILLEGAL_STATE and action == "restore" and state == "checkpointed":
+        return "what left by custom storage comes back by that alone; `gpucr resume`, if gpucr suspended it"
     if result == libcuda.ILLEGAL_STATE and action in _STATE_NEEDED:
         return f"the process is {state or 'in an unknown state'}, and {action} needs it {_STATE_NEEDED[action]}"
     hint = _HINTS.get((action, result))
