@@ -40,6 +40,10 @@ _HINTS = {
         "GPU work is still pending: allow more time, or lock all processes of the job together if they wait for "
         "each other"
     ),
+    ("lock", libcuda.NOT_SUPPORTED): (
+        "a profiler that uses CUPTI was started in the process (torch.profiler, Nsight), and driver 580 refuses such a "
+        "process until it ends; start the job without the profiler"
+    ),
     ("checkpoint", libcuda.NOT_SUPPORTED): (
         "managed memory (cudaMallocManaged), MIG, MPS and memory shared between processes cannot be checkpointed by "
         "this driver"
