@@ -84,6 +84,18 @@ ln -sfn slurmctld-wlm "$root/usr/sbin/slurmctld"
 exec chroot "$root" /usr/sbin/slurmctld "$@"
 """
 
+# slurmd starts itself for the epilog by a descriptor that ends at the exec (fexecve): a script cannot be started so.
+_STARTS_ITSELF = """
+#include <stdio.h>
+#include <unistd.h>
+int main(int count, char **arguments) {
+    char script[4096];
+    (void)count;
+    snprintf(script, sizeof script, "%s.sh", arguments[0]);
+    return execv(script, arguments);
+}
+"""
+
 _NODE = '"$1/bin/slurmd" -D -c -N "$2" -d "$1/bin/slurmstepd" &'
 
 
@@ -113,9 +125,13 @@ def find_slurm() -> Programs:
     commands: dict[str, list[str]] = {}
     for name in (*_DAEMONS, *_COMMANDS):
         loader, *rest = closure(root, _path_in(root, name), _PLUGINS.name)
-        commands[name] = [loader, "--argv0", '"$0"', *rest]  # they look at their names, and slurmd starts itself by it
+        commands[name] = [loader, "--argv0", '"$0"', *rest]  # they look at their names
     commands["slurmctld"] = ["sh", "-ec", shlex.quote(_IN_ROOT), "sh", str(root)]
     return Programs(commands, root / _PLUGINS.relative_to("/"))
+
+
+def _compile(source: str, to: Path) -> None:
+    subprocess.run(["cc", "-x", "c", "-o", str(to), "-"], input=source, text=True, check=True)
 
 
 def _installed() -> Programs | None:
@@ -160,9 +176,10 @@ class Slurm:
         for name in ("bin", "munge", "state", *(f"spool-{node}" for node in NODES)):
             (folder / name).mkdir(mode=0o755)
         for name, command in programs.commands.items():
-            script = folder / "bin" / name
-            script.write_text(f'#!/bin/sh\nexec {" ".join(command)} "$@"\n')
+            script = folder / "bin" / (f"{name}.sh" if name == "slurmd" else name)
+            script.write_text(f'#!/bin/sh\nexec {" ".join(command).replace("$0", "${0%.sh}")} "$@"\n')
             script.chmod(0o755)
+        _compile(_STARTS_ITSELF, folder / "bin" / "slurmd")
         is_old = tuple(map(int, programs.version().split(".")[:2])) < (23, 2)
         parameters = "SlurmctldParameters=preempt_send_user_signal" if is_old else "PreemptParameters=send_user_signal"
         (folder / "slurm.conf").write_text(
