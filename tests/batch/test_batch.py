@@ -45,7 +45,7 @@ def test_its_own_exit_code_and_what_it_leaves(batch: Batch) -> None:
     (batch.folder / "go").touch()
     assert batch.end() == 7, batch.errors()
     assert batch.snapshots() == ["mine"], "the last one alone"
-    assert "the job ended with 7; the next start goes on from the snapshot of" in batch.errors()
+    assert "the job ended with 7; the next start continues from the snapshot of" in batch.errors()
     batch.start("--id", "mine", steps=61)
     assert batch.end() == 2
     assert "is of another job" in batch.errors()

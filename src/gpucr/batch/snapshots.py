@@ -86,7 +86,7 @@ class JobSnapshots:
         """What the next start begins with."""
         if not self.known:
             return "there is no snapshot, and the next start begins anew"
-        return f"the next start goes on from the snapshot of {self.known[-1].created}"
+        return f"the next start continues from the snapshot of {self.known[-1].created}"
 
     def _look(self) -> None:
         listing = list_snapshots(self._store, key=self.key)

@@ -48,7 +48,7 @@ _SIGNALS = ("USR1", "USR2", "HUP", "INT", "XCPU", "URG", "CONT")
     metavar="TIME",
     help="Dump so long before Slurm's time limit.",
 )
-@click.option("--every", type=Duration(), metavar="TIME", help="Dump so often, and let the job go on.")
+@click.option("--every", type=Duration(), metavar="TIME", help="Also dump at this interval; the job keeps running.")
 @click.option(
     "--requeue-exit",
     type=click.IntRange(1, 255),

@@ -58,7 +58,7 @@ class _Options(TypedDict):
 @click.option("--container", metavar="ID", help="Instead of PID: a container of runc, crun or podman, dumped by it.")
 @runtime_option
 @runtime_root_option
-@click.option("--leave-running", is_flag=True, help="Let the job go on afterwards instead of ending it.")
+@click.option("--leave-running", is_flag=True, help="Keep the job running instead of ending it.")
 @click.option(
     "--persist",
     type=click.Choice(get_args(Persist)),
@@ -114,9 +114,9 @@ def command(
 ) -> None:
     """Write PID and its whole tree to the folder DIR, or into a store, and end it. Needs root.
 
-    The processes are ended only after the snapshot is complete and durable. If anything fails before, they go on as
-    if nothing had been, and DIR is as it was. A store (`gpucr store init`) holds many snapshots: what it has already is
-    checked, and not written again.
+    The processes are ended only after the snapshot is complete and durable. If anything fails before, they
+    keep running and DIR is unchanged. A store (`gpucr store init`) holds many snapshots: what is already there is
+    checked, not written again.
 
     \b
     Example:

@@ -73,7 +73,7 @@ def unexpected(error: Exception, *, has_succeeded: bool = False) -> GpucrError:
         said = "".join(traceback.format_exception_only(error)).strip().splitlines()[0]
         made = GpucrError(f"gpucr met something unexpected: {said}", hint=_REPORT, code="GPUCR-INTERNAL")
     if has_succeeded:
-        made = OutputLost(f"what was asked for has been done, but its report failed: {made.message}", hint=made.hint)
+        made = OutputLost(f"the operation succeeded, but its report failed: {made.message}", hint=made.hint)
     made.__cause__ = error
     return made
 

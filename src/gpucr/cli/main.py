@@ -34,7 +34,7 @@ _COMMANDS = {
     "demo": "start a counter, dump it, kill it, restore it, and show that it counts on",
     "diff": "show what differs between two snapshots of a store",
     "doctor": "show what stands in the way on this machine, or of a job, and what fixes it",
-    "dump": "write a job to a folder or a store and end it, or let it go on",
+    "dump": "write a job to a folder or a store and end it, or keep it running",
     "exec": "run a command inside a job's namespaces",
     "explain": "print what an error code means and what to do",
     "hook": "let container runtimes checkpoint containers that use GPUs",
@@ -115,7 +115,7 @@ def command() -> None:
 
     \b
     gpucr suspend 4711                  free the GPUs, keep the job in host memory
-    gpucr resume 4711                   and go on
+    gpucr resume 4711                   and continue
     gpucr dump 4711 --to /var/snap/a    write the job to disk and end it
     gpucr restore /var/snap/a           and bring it back, also after a reboot
     gpucr dump 4711 --to STORE#a        write it to a store, where what is known is not written again
@@ -176,7 +176,7 @@ def _say_too_late(reason: str) -> None:
 def _output_lost(reason: OSError) -> OutputLost:
     return OutputLost(
         f"what was to be printed cannot be written to stdout: {reason.strerror or reason}",
-        hint="what was asked for has been done; `gpucr jobs` and `gpucr ps` show what became of a job",
+        hint="the operation succeeded; `gpucr jobs` and `gpucr ps` show what became of a job",
     )
 
 

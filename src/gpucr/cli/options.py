@@ -187,7 +187,7 @@ def keep_options(command: F) -> F:
 
 only_option = click.option("--only", is_flag=True, help="Act on this one process, not on its whole tree.")
 force_option = click.option(
-    "--force", is_flag=True, help="Go on although preflight found something blocking, or what was named is not one job."
+    "--force", is_flag=True, help="Proceed despite blocking findings of preflight, or a name that is not one job."
 )
 quiet_option = click.option("--quiet", "-q", is_flag=True, help="Print errors only (and the JSON of --json).")
 verbose_option = click.option(

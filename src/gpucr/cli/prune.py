@@ -52,7 +52,7 @@ if TYPE_CHECKING:
     metavar="TIME",
     help="A dump that has shown no sign of life for so long will not be completed. It shows one each minute.",
 )
-@click.option("--repack", is_flag=True, help="Also empty packs of which less than half is needed into new ones.")
+@click.option("--repack", is_flag=True, help="Also rewrite packs that are less than half in use.")
 @click.option("--dry-run", is_flag=True, help="Say what would be done, and change nothing.")
 @key_file_option
 @json_option

@@ -38,7 +38,7 @@ from gpucr.snapshot.location import open_snapshot
     type=click.Choice(get_args(FilesMode)),
     default="keep",
     show_default=True,
-    help="Files that the job was writing and that have changed in size: go on at their end, or cut them back first.",
+    help="Files the job was writing that have changed size: append to them (keep), or cut them back first (rewind).",
 )
 @click.option(
     "--tcp",

@@ -48,7 +48,7 @@ def command(
     quiet: bool,
     verbose: bool,
 ) -> None:
-    """Bring PID and its whole tree back onto its GPUs and let it go on.
+    """Bring PID and its whole tree back onto its GPUs and continue it.
 
     If anything fails, for example because the GPU is full, the job is suspended as before and can be resumed later. Of
     several jobs each is resumed by itself, one after the other. Without PID and --all, --gpu chooses the suspended jobs

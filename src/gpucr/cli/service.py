@@ -61,7 +61,7 @@ def install(*, units_dir: Path, no_enable: bool, as_json: bool) -> None:
 @_units_dir_option
 @json_option
 def uninstall(*, units_dir: Path, as_json: bool) -> None:
-    """Take the units away. Supervisors that run go on. Needs root.
+    """Remove the units. Running supervisors keep running. Needs root.
 
     \b
     Example:

@@ -84,10 +84,10 @@ def state_of(driver: Driver, process: ProcessInfo) -> CudaState | Halt | None:
 def _halt_of(pid: int) -> Halt | None:
     stat = processes.read_stat(pid)
     if stat is not None and stat.status in "Tt":
-        return Halt("stopped", f"let it go on with `kill -CONT {pid}`, or detach the debugger that holds it")
+        return Halt("stopped", f"continue it with `kill -CONT {pid}`, or detach the debugger that holds it")
     cgroup = cgroups.frozen_by(pid)
     if cgroup is not None:
-        return Halt("frozen", f"let the container go on; it is the cgroup {cgroup} that is frozen")
+        return Halt("frozen", f"resume the container; its cgroup {cgroup} is frozen")
     return None
 
 

@@ -314,7 +314,7 @@ def _require_visible(what: str, path: str) -> None:
     """Raise InvalidRequest for what the /dev/shm of an isolated job hides from it."""
     if any(Path(each).is_relative_to(SHARED_MEMORY) for each in (path, os.path.realpath(path))):
         raise InvalidRequest(
-            f"{what} {path} is in {SHARED_MEMORY}, of which an isolated job has one of its own",
+            f"{what} {path} is in {SHARED_MEMORY}, but an isolated job has its own {SHARED_MEMORY}",
             hint="give another place, or let it share the machine's with --no-isolate",
         )
 

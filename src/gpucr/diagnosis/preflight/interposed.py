@@ -144,7 +144,7 @@ def _outside(process: CudaTraits, counts: Status) -> list[Finding]:
         (counts.multicast, f"{name} has {counted(counts.multicast, 'multicast object')} (NCCL's NVLS)",
          "no driver checkpoints multicast memory", "start the job with NCCL_NVLS_ENABLE=0, as `gpucr run` does"),
         (counts.dma_buf, f"{name} has device memory registered with a network card or another device (dma-buf)",
-         "the device would go on writing to memory that the process has no more",
+         "the device would keep writing to memory that the process no longer has",
          "end the connections between machines first, or keep NCCL from GPUDirect RDMA with NCCL_NET_GDR_LEVEL=LOC"),
         (counts.external, f"{name} has memory of a graphics or video program imported",
          LOSS, "end the part of the program that uses it"),

@@ -50,7 +50,7 @@ def check_kept_connections(connections: Sequence[Connection], tcp: TcpMode, *, l
         return [
             Finding(
                 "blocking",
-                f"{what}, which went on after the dump",
+                f"{what}, which kept running after the dump",
                 some,
                 "what the restored job sends is taken for old data: the other ends would see it garbled or not at all",
                 "restore with --tcp close, the default",
@@ -173,7 +173,7 @@ def _judge(file: JobFile, size_bytes: int, mode: FilesMode) -> Finding:
             "warning",
             what,
             evidence,
-            "it stays as it is, and the job goes on writing at its end",
+            "it is left as it is, and the job appends to it",
             "--files rewind cuts it back to what it was" if grown else "put the file back as it was",
         )
     if grown:

@@ -191,7 +191,7 @@ def check_terminal(job: Job) -> list[Finding]:
             "warning",
             f"process {job.root.pid} ({job.root.name}) has a controlling terminal",
             f"tty_nr in /proc/{job.root.pid}/stat",
-            "it is stopped for the dump, and an interactive shell then puts it in the background, where it goes on",
+            "it is stopped for the dump; an interactive shell then moves it to the background, where it continues",
             "`fg` in that shell brings it back; jobs started with setsid have no terminal",
             job.root.pid,
         )
