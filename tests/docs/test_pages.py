@@ -65,7 +65,7 @@ def test_the_commands_and_options_of_a_page_exist(path: Path) -> None:
 
 
 def test_the_architecture_names_every_room_and_step() -> None:
-    text = page("architecture.md")
+    text = page("architecture.md") + page("explanation/steps.md")
     rooms = {path.stem for path in SOURCES.iterdir() if path.suffix == ".py" or (path / "__init__.py").exists()}
     assert {room for room in rooms - {"__init__", "__main__", "version"} if f"`{room}`" not in text} == set()
     steps: set[str] = set()
