@@ -206,7 +206,7 @@ gpu_state_option = click.option(
     default="auto",
     show_default=True,
     help="Insist on the way in which device memory leaves the GPU: by the driver alone, by the driver into files of "
-    "gpucr's, or by the interposer in the processes.",
+    "gpucr's, the interposer, or the driver's custom storage.",
 )
 dry_run_option = click.option(
     "--dry-run",
