@@ -12,9 +12,9 @@ from pathlib import Path
 ROOT = Path(__file__).parents[2]
 sys.path.insert(0, str(Path(__file__).parent))
 
-import options  # noqa: E402 - beside this file
+import generated  # noqa: E402 - beside this file
 
-options.write(ROOT / "build" / "reference" / "options.md")
+generated.write(ROOT / "build" / "reference")
 
 project = "gpucr"
 author = "the gpucr authors"
@@ -24,7 +24,7 @@ extensions = ["myst_parser"]
 root_doc = "docs/site/index"
 include_patterns = [
     "docs/**",
-    "build/reference/options.md",
+    "build/reference/*.md",
     "src/gpucr/error_codes.md",
     "README.md",
     "CHANGELOG.md",

@@ -16,7 +16,7 @@ _LINK = re.compile(r"(?<!!)\[[^\]]*\]\(([^)\s]+)\)")
 
 
 def test_every_state_is_named() -> None:
-    for name in ("reference/json.md", "reference/python-api.md"):
+    for name in ("reference/json.md", "reference/python-records.md"):
         words = set(CODE.findall(page(name)))
         assert all(state.word in words or state.name in words for state in CudaState), name
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import inspect
 import os
 import re
 import subprocess
@@ -14,6 +15,7 @@ from xml.etree import ElementTree
 import click
 import pytest
 
+import gpucr
 from tests.docs.command_tree import COMMANDS
 from tests.docs.pages import DOCS, ROOT
 
@@ -88,6 +90,15 @@ def test_the_page_of_options_has_all_of_them(site: Path) -> None:
             if isinstance(parameter, click.Option):
                 assert all(option in shown for option in parameter.opts), f"{name} {parameter.opts}"
                 assert _letters(parameter.help or "") in _letters(re.sub(r"<[^>]*>", "", shown)), parameter.opts
+
+
+def test_the_page_of_functions_has_their_docstrings(site: Path) -> None:
+    shown = _letters(re.sub(r"<[^>]*>", "", unescape((site / "build" / "reference" / "functions.html").read_text())))
+    functions = [getattr(gpucr, name) for name in gpucr.__all__]
+    functions = [function for function in functions if inspect.isfunction(function)]
+    assert len(functions) > 40
+    for function in functions:
+        assert _letters(function.__doc__ or "") in shown, function.__name__
 
 
 def _letters(text: str) -> str:
