@@ -71,7 +71,7 @@ def test_a_store_that_cannot_be_written_ends_in_a_new_start(batch: Batch) -> Non
     batch.starts[-1].send_signal(signal.SIGTERM)
     assert batch.end() == 99, batch.errors()
     assert "no dump: " in batch.errors()
-    assert "there is no snapshot, and the next start begins anew" in batch.errors()
+    assert "there is no snapshot, and the next start is from scratch" in batch.errors()
     assert [job.state.word for job in registry().jobs()] == ["ended"]
 
 

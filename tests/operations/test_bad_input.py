@@ -423,7 +423,7 @@ def test_a_current_folder_that_was_removed(
     os.chdir("gone")
     (tmp_path / "gone").rmdir()
     said = refused(2, *(process_without_cuda if each == "PID" else each for each in arguments))
-    assert "the current folder is not there any more" in said
+    assert "the current folder no longer exists" in said
 
 
 @pytest.mark.root

@@ -198,7 +198,7 @@ class Criu:
             except OSError as e:
                 if isinstance(e, TimeoutError) and deadline is not None:
                     raise DeadlineExceeded(
-                        f"the time was over before CRIU had started to {phase} the job",
+                        f"timed out before CRIU had started to {phase} the job",
                         hint="allow more time with --timeout",
                     ) from e
                 raise CriuError(

@@ -433,7 +433,7 @@ class Gang:
             return explained
         if isinstance(first, LockTimeout) and self.deadline is not None and time.monotonic() >= self.deadline:
             explained = DeadlineExceeded(
-                f"the time was over before all GPU work was done: {first.message}",
+                f"timed out before all GPU work was done: {first.message}",
                 hint="give a longer --timeout, or try again when the work is done",
             )
             explained.__cause__ = first

@@ -73,7 +73,7 @@ def find_running(name: str) -> ListedJob:
     if job.state.word == "dumped":
         gone = job.record.snapshot is None or is_gone(job.record.snapshot)
         raise InvalidRequest(
-            f"the job {name} was dumped to {job.record.snapshot}" + (", which is not there any more" if gone else ""),
+            f"the job {name} was dumped to {job.record.snapshot}" + (", which no longer exists" if gone else ""),
             hint=f"`gpucr jobs --forget {name}` removes its record"
             if gone
             else f"`gpucr restore {job.record.snapshot}` brings it back",

@@ -350,7 +350,7 @@ def _wait_saved(context: JobDump, interrupts: Interrupts, meter: Meter) -> None:
         interrupts.check()
         if context.deadline is not None and time.monotonic() > context.deadline:
             raise DeadlineExceeded(
-                "the time was over while device memory was saved", hint="give a longer --timeout, or a faster disk"
+                "timed out while device memory was saved", hint="give a longer --timeout, or a faster disk"
             )
     meter.set(writer.seen_bytes)
 

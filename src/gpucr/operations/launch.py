@@ -91,7 +91,9 @@ def plan_job(
     given = without_passphrase(os.environ) if environment is None else environment
     folder = Path.cwd() if cwd is None else Path(cwd).absolute()
     if not os.path.isdir(folder):  # which, unlike Path.is_dir, is no error where the caller may not look
-        raise InvalidRequest(f"the folder {folder} is not there", hint="give the folder to start the job in with --cwd")
+        raise InvalidRequest(
+            f"the folder {folder} does not exist", hint="give the folder to start the job in with --cwd"
+        )
     _require_words(command)
     if not command:
         raise InvalidRequest("there is no command to run", hint="gpucr run [OPTIONS] [--] CMD...")
@@ -374,7 +376,7 @@ def _base_name(plan: LaunchPlan) -> str:
 def _log_path(path: Path) -> Path:
     path = path.absolute()
     if not os.path.isdir(path.parent):
-        raise InvalidRequest(f"the folder of the log {path} is not there", hint="make it first")
+        raise InvalidRequest(f"the folder of the log {path} does not exist", hint="make it first")
     if os.path.exists(path) and not os.path.isfile(path):
         raise InvalidRequest(f"{path} is not a file, and cannot be the log", hint="give --log the name of a file")
     return path

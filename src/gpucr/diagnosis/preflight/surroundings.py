@@ -111,7 +111,7 @@ def check_files(files: Sequence[JobFile], folders: Sequence[str], mode: FilesMod
         found.append(
             Finding(
                 "blocking",
-                f"{_count(len(missing), 'file or folder', 'files or folders')} of the job are not there",
+                f"{_count(len(missing), 'file or folder', 'files or folders')} of the job are missing",
                 _some(missing),
                 "the job had them open, and CRIU restores no job without them",
                 "put them where they were",

@@ -246,7 +246,7 @@ def _linked_files(process: ProcessInfo, *, is_sandboxed: bool) -> list[Finding]:
             not_saved,
             "uses",
             "the snapshot would not have its content: it could be restored once, or after --leave-running never",
-            "start the process anew (after an upgrade of its libraries, say), or remove the other hard links too "
+            "restart the process (after an upgrade of its libraries, say), or remove the other hard links too "
             "(find / -samefile names them): what has no name at all goes into the snapshot",
         ),
     ]
@@ -296,7 +296,7 @@ def _judge(process: ProcessInfo, files: Sequence[OpenFile], *, in_gang: bool) ->
                 [file for file in files if NVIDIA_DEVICE.match(file.target)],
                 "holds an NVIDIA device without a CUDA context",
                 "CRIU cannot dump it",
-                "leave programs that draw with GPUs, or watch them, out of the tree; start a worker anew that was "
+                "leave programs that draw with GPUs, or watch them, out of the tree; restart a worker that was "
                 "forked from a CUDA process which another tool than gpucr has checkpointed since",
                 "GPUCR-GPU-HELD",
             ),
