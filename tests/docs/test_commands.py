@@ -18,13 +18,16 @@ from tests.counter import CounterFactory, wait_until
 from tests.docs.command_tree import COMMANDS
 from tests.docs.pages import CODE, ROOT, SOURCES, error_classes, first_cells, page, rows, section, without_fences
 
+_COMMANDS_PAGES = "\n".join(
+    page(f"reference/{name}.md") for name in ("commands", "commands-unattended", "commands-snapshots")
+)
 _HEADINGS = sorted({" ".join(name.split()[:2]) for name in COMMANDS if name != "gpucr"})
 
 
 @pytest.mark.parametrize("name", _HEADINGS)
 def test_every_command_is_described_with_options_that_it_has(name: str) -> None:
     """The options themselves are in the help and on the site's page that is made of it (test_site.py)."""
-    described = without_fences(section(page("reference/commands.md"), name))
+    described = without_fences(section(_COMMANDS_PAGES, name))
     below = [each for each in COMMANDS if f"{each} ".startswith(f"{name} ")]
     assert {each for each in below if each != name and f"`{each}" not in described} == set()
     words = set(re.findall(r"(?<![\w-])--[a-z][\w-]*", described))
