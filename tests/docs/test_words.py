@@ -20,7 +20,7 @@ _AVOID = re.compile(
       | all\ the\ same | anyhow                      # anyway
       | (?:go(?:es|ing)?|went|gone)\ on              # keeps running, continues, proceeds
       | of\ which | who\ knows | as\ far\ as | whatever
-      | lea(?:ve|ves|ving)\ (?:\w+\ ){0,2}away | left\ away    # omit, remove
+      | lea(?:ve|ves|ving)\ (?:[^\s.;:]+\ ){0,5}away | left\ away    # omit, remove
       | (?:is|are|was|were|be|been)\ had             # get, restore it with
       | (?:stand|stands|stood)\ on                   # is printed to, is on
       | (?:is|are|was|were)\ closed\ to              # permission denied
@@ -100,7 +100,7 @@ def test_messages() -> None:
         "the job goes on",
         "What would stop it stands on stderr",
         "is closed to uid 1000",
-        "leave the key away",
+        "leave the key and `--encrypt` away",
         "two parts (apart)",
         "Whatever happens",
     ],
