@@ -378,7 +378,7 @@ def test_the_name_of_a_job_that_has_ended() -> None:
     _wait_for_end("gone")
     with pytest.raises(InvalidRequest, match="the job gone does not run any more") as caught:
         gpucr.suspend("gone")
-    assert caught.value.hint == "`gpucr logs gone` shows what it said last"
+    assert caught.value.hint == "`gpucr logs gone` shows its last output"
 
 
 def test_forgetting_and_using_a_name_again() -> None:

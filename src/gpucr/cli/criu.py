@@ -42,7 +42,7 @@ def command(*, no_fetch: bool, grant: bool, group: str | None, network: bool, re
         raise InvalidRequest("--grant and --revoke exclude each other", hint="give one of them")
     if (group is not None or network) and not grant:
         name = "--group" if group is not None else "--network"
-        raise InvalidRequest(f"{name} goes with --grant", hint="add --grant, or leave it out")
+        raise InvalidRequest(f"{name} goes with --grant", hint="add --grant, or omit it")
     if revoke:
         say("\n".join(f"removed {path}" for path in granted.revoke()) or "nothing was granted")
     if grant:

@@ -94,7 +94,7 @@ def command(
     if only and not do_probe:
         raise click.UsageError("--only needs --probe")
     if job is not None and (do_probe or fix):
-        raise click.UsageError("--probe and --fix are for the machine: leave out the job")
+        raise click.UsageError("--probe and --fix are for the machine: omit the job")
     problem = _measure(only, canary_timeout_s, quiet=quiet or as_json) if do_probe else None
     report = doctor(job, to=to, fix=fix, on_event=None if quiet or as_json else say)
     if report.probe is not None and (report.probe.problem or problem) and not quiet:

@@ -67,7 +67,7 @@ def unexpected(error: Exception, *, has_succeeded: bool = False) -> GpucrError:
         made = InvalidRequest("the current folder no longer exists", hint="change to another: cd")
     elif isinstance(error, OSError) and error.strerror:
         where = f"{os.fsdecode(error.filename)}: " if isinstance(error.filename, str | bytes) else ""
-        made = GpucrError(f"{where}{error.strerror}", hint="see whether that can be read and written")
+        made = GpucrError(f"{where}{error.strerror}", hint="check whether that can be read and written")
     else:
         _write_down(error)
         said = "".join(traceback.format_exception_only(error)).strip().splitlines()[0]

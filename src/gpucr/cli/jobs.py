@@ -80,7 +80,7 @@ def command(*, show_all: bool, all_users: bool, forgotten: tuple[str, ...], forc
     if force and not forgotten:
         raise InvalidRequest("--force goes with --forget NAME", hint="leave it out")
     if all_users and forgotten:
-        raise InvalidRequest("--forget is for jobs of your own", hint="leave out --all-users")
+        raise InvalidRequest("--forget is for jobs of your own", hint="omit --all-users")
     more: Mapping[str, _More] = {}
     if forgotten:
         found: Sequence[ListedJob] = forget_jobs(forgotten, force=force)

@@ -85,7 +85,7 @@ def keys(
     from gpucr.operations.stores import store_keys
 
     if add_key_file is not None and add_passphrase:
-        raise InvalidRequest("one key can be added at a time", hint="leave out --add-key-file or --add-passphrase")
+        raise InvalidRequest("one key can be added at a time", hint="omit --add-key-file or --add-passphrase")
     new = read_key_file(add_key_file) if add_key_file is not None else ask_new() if add_passphrase else None
     found = with_key(key_file, lambda key: store_keys(store, key=key, add=new, remove=remove))
     if as_json:

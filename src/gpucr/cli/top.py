@@ -84,7 +84,7 @@ def _run(look: Callable[[], Seen], interval_s: float) -> None:
 
         from gpucr.cli.top_screen import TopScreen
     except ImportError as e:
-        raise InvalidRequest("gpucr top needs curses, which this Python has not", hint=hint) from e
+        raise InvalidRequest("gpucr top needs curses, which this Python lacks", hint=hint) from e
     top = TopScreen(look, interval_s)
     try:
         top.run()

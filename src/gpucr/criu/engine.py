@@ -382,7 +382,7 @@ class _Run:
 
     def _out_of_time(self) -> DeadlineExceeded:
         return DeadlineExceeded(
-            f"the time was up while CRIU was at work on the {self._phase}",
+            f"timed out while CRIU was at work on the {self._phase}",
             hint="allow more time with --timeout, or see where the time went in the log",
         )
 

@@ -92,7 +92,7 @@ def find_running(name: str) -> ListedJob:
         back = f"; `gpucr restore {snapshot}` brings back what it was then" if snapshot is not None else ""
         raise InvalidRequest(
             f"the job {name} does not run any more ({job.state.word})",
-            hint=f"`gpucr logs {name}` shows what it said last{back}",
+            hint=f"`gpucr logs {name}` shows its last output{back}",
             code="GPUCR-JOB-NOT-RUNNING",
         )
     return job
@@ -274,7 +274,7 @@ def restored_name(
         if name is not None:
             raise InvalidRequest(
                 "the job of this snapshot cannot have a name: it was not started with `gpucr run`",
-                hint="leave out --name",
+                hint="omit --name",
             )
         yield None
         return

@@ -327,7 +327,7 @@ def _network(wanted: Network | None, *, isolated: bool) -> Network:
     if wanted not in get_args(Network):
         raise InvalidRequest(f"network is {wanted!r}", hint="give one of " + ", ".join(get_args(Network)))
     if wanted == "own" and not isolated:
-        raise InvalidRequest("only an isolated job has a network of its own", hint="leave out --network own")
+        raise InvalidRequest("only an isolated job has a network of its own", hint="omit --network own")
     return wanted
 
 

@@ -394,7 +394,7 @@ def _check_target(path: Path) -> None:
         raise SnapshotError(
             f"the snapshot folder {path} cannot be made: {folder} cannot be written to",
             path=str(path),
-            hint="see whether its file system is read-only, or name a folder elsewhere with --to",
+            hint="check whether its file system is read-only, or name a folder elsewhere with --to",
         )
     if path.exists():
         _require_free(path, [] if _is_only_begun(path) else os.listdir(path), path.stat())

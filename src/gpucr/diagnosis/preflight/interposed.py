@@ -165,7 +165,7 @@ def _managed(process: CudaTraits, counts: Status) -> list[Finding]:
             f"process {process.pid} ({process.process.name}) uses managed memory",
             f"{counted(counts.managed, 'allocation')}, {_TOLD_BY}",
             "the driver refuses to checkpoint managed memory (CUDA_ERROR_NOT_SUPPORTED), and the job keeps running",
-            "use cudaMalloc or cudaHostAlloc in place of cudaMallocManaged",
+            "use cudaMalloc or cudaHostAlloc instead of cudaMallocManaged",
             process.pid,
         )
     ]

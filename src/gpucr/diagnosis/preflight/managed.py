@@ -33,6 +33,6 @@ def _finding(process: CudaTraits, measured: Measurements) -> Finding:
         f"it has /dev/nvidia-uvm mapped {process.uvm_mappings} times, without managed memory it would be once; "
         f"{say(measured, ('managed',))}",
         "the driver refuses to checkpoint managed memory (CUDA_ERROR_NOT_SUPPORTED), and the job keeps running",
-        "use cudaMalloc or cudaHostAlloc in place of cudaMallocManaged",
+        "use cudaMalloc or cudaHostAlloc instead of cudaMallocManaged",
         process.pid,
     )

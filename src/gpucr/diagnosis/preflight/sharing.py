@@ -192,7 +192,7 @@ def check_peer_access(job: JobTraits, measured: Measurements) -> list[Finding]:
             f"NVML: {', '.join(sorted(each.gpus))}; peer access itself cannot be seen from outside; "
             + say(measured, ("peer_access",)),
             "if it has copied between its GPUs with peer access, " + LOSS,
-            "insist if the program never copies between its GPUs, or give each GPU a process of its own",
+            "use --force if the program never copies between its GPUs, or give each GPU a process of its own",
             each.pid,
             code="GPUCR-PEER-ACCESS",
         )

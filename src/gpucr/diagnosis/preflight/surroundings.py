@@ -32,7 +32,7 @@ def check_outside_connections(job: Job) -> list[Finding]:
             "warning",
             f"the job has {_count(len(found), 'connection')} to programs outside it",
             _some([str(each.connection) for each in found]),
-            "a restore closes them, and the job sees that as a network that broke",
+            "a restore closes them, and the job sees that as a network failure",
             "--tcp keep on the restore takes them up again, if the other ends still wait on this host",
         )
     ]
@@ -45,7 +45,7 @@ def check_kept_connections(connections: Sequence[Connection], tcp: TcpMode, *, l
     some = _some([str(each) for each in connections])
     what = f"the job had {_count(len(connections), 'connection')} to programs outside it"
     if tcp == "close":
-        return [Finding("warning", f"{what}; they are closed", some, "the job sees a network that broke", "--tcp keep")]
+        return [Finding("warning", f"{what}; they are closed", some, "the job sees a network failure", "--tcp keep")]
     if left_running:
         return [
             Finding(
@@ -62,7 +62,7 @@ def check_kept_connections(connections: Sequence[Connection], tcp: TcpMode, *, l
         return [
             Finding(
                 "blocking",
-                "connections of the job have addresses that this machine has not",
+                "connections of the job have addresses that this machine lacks",
                 _some(absent),
                 "they can only be kept where they were",
                 "restore with --tcp close, the default, or on the machine of the dump",

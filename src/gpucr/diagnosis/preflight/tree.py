@@ -129,7 +129,7 @@ def check_session(job: Job) -> list[Finding]:
         Finding(
             "blocking",
             f"process {adopted.pid} ({adopted.name}) is in another session than its parent {adopted.parent_pid}",
-            f"session {adopted.session_id} in /proc/{adopted.pid}/stat: as a rule, what had started it has ended",
+            f"session {adopted.session_id} in /proc/{adopted.pid}/stat: usually because what started it has ended",
             consequence,
             "end it before the dump, or have it started by a process that stays, without a double fork",
             adopted.pid,
