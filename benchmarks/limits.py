@@ -18,7 +18,7 @@ from pathlib import Path
 
 from gpucr.linux import memory
 
-DISK_FILES = 8
+DISK_FILES = 32
 """So many files, with one thread each."""
 PIECE_BYTES = 16 << 20
 DISK_REPEATS = 3

@@ -1,8 +1,9 @@
 """Which machine the tests run on, what it lacks, and the CUDA program that they act on.
 
 ``GPUCR_TEST_PLATFORM`` is ``sim`` or ``gpu``; without it, a usable NVIDIA driver decides. On ``sim`` the simulator is
-put in place before the first test. ``GPUCR_REQUIRE=gpu,criu,root,runtimes,podman,containerd,prometheus,slurm,ray``
-turns the skips for these into failures.
+put in place before the first test.
+``GPUCR_REQUIRE=gpu,criu,root,runtimes,podman,containerd,prometheus,slurm,htcondor,ray`` turns the skips for these into
+failures.
 """
 
 from __future__ import annotations

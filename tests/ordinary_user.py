@@ -32,9 +32,12 @@ class CannotHaveUsers(Exception):
 
 
 class OrdinaryUser:
-    """Runs commands as ``uid``, in a home folder of his own, with the simulator in the driver's place."""
+    """Runs commands as ``uid``, in a home folder of his own, with the simulator in the driver's place.
 
-    def __init__(self, uid: int) -> None:
+    ``also``: more folders that everybody can reach.
+    """
+
+    def __init__(self, uid: int, also: tuple[Path, ...] = ()) -> None:
         self.uid = uid
         self.groups: tuple[int, ...] = ()
         self.home = Path(tempfile.mkdtemp(prefix="gpucr-user-"))
@@ -56,7 +59,7 @@ class OrdinaryUser:
         self.name = f"gpucr{uid}"
         accounts = self.home / "passwd"
         accounts.write_text(f"{Path('/etc/passwd').read_text()}{self.name}:x:{uid}:{uid}::{self.home}:/bin/sh\n")
-        set_up = f"{_reachable()}mount --bind {accounts} /etc/passwd\necho ready; exec cat"
+        set_up = f"{_reachable(also)}mount --bind {accounts} /etc/passwd\necho ready; exec cat"
         self._machine = subprocess.Popen(
             ["unshare", "--mount", "--propagation=private", "sh", "-ec", set_up],
             stdin=subprocess.PIPE,
@@ -178,12 +181,12 @@ class OrdinaryUser:
         return ["nsenter", f"--mount=/proc/{self._machine.pid}/ns/mnt", *command]
 
 
-def _reachable() -> str:
+def _reachable(also: tuple[Path, ...]) -> str:
     """Commands after which every user can reach Python, its packages and gpucr, also below a closed /root.
 
     And root the CRIU that was provided, where one was.
     """
-    paths = (sys.base_prefix, sys.prefix, _REPOSITORY, provided_folder())
+    paths: list[str | Path] = [sys.base_prefix, sys.prefix, _REPOSITORY, provided_folder(), *also]
     wanted = {Path(path).resolve() for path in paths if Path(path).exists()}
     closed = {each for path in wanted for each in path.parents if not each.stat().st_mode & 0o001} | {Path("/opt")}
     outermost = [each for each in closed if not closed & set(each.parents)]
@@ -199,9 +202,9 @@ def _reachable() -> str:
 
 
 @contextlib.contextmanager
-def ordinary_user(uid: int) -> Iterator[OrdinaryUser]:
+def ordinary_user(uid: int, also: tuple[Path, ...] = ()) -> Iterator[OrdinaryUser]:
     """One for a block. Raises CannotHaveUsers."""
-    user = OrdinaryUser(uid)
+    user = OrdinaryUser(uid, also)
     try:
         yield user
     finally:

@@ -12,8 +12,9 @@ from dataclasses import dataclass
 from datetime import datetime, timedelta
 from pathlib import Path
 
+from tests.batch.machines import Machines
 from tests.containers.runtimes import RuntimeMissing, closure, unpacked
-from tests.counter import DEADLINE_S, wait_until
+from tests.counter import wait_until
 
 TEMPLATES = Path(__file__).parents[2] / "docs/how-to/slurm"
 NODES = ("n1", "n2")
@@ -65,18 +66,10 @@ PartitionName=low Nodes=n1,n2 Default=YES PriorityTier=1 PreemptMode=REQUEUE Gra
 PartitionName=high Nodes=n1,n2 PriorityTier=10 PreemptMode=OFF MaxTime=INFINITE State=UP
 """
 
-# A loopback address beside 127.0.0.1, without which getaddrinfo finds nothing.
 _CONTROL = """
-mount -t proc proc /proc
-ip link set lo up
-ip addr add 10.99.0.1/24 dev lo
-hostname control
-mount --bind "$1/hosts" /etc/hosts
 "$1/bin/munged" --force --key-file "$1/munge/key" --socket "$1/munge/socket" --pid-file "$1/munge/pid" \
     --log-file "$1/munge/log" --seed-file "$1/munge/seed" --num-threads=2
 "$1/bin/slurmctld" -D -c &
-echo ready
-wait
 """
 
 # The controller starts itself again as /proc/self/exe, which is the loader where it was started by that.
@@ -91,14 +84,7 @@ ln -sfn slurmctld-wlm "$root/usr/sbin/slurmctld"
 exec chroot "$root" /usr/sbin/slurmctld "$@"
 """
 
-_NODE = """
-mount -t proc proc /proc
-mount -t tmpfs -o mode=755 tmpfs /run
-mount -t tmpfs -o mode=1777 tmpfs /dev/shm
-hostname "$2"
-"$1/bin/slurmd" -D -c -N "$2" -d "$1/bin/slurmstepd" &
-wait
-"""
+_NODE = '"$1/bin/slurmd" -D -c -N "$2" -d "$1/bin/slurmstepd" &'
 
 
 @dataclass(frozen=True)
@@ -155,31 +141,19 @@ class Slurm:
 
     def __init__(self, folder: Path, programs: Programs, enter: Sequence[str] = ()) -> None:
         self.folder = folder
-        self._enter = list(enter)
-        self._nodes: dict[str, subprocess.Popen[bytes]] = {}
         self._write(programs)
-        alone = ["unshare", "--mount", "--pid", "--net", "--ipc", "--uts", "--fork", "--kill-child"]
-        self._control = self._start([*self._enter, *alone, "sh", "-ec", _CONTROL, "sh", str(folder)], "control")
+        path = f"{folder}/bin:{os.environ.get('PATH', '')}"
+        environment = {"SLURM_CONF": str(folder / "slurm.conf"), "PATH": path}
+        self._machines = Machines(folder, NODES, environment, enter)
         try:
-            self._wait_ready()
+            self._machines.start_control(_CONTROL)
+            for name in NODES:
+                self.start_node(name)
+            all_idle = dict.fromkeys(NODES, "idle")
+            wait_until(lambda: self.states() == all_idle, lambda: f"{self.states()}: {self.logs()}", _LIMIT_S, _POLL_S)
         except BaseException:
             self.close()
             raise
-
-    def _wait_ready(self) -> None:
-        assert self._control.stdout is not None
-        if self._control.stdout.readline() != b"ready\n":
-            raise RuntimeMissing(f"Slurm does not start here: {(self.folder / 'control').read_text()}")
-        for name in NODES:
-            self.start_node(name)
-        all_idle = dict.fromkeys(NODES, "idle")
-        wait_until(lambda: self.states() == all_idle, lambda: f"{self.states()}: {self.logs()}", _LIMIT_S, _POLL_S)
-
-    @property
-    def environment(self) -> dict[str, str]:
-        """What finds this Slurm."""
-        path = f"{self.folder}/bin:{os.environ.get('PATH', '')}"
-        return {"SLURM_CONF": str(self.folder / "slurm.conf"), "PATH": path}
 
     def _write(self, programs: Programs) -> None:
         folder = self.folder
@@ -207,47 +181,19 @@ class Slurm:
         (folder / "gres.conf").write_text(
             "".join(f"NodeName={node} Name=gpu File=/dev/null,/dev/zero\n" for node in NODES)
         )
-        (folder / "hosts").write_text(f"127.0.0.1 localhost control {' '.join(NODES)}\n")
         subprocess.run([folder / "bin" / "mungekey", "-c", "-k", folder / "munge" / "key"], check=True)
 
     def start_node(self, name: str) -> None:
         """Give a node power."""
-        inside = ["nsenter", f"--target={self._pid()}", "--mount", "--net"]
-        alone = ["unshare", "--mount", "--pid", "--ipc", "--uts", "--fork", "--kill-child"]
-        self._nodes[name] = self._start(
-            [*inside, *alone, "sh", "-ec", _NODE, "sh", str(self.folder), name], f"node-{name}"
-        )
-
-    def _start(self, command: list[str], log: str) -> subprocess.Popen[bytes]:
-        with (self.folder / log).open("ab") as stderr:
-            return subprocess.Popen(
-                command,
-                env={**os.environ, **self.environment},
-                stdin=subprocess.DEVNULL,
-                stdout=subprocess.PIPE,
-                stderr=stderr,
-            )
+        self._machines.start_node(name, _NODE)
 
     def kill_node(self, name: str) -> None:
         """Take its power away: nothing in it lives on."""
-        _end(self._nodes.pop(name))
-
-    def _pid(self) -> int:
-        children = Path(f"/proc/{self._control.pid}/task/{self._control.pid}/children")
-        return int(children.read_text().split()[0])
+        self._machines.kill_node(name)
 
     def run(self, *words: object, env: dict[str, str] | None = None) -> str:
         """One of Slurm's commands, which must succeed. Returns what it printed."""
-        done = subprocess.run(
-            ["nsenter", f"--target={self._pid()}", "--mount", "--net", "--uts", *map(str, words)],
-            env={**os.environ, **(env or {}), **self.environment},
-            capture_output=True,
-            text=True,
-            check=False,
-            timeout=DEADLINE_S,
-        )
-        assert done.returncode == 0, f"{words}: {done.stderr}"
-        return done.stdout
+        return self._machines.run(*words, env=env)
 
     def states(self) -> dict[str, str]:
         """How the nodes are."""
@@ -296,11 +242,4 @@ class Slurm:
 
     def close(self) -> None:
         """Nothing of it lives on."""
-        for name in list(self._nodes):
-            self.kill_node(name)
-        _end(self._control)
-
-
-def _end(process: subprocess.Popen[bytes]) -> None:
-    process.kill()
-    process.communicate(timeout=DEADLINE_S)
+        self._machines.close()

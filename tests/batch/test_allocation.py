@@ -52,6 +52,18 @@ def test_htcondor_says_it_in_a_file(tmp_path: Path) -> None:
             Allocation.of({"_CONDOR_JOB_AD": str(path)})
 
 
+def test_what_only_htcondors_place_has(tmp_path: Path) -> None:
+    scratch = tmp_path / "dir_7"
+    scratch.mkdir()
+    (tmp_path / "link").symlink_to(scratch)
+    variables = {"SLURM_JOB_ID": "1", "_CONDOR_SCRATCH_DIR": str(tmp_path / "link")}
+    place = Allocation.of(variables)
+    assert [place.has_alone(path) for path in (scratch, scratch / "a/b", tmp_path / "link/store")] == [True] * 3
+    for path in (tmp_path, tmp_path / "dir_77", scratch / "../x", f"s3://{scratch}", f"s3:/{scratch}/../y"):
+        assert not place.has_alone(path)
+    assert not Allocation.of({"SLURM_JOB_ID": "1"}).has_alone(scratch)
+
+
 @pytest.mark.parametrize("given", [None, "", "../x", "a b", "-x", "x" * 65])
 def test_what_cannot_name_snapshots_is_refused(given: str | None) -> None:
     with pytest.raises(InvalidRequest) as caught:

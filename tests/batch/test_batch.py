@@ -3,13 +3,16 @@
 from __future__ import annotations
 
 import os
+import shutil
 import signal
 import time
+from typing import Any
 
 import pytest
 
 from gpucr.jobs.registered import registry
 from gpucr.linux.private_folders import state_folder
+from tests import command
 from tests.batch.system import Batch, wait_for_line
 from tests.counter import wait_until
 
@@ -82,3 +85,37 @@ def test_what_is_no_store_is_refused(batch: Batch) -> None:
     assert batch.end() == 2
     assert "is not a store" in batch.errors()
     assert registry().jobs() == ()
+
+
+def test_a_store_that_htcondor_takes_away(batch: Batch) -> None:
+    """After each dump the job ends with HTCondor's code, and the store holds that one snapshot alone."""
+    scratch: dict[str, Any] = {"_CONDOR_SCRATCH_DIR": str(batch.folder)}
+    checkpoints = ("--every", "100ms", "--checkpoint-exit", "85")
+    for start in range(3):
+        batch.start(*checkpoints, stop_at=30, **scratch)
+        assert batch.end() == 85, batch.errors()
+        told = "restored from" if start else "which only this place has: it can be restored in no other"
+        assert told in batch.errors()
+        assert batch.snapshots() == ["slurm-77"]
+    report = command.run_json("prune", batch.store)
+    assert (report["retired_packs"], report["waiting_packs"], report["deleted_packs"]) == (0, 0, 0)
+    (batch.folder / "go").touch()
+    batch.start("--every", "1h", "--checkpoint-exit", "85", stop_at=30, **scratch)
+    assert batch.end() == 0, batch.errors()
+    assert batch.steps() == [f"step {step}" for step in range(60)]
+    assert [path for path in (batch.store / "packs").rglob("*") if path.is_file()] == []
+
+
+def test_a_store_that_htcondor_did_not_bring(batch: Batch) -> None:
+    """There was no snapshot when the job left its last place: it begins anew."""
+    scratch: dict[str, Any] = {"_CONDOR_SCRATCH_DIR": str(batch.folder)}
+    for code in (1, 0):
+        batch.start(code=code, **scratch)
+        assert batch.end() == code, batch.errors()
+        shutil.rmtree(batch.store)
+
+
+def test_a_code_for_checkpoints_needs_an_interval(batch: Batch) -> None:
+    batch.start("--checkpoint-exit", "85")
+    assert batch.end() == 2
+    assert "--checkpoint-exit needs --every" in batch.errors()

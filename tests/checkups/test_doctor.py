@@ -143,7 +143,7 @@ def test_what_did_not_come_back_is_not_ok(outcome: str, severity: str, monkeypat
 
 
 def test_results_that_cannot_be_used() -> None:
-    report = gpucr.probe(["plain"])
+    report = gpucr.probe(["plain"], canary_timeout_s=1800)
     assert report.path is not None
     Path(report.path).write_text("{}")
     done = run("doctor")

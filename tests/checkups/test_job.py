@@ -14,6 +14,7 @@ from gpucr.checkups.job import check_deleted_files
 from gpucr.driver.cuda import CudaDriver
 from gpucr.errors import InvalidRequest
 from gpucr.linux import processes
+from gpucr.linux.memory import machine_available_bytes
 from tests.checkups.judging import severities
 from tests.counter import DEADLINE_S, CounterFactory, wait_until
 from tests.unit.children import python, sleeper, tracer_of, unused_pid
@@ -45,6 +46,27 @@ def test_a_job_that_can_be_dumped(counter: CounterFactory, driver: CudaDriver, t
     assert "processes: 2, with CUDA: 2" in found[0].evidence
     assert [driver.state(pid) for pid in program.processes()] == [CudaState.RUNNING] * 2
     assert program.ask() == 101
+
+
+@pytest.mark.root
+@pytest.mark.usefixtures("on_disk", "sim_only")
+@pytest.mark.parametrize(("driver_version", "severity"), [("615", "ok"), ("580", "blocking")])
+def test_memory_that_the_driver_hands_over_needs_no_host_memory(
+    driver_version: str, severity: str, counter: CounterFactory, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("GPUCR_SIM_DRIVER", driver_version)
+    program = counter("--mib", "1")
+    available_bytes = machine_available_bytes()
+    monkeypatch.setattr(
+        "gpucr.diagnosis.preflight.device_bytes_in_use", lambda job, uses: {program.pid: {"GPU-0": 2 * available_bytes}}
+    )
+    found = gpucr.doctor(program.pid).checkups
+    severities(found)
+    assert [each.severity for each in found if each.about == "host memory"] == [severity]
+    said = [each.what for each in found if each.about == "device memory"]
+    assert said == (
+        ["device memory of 1 process leaves by the driver's custom storage"] if driver_version == "615" else []
+    )
 
 
 def test_a_job_without_cuda() -> None:

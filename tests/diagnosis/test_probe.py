@@ -9,7 +9,7 @@ from pathlib import Path
 import pytest
 
 import gpucr
-from gpucr import CanaryOutcome
+from gpucr import CanaryOutcome, gang
 from gpucr.diagnosis import probe as operation
 from gpucr.diagnosis.canaries import canary, interposed, prober
 from gpucr.diagnosis.canaries.results import WHAT, CanaryResult
@@ -24,6 +24,9 @@ from gpucr.linux import processes
 from tests.counter import processes_of_this_test, wait_until
 
 COMES_BACK, REFUSED, LOST, NOT_POSSIBLE, TIMED_OUT = CanaryOutcome
+
+LONG_S = 1800.0
+"""For a canary that comes to an end by itself: on a busy machine its two starts of Python and CUDA take long."""
 
 
 @pytest.fixture(autouse=True)
@@ -40,7 +43,7 @@ def sim(sim_only: None, monkeypatch: pytest.MonkeyPatch) -> pytest.MonkeyPatch:
     return monkeypatch
 
 
-def measure(driver: CudaDriver, name: str, timeout_s: float = 60.0) -> CanaryResult:
+def measure(driver: CudaDriver, name: str, timeout_s: float = LONG_S) -> CanaryResult:
     result = prober.measure(driver, name, timeout_s)
     assert no_canary_is_left()
     return result
@@ -103,7 +106,7 @@ def test_a_probe_that_is_cancelled_keeps_nothing(driver: CudaDriver, sim: pytest
         cancel.cancel("the machine is wanted")
 
     with pytest.raises(gpucr.Interrupted, match=r"^the machine is wanted; no result is kept$"):
-        gpucr.probe(on_result=cancel_after_the_first, cancel=cancel)
+        gpucr.probe(canary_timeout_s=LONG_S, on_result=cancel_after_the_first, cancel=cancel)
     assert len(measured) == 1
     assert no_canary_is_left()
     assert gpucr.last_probe().results == ()
@@ -218,7 +221,7 @@ def test_a_driver_that_hands_nothing_over(driver: CudaDriver, sim: pytest.Monkey
 @pytest.mark.parametrize("faults", ["lock=hang", "checkpoint=hang", "restore=hang", "unlock=hang"])
 def test_a_driver_call_that_hangs(driver: CudaDriver, sim: pytest.MonkeyPatch, faults: str) -> None:
     sim.setenv("GPUCR_SIM_FAULTS", faults)
-    for timeout_s in (1.5, 6, 24):  # on a busy machine the canary may only just have started
+    for timeout_s in (1.5, 6, 24, 96):  # on a busy machine the canary may only just have started
         result = measure(driver, "plain", timeout_s)
         assert result.outcome is TIMED_OUT
         if result.action is not None:
@@ -229,6 +232,35 @@ def test_a_driver_call_that_hangs(driver: CudaDriver, sim: pytest.MonkeyPatch, f
 def test_one_of_a_pair_hangs(driver: CudaDriver, sim: pytest.MonkeyPatch) -> None:
     sim.setenv("GPUCR_SIM_FAULTS", "restore=hang")
     assert measure(driver, "shared_memory_ranks", timeout_s=2).outcome is TIMED_OUT
+
+
+@pytest.mark.parametrize(
+    ("owner", "name", "faults"),
+    [(gang, "discover", ""), (canary.Canary, "ask", ""), (canary.Canary, "ask", "checkpoint=801")],
+)
+def test_time_that_runs_out_between_two_actions(
+    driver: CudaDriver, sim: pytest.MonkeyPatch, owner: object, name: str, faults: str
+) -> None:
+    """Then the canary is killed: what is seen of it after that is nothing that the driver has done."""
+    sim.setenv("GPUCR_SIM_FAULTS", faults)
+    real, is_late = getattr(owner, name), False
+
+    def late(*arguments: object) -> object:
+        nonlocal is_late
+        wait_until(no_canary_is_left, "the canary to be killed")
+        is_late = True
+        for each in arguments:
+            if isinstance(each, canary.Canary):
+                each._deadline += 3600  # its end is seen before the clock is looked at
+        return real(*arguments)
+
+    sim.setattr(owner, name, late)
+    for timeout_s in (1.5, 6, 24, 96):  # on a busy machine the canary may only just have started
+        result = measure(driver, "plain", timeout_s)
+        assert (result.outcome, result.action) == (TIMED_OUT, None) or not is_late, result
+        if is_late:
+            break
+    assert is_late
 
 
 def test_a_canary_that_never_gets_ready(driver: CudaDriver, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -288,7 +320,7 @@ def test_a_prober_that_is_killed_leaves_no_canary(sim_only: None, tmp_path: Path
 
 def test_probe_measures_all_and_keeps_it(sim: pytest.MonkeyPatch, state_home: Path) -> None:
     told: list[str] = []
-    report = gpucr.probe(on_result=lambda result: told.append(result.name))
+    report = gpucr.probe(canary_timeout_s=LONG_S, on_result=lambda result: told.append(result.name))
     assert told == list(WHAT) == [result.name for result in report.results]
     assert report.problem is None
     assert report.path is not None
@@ -298,24 +330,24 @@ def test_probe_measures_all_and_keeps_it(sim: pytest.MonkeyPatch, state_home: Pa
 
 
 def test_only_one_is_measured_again_and_the_others_stay(sim: pytest.MonkeyPatch) -> None:
-    first = gpucr.probe(["plain"])
+    first = gpucr.probe(["plain"], canary_timeout_s=LONG_S)
     assert [result.name for result in first.results] == ["plain"]
-    second = gpucr.probe(["managed"])
+    second = gpucr.probe(["managed"], canary_timeout_s=LONG_S)
     assert [result.name for result in second.results] == ["plain", "managed"]
     assert second.results[0] == first.results[0]
     sim.setenv("GPUCR_SIM_FAULTS", "restore=999")
-    assert [result.outcome for result in gpucr.probe(["plain"]).results] == [LOST, REFUSED]
+    assert [result.outcome for result in gpucr.probe(["plain"], canary_timeout_s=LONG_S).results] == [LOST, REFUSED]
 
 
 def test_another_driver_has_nothing_measured(sim: pytest.MonkeyPatch) -> None:
-    gpucr.probe(["plain"])
+    gpucr.probe(["plain"], canary_timeout_s=LONG_S)
     sim.setenv("GPUCR_SIM_DRIVER", "610")
     assert gpucr.last_probe().results == ()
 
 
 def test_results_that_cannot_be_kept(sim: pytest.MonkeyPatch, tmp_path: Path) -> None:
     (tmp_path / "state").write_text("a file where the folder should be")
-    report = gpucr.probe(["plain"])
+    report = gpucr.probe(["plain"], canary_timeout_s=LONG_S)
     assert [result.outcome for result in report.results] == [COMES_BACK]
     assert report.path is None
     assert report.problem is not None
@@ -336,7 +368,7 @@ def test_a_name_that_is_no_canarys() -> None:
 def test_what_preflight_can_rely_on(sim: pytest.MonkeyPatch, driver: CudaDriver) -> None:
     assert operation.measurements(driver) == {}
     assert operation.measurements(None) == {}
-    gpucr.probe(["plain", "peer_access", "managed"])
+    gpucr.probe(["plain", "peer_access", "managed"], canary_timeout_s=LONG_S)
     sim.setenv("GPUCR_SIM_FAULTS", "lock=hang")
     gpucr.probe(["pinned"], canary_timeout_s=1)
     known = {name: one.comes_back for name, one in operation.measurements(driver).items()}

@@ -42,7 +42,7 @@ PAGES = sorted(
         *(ROOT / "changes").glob("*.md"),
         SOURCES / "error_codes.md",
     ]
-    if _DECISIONS not in path.parents and path.name != "ways-off-the-gpu.md"
+    if _DECISIONS not in path.parents
 )
 
 

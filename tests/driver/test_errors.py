@@ -73,7 +73,9 @@ def test_result_codes(
     ("action", "result", "words"),
     [
         ("lock", 401, "the process is running, and lock needs it running"),
+        ("restore", 401, "`gpucr resume`"),
         ("lock", 600, "allow more time"),
+        ("lock", 801, "profiler"),
         ("checkpoint", 801, "managed memory"),
         ("restore", 1, "GPU map"),
         ("restore", 2, "free memory"),

@@ -20,6 +20,7 @@ from gpucr.errors import GpucrError
 from gpucr.interposer import client
 from gpucr.interposer.client import Agent, Held, ask_status, socket_path
 from gpucr.interposer.protocol import MOST_BYTES, Code, Kept, Operation, OtherVersion, Refused, parse, request
+from gpucr.sim import build as simulator
 from tests.interposer.conftest import Start
 from tests.sim.libcuda import Libcuda
 
@@ -373,7 +374,10 @@ def test_a_thread_that_waits_at_the_drivers_lock_is_inside(job: Callable[..., Jo
     with Agent(process.pid) as agent:
         while agent.status().inside == 0:
             pass
-        assert agent.close_gate(0).inside == 1
+        closed = agent.close_gate(0)
+        assert (closed.inside, closed.thread) == (1, process.pid)
+        assert closed.pending == f"was in {closed.function} (thread {process.pid})"
+        assert closed.function.startswith("cuMem")
         assert driver.act("unlock", process.pid) == 0
         assert agent.close_gate(5).is_empty  # it left; its next call waits in front of the gate
         agent.open_gate()
@@ -397,6 +401,16 @@ elif sys.argv[1] == "dlmopen":
 print("ready", flush=True)
 sys.stdin.readline()
 """
+
+
+@pytest.mark.parametrize("name", ["libcuda.so", "cuda-driver"])
+def test_a_program_may_load_the_driver_by_another_name(start: Start, sim_only: None, tmp_path: Path, name: str) -> None:
+    (tmp_path / name).symlink_to(simulator.build() / "libcuda.so.1")
+    process = start(sys.executable, "-c", AROUND.replace("libcuda.so.1", str(tmp_path / name)), "plain")
+    assert process.stdout is not None
+    assert process.stdout.readline().strip() == "ready"
+    with Agent(process.pid) as agent:
+        assert agent.status().block_bytes == 4 << 20
 
 
 @pytest.mark.parametrize(("way", "around"), [("plain", 0), ("deepbind", 1), ("dlmopen", 1)])

@@ -14,7 +14,7 @@ import gpucr
 from gpucr.criu.engine import Criu
 from gpucr.driver.cuda import CudaDriver
 from gpucr.driver.gpus import gpu_processes
-from gpucr.errors import CriuError, CustomStorageError, DriverError, SnapshotError, Unsupported
+from gpucr.errors import CriuError, CustomStorageError, DriverError, IllegalState, SnapshotError, Unsupported
 from gpucr.gpu_state.custom_storage import carrier, suspended
 from gpucr.gpu_state.custom_storage.client import Carrier
 from gpucr.gpu_state.custom_storage.messages import Answer, Ask
@@ -181,6 +181,11 @@ def test_a_suspended_process_keeps_its_bytes_itself(
         assert {driver.state(pid) for pid in pids} == {CHECKPOINTED}
         assert all(keeps(pid) for pid in pids)
         assert not [use for use in gpu_processes() if use.pid in pids]
+        listed = {each.process.pid: each for each in gpucr.job_states(job.pid)}
+        with pytest.raises(IllegalState) as raised:
+            gpucr.Process(job.pid).restore()
+        assert "what left by custom storage comes back by that alone" in (raised.value.hint or "")
+        assert all(listed[pid].resident_bytes >= 10 << 20 for pid in pids), "what it keeps is host memory"
         del asked[:]
         gpucr.resume(job.pid)
         in_order(asked, pids, "restore", "complete", "unlock")
@@ -203,6 +208,18 @@ def test_a_suspended_job_is_dumped_and_comes_back_suspended(job: Counter, driver
     assert_runs(job, driver, pids, 101)
 
 
+def test_a_dump_counts_what_a_suspended_process_keeps(
+    job: Counter, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """It is written, and is not resident."""
+    gpucr.suspend(job.pid)
+    with monkeypatch.context() as patch:
+        patch.setattr(memory, "free_disk_bytes", lambda folder: (64 + 8) << 20)
+        blocking = [each for each in gpucr.plan_dump(job.pid, tmp_path / "s").findings if each.severity == "blocking"]
+    assert [each.code for each in blocking] == ["GPUCR-NO-SPACE"], blocking
+    gpucr.resume(job.pid)
+
+
 def test_a_resume_without_custom_storage_changes_nothing(
     job: Counter, driver: CudaDriver, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -210,8 +227,11 @@ def test_a_resume_without_custom_storage_changes_nothing(
     pids = job.processes()
     gpucr.suspend(job.pid)
     monkeypatch.setenv("GPUCR_SIM_DRIVER", "580")
-    with pytest.raises(CustomStorageError, match="this driver has no custom storage"):
-        gpucr.resume(job.pid)
+    begun: list[Progress] = []
+    with pytest.raises(Unsupported, match="this machine's driver has no custom storage") as raised:
+        gpucr.resume(job.pid, on_progress=begun.append)
+    assert raised.value.code == "GPUCR-BACKEND"
+    assert not begun
     assert {driver.state(pid) for pid in pids} == {CHECKPOINTED}
     monkeypatch.setenv("GPUCR_SIM_DRIVER", "615")
     gpucr.resume(job.pid)
@@ -306,6 +326,7 @@ def test_what_cannot_be_called_off_is_said_before(job: Counter, asked: list[tupl
 
     def listen(progress: Progress) -> None:
         if progress.event == "begin" and "which cannot be called off once begun" in progress.description:
+            assert "device memory to host memory" in progress.description
             said.append(("checkpoint", job.pid) in asked)
 
     gpucr.suspend(job.pid, on_progress=listen)

@@ -14,6 +14,7 @@ from gpucr.driver.cuda import CudaDriver
 from gpucr.errors import GpucrError, JobDamaged
 from gpucr.gpu_state.custom_storage.client import Carrier
 from gpucr.gpu_state.custom_storage.messages import Answer, Ask
+from gpucr.linux import memory
 from gpucr.model import CudaState
 from tests.command import python
 from tests.counter import Counter, CounterFactory, wait_until
@@ -28,6 +29,8 @@ from gpucr.criu.engine import Criu
 from gpucr.driver.cuda import CudaDriver
 from gpucr.gpu_state.custom_storage import kept
 from gpucr.gpu_state.custom_storage.client import Carrier
+from gpucr.gpu_state.custom_storage.spool import Spool
+from gpucr.linux import memory
 when, name, number, operation, *words = sys.argv[1:]
 left, turn = int(number), threading.Lock()
 def killing(owner, method, matches=lambda *arguments: True):
@@ -50,10 +53,21 @@ elif name in ("keep", "let_go"):
     killing(kept, name)
 elif name in ("unlock", "lock"):
     killing(CudaDriver, name)
-else:
+elif name != "frozen":
     killing(Carrier, "ask", lambda carrier, ask, *rest: ask.what == name)
+if os.environ.get("TEST_HOST_MEMORY") == "none":
+    memory.available_bytes = lambda pid=None: 0
+    file = Spool.file
+    def told(spool, size_bytes):
+        made = file(spool, size_bytes)
+        print("on disk:", spool.folder, os.fstat(made.fd).st_nlink, oct(os.fstat(made.fd).st_mode & 0o777),
+              file=sys.stderr, flush=True)
+        return made
+    Spool.file = told
 options = {"leave_running": True, "persist": "sync"} if operation == "dump" else {}
-getattr(gpucr, operation)(*(int(word) if word.isdigit() else word for word in words), **options)
+frozen = getattr(gpucr, operation)(*(int(word) if word.isdigit() else word for word in words), **options)
+if name == "frozen":
+    os.kill(os.getpid(), signal.SIGKILL)
 """
 
 pytestmark = [pytest.mark.root, pytest.mark.usefixtures("sim_only")]
@@ -70,9 +84,10 @@ def job(counter: CounterFactory) -> Counter:
     return counter("--mib", "8", "--fork", "1")
 
 
-def killed(when: str, call: str, number: int, operation: str, *words: object) -> None:
-    done = python(KILLER, when, call, number, operation, *words)
+def killed(when: str, call: str, number: int, operation: str, *words: object, env: dict[str, str] | None = None) -> str:
+    done = python(KILLER, when, call, number, operation, *words, env=env)
     assert done.returncode == -signal.SIGKILL, done.stderr
+    return done.stderr
 
 
 def wait_for_guard(pids: list[int]) -> None:
@@ -121,6 +136,60 @@ def test_in_a_dump(when: str, call: str, number: int, job: Counter, driver: Cuda
     wait_for_guard(pids)
     assert_runs(job, driver, pids, 101)
     assert (tmp_path / "s").exists() == (call in ("restore", "forget"))
+
+
+@pytest.fixture
+def short_of_memory(tmp_path: Path) -> dict[str, str]:
+    """The environment of a gpucr that has no host memory for a copy of device memory, but a disk."""
+    if memory.lies_in_memory(tmp_path):
+        pytest.skip("files on a disk are tried: give pytest a --basetemp there")
+    return {"TEST_HOST_MEMORY": "none", "TMPDIR": str(tmp_path)}
+
+
+@pytest.mark.criu
+@pytest.mark.parametrize(
+    ("when", "call", "number"),
+    moments(
+        ("checkpoint", 2), ("copy", 1), ("copy", 2), ("complete", 1), ("saved", 2), ("criu", 1), ("restore", 2),
+        ("complete", 4),
+    ),
+)  # fmt: skip
+def test_in_a_dump_by_way_of_a_disk(
+    when: str,
+    call: str,
+    number: int,
+    job: Counter,
+    driver: CudaDriver,
+    tmp_path: Path,
+    short_of_memory: dict[str, str],
+) -> None:
+    """The only copy is in files without names, which the carrier has open, too."""
+    pids, store = job.processes(), tmp_path / "store"
+    gpucr.init_store(store)
+    said = killed(when, call, number, "dump", job.pid, f"{store}#s", env=short_of_memory)
+    assert said.count(f"on disk: {tmp_path} 0 0o600") == len(pids), said
+    wait_for_guard(pids)
+    assert_runs(job, driver, pids, 101)
+    assert [each.name for each in tmp_path.iterdir()] == ["store"]
+
+
+@pytest.mark.parametrize(
+    ("when", "call", "number"), [("after", "copy", 2), ("after", "complete", 2), ("after", "frozen", 1)]
+)
+def test_in_a_freeze_by_way_of_a_disk(
+    when: str,
+    call: str,
+    number: int,
+    job: Counter,
+    driver: CudaDriver,
+    tmp_path: Path,
+    short_of_memory: dict[str, str],
+) -> None:
+    pids = job.processes()
+    assert "on disk" in killed(when, call, number, "freeze", job.pid, env=short_of_memory)
+    wait_for_guard(pids)
+    assert_runs(job, driver, pids, 101)
+    assert not list(tmp_path.iterdir())
 
 
 @pytest.mark.parametrize(

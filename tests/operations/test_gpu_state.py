@@ -2,6 +2,10 @@
 
 from __future__ import annotations
 
+import os
+import re
+import signal
+import subprocess
 from pathlib import Path
 from typing import get_args
 
@@ -9,14 +13,16 @@ import pytest
 
 import gpucr
 from gpucr.driver.cuda import CudaDriver
-from gpucr.errors import InvalidRequest, Unsupported
+from gpucr.errors import InvalidRequest, LockTimeout, Unsupported
 from gpucr.gpu_state import staging
 from gpucr.gpu_state.ways import GpuState
+from gpucr.interposer.client import Agent, Closed
 from gpucr.interposer.library import installed, preload_path
 from gpucr.linux import processes
 from gpucr.model import CudaState
+from gpucr.sim import build as simulator
 from tests.conftest import skip_or_fail
-from tests.counter import Counter, CounterFactory
+from tests.counter import Counter, CounterFactory, processes_in, wait_until
 
 RUNNING, CHECKPOINTED = CudaState.RUNNING, CudaState.CHECKPOINTED
 SIZE_BYTES = 24 << 20
@@ -70,6 +76,32 @@ def test_a_process_without_an_interposer_does_not_go_its_way(counter: CounterFac
     assert_runs(job, driver)
 
 
+def test_a_process_that_has_no_memory_to_leave_does_not_keep_the_others_from_it(
+    driver: CudaDriver, sim_only: None, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """As torch.compile's workers, which have a context and no memory of their own."""
+    monkeypatch.setenv("GPUCR_INTERPOSER_DIR", str(tmp_path / "agents"))
+    monkeypatch.setenv("LD_PRELOAD", preload_path(installed()))
+    program, out = simulator.build() / "counter", (tmp_path / "24", tmp_path / "1")
+    ranks = "".join(f"{program} --port 0 --no-shm --mib {each.name} > {each} & " for each in out)
+    with subprocess.Popen(["sh", "-c", ranks + "wait"], cwd=tmp_path, start_new_session=True) as job:
+        monkeypatch.delenv("LD_PRELOAD")
+        try:
+            wait_until(lambda: all(r.exists() and r.read_text().startswith("ready") for r in out), "both of them")
+            large, small = (int(re.findall(r"ready pid=(\d+)", each.read_text())[0]) for each in out)
+            gpucr.suspend(job.pid, gpu_state="interposed", force=True)
+            assert [driver.state(pid) for pid in (large, small)] == [CHECKPOINTED] * 2
+            gpucr.resume(job.pid)
+            assert [driver.state(pid) for pid in (large, small)] == [RUNNING] * 2
+            os.kill(large, signal.SIGKILL)
+            wait_until(lambda: large not in processes_in(tmp_path), "the large one to end")
+            with pytest.raises(Unsupported, match=f"process {small} cannot leave by an interposer: it has no memory"):
+                gpucr.suspend(job.pid, gpu_state="interposed")
+            assert driver.state(small) is RUNNING
+        finally:
+            os.killpg(job.pid, signal.SIGKILL)
+
+
 def test_what_cannot_be_captured_is_not_suspended_otherwise(
     counter: CounterFactory, driver: CudaDriver, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -89,3 +121,32 @@ def test_another_word(counter: CounterFactory) -> None:
     job = counter("--mib", "8")
     with pytest.raises(InvalidRequest, match="gpu_state is 'plain'"):
         gpucr.suspend(job.pid, gpu_state="plain")  # type: ignore[arg-type]
+
+
+def test_a_library_whose_agent_can_make_no_socket(counter: CounterFactory, driver: CudaDriver, tmp_path: Path) -> None:
+    environment = {"LD_PRELOAD": preload_path(installed()), "GPUCR_INTERPOSER_DIR": str(tmp_path / "not" / "there")}
+    job = counter("--mib", "24", env=environment)
+    with pytest.raises(Unsupported, match="cannot leave by an interposer: no call of CUDA has come to it"):
+        gpucr.suspend(job.pid, gpu_state="interposed")
+    assert_runs(job, driver)
+    gpucr.suspend(job.pid)
+    gpucr.resume(job.pid)
+    assert_runs(job, driver)
+
+
+@pytest.mark.parametrize(
+    ("closed", "told"),
+    [
+        (Closed(1, 0, 77, "cuMemcpyDtoH_v2"), r"was in cuMemcpyDtoH_v2 \(thread 77\)"),
+        (Closed(0, 1), "captured a stream"),
+        (Closed(2, 0), "was inside the driver"),
+    ],
+)
+def test_who_keeps_the_gate_from_being_empty_is_told(
+    closed: Closed, told: str, interposed: Counter, driver: CudaDriver, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    with monkeypatch.context() as patched:
+        patched.setattr(Agent, "close_gate", lambda self, wait_s: closed)
+        with pytest.raises(LockTimeout, match=f"process {interposed.pid} still {told} when the time for its lock"):
+            gpucr.suspend(interposed.pid, gpu_state="interposed", timeout_s=2)
+    assert_runs(interposed, driver)

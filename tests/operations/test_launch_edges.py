@@ -342,18 +342,19 @@ def _open_files(pid: int) -> list[str]:
 
 
 CANCELLED_EXEC = """
-import os, signal, sys
+import os, signal, sys, time
 import gpucr
 from gpucr.jobs import visit
 from gpucr.operations.exec_in_job import run_inside
-ran, limit_s, *words = sys.argv[1:]
+ran, limit_s, slow_s, *words = sys.argv[1:]
 visit._TERM_LIMIT_S = float(limit_s)
 cancel = gpucr.Cancellation()
 def look(*_):
     if os.path.exists(ran):
         cancel.cancel("the machine is wanted")
+    time.sleep(float(slow_s))
 signal.signal(signal.SIGALRM, look)
-signal.setitimer(signal.ITIMER_REAL, 0.05, 0.05)
+signal.setitimer(signal.ITIMER_REAL, 0.05, 0.05 + 2 * float(slow_s))
 if ran == "/":
     look()
 try:
@@ -381,13 +382,22 @@ def cancelled_exec(*words: object) -> str:
 def test_an_exec_that_is_cancelled_ends_its_command(tmp_path: Path, trap: str, limit_s: int) -> None:
     ran = tmp_path / "ran"
     script = f"{trap} echo $$ >{ran}.new; mv {ran}.new {ran}; while :; do sleep 0.1; done"
-    said = cancelled_exec(ran, limit_s, "sh", "-c", script)
+    said = cancelled_exec(ran, limit_s, 0, "sh", "-c", script)
+    assert said == "the machine is wanted; the command was ended\n"
+    assert not Path(f"/proc/{ran.read_text().strip()}").exists()
+
+
+def test_a_handler_that_takes_longer_than_a_look_is_no_signal(tmp_path: Path) -> None:
+    """As on a busy machine. A wait for signals of Python's has got one then that never came."""
+    ran = tmp_path / "ran"
+    script = f"echo $$ >{ran}.new; mv {ran}.new {ran}; while :; do sleep 0.1; done"
+    said = cancelled_exec(ran, 1000, 0.15, "sh", "-c", script)
     assert said == "the machine is wanted; the command was ended\n"
     assert not Path(f"/proc/{ran.read_text().strip()}").exists()
 
 
 def test_an_exec_that_was_cancelled_before_runs_nothing(tmp_path: Path) -> None:
-    assert cancelled_exec("/", 0, "touch", tmp_path / "ran") == "the machine is wanted; nothing was run\n"
+    assert cancelled_exec("/", 0, 0, "touch", tmp_path / "ran") == "the machine is wanted; nothing was run\n"
     assert not (tmp_path / "ran").exists()
 
 
@@ -398,6 +408,20 @@ def test_exec_passes_signals_on(number: signal.Signals) -> None:
         assert running.stdout is not None
         assert running.stdout.readline() == "ready\n"
         os.kill(running.pid, number)
+        assert running.wait(command.TIMEOUT_S) == 9
+
+
+def test_signals_are_passed_on_by_what_could_be_cancelled() -> None:
+    code = (
+        "import gpucr, os, sys\nfrom gpucr.operations.exec_in_job import run_inside\n"
+        "sys.exit(run_inside(os.getppid(), sys.argv[1:], cancel=gpucr.Cancellation()))"
+    )
+    script = "trap 'exit 9' TERM; echo ready; while :; do sleep 0.01; done"
+    words = [sys.executable, "-c", code, "sh", "-c", script]
+    with subprocess.Popen(words, stdout=subprocess.PIPE, text=True) as running:
+        assert running.stdout is not None
+        assert running.stdout.readline() == "ready\n"
+        running.terminate()
         assert running.wait(command.TIMEOUT_S) == 9
 
 

@@ -17,6 +17,7 @@ from gpucr.criu.install import GRANTED_FOLDER
 from tests.conftest import skip_or_fail
 from tests.counter import wait_until
 from tests.ordinary_user import CannotHaveUsers, OrdinaryUser, ordinary_user
+from tests.ports import lasting_port
 
 pytestmark = pytest.mark.criu
 
@@ -337,6 +338,25 @@ def test_suspend_and_freeze_need_no_grant_and_a_dump_names_it(stranger: Ordinary
     assert done.returncode == 0, done.stderr
     assert int(done.stdout) > 1 << 20
     assert stranger.succeeds("sim", "ask", "7004", "inc") == "101\n"
+
+
+def test_what_root_has_suspended_by_custom_storage_only_root_resumes(
+    stranger: OrdinaryUser, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """It is refused before anything begins."""
+    monkeypatch.setenv("GPUCR_SIM_DRIVER", "615")
+    monkeypatch.setitem(stranger.environment, "GPUCR_SIM_DRIVER", "615")
+    port = lasting_port()
+    pid = stranger.start_counter("handed-over", port)
+    suspended = stranger.as_root("suspend", str(pid), "--gpu-state", "custom")
+    assert suspended.returncode == 0, suspended.stderr
+    code, said = stranger.refused("resume", "handed-over")
+    assert code == "GPUCR-BACKEND"
+    assert "the driver's custom storage is for root alone" in said
+    assert "undoing" not in said
+    resumed = stranger.as_root("resume", str(pid))
+    assert resumed.returncode == 0, resumed.stderr
+    assert stranger.succeeds("sim", "ask", str(port), "inc") == "101\n"
 
 
 def test_only_root_grants_and_revokes(stranger: OrdinaryUser) -> None:

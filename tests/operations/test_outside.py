@@ -1,14 +1,19 @@
 """Jobs with shared memory, alone and with files and connections: dumped, ended, and back at once. With real CRIU.
 
-The tests look at all of /dev/shm: none beside them may make files there of which CRIU links the names.
+None may run beside another that has files in /dev/shm to which CRIU gives a name while it dumps: it numbers these names
+anew in each dump, and one of two that want the same number fails.
 """
 
 from __future__ import annotations
 
+import contextlib
+import fcntl
 import os
 import re
+import signal
 import socket
 import subprocess
+import tempfile
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -19,6 +24,7 @@ import gpucr
 from gpucr.criu.engine import Criu
 from gpucr.sim import build as simulator
 from tests import command
+from tests.command import python
 from tests.counter import wait_until
 from tests.operations.stepping import StartJob
 from tests.operations.test_connections import time_waits
@@ -91,16 +97,47 @@ while True:
 """What jobs have in /dev/shm. At each turn the child takes the lock once and posts the semaphore."""
 
 
+KILLED_AT_THE_END = """
+import gpucr, os, signal, sys
+from gpucr.operations import dump_steps
+commit = dump_steps.commit
+def committing(context, draft, *rest):
+    for each in draft.shared_files:
+        if any("link_remap" in name for name in each.names):
+            print("named by CRIU", file=sys.stderr, flush=True)
+    return commit(context, draft, *rest)
+dump_steps.commit = committing
+dump_steps.CriuDump._size_bytes_after_the_end = lambda self: os.kill(os.getpid(), signal.SIGKILL)
+gpucr.dump(int(sys.argv[1]), sys.argv[2])
+"""
+
+
 @pytest.fixture
 def shared_name() -> Iterator[str]:
     name = f"gpucr-test-{os.getpid()}"
-    yield name
-    for path in Path("/dev/shm").glob(f"*{name}*"):
-        path.unlink()
+    with (Path(tempfile.gettempdir()) / f"gpucr-tests-of-shared-memory-{os.getuid()}").open("w") as lock:
+        fcntl.flock(lock, fcntl.LOCK_EX)  # until the others, in other processes, are through
+        yield name
+        for path in Path("/dev/shm").glob(f"*{name}*"):
+            path.unlink()
 
 
 def shared_paths(name: str) -> list[str]:
-    return sorted(path.name for path in Path("/dev/shm").iterdir() if name in path.name or "link_remap" in path.name)
+    """Also what CRIU has named and left there. While another job is dumped, by another test, it has such names, too."""
+    passing = remaps()
+    with contextlib.suppress(AssertionError):
+        wait_until(lambda: not passing & remaps(), "the dumps of others")
+    left = [remap for remap, _ in passing & remaps()]
+    return sorted([*left, *(path.name for path in Path("/dev/shm").iterdir() if name in path.name)])
+
+
+def remaps() -> set[tuple[str, int]]:
+    """CRIU's names in /dev/shm, and their inodes."""
+    found = set()
+    for path in Path("/dev/shm").glob("link_remap.*"):
+        with contextlib.suppress(FileNotFoundError):
+            found.add((path.name, path.lstat().st_ino))
+    return found
 
 
 def test_shared_memory_comes_back_as_it_was(start: StartJob, tmp_path: Path, shared_name: str) -> None:
@@ -120,6 +157,22 @@ def test_shared_memory_comes_back_as_it_was(start: StartJob, tmp_path: Path, sha
     assert job.go_on() == "2 1 b'first' True"
     assert Path(f"/dev/shm/{shared_name}").stat().st_ino != inode, "it was made again"
     assert shared_paths(shared_name) == [shared_name, f"sem.{shared_name}"]
+
+
+def test_a_gpucr_that_is_killed_when_criu_has_ended_leaves_no_names(
+    start: StartJob, tmp_path: Path, shared_name: str
+) -> None:
+    """The snapshot is complete by then. The names would be in the way of another job's dump."""
+    job = start(SHARED.replace("NAME", shared_name))
+    inode = Path(f"/dev/shm/sem.{shared_name}").stat().st_ino
+    done = python(KILLED_AT_THE_END, job.pid, tmp_path / "s")
+    assert done.returncode == -signal.SIGKILL, done.stderr
+    assert "named by CRIU" in done.stderr
+    job.reap()
+    assert inode not in [each for _, each in remaps()]
+    job.forget()
+    gpucr.restore(tmp_path / "s")
+    assert job.go_on() == "2 1 b'first' True"
 
 
 def test_shared_memory_whose_names_are_gone_comes_back(start: StartJob, tmp_path: Path, shared_name: str) -> None:

@@ -90,7 +90,7 @@ def test_a_machine_that_was_measured_to_bring_it_back(
     pair: Pair, nothing_measured: pytest.MonkeyPatch, case: str
 ) -> None:
     nothing_measured.setenv("GPUCR_SIM_DRIVER", "610")
-    gpucr.probe(["legacy_ipc"])
+    gpucr.probe(["legacy_ipc"], canary_timeout_s=1800)
     process, first, _ = pair(case)
     assert gpucr.suspend(first).warnings == ()
     gpucr.resume(first)

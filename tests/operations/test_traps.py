@@ -95,13 +95,13 @@ def test_a_process_on_two_gpus_is_refused_until_peer_access_is_measured_to_come_
     program = counter("--devices", "0,1", "--mib", "2")
     with pytest.raises(Unsupported, match=r"may use peer access .*not measured on this machine"):
         gpucr.suspend(program.pid)
-    gpucr.probe(["peer_access"])
+    gpucr.probe(["peer_access"], canary_timeout_s=1800)
     with pytest.raises(Unsupported, match=r"peer_access measured on this machine on [\d-]{10}: lost"):
         gpucr.suspend(program.pid)
     machine_with_peers.setenv("GPUCR_SIM_DRIVER", "future")
     with pytest.raises(Unsupported, match="not measured on this machine"):
         gpucr.suspend(program.pid)
-    gpucr.probe(["peer_access"])
+    gpucr.probe(["peer_access"], canary_timeout_s=1800)
     gpucr.suspend(program.pid)
     gpucr.resume(program.pid)
     assert program.send("verify") == "ok"
@@ -179,7 +179,7 @@ def test_a_machine_that_was_measured_to_bring_nothing_back(
     gpucr.dump(program.pid, tmp_path / "snapshot")
     program.reap()
     machine_with_peers.setenv("GPUCR_SIM_FAULTS", "restore=999")
-    gpucr.probe(["plain"])
+    gpucr.probe(["plain"], canary_timeout_s=1800)
     with pytest.raises(Unsupported, match="does not bring back even a plain CUDA program"):
         gpucr.restore(tmp_path / "snapshot")
     assert not program.alive

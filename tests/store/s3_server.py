@@ -47,8 +47,9 @@ class Server:
 def serving(folder: Path) -> Iterator[Server]:
     """A server with one empty bucket, stopped at the end."""
     port = lasting_port()
-    command = [sys.executable, __file__, str(port), str(folder)]
-    with subprocess.Popen(command, stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL) as process:
+    command = [sys.executable, "-m", "tests.store.s3_server", str(port), str(folder)]
+    root, quiet = Path(__file__).parents[2], subprocess.DEVNULL
+    with subprocess.Popen(command, cwd=root, stdout=quiet, stderr=quiet) as process:
         try:
             _wait_until(lambda: _answers(port), process)
             connection = http.client.HTTPConnection("127.0.0.1", port)

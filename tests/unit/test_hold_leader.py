@@ -351,6 +351,7 @@ class GateAndLock:
         self._job = job
         self._lock = DriverLock(job, pid)
         self.pid = pid
+        self.pending = self._lock.pending
 
     def hold(self, timeout_s: float) -> bool:
         self._job.close_gate(self.pid)

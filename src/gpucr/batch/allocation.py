@@ -6,6 +6,7 @@ import re
 import shlex
 from collections.abc import Mapping
 from dataclasses import dataclass
+from pathlib import Path
 
 from gpucr.batch.time_limit import end_of_place
 from gpucr.errors import InvalidRequest
@@ -21,7 +22,8 @@ _ID = re.compile(r"[A-Za-z0-9][A-Za-z0-9._-]{0,63}")
 class Allocation:
     """A place for one job. ``end_s``: when it is taken away (time.time()); ``gpus``: as CUDA_VISIBLE_DEVICES has it.
 
-    ``is_first``: the job has had no place before, where the batch system tells.
+    ``is_first``: the job has had no place before, where the batch system tells. ``scratch``: a folder that only this
+    place has; HTCondor brings there what the job has left in its last one, and takes away what is in the submit file.
     """
 
     id: str
@@ -29,6 +31,7 @@ class Allocation:
     end_s: float | None
     variables: Mapping[str, str]
     is_first: bool = True
+    scratch: Path | None = None
 
     @classmethod
     def of(cls, environment: Mapping[str, str], given_id: str | None = None) -> Allocation:
@@ -53,6 +56,15 @@ class Allocation:
             end_of_place(environment),
             {name: value for name, value in environment.items() if name.startswith(_PREFIXES)},
             environment.get("SLURM_RESTART_COUNT", "0") == "0" and condor.get("NumShadowStarts", 1) <= 1,
+            Path(scratch).resolve() if (scratch := environment.get("_CONDOR_SCRATCH_DIR")) else None,
+        )
+
+    def has_alone(self, path: str | Path) -> bool:
+        """Whether a path, which may be a URL as well, lies in the folder that only this place has."""
+        return (
+            self.scratch is not None
+            and "://" not in str(path)
+            and self.scratch in (where := Path(path).resolve(), *where.parents)
         )
 
     def as_shell(self) -> str:

@@ -58,7 +58,9 @@ class BatchJob:
     """What is to be run, and how its place ends. Durations in seconds.
 
     ``grace_s``: how long a dump may take once the end is known. ``before_end_s``: how long before the time limit it
-    begins. ``every_s``: a dump that leaves the job running, so often. ``signals``: those that announce the end.
+    begins. ``every_s``: a dump that leaves the job running, so often; or that ends it, with the code
+    ``checkpoint_exit``, for a batch system that takes the snapshot away then, and starts the job again. ``signals``:
+    those that announce the end.
     ``only_while``: descriptors of processes (pidfds). When one of these has ended, the job may already run elsewhere:
     it is ended at once, without a dump.
     """
@@ -69,6 +71,7 @@ class BatchJob:
     grace_s: float
     before_end_s: float | None = None
     every_s: float | None = None
+    checkpoint_exit: int | None = None
     signals: tuple[signal.Signals, ...] = (signal.SIGUSR1, signal.SIGTERM)
     requeue_exit: int = REQUEUE_EXIT
     run_options: tuple[tuple[str, Any], ...] = ()
@@ -87,7 +90,10 @@ def run_batch(job: BatchJob, say: Callable[[str], None], *, key: Secret | None =
     """
     with _Notice(job.signals) as notice:
         place = job.allocation
-        return _Run(job, say, notice, JobSnapshots(job.store, place.id, key, may_make=place.is_first)).to_its_end()
+        # Where the batch system would have brought the store and there is none, there was no snapshot.
+        travels = place.has_alone(job.store)
+        snapshots = JobSnapshots(job.store, place.id, key, may_make=place.is_first or travels, travels=travels)
+        return _Run(job, say, notice, snapshots).to_its_end()
 
 
 class _Notice:
@@ -139,6 +145,10 @@ class _Run:
         environment_file = _environment_file(self._job.allocation)
         if latest is None:
             self._forget_lost_start()
+            if self._job.allocation.has_alone(Path.cwd()):
+                self._say(
+                    f"warning: the job runs in {Path.cwd()}, which only this place has: it can be restored in no other"
+                )
             environment = {**os.environ, ENVIRONMENT_VARIABLE: str(environment_file)}
             options = dict(self._job.run_options)
             started = run_job(
@@ -207,7 +217,9 @@ class _Run:
             if (reason := self._reason()) is not None and (code := self._leave(record, reason)) is not None:
                 return code
             if (every_s := self._job.every_s) is not None and time.monotonic() >= self._next_s:
-                self._dump(record, None, leave_running=True)
+                ending = self._job.checkpoint_exit
+                if self._dump(record, None, leave_running=ending is None) and ending is not None:
+                    return ending
                 self._next_s = time.monotonic() + every_s
 
     def _reason(self) -> str | None:

@@ -6,21 +6,31 @@ from collections.abc import Sequence
 from typing import TYPE_CHECKING
 
 from gpucr.errors import InvalidRequest, StoreError
-from gpucr.operations.stores import init_store, list_snapshots, remove_snapshot
+from gpucr.operations.stores import init_store, list_snapshots, prune_store, remove_snapshot
 from gpucr.snapshot.in_store import SnapshotInStore
 from gpucr.snapshot.location import is_store, open_snapshot
+from gpucr.store.retention import PruneRules
 
 if TYPE_CHECKING:
     from gpucr.store.keys import Secret
     from gpucr.store.stored_snapshot import StoredSnapshot
 
+_RULES_OF_TRAVEL = PruneRules(grace_s=0, dead_after_s=0, repack_below=0.5)
+
 
 class JobSnapshots:
-    """Those of ``job_id`` in ``store``, a URL or a folder, which is made where it is not there and ``may_make``."""
+    """Those of ``job_id`` in ``store``, a URL or a folder, which is made where it is not there and ``may_make``.
 
-    def __init__(self, store: str, job_id: str, key: Secret | None, *, may_make: bool = True) -> None:
+    ``travels``: nobody else has this store, and the batch system copies it from place to place: what is removed is
+    pruned at once.
+    """
+
+    def __init__(
+        self, store: str, job_id: str, key: Secret | None, *, may_make: bool = True, travels: bool = False
+    ) -> None:
         self.key = key
         self._may_make = may_make
+        self._travels = travels
         self.known: tuple[StoredSnapshot, ...] = ()
         self._store = store
         self._id = job_id
@@ -95,6 +105,9 @@ class JobSnapshots:
     def _remove(self, chosen: Sequence[StoredSnapshot]) -> None:
         for each in chosen:
             remove_snapshot(f"{self._store}#{each.id}", key=self.key)
+        if self._travels and chosen:
+            for _ in ("retired", "deleted"):  # what one prune retires the next one deletes
+                prune_store(self._store, _RULES_OF_TRAVEL, key=self.key)
 
 
 def require_store(place: str) -> str:

@@ -3,8 +3,11 @@
 from __future__ import annotations
 
 import os
-from collections.abc import Mapping, Sequence
+from collections import Counter
+from collections.abc import Collection, Mapping, Sequence
 from pathlib import Path
+
+from msgspec import structs
 
 from gpucr.checkups import engine, privileges, storage
 from gpucr.checkups.checkup import from_findings, ok
@@ -15,6 +18,7 @@ from gpucr.diagnosis.traps import findings_of_traps
 from gpucr.driver.gpus import gpu_processes, list_gpus
 from gpucr.errors import InvalidRequest, Unsupported
 from gpucr.gpu_state import suspended
+from gpucr.gpu_state.ways import CUSTOM, first_choice
 from gpucr.jobs import registered, selection
 from gpucr.jobs.selector import JobSelector
 from gpucr.linux import processes
@@ -45,7 +49,9 @@ def examine(target: int | str | JobSelector, folder: Path, *, was_named: bool) -
         ok("sharing", "nothing shows that would be lost", "environment, mapped and open files, NVML"),
     )
     findings += _processes(job, isolated=found.sandbox is not None)
-    findings += _room(job, uses, folder)
+    handed_over = _handed_over(found)
+    findings += [structs.replace(each, about="device memory") for each in preflight.check_handed_over(handed_over)]
+    findings += _room(job, uses, folder, handed_over)
     return [*findings, *_surroundings(folder, was_named=was_named)]
 
 
@@ -121,12 +127,23 @@ def check_deleted_files(largest_bytes: Mapping[int, int]) -> list[preflight.Find
     ]
 
 
-def _room(job: Job, uses: Sequence[GpuUse], folder: Path) -> list[Finding]:
+def _handed_over(found: selection.FoundJob) -> list[int]:
+    """Whose memory the driver would hand over, as far as can be told without trying."""
+    driver = found.driver
+    running = [member.pid for member in found.job.gang if member.found is not CudaState.CHECKPOINTED]
+    return [pid for pid in running if driver is not None and first_choice(pid, driver) == CUSTOM]
+
+
+def _room(job: Job, uses: Sequence[GpuUse], folder: Path, handed_over: Collection[int]) -> list[Finding]:
+    """``handed_over``: whose memory goes to the folder straight from its GPUs."""
     held = preflight.device_bytes_in_use(job, uses)
     device_bytes = sum(sum(by_gpu.values()) for by_gpu in held.values())
     is_privileged = processes.can_checkpoint_processes()
     if is_privileged:
-        needs = preflight.needs_of_dump(held, folder, job.pids, buffers_bytes(PIECE_BYTES))
+        straight: Counter[str] = Counter()
+        for pid in handed_over:
+            straight.update(held.get(pid, {}))
+        needs = preflight.needs_of_dump(held, folder, job.pids, buffers_bytes(PIECE_BYTES), straight)
     else:
         needs = preflight.needs_of_suspend(held, in_files=False)
     found = from_findings(

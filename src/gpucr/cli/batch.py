@@ -17,6 +17,7 @@ from gpucr.cli.durations import Duration
 from gpucr.cli.keys import given_key, key_file_option
 from gpucr.cli.options import complete_file, complete_place
 from gpucr.cli.output import printable, say
+from gpucr.errors import InvalidRequest
 from gpucr.jobs.record import Network
 
 _SIGNALS = ("USR1", "USR2", "HUP", "INT", "XCPU", "URG", "CONT")
@@ -50,6 +51,12 @@ _SIGNALS = ("USR1", "USR2", "HUP", "INT", "XCPU", "URG", "CONT")
 )
 @click.option("--every", type=Duration(), metavar="TIME", help="Also dump at this interval; the job keeps running.")
 @click.option(
+    "--checkpoint-exit",
+    type=click.IntRange(1, 255),
+    metavar="CODE",
+    help="With --every: end with this code instead, for HTCondor's checkpoint_exit_code.",
+)
+@click.option(
     "--requeue-exit",
     type=click.IntRange(1, 255),
     default=REQUEUE_EXIT,
@@ -71,6 +78,7 @@ def command(
     grace: float,
     before_limit: float | None,
     every: float | None,
+    checkpoint_exit: int | None,
     requeue_exit: int,
     isolate: bool | None,
     network: Network | None,
@@ -92,6 +100,8 @@ def command(
     allocation = Allocation.of(os.environ, job_id)
     if before_limit is not None and allocation.end_s is None:
         say("warning: --before-limit has no effect: nothing tells when the place ends")
+    if checkpoint_exit is not None and every is None:
+        raise InvalidRequest("--checkpoint-exit needs --every", hint="say how often: --every 1h")
     options = {name: value for name, value in (("isolate", isolate), ("network", network)) if value is not None}
     job = BatchJob(
         command=command_line,
@@ -100,6 +110,7 @@ def command(
         grace_s=grace,
         before_end_s=before_limit,
         every_s=every,
+        checkpoint_exit=checkpoint_exit,
         signals=tuple({*(signal.Signals[f"SIG{name}"] for name in on or ("USR1",)), signal.SIGTERM}),
         requeue_exit=requeue_exit,
         run_options=tuple(options.items()),

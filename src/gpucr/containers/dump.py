@@ -159,18 +159,20 @@ def _prepare(
     held = preflight.device_bytes_in_use(job, uses)
     expected_bytes = sum(sum(by_gpu.values()) for by_gpu in held.values())
     target = FolderTarget(images / GPU_PART_NAME, with_images=False)
+    writer = DeviceWriter(target.sink)
+    cuda = cuda_work(found.driver, found.job, protection, held, writer)
     findings = [
-        *selection.findings_before_freeze(job, preflight.needs_of_dump(held, images, job.pids, target.buffers_bytes)),
+        *selection.findings_before_freeze(
+            job, preflight.needs_of_dump(held, images, job.pids, target.buffers_bytes, cuda.on_gpu)
+        ),
         *findings_of_traps(job, found.driver, uses),
         *preflight.check_suspended(job),
+        *preflight.check_handed_over(cuda.custom.pids(job.gang)),
         *preflight.check_tracers(job),
         *preflight.check_session(job),
         *_check_freezer(job.root.pid),
         *target.findings(job, expected_bytes),
     ]
-    writer = DeviceWriter(target.sink)
-    cuda = cuda_work(found.driver, found.job, protection, held, writer)
-    findings += preflight.check_handed_over(cuda.custom.pids(job.gang))
     # Left running, for all that is known: then nothing that the container may still need is given up early.
     return (
         JobDump(job=job, target=target, writer=writer, cuda=cuda, leave_running=True, protection=protection),

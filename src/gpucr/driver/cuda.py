@@ -40,6 +40,10 @@ _HINTS = {
         "GPU work is still pending: allow more time, or lock all processes of the job together if they wait for "
         "each other"
     ),
+    ("lock", libcuda.NOT_SUPPORTED): (
+        "a profiler that uses CUPTI was started in the process (torch.profiler, Nsight), and driver 580 refuses such a "
+        "process until it ends; start the job without the profiler"
+    ),
     ("checkpoint", libcuda.NOT_SUPPORTED): (
         "managed memory (cudaMallocManaged), MIG, MPS and memory shared between processes cannot be checkpointed by "
         "this driver"
@@ -252,6 +256,8 @@ def _unreachable(pid: int, action: str) -> GpucrError | None:
 def _hint(action: str, result: int, state: str | None) -> str | None:
     if result == libcuda.ILLEGAL_STATE and state in ("checkpointing", "restoring"):
         return "another tool has begun this with custom storage, and it alone can complete it"
+    if result == libcuda.ILLEGAL_STATE and action == "restore" and state == "checkpointed":
+        return "what left by custom storage comes back by that alone; `gpucr resume`, if gpucr suspended it"
     if result == libcuda.ILLEGAL_STATE and action in _STATE_NEEDED:
         return f"the process is {state or 'in an unknown state'}, and {action} needs it {_STATE_NEEDED[action]}"
     hint = _HINTS.get((action, result))

@@ -212,7 +212,7 @@ class Gang:
             self.driver.lock(pid, max(1, math.ceil(min(left_s * 1000, MAX_LOCK_TIMEOUT_MS))))
         elif not rank.hold(left_s):
             raise LockTimeout(
-                f"process {pid} still had GPU work pending when the time for its lock was over",
+                f"process {pid} still {rank.pending} when the time for its lock was over",
                 pid=pid, action="lock", result=NOT_READY,
             )  # fmt: skip
 

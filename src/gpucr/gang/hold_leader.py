@@ -271,12 +271,14 @@ class LeaderHold:
     def _out_of_time(self) -> LocksFailed:
         # Those that were released last could be locked, and may be on their way again just now.
         not_locked = [rank for rank in self._ranks if not rank.is_locked]
-        pending = [rank.pid for rank in not_locked if rank in self._ahead] or [rank.pid for rank in not_locked]
+        ahead = [rank for rank in not_locked if rank in self._ahead] or not_locked
+        pending = [rank.pid for rank in ahead]
         locked = len(self._ranks) - len(pending)
         names = ", ".join(map(str, pending))
         error = LockTimeout(
             f"only {locked} of {len(self._ranks)} CUDA processes could be locked in "
-            f"{self._end - self._begin:.3g} s and {self._attempt} attempts: process {names} still had GPU work pending",
+            f"{self._end - self._begin:.3g} s and {self._attempt} attempts: "
+            f"process {names} still {ahead[0].holdable.pending}",
             pid=pending[0],
             action="lock",
             result=NOT_READY,

@@ -25,6 +25,11 @@ class Holdable(Protocol):
         """Names it in errors and results."""
         ...
 
+    @property
+    def pending(self) -> str:
+        """What kept the last hold from succeeding, as what the process still did; asked when one was out of time."""
+        ...
+
     def hold(self, timeout_s: float) -> bool:
         """Released → held, when nothing that it has submitted is pending. False: out of time, and it is released.
 
@@ -53,6 +58,11 @@ class DriverLock:
     def pid(self) -> int:
         """The process."""
         return self._pid
+
+    @property
+    def pending(self) -> str:
+        """All that the driver tells."""
+        return "had GPU work pending"
 
     def hold(self, timeout_s: float) -> bool:
         """RUNNING → LOCKED. Raises DriverError."""

@@ -64,7 +64,7 @@ class CudaWork(Struct, frozen=True, kw_only=True):
     def on_gpu(self) -> dict[str, int]:
         """What of device memory goes to no host memory while the job stands still, in bytes per GPU UUID."""
         pids = [member.pid for member in self.gang.members]
-        taken = self.interposers.carried(pids), self.custom.takes_no_host_memory(self.device_bytes)
+        taken = self.interposers.carried(pids), self.custom.takes_no_host_memory()
         return {uuid: sum(each.get(uuid, 0) for each in taken) for uuid in {*taken[0], *taken[1]}}
 
     @property
@@ -89,7 +89,10 @@ class CudaWork(Struct, frozen=True, kw_only=True):
 
     def allocate(self, *, leave_running: bool) -> AllocateStaging:
         """The step before the first one that stops anything."""
-        return AllocateStaging(self.staging, self.sizes, leave_running=leave_running)
+        host_bytes = max(0, sum(self.sizes.values()) - sum(self.on_gpu.values()))
+        return AllocateStaging(
+            self.staging, self.sizes, host_bytes, leave_running=leave_running, spool=self.custom.spool
+        )
 
     def steps_off_gpu(self) -> list[Step]:
         """The steps after which device memory is in host memory, and the GPUs are free."""

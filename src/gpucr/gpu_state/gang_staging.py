@@ -23,6 +23,7 @@ from gpucr.undo.steps import Meter
 
 if TYPE_CHECKING:
     from gpucr.gpu_state.custom_storage.backend import CustomStorage
+    from gpucr.gpu_state.custom_storage.spool import Spool
 
 GENTLE_THREADS = 4
 """How many threads save while a job stands still that will go on: enough for a disk, and the driver is not held up.
@@ -41,6 +42,10 @@ class HandedOver(Protocol):
     @property
     def why_not(self) -> Mapping[int, str]:
         """By pid, why the driver stages memory that it could hand over; filled by `lowest`."""
+
+    @property
+    def goes_to(self) -> str:
+        """In words, where it goes."""
 
     def takes(self, pid: int) -> bool:
         """Whether it takes that of this process."""
@@ -132,6 +137,11 @@ class GangStaging:
     def hands_over(self, pid: int) -> bool:
         """Whether the driver hands over device memory of this process, which cannot be called off once it has begun."""
         return self._custom is not None and self._custom.takes(pid)
+
+    @property
+    def handed_over_to(self) -> str:
+        """In words, where that goes."""
+        return self._custom.goes_to if self._custom is not None else "host memory"
 
     def prepare(self, sizes: Mapping[int, int]) -> None:
         """Make room for the device memory of these processes (pid → bytes), while they still run."""
@@ -294,33 +304,41 @@ class GangStaging:
 
 
 class AllocateStaging:
-    """Allocate the memory that will hold device memory, while the job still runs.
+    """Allocate the memory, ``host_bytes``, and the disk space (``spool``) that will hold device memory.
 
-    A job that will go on waits for it here and not when it stands still; for one that will be ended the allocation is
-    only begun, and goes on ahead of the driver.
+    The job still runs. One that will go on waits for it here and not when it stands still; for one that will be ended
+    the allocation is only begun, and goes on ahead of the driver.
     """
 
     name = "allocate"
 
-    def __init__(self, staging: GangStaging, sizes: Mapping[int, int], *, leave_running: bool) -> None:
+    def __init__(
+        self,
+        staging: GangStaging,
+        sizes: Mapping[int, int],
+        host_bytes: int,
+        *,
+        leave_running: bool,
+        spool: Spool | None = None,
+    ) -> None:
         self._staging = staging
         self._sizes = sizes
+        self._host_bytes = host_bytes
         self._leave_running = leave_running
+        self._spool = spool
 
     def describe(self) -> str:
         """How much."""
-        return f"allocate {format_bytes(self._expected_bytes())} of host memory for device memory"
+        on_disk = f", {format_bytes(self._spool.size_bytes)} in {self._spool.folder}" if self._spool is not None else ""
+        return f"allocate {format_bytes(self._host_bytes)} of host memory{on_disk} for device memory"
 
     def run(self, interrupts: Interrupts, meter: Meter) -> int:
-        """Allocate, or begin to, what the processes use now."""
+        """Allocate, or begin to, what the processes use now. Returns the bytes in host memory."""
         self._staging.prepare(self._sizes)
         self._staging.settle()
         if self._leave_running:
             self._staging.wait_prepared()
-        return self._expected_bytes()
+        return self._host_bytes
 
     def undo(self) -> None:
         """Nothing: closing the staging files gives it back."""
-
-    def _expected_bytes(self) -> int:
-        return sum(self._sizes.values())

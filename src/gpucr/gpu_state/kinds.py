@@ -4,11 +4,10 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 
-from gpucr.driver.cuda import load_driver
-from gpucr.errors import DriverUnavailable, Unsupported
+from gpucr.errors import Unsupported
 from gpucr.gpu_state.backend import CAPTURED, CUSTOM_STORAGE, INTERPOSED, PLAIN, Backend, Kind, Return
 from gpucr.gpu_state.captured import CapturedReturn
-from gpucr.linux import processes
+from gpucr.gpu_state.ways import no_custom_storage
 from gpucr.model import KIND_NAME, DevicePart, StagedExtent
 from gpucr.undo.protection import Protection
 
@@ -51,24 +50,13 @@ def require_kinds(parts: Mapping[DevicePart, str], where: str) -> None:
                 hint=f"restore {where} with a gpucr that does; `gpucr inspect --json` lists the kinds",
                 code="GPUCR-BACKEND",
             )
-        missing = kind.missing() if kind is not None else _no_custom_storage() if name == CUSTOM_STORAGE else None
+        missing = kind.missing() if kind is not None else no_custom_storage() if name == CUSTOM_STORAGE else None
         if missing is not None:
             raise Unsupported(
                 f"device memory of process {part.pid} was held by {name!r}, and cannot come back here: {missing}",
                 hint="provide it, or restore on a machine that has it",
                 code="GPUCR-BACKEND",
             )
-
-
-def _no_custom_storage() -> str | None:
-    """What keeps memory that the driver has handed over from coming back: it comes back in the same way alone."""
-    try:
-        has_it = load_driver().capabilities().custom_storage
-    except DriverUnavailable:
-        return None  # which preflight says of any GPU state
-    if not has_it:
-        return "this machine's driver has no custom storage, which came with driver 615"
-    return None if processes.can_checkpoint_processes() else "the driver's custom storage is for root alone"
 
 
 def return_for(part: DevicePart, name: str, extents: Sequence[StagedExtent], size_bytes: int) -> Return:

@@ -88,10 +88,12 @@ class CheckpointGang:
         """What will be checkpointed."""
         running = [each.pid for each in self._gang.members if each.found is not CudaState.CHECKPOINTED]
         over = [str(pid) for pid in running if self._staged.hands_over(pid)]
-        final = (
-            f"; the driver hands over that of {', '.join(over)}, which cannot be called off once begun" if over else ""
-        )
-        return f"checkpoint {_names(self._gang)}: device memory to host memory, GPUs released{final}"
+        where, final = "host memory", ""
+        if over:
+            there = self._staged.handed_over_to
+            where = there if len(over) == len(running) else f"host memory, or {there}"
+            final = f"; the driver hands over that of {', '.join(over)}, which cannot be called off once begun"
+        return f"checkpoint {_names(self._gang)}: device memory to {where}, GPUs released{final}"
 
     def run(self, interrupts: Interrupts, meter: Meter) -> int:
         """Checkpoint until the tree has no CUDA process that still runs (at most MAX_ROUNDS rounds)."""

@@ -5,9 +5,10 @@ from __future__ import annotations
 from typing import Literal, get_args
 
 from gpucr.driver.api import Driver
-from gpucr.errors import InvalidRequest, Unsupported
+from gpucr.driver.cuda import load_driver
+from gpucr.errors import DriverUnavailable, InvalidRequest, Unsupported
 from gpucr.gpu_state.backend import CAPTURED, INTERPOSED
-from gpucr.interposer.client import has_agent
+from gpucr.interposer.presence import is_interposed
 from gpucr.linux import processes
 
 CUSTOM = "custom"
@@ -27,11 +28,22 @@ def require_possible(gpu_state: str) -> None:
 
 def first_choice(pid: int, driver: Driver) -> GpuState:
     """The way that device memory of this process, which runs, would go as far as can be told without asking it."""
-    if has_agent(pid):
+    if is_interposed(pid):
         return "interposed"
     if not processes.can_checkpoint_processes():
         return "driver"
     return "custom" if driver.capabilities().custom_storage else "captured"
+
+
+def no_custom_storage() -> str | None:
+    """What keeps memory that the driver has handed over from coming back: it comes back in the same way alone."""
+    try:
+        has_it = load_driver().capabilities().custom_storage
+    except DriverUnavailable:
+        return None  # which is said of any GPU state
+    if not has_it:
+        return "this machine's driver has no custom storage, which came with driver 615"
+    return None if processes.can_checkpoint_processes() else "the driver's custom storage is for root alone"
 
 
 def may_be_interposed(gpu_state: GpuState) -> bool:

@@ -15,6 +15,7 @@ from types import TracebackType
 
 from msgspec import Struct
 
+from gpucr.interposer.presence import is_interposed
 from gpucr.interposer.protocol import (
     MOST_BLOCKS,
     MOST_BYTES,
@@ -33,7 +34,6 @@ from gpucr.interposer.protocol import (
     request,
 )
 
-AGENT_THREAD = "gpucr-agent"
 _LISTENS_AGAIN_S, _POLL_S = 5.0, 0.02  # native/agent.c looks every half second
 FOLDER_VARIABLE = "GPUCR_INTERPOSER_DIR"
 _ANSWER_S = 30.0
@@ -65,11 +65,20 @@ class Closed(Struct, frozen=True):
 
     inside: int
     captures: int
+    thread: int = 0
+    function: str = ""
 
     @property
     def is_empty(self) -> bool:
         """Nobody is inside the driver, and nothing is captured."""
         return self.inside == 0 and self.captures == 0
+
+    @property
+    def pending(self) -> str:
+        """Why it is not empty, as what the process still did."""
+        if self.thread:
+            return f"was in {self.function} (thread {self.thread})"
+        return "captured a stream" if self.captures else "was inside the driver"
 
 
 def socket_path(pid: int) -> Path:
@@ -96,15 +105,6 @@ def ask_status(pid: int) -> Status | None:
             return None if status.around else status
     except (OSError, Refused, BadAnswer):
         return None
-
-
-def has_agent(pid: int) -> bool:
-    """Whether the process has the thread that would answer."""
-    for name in (Path("/proc") / str(pid) / "task").glob("*/comm"):
-        with suppress(OSError):
-            if name.read_text().strip() == AGENT_THREAD:
-                return True
-    return False
 
 
 def _new_socket() -> socket.socket:
@@ -157,7 +157,7 @@ class Agent:
             try:
                 return self._connect()
             except (FileNotFoundError, ConnectionRefusedError, PermissionError):
-                if time.monotonic() > end or not has_agent(self.pid):
+                if time.monotonic() > end or not is_interposed(self.pid):
                     raise
             self._socket.close()
             self._socket = _new_socket()
@@ -250,7 +250,8 @@ class Agent:
             answer = self._ask(Operation.CLOSE, int(wait_s * 1000))
         finally:
             self._socket.settimeout(self._answer_s)
-        return Closed(answer.a, answer.b)
+        thread, function = answer.inside() if answer.a else (0, "")
+        return Closed(answer.a, answer.b, thread, function)
 
     def open_gate(self) -> None:
         """Let the process go on. Raises Refused while memory is away."""

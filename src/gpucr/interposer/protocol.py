@@ -20,6 +20,7 @@ DRIVER_ERROR = 0x10000
 ON_DEVICE, ON_HOST_NODE = 1, 3
 """CUmemLocationType, of a block."""
 
+_INSIDE = struct.Struct("<i60s")
 _HEAD = struct.Struct("<IHHIIQQ")
 _RECORD = struct.Struct("<IIQiiIIQiI")
 MOST_BYTES = _HEAD.size + MOST_RECORDS * _RECORD.size
@@ -201,6 +202,16 @@ class Answer(Struct, frozen=True):
         if any(each.size_bytes % PAGESIZE or each.size_bytes > _MOST_BLOCK_BYTES for each in found):
             raise BadAnswer("the agent has blocks of impossible sizes")
         return found
+
+    def inside(self) -> tuple[int, str]:
+        """A thread that is inside the driver, as its process counts it, and the function; 0: none was found any more.
+
+        Raises BadAnswer.
+        """
+        if len(self.payload) != _INSIDE.size:
+            raise BadAnswer("the agent does not say who is inside the driver")
+        thread, function = _INSIDE.unpack(self.payload)
+        return thread, function.partition(b"\0")[0].decode("ascii", "replace")
 
     def status(self) -> Status:
         """The numbers of a status. Raises BadAnswer."""

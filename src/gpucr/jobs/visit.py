@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import errno
 import os
+import select
 import signal
 import sys
 import time
@@ -124,21 +125,43 @@ def wait_for_command(child: int, cancel: Cancellation | None) -> int:
     comes right before that.
     """
     signal.signal(signal.SIGINT, signal.SIG_IGN)
-    kill_at: float | None = None
+    status = _wait(child) if cancel is None else _wait_or_end(child, cancel)
+    code = os.waitstatus_to_exitcode(status)
+    return code if code >= 0 else 128 - code
+
+
+def _wait(child: int) -> int:
     while True:
         ended, status = os.waitpid(child, os.WNOHANG)
         if ended:
-            break
-        waited_for = (signal.SIGCHLD, *_PASSED_ON)
-        received = signal.sigwaitinfo(waited_for) if cancel is None else signal.sigtimedwait(waited_for, _LOOK_EVERY_S)
-        if received is not None and received.si_signo != signal.SIGCHLD:
-            os.kill(child, received.si_signo)
-        if cancel is not None and cancel.is_cancelled and kill_at is None:
-            kill_at = time.monotonic() + _TERM_LIMIT_S
-            os.kill(child, signal.SIGTERM)
-        elif kill_at is not None and time.monotonic() > kill_at:
-            os.kill(child, signal.SIGKILL)
-    if kill_at is not None and cancel is not None:
+            return status
+        received = signal.sigwaitinfo((signal.SIGCHLD, *_PASSED_ON)).si_signo
+        if received != signal.SIGCHLD:
+            os.kill(child, received)
+
+
+def _wait_or_end(child: int, cancel: Cancellation) -> int:
+    """Raises Interrupted when it was cancelled, and the command has ended.
+
+    Without `signal.sigtimedwait`: where a handler of Python's runs until the time is over it returns a signal that
+    never came, with an arbitrary number (seen with CPython 3.8 to 3.13).
+    """
+    kill_at: float | None = None
+    poller = select.poll()
+    fd = os.pidfd_open(child)
+    try:
+        poller.register(fd, select.POLLIN)
+        while not poller.poll(_LOOK_EVERY_S * 1000):
+            for number in signal.sigpending() & set(_PASSED_ON):
+                os.kill(child, signal.sigwait({number}))
+            if cancel.is_cancelled and kill_at is None:
+                kill_at = time.monotonic() + _TERM_LIMIT_S
+                os.kill(child, signal.SIGTERM)
+            elif kill_at is not None and time.monotonic() > kill_at:
+                os.kill(child, signal.SIGKILL)
+    finally:
+        os.close(fd)
+    _, status = os.waitpid(child, 0)
+    if kill_at is not None:
         raise interrupted(KeyboardInterrupt(cancel.reason), "the command was ended")
-    code = os.waitstatus_to_exitcode(status)
-    return code if code >= 0 else 128 - code
+    return status

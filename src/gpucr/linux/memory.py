@@ -79,6 +79,14 @@ def has_mapped(pid: int, name: str) -> bool:
         return False
 
 
+def mapped_bytes(pid: int, name: str) -> int:
+    """How much is mapped of files whose path contains ``name``. 0 where the process has ended, or is another user's."""
+    try:
+        return sum(mapping.end - mapping.start for mapping in read_maps(pid) if name in mapping.path)
+    except (FileNotFoundError, ProcessLookupError, PermissionError):
+        return 0
+
+
 def new_anonymous_ranges(before: tuple[Mapping, ...], after: tuple[Mapping, ...]) -> tuple[Extent, ...]:
     """The private anonymous ``rw-p`` address ranges that ``after`` has and ``before`` had not.
 

@@ -22,7 +22,7 @@ from gpucr.jobs.selector import JobSelector
 from gpucr.jobs.taken import taken_job
 from gpucr.model import GangLock
 from gpucr.operations.dump_steps import CommitSnapshot, CriuDump, OwnDump, PrepareTarget, SaveDevice, SaveFirst
-from gpucr.operations.freeze_steps import steps_to_freeze
+from gpucr.operations.freeze_steps import findings_of_spool, steps_to_freeze
 from gpucr.snapshot.destination import DumpCounts, repairs_of
 from gpucr.snapshot.device.writer import DeviceWriter
 from gpucr.snapshot.job_snapshot import JobSnapshot
@@ -238,18 +238,16 @@ def prepare(
             save_gently=gently,
             gpu_state=gpu_state,
         )
+
+    def needs() -> list[preflight.MemoryNeed]:
+        if is_frozen:  # its device memory is away already
+            return preflight.needs_of_dump({}, target.disk, job.pids, target.buffers_bytes)
+        on_gpu = cuda.on_gpu if cuda is not None else {}
+        return preflight.needs_of_dump(held, target.disk, job.pids, target.buffers_bytes, on_gpu)
+
     findings = (
-        *selection.findings_before_freeze(
-            # Of a frozen job device memory is in host memory already.
-            job,
-            preflight.needs_of_dump(
-                {} if is_frozen else held,
-                target.disk,
-                job.pids,
-                target.buffers_bytes,
-                cuda.on_gpu if cuda is not None and not is_frozen else {},
-            ),
-        ),
+        *(findings_of_spool(cuda, needs(), target.disk) if cuda is not None and not is_frozen else ()),
+        *selection.findings_before_freeze(job, needs()),
         *(findings_of_traps(job, found.driver, uses, may_share=may_be_interposed(gpu_state)) if not is_frozen else ()),
         *(preflight.check_suspended(job) if not is_frozen else ()),
         *(preflight.check_handed_over(cuda.custom.pids(job.gang)) if cuda is not None and not is_frozen else ()),

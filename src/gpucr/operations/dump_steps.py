@@ -200,12 +200,9 @@ class CriuDump:
             )
 
     def _size_bytes_after_the_end(self) -> int:
-        """Tidy up behind a job that is gone now. Nothing may fail any more: there is only the snapshot."""
+        """Nothing may fail any more: there is only the snapshot."""
         context = self._context
         with contextlib.suppress(OSError):
-            remove_names(self._outside.passing_names if self._outside is not None else ())
-            if self.draft is not None and context.sandbox is None:
-                shared_files.remove_remaps(shared_files.ROOT, self.draft.shared_files)
             return _images_bytes(context) + context.writer.seen_bytes
         return context.writer.seen_bytes
 
@@ -242,6 +239,17 @@ class CriuDump:
             and self._meter is not None
         ):
             self.snapshot = commit(context, self.draft, self._interrupts, self._meter)
+            self._remove_passing_names(self._outside)
+
+    def _remove_passing_names(self, outside: Outside) -> None:
+        """Of a job that CRIU kills next: it leaves its names to a restore, which has what they name in the snapshot.
+
+        Not after that: a gpucr that is killed meanwhile would leave them behind.
+        """
+        with contextlib.suppress(OSError):
+            remove_names(outside.passing_names)
+            if self._context.sandbox is None:
+                shared_files.remove_remaps(shared_files.ROOT, outside.shared_files)
 
     def _after_failure(self, error: CriuError) -> None:
         """Find the better explanation, and never let a job be lost whose snapshot is committed."""

@@ -30,7 +30,7 @@ from gpucr.jobs.taken import TakenJob, taken_job
 from gpucr.linux import processes
 from gpucr.model import GangLock
 from gpucr.operations.dump import KEEPER_LIMIT_S, DumpReport, prepare, run_prepared
-from gpucr.operations.freeze_steps import steps_to_freeze
+from gpucr.operations.freeze_steps import findings_of_spool, steps_to_freeze
 from gpucr.snapshot.job_snapshot import JobSnapshot
 from gpucr.snapshot.location import Compress, Place, find_target
 from gpucr.snapshot.recovery import DiscardFolder, RemoveWorkingFolder
@@ -55,8 +55,8 @@ def freeze(
 ) -> FrozenJob:
     """Stop a whole job, its device memory in gpucr's hands, until `FrozenJob.thaw`.
 
-    Device memory of processes with an interposer stays where it is on the GPU; that of others goes to host memory, and
-    their GPUs are free. ``gpu_state`` insists on a way.
+    Device memory of processes with an interposer stays where it is on the GPU; that of others goes to host memory, or
+    through custom storage to a disk where that has no room, and their GPUs are free. ``gpu_state`` insists on a way.
 
     ``pid``, or the name of a registered job, stands for its whole tree, a `JobSelector` for all of its trees; they need
     not use CUDA. ``force`` takes what is not one job, too, and overrules preflight. What runs is stopped as by SIGSTOP,
@@ -83,11 +83,13 @@ def freeze(
                 found.driver, found.job, protection, held, SavedLater(), deadline=deadline, gpu_state=gpu_state
             )
             opened.callback(cuda.close)
-        on_gpu = cuda.on_gpu if cuda is not None else {}
+
+        def needs() -> list[preflight.MemoryNeed]:
+            return preflight.needs_of_suspend(held, in_files=True, on_gpu=cuda.on_gpu if cuda is not None else {})
+
         findings = (
-            *selection.findings_before_freeze(
-                found.job, preflight.needs_of_suspend(held, in_files=True, on_gpu=on_gpu)
-            ),
+            *(findings_of_spool(cuda, needs()) if cuda is not None else ()),
+            *selection.findings_before_freeze(found.job, needs()),
             *findings_of_traps(found.job, found.driver, uses, may_share=may_be_interposed(gpu_state)),
             *preflight.check_tracers(found.job),
             *preflight.check_ptrace(member.pid for member in found.job.gang),

@@ -5,6 +5,10 @@ Dump, the container hook and `gpucr.freeze` are made of them.
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+from pathlib import Path
+
+from gpucr.diagnosis import preflight
 from gpucr.gang.threads import GangThreads
 from gpucr.gpu_state.cuda_work import CudaWork
 from gpucr.gpu_state.recovery import GangProtection
@@ -21,3 +25,16 @@ def steps_to_freeze(job: Job, cuda: CudaWork | None, protection: Protection) -> 
         return cuda.steps_to_freeze(StopOthers(job, lambda: cuda.gang.members, cuda.guarded))
     others = StopOthers(job, tuple, GangProtection(protection))
     return [others], [ReleaseThreads(GangThreads(), protection, others.stopped)]
+
+
+def findings_of_spool(
+    cuda: CudaWork, needs: Sequence[preflight.MemoryNeed], target: Path | None = None
+) -> list[preflight.Finding]:
+    """Has what needs more host memory than there is go through a disk, where it can (`custom_storage.spool`).
+
+    ``needs``: with all of it in host memory; it is less afterwards. ``target``: where the snapshot goes.
+    """
+    spool = cuda.custom.spool_if_short(sum(need.size_bytes for need in needs))
+    if spool is None:
+        return []
+    return preflight.check_spool(spool.folder, spool.size_bytes, spool.why_not, target)

@@ -17,6 +17,7 @@ from gpucr.gpu_state.ways import GpuState, first_choice
 from gpucr.jobs import selection
 from gpucr.jobs.selector import JobSelector
 from gpucr.linux import memory, processes
+from gpucr.linux.tmpfs import KEPT_NAME
 from gpucr.model import CudaState, ProcessInfo
 
 
@@ -106,10 +107,12 @@ def _describe(
     driver: Driver,
     halt: str | None = None,
 ) -> ProcessState:
+    # What custom storage has it keep, it has not touched.
+    kept_bytes = memory.mapped_bytes(process.pid, f"/{KEPT_NAME}") if state is CudaState.CHECKPOINTED else 0
     return ProcessState(
         process,
         state,
-        memory.resident_bytes(process.pid),
+        memory.resident_bytes(process.pid) + kept_bytes,
         held.get(process.pid, {}),
         processes.age_s(process.id),
         halt,

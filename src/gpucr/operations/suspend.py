@@ -16,7 +16,7 @@ from gpucr.errors import GpucrError
 from gpucr.gang import Gang
 from gpucr.gpu_state import staging, suspended
 from gpucr.gpu_state.cuda_work import cuda_work
-from gpucr.gpu_state.custom_storage.suspended import SuspendedStorage, needed_with_carrier
+from gpucr.gpu_state.custom_storage.suspended import SuspendedStorage, needed_with_carrier, require_way_back
 from gpucr.gpu_state.gpu_choice import GpuRequest
 from gpucr.gpu_state.interposed.hooks import call
 from gpucr.gpu_state.interposed.suspended import SuspendedBlocks
@@ -169,6 +169,7 @@ def _resume(
         return record.found if record is not None else CudaState.RUNNING
 
     away = [m for m in gang.members if m.found is CudaState.CHECKPOINTED and before_suspend(m) is not m.found]
+    require_way_back(member.pid for member in away)
     here = list_gpus()
     placement = place_suspended(away, records, request, here, [member.pid for member in gang.members])
     choice = placement.choice

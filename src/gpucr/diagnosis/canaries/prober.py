@@ -77,12 +77,16 @@ def _verdict_on(driver: Driver, name: str, deadline: float, check: Callable[[], 
     try:
         with Canary(name, deadline, check) as canary:
             canary.wait_ready()
-            with _killed_at(deadline, canary):
-                way = _WAYS.get(name)
-                if way is None:
-                    return _round_trip(driver, canary, deadline, check)
-                with contextlib.closing(way(canary.pid)) as memory:
-                    return _round_trip(driver, canary, deadline, check, memory)
+            with _killed_at(deadline, canary) as is_killed:
+                try:
+                    verdict = _round_trip_by(_WAYS.get(name), driver, canary, deadline, check)
+                except (GpucrError, DidNotStart):
+                    if not is_killed.is_set():
+                        raise
+                    raise OutOfTime from None
+            if is_killed.is_set() and verdict.outcome in (CanaryOutcome.LOST, CanaryOutcome.REFUSED):
+                raise OutOfTime  # what was seen may be its end by us, and nothing that the driver did
+            return verdict
     except VaultFailed as e:
         return _Verdict(CanaryOutcome.NOT_POSSIBLE, e.message)
     except Impossible as e:
@@ -94,15 +98,35 @@ def _verdict_on(driver: Driver, name: str, deadline: float, check: Callable[[], 
 
 
 @contextlib.contextmanager
-def _killed_at(deadline: float, canary: Canary) -> Iterator[None]:
-    timer = threading.Timer(max(deadline - time.monotonic(), 0), canary.kill)
+def _killed_at(deadline: float, canary: Canary) -> Iterator[threading.Event]:
+    """The event is set before it is killed."""
+    is_killed = threading.Event()
+
+    def kill() -> None:
+        is_killed.set()
+        canary.kill()
+
+    timer = threading.Timer(max(deadline - time.monotonic(), 0), kill)
     timer.daemon = True
     timer.start()
     try:
-        yield
+        yield is_killed
     finally:
         timer.cancel()
         timer.join()
+
+
+def _round_trip_by(
+    way: Callable[[int], MemoryOfItsOwn | HandedOver] | None,
+    driver: Driver,
+    canary: Canary,
+    deadline: float,
+    check: Callable[[], None],
+) -> _Verdict:
+    if way is None:
+        return _round_trip(driver, canary, deadline, check)
+    with contextlib.closing(way(canary.pid)) as memory:
+        return _round_trip(driver, canary, deadline, check, memory)
 
 
 def _round_trip(

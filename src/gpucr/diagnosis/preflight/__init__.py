@@ -12,7 +12,7 @@ from gpucr.diagnosis.preflight.clocks import check_clocks
 from gpucr.diagnosis.preflight.databases import check_changed_databases, check_databases, spared_by_rewind
 from gpucr.diagnosis.preflight.findings import Finding, require_no_blocking
 from gpucr.diagnosis.preflight.gpus import check_gpus, check_room, device_bytes_in_use
-from gpucr.diagnosis.preflight.handed_over import check_handed_over
+from gpucr.diagnosis.preflight.handed_over import check_handed_over, check_spool
 from gpucr.diagnosis.preflight.interposed import check_suspended, kept_bytes
 from gpucr.diagnosis.preflight.measured import BASICS, Measurement, Measurements, check_basics
 from gpucr.diagnosis.preflight.modes import check_driver, check_mig_targets, mps_programs
@@ -83,6 +83,7 @@ __all__ = [
     "check_room",
     "check_session",
     "check_shared_files",
+    "check_spool",
     "check_states",
     "check_suspended",
     "check_terminal",

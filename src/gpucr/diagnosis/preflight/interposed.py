@@ -14,6 +14,8 @@ from gpucr.diagnosis.preflight.sharing import LOSS, local_world_size
 from gpucr.diagnosis.preflight.traits import CudaTraits, JobTraits
 from gpucr.interposer.client import ask_status
 from gpucr.interposer.protocol import Status
+from gpucr.linux import memory
+from gpucr.linux.tmpfs import KEPT_NAME
 from gpucr.model import CudaState, GangMember, Job
 from gpucr.quantities import counted
 
@@ -41,8 +43,14 @@ def check_interposed(job: JobTraits, measured: Measurements, *, may_share: bool 
 
 
 def kept_bytes(job: Job) -> int:
-    """How much device memory processes of it keep in files since they were suspended through their interposers."""
-    return sum(status.block_bytes for _, status in _suspended(job))
+    """How much device memory suspended processes of it keep in files, by interposers or custom storage.
+
+    It is not resident: they have not touched it.
+    """
+    handed_over = (
+        memory.mapped_bytes(each.pid, f"/{KEPT_NAME}") for each in job.gang if each.found is CudaState.CHECKPOINTED
+    )
+    return sum(status.block_bytes for _, status in _suspended(job)) + sum(handed_over)
 
 
 def check_suspended(job: Job) -> list[Finding]:

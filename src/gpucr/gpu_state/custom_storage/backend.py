@@ -13,6 +13,7 @@ from gpucr.gpu_state.custom_storage import kept
 from gpucr.gpu_state.custom_storage.client import Carrier
 from gpucr.gpu_state.custom_storage.holding import PAGE_BYTES, whole_pages
 from gpucr.gpu_state.custom_storage.messages import Ask
+from gpucr.gpu_state.custom_storage.spool import Spool, SpoolFile
 from gpucr.gpu_state.source import FileSource, Saver, Source
 from gpucr.gpu_state.ways import CUSTOM, GpuState, refused
 from gpucr.interposer.vault import VAULT_BYTES
@@ -44,9 +45,9 @@ class CarriedSource:
 class CustomStorage:
     """See `Backend`, at level 0. The driver's checkpoint is `begin`, and ends with `complete`.
 
-    ``saver``: takes the bytes while they are on the GPU, and has them in files afterwards (None: host memory has them).
-    ``to_process``: there the process itself keeps them, for whoever resumes it. ``on_begun`` is told when the source is
-    there and final.
+    ``saver``: takes the bytes while they are on the GPU, and has them in files afterwards (None: ``spool`` has them on
+    a disk, or host memory has them). ``to_process``: there the process itself keeps them, for whoever resumes it.
+    ``on_begun`` is told when the source is there and final.
     """
 
     kind = CUSTOM_STORAGE
@@ -58,6 +59,7 @@ class CustomStorage:
         carrier: Carrier,
         *,
         saver: Saver | None,
+        spool: Spool | None,
         to_process: bool,
         on_begun: Callable[[Backend], None],
         before: Callable[[], None],
@@ -69,12 +71,13 @@ class CustomStorage:
         self.source: Source | None = None
         self._carrier = carrier
         self._saver = saver
+        self._spool = spool
         self._to_process = to_process
         self._on_begun = on_begun
         self._before = before
         self._wait_all_saved = wait_all_saved
         self._restore_thread = 0
-        self._file: StagingFile | None = None
+        self._file: StagingFile | SpoolFile | None = None
         self._populating: threading.Thread | None = None
         self.has_begun = False
         self._is_saved = False
@@ -84,18 +87,15 @@ class CustomStorage:
         return self.source.size_bytes if self.source is not None else 0
 
     def prepare(self, size_bytes: int) -> int:
-        """Begin to make room, where host memory is needed."""
-        if self._saver is None:
+        """Make room on the disk, or begin to in host memory, where it is needed."""
+        if self._saver is None and self._spool is not None:
+            self._file = self._spool.file(size_bytes)
+        elif self._saver is None:
             with contextlib.suppress(OSError):  # what is not there now is made when it is needed
-                self._file = StagingFile.create(size_bytes, KEPT_NAME)
-                self._populating = threading.Thread(target=self._populate, args=(size_bytes,), daemon=True)
+                self._file = file = StagingFile.create(size_bytes, KEPT_NAME)
+                self._populating = threading.Thread(target=_populate, args=(file,), daemon=True)
                 self._populating.start()
         return size_bytes
-
-    def _populate(self, size_bytes: int) -> None:
-        assert self._file is not None  # noqa: S101
-        with contextlib.suppress(OSError):
-            self._file.populate(0, size_bytes)
 
     def wait_prepared(self) -> None:
         """Until room is there."""
@@ -112,19 +112,21 @@ class CustomStorage:
         self.has_begun = True
         self.extents = extents_of(parts)
         size_bytes = sum(extent.size_bytes for extent in self.extents)
-        where = "the snapshot" if self._saver is not None else "host memory"
-        meter.note(f"process {pid}: {format_bytes(size_bytes)} of device memory go to {where}")
+        meter.note(
+            f"process {pid}: {format_bytes(size_bytes)} of device memory go to {_goes_to(self._saver, self._spool)}"
+        )
         if self._saver is None:
-            self._copy_to_memory(size_bytes)
+            self._copy_to_file(size_bytes)
         elif size_bytes:
             self.source = CarriedSource(self.part, size_bytes, self._carrier)
             self._on_begun(self)
             self._carrier.place(self.process, *self._saver.files(self.part))
 
-    def _copy_to_memory(self, size_bytes: int) -> None:
+    def _copy_to_file(self, size_bytes: int) -> None:
         self.wait_prepared()
         if self._file is None:
-            self._file = StagingFile.create(size_bytes, KEPT_NAME)
+            spool = self._spool
+            self._file = StagingFile.create(size_bytes, KEPT_NAME) if spool is None else spool.file(size_bytes)
         self._file.resize(max(self._file.size_bytes, size_bytes))
         self._carrier.place(self.process, [self._file.fd], max(self._file.size_bytes, PAGE_BYTES))
         self._carrier.of("copy", self.process)
@@ -150,7 +152,7 @@ class CustomStorage:
             self._file.resize(size_bytes)
             self.source = FileSource(self.part, self._file.fd, size_bytes)
             if self._to_process:
-                kept.keep(self._restore_thread, self._file)
+                kept.keep(self._restore_thread, self._file.fd, self._file.size_bytes)
             self._carrier.ask(Ask("saved", self.part.pid, keeps_itself=self._to_process))
 
     @contextlib.contextmanager
@@ -182,10 +184,21 @@ class CustomStorage:
             kept.let_go(self.part.pid, self._restore_thread)
 
     def close(self) -> None:
-        """The copy in host memory, but for what the process has of it."""
+        """The copy in host memory, but for what the process has of it, or on the disk."""
         self.wait_prepared()
         if self._file is not None:
             self._file.close()
+
+
+def _goes_to(saver: Saver | None, spool: Spool | None) -> str:
+    if saver is not None:
+        return "the snapshot"
+    return f"a disk ({spool.folder})" if spool is not None else "host memory"
+
+
+def _populate(file: StagingFile) -> None:
+    with contextlib.suppress(OSError):
+        file.populate(0, file.size_bytes)
 
 
 def extents_of(parts: Sequence[tuple[str, int]]) -> tuple[StagedExtent, ...]:
@@ -234,6 +247,8 @@ class CustomStorages:
         self._gpus = tuple(gpu for gpu in gpus if gpu.uuid in in_use)
         self._held = held
         self._saver = saver
+        self.spool: Spool | None = None
+        """Where copies go that host memory has no room for; see `spool_if_short`."""
         self._to_process = to_process
         self._is_interposed = is_interposed
         self._tell_guard = tell_guard
@@ -253,14 +268,36 @@ class CustomStorages:
         """Whether it will take memory of this process, for all that is known before it is tried."""
         return self._why_not(pid) is None
 
+    @property
+    def goes_to(self) -> str:
+        """In words, where the memory goes that it takes."""
+        return _goes_to(self._saver, self.spool)
+
     def pids(self, members: Iterable[GangMember]) -> list[int]:
         """Those whose memory it will take."""
         return [each.pid for each in members if each.found is not CudaState.CHECKPOINTED and self.takes(each.pid)]
 
-    def takes_no_host_memory(self, held: Mapping[int, Mapping[str, int]]) -> dict[str, int]:
-        """What of this memory (pid → GPU UUID → bytes) goes from the GPUs to where it is saved, per GPU UUID."""
+    def spool_if_short(self, needed_bytes: int) -> Spool | None:
+        """Have copies go to a disk where an operation that needs so much host memory could not have it.
+
+        Before anything begins. None: they need not, or there are none. One with a `Spool.why_not` is not used.
+        """
+        size_bytes = self._taken_bytes
+        is_copied = self._saver is None and not self._to_process  # what a suspended process keeps is in its memory
+        if not is_copied or not size_bytes or needed_bytes <= memory.available_bytes():
+            return None
+        spool = Spool.find(size_bytes)
+        self.spool = spool if spool.why_not is None else None
+        return spool
+
+    @property
+    def _taken_bytes(self) -> int:
+        return sum(sum(by_gpu.values()) for pid, by_gpu in self._held.items() if self.takes(pid))
+
+    def takes_no_host_memory(self) -> dict[str, int]:
+        """What of the job's device memory goes from the GPUs to a disk, or where it is saved, per GPU UUID."""
         total: dict[str, int] = {}
-        for pid, by_gpu in held.items() if self._saver is not None else ():
+        for pid, by_gpu in self._held.items() if self._saver is not None or self.spool is not None else ():
             for uuid, size_bytes in by_gpu.items() if self.takes(pid) else ():
                 total[uuid] = total.get(uuid, 0) + size_bytes
         return total
@@ -300,6 +337,7 @@ class CustomStorages:
             ProcessId(part.pid, stat.start_time_ticks),
             carrier,
             saver=self._saver,
+            spool=self.spool,
             to_process=self._to_process,
             on_begun=on_begun,
             before=self._before,
@@ -309,12 +347,15 @@ class CustomStorages:
         return made
 
     def _started(self) -> Carrier | None:
-        """The carrier. Where it cannot be had the memory goes another way, unless this one is insisted on."""
+        """The carrier. Where it cannot be had the memory goes another way, unless this one is insisted on.
+
+        Or unless host memory has no room for that, on which nobody has counted.
+        """
         if self._carrier is None and self._failed is None:
             try:
                 self._carrier = Carrier([gpu.uuid for gpu in self._gpus])
             except CustomStorageError as e:
-                if self._gpu_state == CUSTOM:
+                if self._gpu_state == CUSTOM or self._taken_bytes > memory.available_bytes():
                     raise
                 self._failed = e.message
         return self._carrier

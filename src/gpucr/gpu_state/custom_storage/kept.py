@@ -17,11 +17,11 @@ from gpucr.linux.tmpfs import KEPT_NAME, StagingFile
 from gpucr.model import StagedExtent
 
 
-def keep(thread_id: int, file: StagingFile) -> None:
-    """Map all of a file into a process, by this thread of it. Raises JobChanged, NotPermitted."""
-    with explained(thread_id), traced(thread_id) as thread, sent(thread, file.fd) as number:
-        address = run_syscall(thread, MMAP, 0, file.size_bytes, PROT_READ | PROT_WRITE, MAP_SHARED, number, 0)
-        keep_from_children(thread, address, file.size_bytes)
+def keep(thread_id: int, fd: int, size_bytes: int) -> None:
+    """Map all of a file in memory into a process, by this thread of it. Raises JobChanged, NotPermitted."""
+    with explained(thread_id), traced(thread_id) as thread, sent(thread, fd) as number:
+        address = run_syscall(thread, MMAP, 0, size_bytes, PROT_READ | PROT_WRITE, MAP_SHARED, number, 0)
+        keep_from_children(thread, address, size_bytes)
 
 
 def find(pid: int) -> StagedExtent | None:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Mapping, Sequence
 
-from gpucr.errors import CustomStorageError, GpucrError
+from gpucr.errors import CustomStorageError, GpucrError, Unsupported
 from gpucr.gang import Gang
 from gpucr.gpu_state import suspended
 from gpucr.gpu_state.custom_storage import kept
@@ -12,6 +12,7 @@ from gpucr.gpu_state.custom_storage.backend import bring_back
 from gpucr.gpu_state.custom_storage.client import Carrier
 from gpucr.gpu_state.custom_storage.holding import PAGE_BYTES
 from gpucr.gpu_state.recovery import GangProtection
+from gpucr.gpu_state.ways import no_custom_storage
 from gpucr.interposer.vault import VAULT_BYTES
 from gpucr.linux.tmpfs import StagingFile
 from gpucr.model import CudaState, GpuMap, ProcessId
@@ -21,6 +22,19 @@ def needed_with_carrier(needed_bytes: Mapping[str, int], pids: Iterable[int]) ->
     """What a resume needs on each GPU, by UUID, with the context of what brings back the memory of these processes."""
     room = VAULT_BYTES if any(kept.find(pid) is not None for pid in pids) else 0
     return {uuid: size_bytes + room for uuid, size_bytes in needed_bytes.items()}
+
+
+def require_way_back(pids: Iterable[int]) -> None:
+    """Raise Unsupported where these keep what nobody can bring back here. Changes nothing."""
+    if (why_not := no_custom_storage()) is None:
+        return
+    for pid in pids:
+        if kept.find(pid) is not None:
+            raise Unsupported(
+                f"process {pid} was suspended by custom storage, and comes back by that alone: {why_not}",
+                hint="run gpucr as root, with the driver that it was suspended with",
+                code="GPUCR-BACKEND",
+            )
 
 
 class SuspendedStorage:

@@ -29,6 +29,8 @@ from gpucr.model import DevicePart, GpuMap, StagedExtent
 from gpucr.quantities import format_bytes
 from gpucr.undo.steps import Meter
 
+NOTHING_TO_LEAVE = "it has no memory that could leave"
+
 
 class Interposed:
     """See `Backend`. ``uuids``: the GPUs that the process sees, in its order.
@@ -80,7 +82,7 @@ class Interposed:
         """Why its memory cannot leave so, or would in pieces; None: it can. Raises as `Agent`."""
         status = self.line.agent.status()
         if not status.blocks and not status.imported:
-            return "it has no memory that could leave"
+            return NOTHING_TO_LEAVE
         reasons = (
             (status.stuck, "{} of its blocks cannot leave a second time"),
             (status.away, "{} of its blocks are away already"),

@@ -8,7 +8,7 @@ from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from gpucr.driver.api import Driver
 from gpucr.errors import InterposerError
 from gpucr.gpu_state.backend import INTERPOSED
-from gpucr.gpu_state.interposed.backend import Interposed
+from gpucr.gpu_state.interposed.backend import NOTHING_TO_LEAVE, Interposed
 from gpucr.gpu_state.interposed.guarded import Guarded
 from gpucr.gpu_state.interposed.host_copy import HostCopy
 from gpucr.gpu_state.interposed.keeping import Keeping
@@ -20,7 +20,7 @@ from gpucr.gpu_state.interposed.shared import (
 )
 from gpucr.gpu_state.ways import GpuState, refused
 from gpucr.interposer.client import Agent, Held
-from gpucr.interposer.presence import is_interposed
+from gpucr.interposer.presence import has_library, is_interposed
 from gpucr.interposer.protocol import BadAnswer, Refused
 from gpucr.interposer.sharing import Part, Share
 from gpucr.interposer.vault import VAULT_BYTES, Vaults
@@ -29,6 +29,7 @@ from gpucr.model import CudaState, DevicePart, GangMember, Gpu, GpuMap, ProcessI
 from gpucr.quantities import format_bytes
 
 WITHOUT = "it was started without one"
+NO_AGENT = "no call of CUDA has come to it, or it could make no socket for gpucr"
 
 
 class Interposers:
@@ -65,12 +66,20 @@ class Interposers:
         self._looked_at: set[int] = set()
 
     def require(self, members: Iterable[GangMember]) -> None:
-        """Raise Unsupported where one of these that run would go another way, and this one is insisted on."""
-        for member in members if self._gpu_state == INTERPOSED else ():
-            if member.found is CudaState.RUNNING and not self.over(member.pid):
-                why = self.why_not.get(member.pid, WITHOUT)
+        """Raise Unsupported where one of these that run would go another way, and this one is insisted on.
+
+        A process that has no memory of its own to take (torch.compile's workers have a context) is left to the driver
+        beside one that goes this way.
+        """
+        if self._gpu_state != INTERPOSED:
+            return
+        running = [member.pid for member in members if member.found is CudaState.RUNNING]
+        go = [pid for pid in running if self.over(pid)]
+        for pid in running:
+            why = self.why_not.get(pid, WITHOUT)
+            if pid not in go and not (go and why == NOTHING_TO_LEAVE):
                 raise refused(
-                    f"device memory of process {member.pid} cannot leave by an interposer: {why}",
+                    f"device memory of process {pid} cannot leave by an interposer: {why}",
                     "start the job with `gpucr run`",
                 )
 
@@ -113,6 +122,8 @@ class Interposers:
         if self._gpu_state not in ("auto", INTERPOSED) or self._driver.state(pid) is not CudaState.RUNNING:
             return None
         if not is_interposed(pid):
+            if has_library(pid):
+                self.why_not[pid] = NO_AGENT
             return None
         stat = processes.read_stat(pid)
         if stat is None:

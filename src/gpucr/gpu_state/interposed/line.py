@@ -67,12 +67,14 @@ class GatedLock:
         self.pid = line.pid
         self._lock = DriverLock(driver, line.pid)
         self._line = line
+        self.pending = self._lock.pending
 
     def hold(self, timeout_s: float) -> bool:
         """Nobody begins a call any more, those under way end, the driver locks: else all goes on."""
         end = time.monotonic() + timeout_s
         with spoken(self.pid, "close its gate"):
             closed = self._line.agent.close_gate(max(0.0, timeout_s))
+        self.pending = self._lock.pending if closed.is_empty else closed.pending
         try:
             is_held = closed.is_empty and self._lock.hold(max(0.001, end - time.monotonic()))
         except BaseException:

@@ -219,8 +219,17 @@ static uint32_t perform(void) {
     }
 }
 
+static struct inside who_is_inside(void) {
+    struct inside who = {0};
+    const char *function = "";
+    who.thread = gate_who(&function);
+    strncpy(who.function, function, sizeof who.function - 1);
+    return who;
+}
+
 static bool reply(void) {
     struct status status;
+    struct inside inside;
     const void *payload = answer.records;
     unsigned bytes = answer.head.count * (unsigned)sizeof(struct record);
     if (asked.head.operation == STATUS && answer.head.code == DONE) {
@@ -229,6 +238,10 @@ static bool reply(void) {
         table_unlock();
         payload = &status;
         bytes = sizeof status;
+    } else if (asked.head.operation == CLOSE && answer.head.code == DONE && answer.head.a != 0) {
+        inside = who_is_inside();
+        payload = &inside;
+        bytes = sizeof inside;
     }
     return socket_send(client, &answer, payload, bytes);
 }

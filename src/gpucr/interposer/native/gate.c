@@ -24,6 +24,7 @@
 struct record {
     _Alignas(128) _Atomic pid_t thread; /* 0: free. A record is a cache line of its own */
     _Atomic unsigned depth;
+    const struct slot *_Atomic slot; /* of the outermost call */
     const struct frame *frames[DEEPEST];
     struct record *next;
 };
@@ -132,16 +133,30 @@ static void *target_of(struct slot *slot) {
     return target != NULL ? target : symbols_resolve(slot);
 }
 
-void *gate_enter(struct slot *slot, const struct frame *frame) {
+/*
+ * A signal may come between any two steps, and its handler may call CUDA in the very place of `frames` that was just written,
+ * before the depth says that it is taken. So each call puts back what it covered when it leaves.
+ */
+static void note(struct record *record, unsigned depth, struct frame *frame) {
+    if (depth < DEEPEST) {
+        frame->covered = record->frames[depth];
+        atomic_signal_fence(memory_order_seq_cst);
+        record->frames[depth] = frame;
+        atomic_signal_fence(memory_order_seq_cst);
+    }
+    atomic_store(&record->depth, depth + 1);
+}
+
+void *gate_enter(struct slot *slot, struct frame *frame) {
     struct record *record = mine != NULL ? mine : attach();
     if (record == NULL) { /* from now on the gate is never found empty */
         atomic_store(&uncounted, 1);
         return target_of(slot);
     }
     unsigned depth = live_depth(record, frame);
-    if (depth < DEEPEST)
-        record->frames[depth] = frame;
-    atomic_store(&record->depth, depth + 1);
+    if (depth == 0)
+        atomic_store_explicit(&record->slot, slot, memory_order_relaxed);
+    note(record, depth, frame);
     if (depth == 0 && atomic_load(&closed) && !passes)
         wait_open(record, slot);
     return target_of(slot);
@@ -156,6 +171,12 @@ void gate_leave(const struct slot *slot, const struct frame *frame, result resul
     unsigned depth = atomic_load_explicit(&record->depth, memory_order_relaxed);
     while (depth > 1 && depth <= DEEPEST && record->frames[depth - 1] < frame && !on_signal_stack())
         depth--; /* calls within this one that were left by longjmp */
+    if (depth == 0)
+        return;
+    if (depth <= DEEPEST && record->frames[depth - 1] == frame) {
+        record->frames[depth - 1] = frame->covered;
+        atomic_signal_fence(memory_order_seq_cst);
+    }
     atomic_store_explicit(&record->depth, depth - 1, memory_order_release);
 }
 
@@ -200,6 +221,18 @@ unsigned gate_inside(void) {
             inside++;
     }
     return inside;
+}
+
+int gate_who(const char **function) {
+    for (struct record *record = atomic_load(&records); record != NULL; record = record->next) {
+        const struct slot *slot = atomic_load_explicit(&record->slot, memory_order_relaxed);
+        pid_t thread = atomic_load(&record->thread);
+        if (record == mine || thread == 0 || atomic_load(&record->depth) == 0 || slot == NULL)
+            continue;
+        *function = slot->name;
+        return thread;
+    }
+    return 0;
 }
 
 bool gate_wait_empty(unsigned timeout_ms) {

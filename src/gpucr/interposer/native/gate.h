@@ -9,9 +9,11 @@
 
 #include <stdbool.h>
 
-/* What a stub kept of the call: the registers that hold its first arguments. The address is that of the stub's frame. */
+/* A call, in the stub's frame on the stack, whose address tells which of two calls is the inner one. */
 struct frame {
-    uint64_t arguments[6];
+    const struct frame *covered; /* gate_enter's, gate_leave's: what the record had in the place of this one */
+    struct slot *slot;
+    uint64_t arguments[6]; /* the registers that hold the first ones */
 };
 
 enum role { ORDINARY, BEGINS_CAPTURE, ENDS_CAPTURE, DESTROYS_STREAM, DESTROYS_CONTEXT, DESTROYS_PRIMARY, STARTS_CUDA, COPIES, COUNTED };
@@ -24,13 +26,14 @@ struct slot { /* one gated function; the stub knows its number */
 };
 
 extern struct slot gate_slots[]; /* first those of the named stubs (names.inc), then those of the free ones */
-void *gate_enter(struct slot *slot, const struct frame *frame);
+void *gate_enter(struct slot *slot, struct frame *frame);
 void gate_leave(const struct slot *slot, const struct frame *frame, result result);
 void gate_close(void);
 void gate_open(void);
 bool gate_is_closed(void);
 bool gate_wait_empty(unsigned timeout_ms); /* nobody inside, no capture under way */
 unsigned gate_inside(void);
+int gate_who(const char **function); /* the thread of one of these, and where it is; 0: there is none any more */
 void gate_pass_always(void); /* this thread: the agent */
 void gate_left_up_to(uintptr_t stack_pointer); /* calls of this thread whose frames lie below it */
 void gate_in_child(void);

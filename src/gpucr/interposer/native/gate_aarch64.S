@@ -14,23 +14,24 @@ gate_call:
     .cfi_offset x30, -8
     mov     x29, sp
     .cfi_def_cfa_register x29
-    /* x29 - 48: struct frame; - 64: x6, x7; - 80: x8, the slot; - 208: q0 to q7 */
-    sub     sp, sp, 208 + 8 * STACK_WORDS
+    /* x29 - 64: struct frame, with the arguments from - 48 on and the slot at - 56; - 80: x6, x7; - 96: x8; - 224: q0 to q7 */
+    sub     sp, sp, 224 + 8 * STACK_WORDS
     stp     x0, x1, [x29, -48]
     stp     x2, x3, [x29, -32]
     stp     x4, x5, [x29, -16]
-    stp     x6, x7, [x29, -64]
+    stp     x6, x7, [x29, -80]
     mov     w16, SLOT_BYTES
     adrp    x9, gate_slots
     add     x9, x9, :lo12:gate_slots
     madd    x17, x17, x16, x9
-    stp     x8, x17, [x29, -80]
-    stp     q0, q1, [x29, -112]
-    stp     q2, q3, [x29, -144]
-    stp     q4, q5, [x29, -176]
-    stp     q6, q7, [x29, -208]
+    str     x8, [x29, -96]
+    str     x17, [x29, -56]
+    stp     q0, q1, [x29, -128]
+    stp     q2, q3, [x29, -160]
+    stp     q4, q5, [x29, -192]
+    stp     q6, q7, [x29, -224]
     mov     x0, x17
-    sub     x1, x29, 48
+    sub     x1, x29, 64
     bl      gate_enter
     mov     x16, x0
     /* the words above this frame, to the bottom of it */
@@ -40,22 +41,22 @@ gate_call:
     stp     x9, x10, [sp, 16 * word]
     .set    word, word + 1
     .endr
-    ldp     q0, q1, [x29, -112]
-    ldp     q2, q3, [x29, -144]
-    ldp     q4, q5, [x29, -176]
-    ldp     q6, q7, [x29, -208]
-    ldr     x8, [x29, -80]
+    ldp     q0, q1, [x29, -128]
+    ldp     q2, q3, [x29, -160]
+    ldp     q4, q5, [x29, -192]
+    ldp     q6, q7, [x29, -224]
+    ldr     x8, [x29, -96]
     ldp     x0, x1, [x29, -48]
     ldp     x2, x3, [x29, -32]
     ldp     x4, x5, [x29, -16]
-    ldp     x6, x7, [x29, -64]
+    ldp     x6, x7, [x29, -80]
     blr     x16
-    str     x0, [x29, -64]
+    str     x0, [x29, -72]
     mov     w2, w0
-    ldr     x0, [x29, -72]
-    sub     x1, x29, 48
+    ldr     x0, [x29, -56]
+    sub     x1, x29, 64
     bl      gate_leave
-    ldr     x0, [x29, -64]
+    ldr     x0, [x29, -72]
     mov     sp, x29
     .cfi_def_cfa_register sp
     ldp     x29, x30, [sp], 16

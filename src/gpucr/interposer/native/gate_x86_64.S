@@ -20,8 +20,8 @@ gate_call:
     .cfi_offset %rbp, -16
     mov     %rsp, %rbp
     .cfi_def_cfa_register %rbp
-    /* -48(%rbp): struct frame; -56: the slot; -64: al; -192: xmm0 to xmm7 */
-    sub     $(192 + 8 * STACK_WORDS), %rsp
+    /* -64(%rbp): struct frame, with the arguments from -48 on and the slot at -56; -72: al; -208: xmm0 to xmm7 */
+    sub     $(208 + 8 * STACK_WORDS), %rsp
     mov     %rdi, -48(%rbp)
     mov     %rsi, -40(%rbp)
     mov     %rdx, -32(%rbp)
@@ -32,17 +32,17 @@ gate_call:
     lea     gate_slots(%rip), %r10
     add     %r10, %r11
     mov     %r11, -56(%rbp)
-    mov     %rax, -64(%rbp)
-    movups  %xmm0, -80(%rbp)
-    movups  %xmm1, -96(%rbp)
-    movups  %xmm2, -112(%rbp)
-    movups  %xmm3, -128(%rbp)
-    movups  %xmm4, -144(%rbp)
-    movups  %xmm5, -160(%rbp)
-    movups  %xmm6, -176(%rbp)
-    movups  %xmm7, -192(%rbp)
+    mov     %rax, -72(%rbp)
+    movups  %xmm0, -96(%rbp)
+    movups  %xmm1, -112(%rbp)
+    movups  %xmm2, -128(%rbp)
+    movups  %xmm3, -144(%rbp)
+    movups  %xmm4, -160(%rbp)
+    movups  %xmm5, -176(%rbp)
+    movups  %xmm6, -192(%rbp)
+    movups  %xmm7, -208(%rbp)
     mov     %r11, %rdi
-    lea     -48(%rbp), %rsi
+    lea     -64(%rbp), %rsi
     call    gate_enter
     mov     %rax, %r11
     /* the words above the return address, to the bottom of this frame */
@@ -52,15 +52,15 @@ gate_call:
     movups  %xmm8, (16 * word)(%rsp)
     .set    word, word + 1
     .endr
-    movups  -80(%rbp), %xmm0
-    movups  -96(%rbp), %xmm1
-    movups  -112(%rbp), %xmm2
-    movups  -128(%rbp), %xmm3
-    movups  -144(%rbp), %xmm4
-    movups  -160(%rbp), %xmm5
-    movups  -176(%rbp), %xmm6
-    movups  -192(%rbp), %xmm7
-    mov     -64(%rbp), %rax
+    movups  -96(%rbp), %xmm0
+    movups  -112(%rbp), %xmm1
+    movups  -128(%rbp), %xmm2
+    movups  -144(%rbp), %xmm3
+    movups  -160(%rbp), %xmm4
+    movups  -176(%rbp), %xmm5
+    movups  -192(%rbp), %xmm6
+    movups  -208(%rbp), %xmm7
+    mov     -72(%rbp), %rax
     mov     -48(%rbp), %rdi
     mov     -40(%rbp), %rsi
     mov     -32(%rbp), %rdx
@@ -68,12 +68,12 @@ gate_call:
     mov     -16(%rbp), %r8
     mov     -8(%rbp),  %r9
     call    *%r11
-    mov     %rax, -64(%rbp)
+    mov     %rax, -72(%rbp)
     mov     -56(%rbp), %rdi
-    lea     -48(%rbp), %rsi
+    lea     -64(%rbp), %rsi
     mov     %eax, %edx
     call    gate_leave
-    mov     -64(%rbp), %rax
+    mov     -72(%rbp), %rax
     leave
     .cfi_def_cfa %rsp, 8
     ret

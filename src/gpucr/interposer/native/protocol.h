@@ -14,7 +14,8 @@
 enum operation {
     HELLO = 1,  /* answer: a = process id as it sees itself, b = thread id of the agent */
     STATUS,     /* answer: the numbers of `struct status` */
-    CLOSE,      /* a = milliseconds to wait. Answer: a = threads inside, b = captures; the gate is closed whatever they are */
+    CLOSE,      /* a = milliseconds to wait. Answer: a = threads inside, b = captures; the gate is closed whatever they are. Where
+                   somebody is inside: a `struct inside` */
     OPEN,
     EXPORT,     /* a = first block, b = 1: only what other processes have. Answer: records with a descriptor each; a = the next
                    block, b = 1: that was all */
@@ -76,6 +77,12 @@ struct record { /* one block */
     uint32_t reserved;
 };
 _Static_assert(sizeof(struct record) == 48, "struct record");
+
+struct inside { /* one that is: which of its threads, and in which function */
+    int32_t thread;
+    char function[60]; /* ends with a 0 */
+};
+_Static_assert(sizeof(struct inside) == 64, "struct inside");
 
 struct status {
     uint64_t gate_closed, inside, captures;

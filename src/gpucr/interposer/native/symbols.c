@@ -270,10 +270,15 @@ static void *in_place_of(const char *name, void *theirs, const char *base) {
 
 /* --- look-ups of the program ------------------------------------------------------------------------------------------ */
 
+/* By whatever name it was loaded first: numba's is libcuda.so. A copy in another namespace has the usual one. */
 static bool of_libcuda(const void *function) {
+    struct link_map *object = NULL, *driver = NULL;
     Dl_info info;
-    if (dladdr(function, &info) == 0 || info.dli_fname == NULL)
+    if (dladdr1(function, &info, (void **)&object, RTLD_DL_LINKMAP) == 0 || info.dli_fname == NULL)
         return false;
+    void *handle = libcuda();
+    if (handle != NULL && dlinfo(handle, RTLD_DI_LINKMAP, &driver) == 0 && driver == object)
+        return true;
     const char *file = strrchr(info.dli_fname, '/');
     return begins(file != NULL ? file + 1 : info.dli_fname, "libcuda.so.");
 }

@@ -1,4 +1,4 @@
-"""The hardware script for jobs that share memory, on the simulator."""
+"""The hardware script for interposed jobs, on the simulator."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ import pytest
 
 from gpucr.criu.install import CriuInstall
 
-SCRIPT = Path(__file__).with_name("interposed_gang_jobs.py")
+SCRIPT = Path(__file__).with_name("interposed_jobs.py")
 
 
 def test_a_job_that_shares_memory_by_descriptors(

@@ -1,19 +1,22 @@
-"""Do jobs whose processes share device memory come back through gpucr's commands, value for value? Run as root.
+"""Do interposed jobs come back through gpucr's commands, value for value? Run as root.
 
-    python3 tests/hardware/interposed_gang_jobs.py [--cycles N] [--dumps N] [--moves N] [--only CASE] ...
+    python3 tests/hardware/interposed_jobs.py [--cycles N] [--dumps N] [--moves N] [--only CASE] ...
 
-Each program runs twice: undisturbed, and as a job of `gpucr run` that is disturbed while it runs: suspended
-and resumed with `gpucr suspend --gpu-state interposed` and `gpucr resume` (--cycles), dumped, ended and restored
-(--dumps; on a machine with two GPUs every second time with the GPUs swapped), and moved with the GPUs swapped (--moves;
-needs two GPUs). Every line must be the one of the first run.
+Each program runs twice: undisturbed, and as a job of `gpucr run` that is disturbed while it runs: suspended and resumed
+(--cycles) with `gpucr suspend --gpu-state interposed` (`auto` for cupy-async) and `gpucr resume`, dumped, ended and
+restored (--dumps; on a machine with two GPUs every second time with the GPUs swapped), and moved with the GPUs swapped
+(--moves; needs two GPUs). Every line must be the one of the first run.
 
 - cumem: two processes on one GPU, blocks sent by descriptor (driver calls alone, no torch)
 - ipc: torch.multiprocessing with CUDA tensors that both processes change (legacy CUDA IPC)
 - peers: one process on two GPUs, copies by peer access (measured first: `gpucr doctor --probe --only peer_access`)
 - ranks: two DDP ranks on two GPUs with NCCL's defaults over NVLink (P2P/CUMEM, HOST_NUMA)
+- compiled, transformer, jax, cupy, cupy-async, numba, server, hooks, profiled, loader: jobs of one process on one GPU,
+  as interposed/frameworks.py tells; the hooks of `hooks` must have been called once each in every cycle
 
-Needs a C compiler, and torch for all but `cumem`; `peers` and `ranks` are skipped on a machine with one GPU. Every step
-ends after --limit seconds. Prints a table last. Exit code 1: a line differs, or a step failed.
+Needs a C compiler, torch for all but `cumem`, and what the job is named after; `peers` and `ranks` are skipped on a
+machine with one GPU. Every step ends after --limit seconds. Prints a table last. Exit code 1: a line differs, or a step
+failed.
 """
 
 from __future__ import annotations
@@ -35,7 +38,7 @@ from typing import Any
 ROOT = Path(__file__).resolve().parents[2]
 sys.path[:0] = [str(ROOT / "src"), str(ROOT)]
 
-from tests.hardware.interposed import pace  # noqa: E402 - found where the checkout is
+from tests.hardware.interposed import frameworks, pace  # noqa: E402 - found where the checkout is
 from tests.hardware.interposed_gangs import CASES, NEEDS_TWO_GPUS, PAUSE_S, gpu_count  # noqa: E402
 from tests.hardware.interposed_suspend import (  # noqa: E402 - found where the checkout is
     LINES_BETWEEN,
@@ -48,6 +51,10 @@ from tests.hardware.interposed_suspend import (  # noqa: E402 - found where the 
     undisturbed,
 )
 
+JOBS = {**{name: [program] for name, program in CASES.items()},
+        **{name: ["frameworks.py", name] for name in frameworks.JOBS}}  # fmt: skip
+KEPT_BY_THE_DRIVER = {"cupy-async"}
+"""The memory of the driver's own pools goes its way, which `auto` chooses."""
 SWAPPED = ("--gpu-map", "0=1,1=0")
 
 
@@ -70,16 +77,22 @@ class Disturbances:
     cycles: int
     dumps: int
     moves: int
+    way: str
+
+    @property
+    def of_all(self) -> int:
+        """How often a job with one GPU is frozen."""
+        return self.cycles + self.dumps
 
     def all_of(self, job: Training, outcome: Outcome, folder: Path, can_swap: bool, limit_s: float) -> None:
         """One after the other, with some lines between."""
         for number in range(self.cycles):
-            cycle(job, "interposed", outcome, limit_s)
+            cycle(job, self.way, outcome, limit_s)
             phases = ", ".join(f"{phase} {seconds:.3f}" for phase, seconds in outcome.phases[-1].items())
             print(f"    cycle {number + 1}: {phases}", flush=True)
         for number in range(self.dumps):
             swap = SWAPPED if can_swap and number % 2 else ()
-            there_and_back(job, outcome, folder / f"{job.name}.snapshot", swap, limit_s)
+            there_and_back(job, outcome, self.way, folder / f"{job.name}.snapshot", swap, limit_s)
         for _ in range(self.moves if can_swap else 0):
             moved = gpucr("move", "--json", job.name, *SWAPPED, limit_s=limit_s)
             outcome.move.append(sum(phase["seconds"] for phase in moved["phases"]))
@@ -87,10 +100,12 @@ class Disturbances:
             job.wait_more(LINES_BETWEEN)
 
 
-def there_and_back(job: Training, outcome: Outcome, snapshot: Path, swap: Sequence[str], limit_s: float) -> None:
+def there_and_back(
+    job: Training, outcome: Outcome, way: str, snapshot: Path, swap: Sequence[str], limit_s: float
+) -> None:
     """A dump that ends the job, and a restore of it."""
     begin = time.monotonic()
-    dumped = gpucr("dump", "--json", "--gpu-state", "interposed", job.name, "--to", snapshot, limit_s=limit_s)
+    dumped = gpucr("dump", "--json", "--gpu-state", way, job.name, "--to", snapshot, limit_s=limit_s)
     outcome.dump.append(time.monotonic() - begin)
     print(f"    dumped in {outcome.dump[-1]:.3f} s: {in_phases(dumped)}", flush=True)
     before, begin = len(job.lines()), time.monotonic()
@@ -108,17 +123,22 @@ def in_phases(said: dict[str, Any]) -> str:
     return ", ".join(f"{phase['name']} {phase['seconds']:.3f}" for phase in said["phases"])
 
 
-def try_case(name: str, folder: Path, disturbances: Disturbances, gpus: int, steps: int, limit_s: float) -> Outcome:
+def try_case(
+    name: str, folder: Path, disturbances: Disturbances, gpus: int, steps: int, pause_s: float, limit_s: float
+) -> Outcome:
     """Run it undisturbed and disturbed, and compare."""
     outcome = Outcome(name)
     job: Training | None = None
-    command = [sys.executable, str(PROGRAMS / CASES[name]), str(steps), str(PAUSE_S)]
+    program, *words = JOBS[name]
+    command = [sys.executable, str(PROGRAMS / program), *words, str(steps), str(pause_s)]
+    called = folder / f"{name}.called"
     print(f"{name}: {' '.join(command)}", flush=True)
     try:
         if name == "peers":
             measure_peer_access(limit_s)
         expected = undisturbed(command, limit_s)
-        job = Training(f"gang-{name}-{os.getpid()}", folder, "--interpose", command, limit_s)
+        os.environ[frameworks.HOOKS_FILE] = str(called)
+        job = Training(f"interposed-{name}-{os.getpid()}", folder, "--interpose", command, limit_s)
         job.wait_more(LINES_BETWEEN)
         disturbances.all_of(job, outcome, folder, gpus >= 2, limit_s)
         job.wait_end(len(expected))
@@ -126,6 +146,8 @@ def try_case(name: str, folder: Path, disturbances: Disturbances, gpus: int, ste
         outcome.lines = len(lines)
         if lines != list(expected):
             raise Failed(_difference(lines, expected))
+        if name == "hooks" and called.read_text().split() != ["before", "after"] * disturbances.of_all:
+            raise Failed(f"its hooks were called so: {called.read_text().split()}")
     except Failed as error:
         outcome.error = str(error)
         print(f"    FAILED: {error}", flush=True)
@@ -145,13 +167,13 @@ def _difference(lines: Sequence[str], expected: Sequence[str]) -> str:
 def table(outcomes: Sequence[Outcome]) -> str:
     """A line for each program: medians in seconds."""
     columns = ("standstill", "resume", "dump", "restore", "move")
-    rows = [f"{'case':8}{'cycles':>7}{'dumps':>6}{'moves':>6}" + "".join(f"{name + ' s':>14}" for name in columns)]
+    rows = [f"{'case':12}{'cycles':>7}{'dumps':>6}{'moves':>6}" + "".join(f"{name + ' s':>14}" for name in columns)]
     for each in outcomes:
         medians = (
             f"{statistics.median(times):14.3f}" if times else f"{'':14}" for times in map(vars(each).get, columns)
         )
         said = "FAILED" if each.error else f"all {each.lines} lines as undisturbed"
-        rows.append(f"{each.way:8}{each.cycles:7}{len(each.restore):6}{len(each.move):6}{''.join(medians)}  {said}")
+        rows.append(f"{each.way:12}{each.cycles:7}{len(each.restore):6}{len(each.move):6}{''.join(medians)}  {said}")
     return "\n".join(rows)
 
 
@@ -162,22 +184,24 @@ def main() -> int:
     parser.add_argument("--dumps", type=int, default=2)
     parser.add_argument("--moves", type=int, default=2)
     parser.add_argument("--steps", type=int, default=0, help="of each program; none: enough for what is done to it")
-    parser.add_argument("--only", choices=list(CASES), action="append")
+    parser.add_argument("--pause", type=float, default=PAUSE_S, help="seconds after each step (%(default)s)")
+    parser.add_argument("--only", choices=list(JOBS), action="append")
     parser.add_argument("--limit", type=float, default=180, help="seconds for each step")
     parser.add_argument("--json", type=Path)
     options = parser.parse_args()
     outcomes: list[Outcome] = []
     gpus = gpu_count()
-    folder = Path(tempfile.mkdtemp(prefix="gpucr-gang-jobs-"))
+    folder = Path(tempfile.mkdtemp(prefix="gpucr-interposed-jobs-"))
     try:
-        for name in options.only or CASES:
+        for name in options.only or JOBS:
             if name in NEEDS_TWO_GPUS and gpus < 2:
                 print(f"{name}: SKIPPED, it needs two GPUs")
                 continue
-            disturbances = Disturbances(options.cycles, options.dumps, options.moves)
+            way = "auto" if name in KEPT_BY_THE_DRIVER else "interposed"
+            disturbances = Disturbances(options.cycles, options.dumps, options.moves, way)
             most = (pace.AHEAD + LINES_BETWEEN) * (2 + options.cycles + options.dumps + options.moves)
             steps = options.steps or most
-            outcomes.append(try_case(name, folder, disturbances, gpus, steps, options.limit))
+            outcomes.append(try_case(name, folder, disturbances, gpus, steps, options.pause, options.limit))
     finally:
         shutil.rmtree(folder, ignore_errors=True)
     if options.json is not None:
