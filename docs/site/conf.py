@@ -6,9 +6,15 @@ The source folder is the root of the clone, so that a link from page to page is 
 from __future__ import annotations
 
 import re
+import sys
 from pathlib import Path
 
 ROOT = Path(__file__).parents[2]
+sys.path.insert(0, str(Path(__file__).parent))
+
+import generated  # noqa: E402 - beside this file
+
+generated.write(ROOT / "build" / "reference")
 
 project = "gpucr"
 author = "the gpucr authors"
@@ -16,7 +22,14 @@ release = re.findall(r'__version__ = "(.*)"', (ROOT / "src/gpucr/version.py").re
 
 extensions = ["myst_parser"]
 root_doc = "docs/site/index"
-include_patterns = ["docs/**", "src/gpucr/error_codes.md", "README.md", "CHANGELOG.md", "CONTRIBUTING.md"]
+include_patterns = [
+    "docs/**",
+    "build/reference/*.md",
+    "src/gpucr/error_codes.md",
+    "README.md",
+    "CHANGELOG.md",
+    "CONTRIBUTING.md",
+]
 myst_heading_anchors = 4  # the same anchors as the forge makes
 myst_links_external_new_tab = False
 

@@ -17,7 +17,7 @@ def main() -> None:
         _end(130, "interrupted", "nothing was done", "GPUCR-INTERRUPTED")
     except Exception as error:  # noqa: BLE001 - whatever it is: memory, open files, a file that is missing
         what = str(error) or type(error).__name__
-        hint = "see its limits (ulimit -a), or install it anew"
+        hint = "see its limits (ulimit -a), or reinstall it"
         _end(4, f"gpucr cannot be loaded: {what}", hint, "GPUCR-BROKEN-INSTALL")
     try:
         run()

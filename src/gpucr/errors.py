@@ -3,7 +3,7 @@
 ::
 
     GpucrError                     1   failed; the job is as it was found
-    ├── InvalidRequest             2   what was asked cannot be meant
+    ├── InvalidRequest             2   invalid request
     │   ├── ProcessNotFound            no such process, or it is a zombie
     │   ├── NotACudaProcess            the process has no CUDA context
     │   └── NotPermitted               the caller may not do this to the process
@@ -30,7 +30,7 @@
     ├── JobChanged                 1   the job changed under our hands (a process ended, another tool worked on it)
     │   └── CudaStarted                a process began to use CUDA between discovery and freeze
     ├── JobDamaged                 10  failed, and the job could not be brought back to how it was found
-    ├── OutputLost                 7   what was asked for has been done, and the report could not be printed
+    ├── OutputLost                 7   the operation succeeded, but its report could not be printed
     └── Interrupted                130 Ctrl-C or SIGTERM; the job is as it was found
 
 Messages are one sentence that says what is wrong; ``why`` is the cause's own words, ``hint`` says what to do about it.
@@ -88,7 +88,7 @@ class GpucrError(Exception):
 
 
 class InvalidRequest(GpucrError):
-    """What was asked cannot be meant: a bad option value, gpucr itself as the target, and the like."""
+    """Invalid request: a bad option value, gpucr itself as the target, and the like."""
 
     exit_code = 2
     code = "GPUCR-BAD-REQUEST"
@@ -323,7 +323,7 @@ class JobDamaged(GpucrError):
 
 
 class OutputLost(GpucrError):
-    """What was asked for has been done, but the report of it could not be printed. Raised by commands only."""
+    """The operation succeeded, but its report could not be printed. Raised by commands only."""
 
     exit_code = 7
     code = "GPUCR-OUTPUT-LOST"

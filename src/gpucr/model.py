@@ -134,7 +134,7 @@ class GpuMap(Struct, frozen=True):
             uuids = [pair[side] for pair in pairs]
             if len(set(uuids)) != len(uuids):
                 raise InvalidRequest(
-                    f"a GPU stands twice on the {name} side of the GPU map {text!r}", code="GPUCR-BAD-GPU"
+                    f"a GPU appears twice on the {name} side of the GPU map {text!r}", code="GPUCR-BAD-GPU"
                 )
         return cls(tuple(pairs))
 

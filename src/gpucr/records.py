@@ -99,7 +99,7 @@ def convert(value: object, kind: type[T]) -> T:
     except msgspec.ValidationError as e:
         raise RecordError(_explained(str(e))) from e
     except UnicodeEncodeError as e:  # msgspec looks into a text where it expects none
-        raise RecordError("a text with bytes that are not UTF-8 is in the place of something else") from e
+        raise RecordError("a text that is not UTF-8 is not allowed here") from e
     _require_same(value, msgspec.to_builtins(record), "")
     return record
 

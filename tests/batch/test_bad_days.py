@@ -65,7 +65,7 @@ def test_a_grace_time_that_is_too_short(batch: Batch) -> None:
     wait_until(lambda: batch.errors().count("dumped to") >= before + 2, batch.errors)
     batch.starts[-1].send_signal(signal.SIGUSR1)
     assert batch.end() == 99, batch.errors()
-    assert "the job could not be dumped in time, and is ended: the next start goes on from the snapshot of" in (
+    assert "the job could not be dumped in time, and is ended: the next start continues from the snapshot of" in (
         batch.errors()
     )
     assert processes_in(batch.folder) == []

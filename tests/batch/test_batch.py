@@ -48,7 +48,7 @@ def test_its_own_exit_code_and_what_it_leaves(batch: Batch) -> None:
     (batch.folder / "go").touch()
     assert batch.end() == 7, batch.errors()
     assert batch.snapshots() == ["mine"], "the last one alone"
-    assert "the job ended with 7; the next start goes on from the snapshot of" in batch.errors()
+    assert "the job ended with 7; the next start continues from the snapshot of" in batch.errors()
     batch.start("--id", "mine", steps=61)
     assert batch.end() == 2
     assert "is of another job" in batch.errors()
@@ -74,7 +74,7 @@ def test_a_store_that_cannot_be_written_ends_in_a_new_start(batch: Batch) -> Non
     batch.starts[-1].send_signal(signal.SIGTERM)
     assert batch.end() == 99, batch.errors()
     assert "no dump: " in batch.errors()
-    assert "there is no snapshot, and the next start begins anew" in batch.errors()
+    assert "there is no snapshot, and the next start is from scratch" in batch.errors()
     assert [job.state.word for job in registry().jobs()] == ["ended"]
 
 

@@ -116,7 +116,7 @@ def test_it_ends_with_a_code_of_its_own(jobs: Jobs) -> None:
     jobs.wait_for_line(job_id, "dumped to", before + 2)
     jobs.go_on_to_the_end()
     jobs.wait_for(job_id, HELD)
-    assert "the job ended with 7; the next start goes on from the snapshot of" in jobs.log(job_id)
+    assert "the job ended with 7; the next start continues from the snapshot of" in jobs.log(job_id)
     assert jobs.ad(job_id, "ExitCode") == "7"
     away = jobs.store.rename(jobs.folder / "away")
     jobs.tell("condor_release", job_id)
@@ -139,7 +139,7 @@ def test_a_grace_time_that_is_too_short(jobs: Jobs) -> None:
     before = jobs.log(job_id).count("dumped to")
     jobs.wait_for_line(job_id, "dumped to", before + 2)
     jobs.tell("condor_vacate_job", job_id)
-    jobs.wait_for_line(job_id, "the job could not be dumped in time, and is ended: the next start goes on from")
+    jobs.wait_for_line(job_id, "the job could not be dumped in time, and is ended: the next start continues from")
     jobs.wait_for_line(job_id, "restored from")
     jobs.go_on_to_the_end()
     jobs.require_right(job_id)

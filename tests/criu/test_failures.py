@@ -188,7 +188,7 @@ def test_missing_file(workspace: Workspace, start: StartProgram) -> None:
     dump_and_end(workspace, program)
     (program.folder / "data").unlink()
     error = failing_restore(workspace)
-    assert "is not there" in error.message
+    assert "is missing" in error.message
     assert "/data" in error.message
 
 

@@ -18,14 +18,30 @@ from tests.counter import CounterFactory, wait_until
 from tests.docs.command_tree import COMMANDS
 from tests.docs.pages import CODE, ROOT, SOURCES, error_classes, first_cells, page, rows, section, without_fences
 
+_COMMANDS_PAGES = "\n".join(
+    page(f"reference/{name}.md") for name in ("commands", "commands-unattended", "commands-snapshots")
+)
+_HEADINGS = sorted({" ".join(name.split()[:2]) for name in COMMANDS if name != "gpucr"})
 
-@pytest.mark.parametrize("name", [name for name in COMMANDS if name != "gpucr"])
-def test_every_command_and_every_option_is_described(name: str) -> None:
-    described = section(page("reference/commands.md"), name)
-    words = set(re.findall(r"(?<![\w-])--?[a-z][\w-]*", without_fences(described)))
-    options = {opt for p in COMMANDS[name].params if isinstance(p, click.Option) for opt in p.opts + p.secondary_opts}
-    assert options <= words, "described nowhere in its section"
-    assert words - options <= {"--help"}, "described, but not there"
+
+@pytest.mark.parametrize("name", _HEADINGS)
+def test_every_command_is_described_with_options_that_it_has(name: str) -> None:
+    """The options themselves are in the help and on the site's page that is made of it (test_site.py)."""
+    described = without_fences(section(_COMMANDS_PAGES, name))
+    below = [each for each in COMMANDS if f"{each} ".startswith(f"{name} ")]
+    assert {each for each in below if each != name and f"`{each}" not in described} == set()
+    words = set(re.findall(r"(?<![\w-])--[a-z][\w-]*", described))
+    named = re.findall(r"`gpucr ([a-z]+)[^`]*`", described)  # with options of their own
+    known = {each for each in COMMANDS if " ".join(each.split()[:2]) in {name, *(f"gpucr {other}" for other in named)}}
+    options = {opt for each in known for p in COMMANDS[each].params for opt in (*p.opts, *p.secondary_opts)}
+    assert words - options == set(), "described, but not there"
+
+
+def test_every_option_has_a_help_text() -> None:
+    for name, command in COMMANDS.items():
+        for parameter in command.params:
+            if isinstance(parameter, click.Option):
+                assert parameter.help, f"{name} {parameter.opts}"
 
 
 def test_every_command_has_a_help_with_an_example() -> None:
@@ -69,9 +85,7 @@ def test_the_fields_of_run_and_jobs_in_json(tmp_path: Path) -> None:
         "gpucr run", run_json_before("run", "--no-isolate", "--name", "short", "true", env=state)
     )
     plan = run_json_before("run", "--explain", "true", env=state)
-    described = section(page("reference/commands.md"), "gpucr run")
-    named = set(re.findall(r"`(\w+)`", described))
-    assert {*plan, *plan["environment_changes"][0]} <= named
+    _assert_fields_are_described("gpucr run plan", plan)
     _assert_fields_are_described("gpucr jobs", run_json("jobs", "--all", env=state))
 
 
@@ -91,9 +105,7 @@ def test_the_fields_of_criu_and_demo_in_json() -> None:
 def test_the_fields_of_dump_inspect_and_restore_in_json(counter: CounterFactory, tmp_path: Path) -> None:
     program, folder = counter("--mib", "1"), tmp_path / "snapshot"
     plan = run_json("dump", program.pid, "--to", folder, "--dry-run")
-    described = section(page("reference/commands.md"), "gpucr dump")
-    assert {f"`{name}`" for name in plan} - set(re.findall(r"`\w+`", described)) == set()
-    assert {f"`{name}`" for finding in plan["findings"] for name in finding} <= set(re.findall(r"`\w+`", described))
+    _assert_fields_are_described("gpucr dump plan", plan)
     _assert_fields_are_described("gpucr dump", run_json("dump", program.pid, "--to", folder))
     program.reap()
     inspected = run_json("inspect", folder)
@@ -129,7 +141,6 @@ def test_the_fields_of_the_commands_on_stores_in_json(
 def _assert_fields_are_described(heading: str, printed: dict[str, Any]) -> None:
     described = _described_fields(heading)
     assert printed["schema"] == heading.replace("gpucr ", "gpucr.").replace(" ", ".")
-    assert f"`{printed['schema']}`" in section(page("reference/commands.md"), heading)
     maps = {path for path, kind in described.items() if kind == "map"}
     maps |= {f"{path}[]" for path, kind in described.items() if kind == "list of maps"}
     seen = set(_paths(printed, maps=maps))
@@ -183,16 +194,25 @@ def test_the_same_words_are_used_in_all_keys() -> None:
 
 
 def _all_fields() -> list[tuple[str, str, str]]:
-    """Section, path and type of every field of the page."""
-    text = page("reference/commands.md")
-    headings = re.findall(r"^## (.*)$", without_fences(text), re.MULTILINE)
-    return [(heading, path, kind) for heading in headings for path, kind in _described_fields(heading).items()]
+    """Schema, path and type of every field of the page."""
+    fields = [
+        (schema, path, row[2])
+        for row in rows(page("reference/json.md"))
+        if row[1].startswith("`")
+        for schema in CODE.findall(row[0])
+        for path in CODE.findall(row[1])
+    ]
+    assert len(fields) > 300
+    schemas = {schema for schema, _, _ in fields}
+    return fields + [
+        (each, *field) for each in schemas for field in (("schema", "string"), ("schema_version", "integer"))
+    ]
 
 
 def _described_fields(heading: str) -> dict[str, str]:
-    """Path and type of every field that the section's JSON table has."""
-    table = section(page("reference/commands.md"), heading).partition("| field | type |")[2]
-    return {row[0].strip("`"): row[1] for row in rows(table) if row[0].startswith("`")}
+    """Path and type of every field that a command's JSON has."""
+    wanted = heading.removeprefix("gpucr ").replace(" ", ".")
+    return {path: kind for schema, path, kind in _all_fields() if schema == wanted}
 
 
 def _paths(value: Any, path: str = "", *, maps: set[str]) -> Iterator[str]:
@@ -225,13 +245,13 @@ def _get(value: dict[str, Any], path: str) -> Any:
 
 
 def test_exit_codes_agree_with_the_errors() -> None:
-    codes = re.findall(r"^\| (\d+) \|", section(page("reference/commands.md"), "Exit codes"), re.MULTILINE)
+    codes = re.findall(r"^\| (\d+) \|", section(page("reference/common.md"), "Exit codes"), re.MULTILINE)
     assert {int(code) for code in codes} == {0} | {error.exit_code for error in error_classes()}
     assert {int(code) for code in re.findall(r"^  (\d+) ", main._EXIT_CODES, re.MULTILINE)} == set(map(int, codes))
 
 
 def test_every_environment_variable_is_described() -> None:
-    named = set(first_cells(section(page("reference/commands.md"), "Environment variables")))
+    named = set(first_cells(section(page("reference/common.md"), "Environment variables")))
     read: set[str] = set()
     for file in [*SOURCES.rglob("*.py"), *(ROOT / "tests").glob("*.py")]:
         text = file.read_text()

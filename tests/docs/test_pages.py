@@ -16,7 +16,7 @@ _LINK = re.compile(r"(?<!!)\[[^\]]*\]\(([^)\s]+)\)")
 
 
 def test_every_state_is_named() -> None:
-    for name in ("reference/commands.md", "reference/python-api.md"):
+    for name in ("reference/json.md", "reference/python-records.md"):
         words = set(CODE.findall(page(name)))
         assert all(state.word in words or state.name in words for state in CudaState), name
 
@@ -64,8 +64,13 @@ def test_the_commands_and_options_of_a_page_exist(path: Path) -> None:
             assert options <= known, f"gpucr {name}"
 
 
+@pytest.mark.parametrize("path", PAGES, ids=lambda path: str(path.relative_to(ROOT)))
+def test_a_page_is_short(path: Path) -> None:
+    assert len(path.read_text().splitlines()) <= 300, "split it, or say it shorter"
+
+
 def test_the_architecture_names_every_room_and_step() -> None:
-    text = page("architecture.md")
+    text = page("architecture.md") + page("explanation/steps.md")
     rooms = {path.stem for path in SOURCES.iterdir() if path.suffix == ".py" or (path / "__init__.py").exists()}
     assert {room for room in rooms - {"__init__", "__main__", "version"} if f"`{room}`" not in text} == set()
     steps: set[str] = set()

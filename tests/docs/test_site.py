@@ -2,16 +2,21 @@
 
 from __future__ import annotations
 
+import inspect
 import os
 import re
 import subprocess
 import sys
+from html import unescape
 from html.parser import HTMLParser
 from pathlib import Path
 from xml.etree import ElementTree
 
+import click
 import pytest
 
+import gpucr
+from tests.docs.command_tree import COMMANDS
 from tests.docs.pages import DOCS, ROOT
 
 pytest.importorskip("furo", reason="the extra docs is not installed")
@@ -74,6 +79,31 @@ def test_every_page_is_there_and_can_be_found(site: Path) -> None:
         "benchmarks",
     ):
         assert f"../{name}.html" in index
+
+
+def test_the_page_of_options_has_all_of_them(site: Path) -> None:
+    text = unescape((site / "build" / "reference" / "options.html").read_text())
+    for name, command in COMMANDS.items():
+        shown = text.partition(f'id="{name.replace(" ", "-")}"')[2].partition("<section")[0]
+        assert shown, name
+        for parameter in command.params:
+            if isinstance(parameter, click.Option):
+                assert all(option in shown for option in parameter.opts), f"{name} {parameter.opts}"
+                assert _letters(parameter.help or "") in _letters(re.sub(r"<[^>]*>", "", shown)), parameter.opts
+
+
+def test_the_page_of_functions_has_their_docstrings(site: Path) -> None:
+    shown = _letters(re.sub(r"<[^>]*>", "", unescape((site / "build" / "reference" / "functions.html").read_text())))
+    functions = [getattr(gpucr, name) for name in gpucr.__all__]
+    functions = [function for function in functions if inspect.isfunction(function)]
+    assert len(functions) > 40
+    for function in functions:
+        assert _letters(function.__doc__ or "") in shown, function.__name__
+
+
+def _letters(text: str) -> str:
+    """What is left where the site has other quotes, dashes and lines."""
+    return re.sub(r"[^a-z]", "", text.lower())
 
 
 def test_an_error_code_has_an_anchor(site: Path) -> None:

@@ -99,7 +99,7 @@ def test_another_users_process_without_privileges(counter: CounterFactory) -> No
         pytest.skip("needs root, to become someone else")
     job = counter()
     message = _as_nobody(lambda: gpucr.suspend(job.pid))
-    assert f"process {job.pid} (counter) of uid 0 is closed to uid {NOBODY}" in message
+    assert f"process {job.pid} (counter) of uid 0: permission denied for uid {NOBODY}" in message
     assert "as root" in message
     assert job.ask() == 101
 
@@ -423,7 +423,7 @@ def test_a_current_folder_that_was_removed(
     os.chdir("gone")
     (tmp_path / "gone").rmdir()
     said = refused(2, *(process_without_cuda if each == "PID" else each for each in arguments))
-    assert "the current folder is not there any more" in said
+    assert "the current folder no longer exists" in said
 
 
 @pytest.mark.root

@@ -154,7 +154,7 @@ def test_connections_that_went_on_are_not_taken_up_again(start: StartJob, tmp_pa
     with accepted:
         job.dump_and_end(tmp_path / "s", leave_running=True)
         job.kill()
-    with pytest.raises(gpucr.Unsupported, match="which went on after the dump"):
+    with pytest.raises(gpucr.Unsupported, match="which kept running after the dump"):
         gpucr.restore(tmp_path / "s", tcp="keep")
     gpucr.restore(tmp_path / "s")
     assert job.go_on() == "inside BrokenPipeError"

@@ -159,7 +159,7 @@ def test_what_is_missing_is_named_before_anything_starts(start: StartJob, tmp_pa
     job.dump_and_end(tmp_path / "s")
     (job.folder / "data").rmdir()
     (job.folder / "plain.log").unlink()
-    with pytest.raises(gpucr.Unsupported, match="2 files or folders of the job are not there") as refused:
+    with pytest.raises(gpucr.Unsupported, match="2 files or folders of the job are missing") as refused:
         gpucr.restore(tmp_path / "s")
     assert str(job.folder / "data") in str(refused.value)
     assert str(job.folder / "plain.log") in str(refused.value)

@@ -361,7 +361,7 @@ def test_a_snapshot_is_refused_where_its_interposer_is_not(
     gpucr.dump(job.pid, tmp_path / "s")
     job.reap()
     library.rename(tmp_path / "elsewhere")
-    with pytest.raises(Unsupported, match=f"left by its interposer, and {library} is not there") as raised:
+    with pytest.raises(Unsupported, match=f"left by its interposer, and {library} is missing") as raised:
         gpucr.restore(tmp_path / "s")
     assert raised.value.code == "GPUCR-BACKEND"
     assert not job.processes()

@@ -127,7 +127,7 @@ def test_options_behind_the_command_are_the_commands_own() -> None:
         (["--name", "../x", "true"], "cannot be the name"),
         (["/no/such/program"], "is not a program that can be run"),
         (["no-such-program"], "there is no program 'no-such-program'"),
-        (["--cwd", "/no/such/folder", "true"], "the folder /no/such/folder is not there"),
+        (["--cwd", "/no/such/folder", "true"], "the folder /no/such/folder does not exist"),
         (["--log", "/no/such/folder/log", "true"], "the folder of the log"),
         (["--log", "/", "true"], "cannot be the log"),
         (["--no-isolate", "--network", "own", "true"], "only an isolated job has a network of its own"),
@@ -378,7 +378,7 @@ def test_the_name_of_a_job_that_has_ended() -> None:
     _wait_for_end("gone")
     with pytest.raises(InvalidRequest, match="the job gone does not run any more") as caught:
         gpucr.suspend("gone")
-    assert caught.value.hint == "`gpucr logs gone` shows what it said last"
+    assert caught.value.hint == "`gpucr logs gone` shows its last output"
 
 
 def test_forgetting_and_using_a_name_again() -> None:
@@ -422,7 +422,7 @@ def test_a_snapshot_that_is_gone_is_said(tmp_path: Path) -> None:
     assert "which is gone" in command.run("jobs").stdout
     assert command.run_json("jobs")["jobs"][0]["snapshot_is_gone"] is True
     done = command.run("suspend", "job")
-    assert f"was dumped to {snapshot}, which is not there any more" in done.stderr
+    assert f"was dumped to {snapshot}, which no longer exists" in done.stderr
     assert "gpucr restore" not in done.stderr
     snapshot.mkdir()
     (snapshot / "manifest.json").touch()

@@ -207,7 +207,7 @@ def test_what_another_user_may_not_look_at(nobody: Nobody, folder: Path) -> None
     for name in ("inspect", "verify", "restore"):
         done = nobody.gpucr(name, str(folder))
         assert done.returncode == 5, done.stderr
-        assert f"{folder}/manifest.json is closed to uid {NOBODY_UID}" in done.stderr
+        assert f"{folder}/manifest.json: permission denied for uid {NOBODY_UID}" in done.stderr
     for options in (["--log", f"{folder}/log", "true"], ["--cwd", f"{folder}/in", "true"], [f"{folder}/program"]):
         done = nobody.gpucr("run", *options)
         assert done.returncode == 2, done.stderr

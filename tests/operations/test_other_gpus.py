@@ -252,7 +252,7 @@ def test_the_command_takes_and_tells_it(machine: MakeMachine, counter: CounterFa
     (["--gpu", "auto", "--gpu-map", "0=1"], 2, "both say where the job goes"),
     (["--gpu", "0,1"], 2, "the job uses 1 GPU, and --gpu names 2"),
     (["--gpu", "9"], 2, "there is no GPU 9 on this machine"),
-    (["--gpu-map", "0=1,1=1"], 2, "stands twice on the right side"),
+    (["--gpu-map", "0=1,1=1"], 2, "appears twice on the right side"),
 ])  # fmt: skip
 def test_what_the_command_refuses(
     machine: MakeMachine,

@@ -151,7 +151,7 @@ def test_cpus_of_which_some_are_missing(start: StartJob, tmp_path: Path) -> None
     report = gpucr.restore(tmp_path / "s")
     (warning,) = [each for each in report.warnings if "CPU" in each]
     assert warning.startswith(f"1 thread of process {job.pid} (")
-    assert warning.endswith(f"bound to CPU {USABLE[0]},8190-8191, of which 8190-8191 cannot be used here")
+    assert warning.endswith(f"bound to CPU {USABLE[0]},8190-8191; CPU 8190-8191 cannot be used here")
     assert json.loads(job.go_on()) == [[[USABLE[0]], 0]]
 
 
@@ -160,7 +160,7 @@ def test_cpus_of_which_none_is_there(start: StartJob, tmp_path: Path) -> None:
     rewrite(tmp_path / "s", bound_to("8000-8191"))
     done = command.run("restore", tmp_path / "s")
     assert done.returncode == 0
-    assert "bound to CPU 8000-8191, of which there is none here; it may use every CPU now" in done.stderr
+    assert "bound to CPU 8000-8191, none of them available here; it may use every CPU now" in done.stderr
     assert json.loads(job.go_on()) == [[USABLE, 0]]
 
 

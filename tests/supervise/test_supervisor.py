@@ -161,7 +161,7 @@ def test_before_the_first_checkpoint_it_is_started_anew(bench: Bench) -> None:
     bench.clock.after(200, bench.ends(DONE))
     assert bench.supervise(start_again=ANEW) == "finished"
     assert bench.job.done == ["end", "start again"]
-    assert "started anew" in bench.job.log[0]
+    assert "started from scratch" in bench.job.log[0]
 
 
 def test_what_cannot_be_started_anew_is_given_up(bench: Bench) -> None:

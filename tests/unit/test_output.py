@@ -55,7 +55,7 @@ def test_a_full_disk_is_told_apart_from_a_failure() -> None:
     assert done.returncode == OutputLost.exit_code == 7
     assert done.stderr.splitlines() == [
         "error: what was to be printed cannot be written to stdout: No space left on device",
-        "hint:  what was asked for has been done; `gpucr jobs` and `gpucr ps` show what became of a job",
+        "hint:  the operation succeeded; `gpucr jobs` and `gpucr ps` show what became of a job",
         "code:  GPUCR-OUTPUT-LOST",
     ]
 

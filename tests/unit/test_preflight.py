@@ -68,7 +68,7 @@ def test_all_blocking_findings_are_in_one_message() -> None:
     assert caught.value.message == (
         "x (evidence of x): consequence of x; also: y (evidence of y); also: z (evidence of z)"
     )
-    assert caught.value.hint == "remedy for x (--force tries all the same; nothing was changed)"
+    assert caught.value.hint == "remedy for x (--force proceeds anyway; nothing was changed)"
     assert caught.value.exit_code == 3
 
 

@@ -78,12 +78,12 @@ def test_files_of_another_size(
 def test_what_is_missing(log: Path) -> None:
     files = [job_file(log.with_name(name), 0) for name in "abc"]
     finding = only(check_files([*files, job_file(log, 100)], [str(log.parent / "d"), str(log)], "keep"))
-    assert (finding.severity, finding.what) == ("blocking", "5 files or folders of the job are not there")
+    assert (finding.severity, finding.what) == ("blocking", "5 files or folders of the job are missing")
     assert finding.evidence == f"{log.parent / 'd'}, {log}, {files[0].path} and 2 more"
 
 
 def test_a_folder_in_the_place_of_a_file(tmp_path: Path) -> None:
-    assert only(check_files([job_file(tmp_path, 0)], [], "keep")).what == "1 file or folder of the job are not there"
+    assert only(check_files([job_file(tmp_path, 0)], [], "keep")).what == "1 file or folder of the job are missing"
 
 
 def test_a_file_that_somebody_has_open_is_not_cut_back(log: Path) -> None:
@@ -186,6 +186,6 @@ def test_what_becomes_of_connections() -> None:
     assert only(check_kept_connections([ELSEWHERE], "close", left_running=True)).severity == "warning"
     assert only(check_kept_connections([HERE], "keep", left_running=False)).severity == "warning"
     went_on = only(check_kept_connections([HERE], "keep", left_running=True))
-    assert (went_on.severity, "went on after the dump" in went_on.what) == ("blocking", True)
+    assert (went_on.severity, "kept running after the dump" in went_on.what) == ("blocking", True)
     absent = only(check_kept_connections([HERE, ELSEWHERE], "keep", left_running=False))
     assert (absent.severity, absent.evidence) == ("blocking", str(ELSEWHERE))

@@ -282,7 +282,7 @@ def test_another_users_process_is_closed() -> None:
     )
     with sleeper() as child:
         said = _python_with_gpucr(code, child.pid)
-        assert said == f"NotPermitted process {child.pid} (sleep) of uid 0 is closed to uid {NOBODY_UID}"
+        assert said == f"NotPermitted process {child.pid} (sleep) of uid 0: permission denied for uid {NOBODY_UID}"
 
 
 def test_access_to_a_process_that_ended() -> None:

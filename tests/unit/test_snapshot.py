@@ -469,7 +469,7 @@ def test_a_private_snapshot_is_closed_to_others_and_not_called_damaged() -> None
         folder.chmod(0o711)
         snapshot = samples.committed(folder / "snap")
         done = subprocess.run([sys.executable, "-c", code, snapshot.path], capture_output=True, text=True, check=True)
-        assert done.stdout == f"SnapshotError {snapshot.path / MANIFEST_NAME} is closed to uid {NOBODY_UID}\n"
+        assert done.stdout == f"SnapshotError {snapshot.path / MANIFEST_NAME}: permission denied for uid {NOBODY_UID}\n"
 
 
 def _give_to_nobody(path: Path) -> None:

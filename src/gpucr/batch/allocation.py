@@ -40,7 +40,7 @@ class Allocation:
         found = given_id or _id_in(environment, condor)
         if found is None:
             raise InvalidRequest(
-                "no batch system has started this, so that the job has no id",
+                "no batch system has started this, so the job has no id",
                 hint="give one with --id: the snapshots of the job are found by it",
                 code="GPUCR-BATCH-ID",
             )

@@ -66,10 +66,10 @@ class JobSnapshots:
             return
         if not self._may_make:
             raise StoreError(
-                f"the store {self._store} is not there, and this is not the first start of the job",
+                f"the store {self._store} is missing, and this is not the first start of the job",
                 path=self._store,
-                hint="is its file system mounted on this node? The job was not begun anew; `gpucr store init` makes a "
-                "store for one that is to begin anew",
+                hint="is its file system mounted on this node? The job was not started from scratch; if it may be, "
+                "make the store with `gpucr store init`",
                 code="GPUCR-BATCH-NO-STORE",
             )
         try:
@@ -95,8 +95,8 @@ class JobSnapshots:
     def what_is_left(self) -> str:
         """What the next start begins with."""
         if not self.known:
-            return "there is no snapshot, and the next start begins anew"
-        return f"the next start goes on from the snapshot of {self.known[-1].created}"
+            return "there is no snapshot, and the next start is from scratch"
+        return f"the next start continues from the snapshot of {self.known[-1].created}"
 
     def _look(self) -> None:
         listing = list_snapshots(self._store, key=self.key)

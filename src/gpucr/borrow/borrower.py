@@ -147,7 +147,7 @@ class _Borrower:
             if not self._can_wait:
                 raise Unsupported(
                     f"{', '.join(blockers)} cannot be asked to make room by a priority of {self._me.priority}",
-                    hint="leave out --no-wait to wait in line, or give a higher --priority; `gpucr borrow --list`",
+                    hint="omit --no-wait to wait in line, or give a higher --priority; `gpucr borrow --list`",
                     code="GPUCR-BORROW-BUSY",
                 )
             needed = set(self._me.gpus)

@@ -165,8 +165,8 @@ def _read(name: str) -> Borrowing | None:
         return None
     except (OSError, RecordError) as e:
         raise InvalidRequest(
-            f"what is kept of a borrower cannot be read: {path}: {e}",
-            hint="see with `gpucr jobs` that its command does not run, then remove the file",
+            f"the record of a borrower cannot be read: {path}: {e}",
+            hint="check with `gpucr jobs` that its command does not run, then remove the file",
             code="GPUCR-BORROW-DAMAGED",
         ) from e
 
@@ -193,7 +193,7 @@ def _usable() -> Iterator[Any]:
         yield
     except OSError as e:
         raise Unsupported(
-            f"what is kept of borrowers cannot be written: {e}",
+            f"the records of borrowers cannot be written: {e}",
             hint="set XDG_STATE_HOME to a private folder that can be written",
             code="GPUCR-REGISTRY",
         ) from e

@@ -67,7 +67,7 @@ def doctor(
     folder, was_named = job.nearest_folder(to), to is not None
     if target is not None:
         if fix:
-            raise InvalidRequest("--fix is for the machine, not for a job", hint="leave out --fix, or the job")
+            raise InvalidRequest("--fix is for the machine, not for a job", hint="omit --fix, or the job")
         return DoctorReport(tuple(job.examine(target, folder, was_named=was_named)))
     probe = _probe()
     found = _machine(folder, probe, was_named=was_named)

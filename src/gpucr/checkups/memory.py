@@ -139,7 +139,7 @@ def _reserved(facts: MemoryFacts) -> list[Finding]:
 
 def _room(facts: MemoryFacts) -> Finding:
     have, used = format_bytes(facts.available_bytes), format_bytes(facts.device_used_bytes)
-    evidence = f"MemAvailable; the GPUs have {format_bytes(facts.device_total_bytes)}, of which {used} are in use"
+    evidence = f"MemAvailable; the GPUs have {format_bytes(facts.device_total_bytes)} ({used} in use)"
     if facts.available_bytes >= facts.device_used_bytes:
         return ok(_MEMORY, f"{have} of host memory are available", evidence)
     return Finding(

@@ -100,7 +100,7 @@ def _of_a_user(own: Capabilities, missing: list[str]) -> Finding:
             why = "no_new_privs is set" if own.no_new_privs else f"CAP_{NEEDED_CAPABILITY} is not in the bounding set"
             return Finding(
                 "warning",
-                "this user can suspend jobs of its own, and not dump them: the CRIU granted to it gets no capability",
+                "this user can suspend its own jobs but not dump them: the CRIU granted to it gets no capability",
                 f"{why}: /proc/self/status",
                 "dump and restore are refused",
                 "run gpucr from a login shell, outside containers and services that take privileges away",
@@ -115,10 +115,10 @@ def _of_a_user(own: Capabilities, missing: list[str]) -> Finding:
         )
     return Finding(
         "warning",
-        "this user can suspend and resume jobs of its own, and nothing else",
+        "this user can only suspend and resume its own jobs",
         f"{' and '.join(missing)}: not in CapEff of /proc/self/status",
         "dump and restore are refused, and other users' jobs are out of reach",
-        "sudo gpucr criu --grant lets ordinary users dump and restore jobs of their own; sudo gpucr doctor shows what "
+        "sudo gpucr criu --grant lets ordinary users dump and restore their own jobs; sudo gpucr doctor shows what "
         "root can do",
         about=_ABOUT,
     )
@@ -149,7 +149,7 @@ def _ptrace(facts: PrivilegeFacts) -> Finding:
     if scope >= 3:
         return Finding(
             "blocking",
-            "no process can be traced, by nobody",
+            "nobody can trace any process",
             evidence,
             "CRIU cannot dump; suspend takes the driver's plain way, which is slower",
             "it can be lowered only by a reboot: remove kernel.yama.ptrace_scope=3 from /etc/sysctl.d",

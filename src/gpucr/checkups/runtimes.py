@@ -54,7 +54,7 @@ def _unseen(facts: RuntimeFacts) -> Finding:
         "whether the hook is installed was not seen",
         facts.problem.message if facts.problem is not None else "",
         "" if is_forbidden else "CRIU may not be able to read it either, and then no container can be checkpointed",
-        "sudo gpucr doctor" if is_forbidden else "mend that file, then gpucr hook install, as root",
+        "sudo gpucr doctor" if is_forbidden else "fix that file, then run gpucr hook install, as root",
         about=_ABOUT,
     )
 

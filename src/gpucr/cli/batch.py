@@ -25,15 +25,15 @@ _SIGNALS = ("USR1", "USR2", "HUP", "INT", "XCPU", "URG", "CONT")
 
 @click.command("batch", context_settings={"allow_interspersed_args": False})
 @click.option(
-    "--to", required=True, metavar="STORE", shell_complete=complete_place, help="The store of the job's snapshots."
+    "--to", required=True, metavar="STORE", shell_complete=complete_place, help="The store for the job's snapshots."
 )
-@click.option("--id", "job_id", metavar="ID", help="What finds the snapshots again. Without it: the batch system's.")
+@click.option("--id", "job_id", metavar="ID", help="The name of its snapshots. Default: the batch system's job id.")
 @click.option(
     "--on",
     "on",
     type=click.Choice(_SIGNALS),
     multiple=True,
-    help="A signal that announces the end, beside TERM. Without it: USR1.",
+    help="A signal that announces the end, besides TERM. Default: USR1.",
 )
 @click.option(
     "--grace",
@@ -41,15 +41,15 @@ _SIGNALS = ("USR1", "USR2", "HUP", "INT", "XCPU", "URG", "CONT")
     default="1m",
     show_default=True,
     metavar="TIME",
-    help="How long a dump may take once the end is announced.",
+    help="Time limit of a dump once the end is announced.",
 )
 @click.option(
     "--before-limit",
     type=Duration(),
     metavar="TIME",
-    help="Dump so long before Slurm's time limit.",
+    help="Dump this long before Slurm's time limit.",
 )
-@click.option("--every", type=Duration(), metavar="TIME", help="Dump so often, and let the job go on.")
+@click.option("--every", type=Duration(), metavar="TIME", help="Also dump at this interval; the job keeps running.")
 @click.option(
     "--checkpoint-exit",
     type=click.IntRange(1, 255),
@@ -62,11 +62,9 @@ _SIGNALS = ("USR1", "USR2", "HUP", "INT", "XCPU", "URG", "CONT")
     default=REQUEUE_EXIT,
     show_default=True,
     metavar="CODE",
-    help="The exit code that has the batch system start the job again.",
+    help="The exit code that makes the batch system start the job again.",
 )
-@click.option(
-    "--isolate/--no-isolate", default=None, help="As for `gpucr run`: namespaces of its own, or the machine's."
-)
+@click.option("--isolate/--no-isolate", default=None, help="As for `gpucr run`: its own namespaces, or the machine's.")
 @click.option("--network", type=click.Choice(get_args(Network)), help="As for `gpucr run`.")
 @key_file_option
 @click.argument(
@@ -87,11 +85,11 @@ def command(
     key_file: Path | None,
     command_line: tuple[str, ...],
 ) -> None:
-    """Run CMD under a batch system, and bring it back from its last snapshot when it is started again.
+    """Run CMD under a batch system, and continue it from its last snapshot at the next start.
 
-    It waits for the job, prints what the job prints, and ends with its exit code. When the end of its place is
-    announced, by a signal or the time limit, the job is dumped and the exit code asks for another start. Make it the
-    last command of the batch script, with `exec`, so that it gets the signals.
+    gpucr prints what the job prints and ends with its exit code. When a signal or the time limit announces the end of
+    the allocation, it dumps the job, and its exit code asks for another start. Make it the last command of the batch
+    script, with `exec`, so that it gets the signals.
 
     \b
     Example:

@@ -1,4 +1,4 @@
-"""`gpucr borrow`: run a command on GPUs whose jobs make room for it, and bring these back."""
+"""`gpucr borrow`: run a command on GPUs that lower-priority jobs give up for it."""
 
 from __future__ import annotations
 
@@ -36,7 +36,7 @@ from gpucr.records import DEFAULT_PRIORITY, HIGHEST_PRIORITY
     "--to",
     metavar="DIR|STORE",
     shell_complete=complete_place,
-    help="Where jobs are dumped to that host memory has no room for.",
+    help="Where to dump jobs that do not fit into host memory.",
 )
 @click.option(
     "--key-file",
@@ -44,13 +44,11 @@ from gpucr.records import DEFAULT_PRIORITY, HIGHEST_PRIORITY
     metavar="FILE",
     help="The key of an encrypted store. Else GPUCR_KEY_FILE names it.",
 )
-@click.option("--no-wait", is_flag=True, help="Refuse, exit code 3, where others have to be waited for.")
-@click.option(
-    "--isolate/--no-isolate", default=None, help="As for `gpucr run`: namespaces of its own, or the machine's."
-)
+@click.option("--no-wait", is_flag=True, help="Fail with exit code 3 instead of waiting for others.")
+@click.option("--isolate/--no-isolate", default=None, help="As for `gpucr run`: its own namespaces, or the machine's.")
 @click.option("--network", type=click.Choice(get_args(Network)), help="As for `gpucr run`.")
-@click.option("--list", "list_only", is_flag=True, help="Show who borrows which GPUs, and who waits for whom.")
-@click.option("--recover", "recover_only", is_flag=True, help="Do what killed borrowers have left to be done.")
+@click.option("--list", "list_only", is_flag=True, help="Show who borrows which GPUs and who waits for whom.")
+@click.option("--recover", "recover_only", is_flag=True, help="Finish what killed borrowers left behind.")
 @json_option
 @click.argument("command_line", nargs=-1, type=click.UNPROCESSED, metavar="[--] CMD...", shell_complete=complete_file)
 def command(
@@ -67,11 +65,11 @@ def command(
     as_json: bool,
     command_line: tuple[str, ...],
 ) -> None:
-    """Run CMD on GPUs that jobs of a lower priority make room on, and bring the jobs back when it ends.
+    """Run CMD on GPUs that lower-priority jobs give up for it, and bring these jobs back when it ends.
 
-    They are suspended to host memory, or dumped --to a place where that is short, and come back however CMD ends, also
-    when borrow itself is killed. Borrowers and jobs of the same or a higher priority are waited for. What CMD prints is
-    printed, signals are passed on to it, and the exit code is its own.
+    The jobs are suspended to host memory, or dumped to --to where that is short. They come back however CMD ends, also
+    when borrow itself is killed. Borrowers and jobs with the same or a higher priority are waited for. Output, signals
+    and exit code are CMD's.
 
     \b
     Example:

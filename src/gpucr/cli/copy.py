@@ -21,11 +21,11 @@ from gpucr.cli.progress import progress_printer
     "--to-key-file",
     type=click.Path(path_type=Path),
     metavar="FILE",
-    help="The key of the second store, where it has another one.",
+    help="The key of the second store, if it differs.",
 )
-@click.option("--from-plain", is_flag=True, help="The first store is not encrypted, though the second one is.")
-@click.option("--to-plain", is_flag=True, help="The second store is not encrypted, though the first one is.")
-@click.option("--trust-store", is_flag=True, help="Rely on what the second store has already without reading it.")
+@click.option("--from-plain", is_flag=True, help="The first store is not encrypted, but the second one is.")
+@click.option("--to-plain", is_flag=True, help="The second store is not encrypted, but the first one is.")
+@click.option("--trust-store", is_flag=True, help="Do not read and check what the second store has already.")
 @json_option
 @quiet_option
 def command(
@@ -42,8 +42,8 @@ def command(
 ) -> None:
     """Copy a snapshot, or all of a store, to another store: only what is missing there.
 
-    What is there already is read and checked, and copied again where it is damaged. A copy that was cut off continues
-    when it is made again.
+    What is there already is read and checked, and copied again if damaged. An interrupted copy continues
+    when the command runs again.
 
     \b
     Example:

@@ -13,24 +13,23 @@ from gpucr.errors import CriuError, CriuUnavailable, InvalidRequest
 
 
 @click.command("criu")
-@click.option("--no-fetch", is_flag=True, help="Only look; fetch nothing where none is found.")
-@click.option("--grant", is_flag=True, help="Let ordinary users dump and restore jobs of their own. Root only.")
+@click.option("--no-fetch", is_flag=True, help="Only look; do not fetch one.")
+@click.option("--grant", is_flag=True, help="Let ordinary users dump and restore their own jobs. Root only.")
 @click.option("--group", metavar="GROUP", help="With --grant: only users of this group.")
-@click.option("--network", is_flag=True, help="With --grant and --group: jobs with TCP connections, too.")
-@click.option("--revoke", is_flag=True, help="Take back what --grant gave. Root only.")
+@click.option("--network", is_flag=True, help="With --grant and --group: also jobs with TCP connections.")
+@click.option("--revoke", is_flag=True, help="Revoke what --grant gave. Root only.")
 @json_option
 def command(*, no_fetch: bool, grant: bool, group: str | None, network: bool, revoke: bool, as_json: bool) -> None:
-    """Show the CRIU that gpucr uses: its path, version and origin, and whether it works here; fetch it where missing.
+    """Show the CRIU that gpucr uses: path, version, origin, and whether it works here. Fetch one if there is none.
 
-    Looked for in this order: the path in GPUCR_CRIU, for ordinary users the one that root has granted, `criu` on PATH,
-    the one that was fetched before. CRIU 4.1 or newer is needed, 4.2 on Linux 6.16 and newer. Where there is none, the
-    distribution's signed packages are taken from the machine's own mirror (or from the Debian mirror that
-    GPUCR_DEBIAN_MIRROR names) and unpacked below $XDG_DATA_HOME/gpucr; nothing is installed. Exit code 4 where there is
-    no CRIU that works.
+    The order is: GPUCR_CRIU, for ordinary users the one that root has granted, `criu` on PATH, the one fetched before.
+    gpucr needs CRIU 4.1 or newer, 4.2 on Linux 6.16 and newer. It is fetched as signed packages of the distribution,
+    from the machine's mirror (or GPUCR_DEBIAN_MIRROR), and unpacked below $XDG_DATA_HOME/gpucr; nothing is installed.
+    Exit code 4: no CRIU works.
 
-    --grant puts a copy into /opt/gpucr/criu that has the capability CAP_CHECKPOINT_RESTORE by its file. With it each
-    user can dump and restore processes of their own, and no others. What only root can dump is refused. A second copy,
-    made with --network for one group, has CAP_NET_ADMIN as well: its users could also change the machine's network.
+    --grant puts a copy with the capability CAP_CHECKPOINT_RESTORE into /opt/gpucr/criu. With it every user can dump and
+    restore their own processes, and no others. What only root can dump is refused. A second copy, made with --network
+    for one group, also has CAP_NET_ADMIN: its users could also change the machine's network.
 
     \b
     Example:
@@ -43,7 +42,7 @@ def command(*, no_fetch: bool, grant: bool, group: str | None, network: bool, re
         raise InvalidRequest("--grant and --revoke exclude each other", hint="give one of them")
     if (group is not None or network) and not grant:
         name = "--group" if group is not None else "--network"
-        raise InvalidRequest(f"{name} goes with --grant", hint="add --grant, or leave it out")
+        raise InvalidRequest(f"{name} goes with --grant", hint="add --grant, or omit it")
     if revoke:
         say("\n".join(f"removed {path}" for path in granted.revoke()) or "nothing was granted")
     if grant:

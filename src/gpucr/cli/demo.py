@@ -240,7 +240,7 @@ def run_again_on_simulator() -> NoReturn:
     "--keep",
     metavar="DIR",
     type=click.Path(path_type=Path),
-    help="Keep the snapshot, in this new folder.",
+    help="Keep the snapshot in this new folder.",
     shell_complete=complete_folder,
 )
 @json_option

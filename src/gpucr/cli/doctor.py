@@ -39,17 +39,17 @@ _BELOW = " " * len(_ROW.format("", ""))
     type=click.Path(path_type=str),  # a Path would hide that it is a URL
     metavar="DIR",
     shell_complete=complete_folder,
-    help="Where snapshots would go; without it, the current folder.",
+    help="Where snapshots would go. Default: the current folder.",
 )
-@click.option("--fix", is_flag=True, help="Fix what can be fixed safely, and say how to undo it.")
+@click.option("--fix", is_flag=True, help="Fix what is safe to fix, and say how to undo it.")
 @click.option("--problems", is_flag=True, help="Show only what is not ok.")
-@click.option("--probe", "do_probe", is_flag=True, help="Measure now, with small CUDA programs of gpucr's own.")
+@click.option("--probe", "do_probe", is_flag=True, help="Measure now, with gpucr's own small CUDA programs.")
 @click.option(
     "--only",
     multiple=True,
     type=click.Choice(tuple(WHAT)),
     metavar="NAME",
-    help="With --probe: only this canary; may be given several times. The others keep their results.",
+    help="With --probe: only this canary (may be repeated); the others keep their results.",
 )
 @click.option(
     "--canary-timeout",
@@ -58,7 +58,7 @@ _BELOW = " " * len(_ROW.format("", ""))
     default=CANARY_TIMEOUT_S,
     show_default=True,
     metavar="S",
-    help="With --probe: how long one canary may take.",
+    help="With --probe: time limit of one canary.",
 )
 @json_option
 @quiet_option
@@ -94,7 +94,7 @@ def command(
     if only and not do_probe:
         raise click.UsageError("--only needs --probe")
     if job is not None and (do_probe or fix):
-        raise click.UsageError("--probe and --fix are for the machine: leave out the job")
+        raise click.UsageError("--probe and --fix are for the machine: omit the job")
     problem = _measure(only, canary_timeout_s, quiet=quiet or as_json) if do_probe else None
     report = doctor(job, to=to, fix=fix, on_event=None if quiet or as_json else say)
     if report.probe is not None and (report.probe.problem or problem) and not quiet:

@@ -53,12 +53,14 @@ class _Options(TypedDict):
     required=True,
     metavar="DIR|STORE[#NAME]",
     shell_complete=complete_place,
-    help="A folder that is made for it, or a store and a name there.",
+    help="A new folder, or a store and a name in it.",
 )
-@click.option("--container", metavar="ID", help="Instead of PID: a container of runc, crun or podman, dumped by it.")
+@click.option(
+    "--container", metavar="ID", help="Instead of PID: a container, dumped by its runtime (runc, crun, podman)."
+)
 @runtime_option
 @runtime_root_option
-@click.option("--leave-running", is_flag=True, help="Let the job go on afterwards instead of ending it.")
+@click.option("--leave-running", is_flag=True, help="Keep the job running instead of ending it.")
 @click.option(
     "--persist",
     type=click.Choice(get_args(Persist)),
@@ -73,15 +75,13 @@ class _Options(TypedDict):
     show_default=True,
     help="In a store: compress where that saves time, not at all, or wherever it saves bytes.",
 )
-@click.option("--encrypt", is_flag=True, help="Take no other store than one that is encrypted.")
-@click.option(
-    "--trust-store", is_flag=True, help="In a store: rely on what it has already without reading and checking it."
-)
+@click.option("--encrypt", is_flag=True, help="Refuse stores that are not encrypted.")
+@click.option("--trust-store", is_flag=True, help="In a store: do not read and check what it has already.")
 @key_file_option
 @click.option(
     "--dry-run",
     is_flag=True,
-    help="Look at the job, print what would be done, and change nothing. Exit code 3: it would be refused.",
+    help="Print what would be done and change nothing. Exit code 3: it would be refused.",
 )
 @gpu_state_option
 @only_option
@@ -114,9 +114,9 @@ def command(
 ) -> None:
     """Write PID and its whole tree to the folder DIR, or into a store, and end it. Needs root.
 
-    The processes are ended only after the snapshot is complete and durable. If anything fails before, they go on as
-    if nothing had been, and DIR is as it was. A store (`gpucr store init`) holds many snapshots: what it has already is
-    checked, and not written again.
+    The processes are ended only after the snapshot is complete and durable. If anything fails before, they
+    keep running and DIR is unchanged. A store (`gpucr store init`) holds many snapshots: what is already there is
+    checked, not written again.
 
     \b
     Example:

@@ -16,9 +16,9 @@ from gpucr.operations.exec_in_job import run_inside
     "command_line", nargs=-1, required=True, type=click.UNPROCESSED, metavar="[--] CMD...", shell_complete=complete_file
 )
 def command(*, job: int | str, command_line: tuple[str, ...]) -> None:
-    """Run CMD inside a job's namespaces: with its pids, /dev/shm, clocks and network. CMD is no part of the job.
+    """Run CMD inside a job's namespaces: with its pids, /dev/shm, clocks and network. CMD does not belong to the job.
 
-    The exit code is that of CMD, 127 where it cannot be run.
+    The exit code is that of CMD, or 127 if it cannot run.
 
     \b
     Example:

@@ -64,16 +64,16 @@ def unexpected(error: Exception, *, has_succeeded: bool = False) -> GpucrError:
     elif isinstance(error, OSError) and error.errno in OUT_OF_DESCRIPTORS:
         made = Unsupported("this process may not open enough files", hint=_MORE_FILES, code="GPUCR-OPEN-FILES")
     elif isinstance(error, FileNotFoundError) and not _has_current_folder():
-        made = InvalidRequest("the current folder is not there any more", hint="change to another: cd")
+        made = InvalidRequest("the current folder no longer exists", hint="change to another: cd")
     elif isinstance(error, OSError) and error.strerror:
         where = f"{os.fsdecode(error.filename)}: " if isinstance(error.filename, str | bytes) else ""
-        made = GpucrError(f"{where}{error.strerror}", hint="see whether that can be read and written")
+        made = GpucrError(f"{where}{error.strerror}", hint="check whether that can be read and written")
     else:
         _write_down(error)
         said = "".join(traceback.format_exception_only(error)).strip().splitlines()[0]
         made = GpucrError(f"gpucr met something unexpected: {said}", hint=_REPORT, code="GPUCR-INTERNAL")
     if has_succeeded:
-        made = OutputLost(f"what was asked for has been done, but its report failed: {made.message}", hint=made.hint)
+        made = OutputLost(f"the operation succeeded, but its report failed: {made.message}", hint=made.hint)
     made.__cause__ = error
     return made
 

@@ -29,8 +29,8 @@ _config_dir_option = click.option(
 def command() -> None:
     """Let container runtimes checkpoint and restore containers that use GPUs, without CRIU's CUDA plugin.
 
-    The runtime calls CRIU as ever, and CRIU calls gpucr: before it freezes the container, when it has written it, and
-    when it has restored it. Containers that use no GPU are left alone.
+    The runtime calls CRIU as before, and CRIU calls gpucr: before it freezes the container, when it has written it, and
+    when it has restored it. Containers without GPUs are left alone.
 
     \b
     Example:
@@ -43,16 +43,16 @@ def command() -> None:
 @click.option(
     "--runtime",
     type=click.Choice(RUNTIMES),
-    help="Whose CRIU is to call gpucr; criu means every CRIU of this machine. Without it: runc, crun, and what uses "
+    help="Whose CRIU should call gpucr; criu means every CRIU of this machine. Default: runc, crun, and what uses "
     "them (podman, containerd, CRI-O).",
 )
 @_config_dir_option
-@click.option("--force", is_flag=True, help="Also where others than root can change what CRIU is to run as root.")
+@click.option("--force", is_flag=True, help="Proceed although others than root can change what CRIU will run as root.")
 @json_option
 def install(*, runtime: Runtime | None, config_dir: Path, force: bool, as_json: bool) -> None:
-    """Set gpucr up in CRIU's configuration files. Needs root.
+    """Add gpucr to CRIU's configuration files. Needs root.
 
-    What else is configured there stays. Doing it again changes nothing, or brings an older set-up up to date.
+    Other settings stay. Running it again changes nothing, or updates an older installation.
 
     \b
     Example:
@@ -65,9 +65,9 @@ def install(*, runtime: Runtime | None, config_dir: Path, force: bool, as_json: 
 @_config_dir_option
 @json_option
 def uninstall(*, config_dir: Path, as_json: bool) -> None:
-    """Take gpucr out of CRIU's configuration files. Needs root.
+    """Remove gpucr from CRIU's configuration files. Needs root.
 
-    A container that used a GPU when it was checkpointed can then not be restored by its runtime any more.
+    Afterwards the runtime cannot restore a container that used a GPU when it was checkpointed.
 
     \b
     Example:
@@ -80,7 +80,7 @@ def uninstall(*, config_dir: Path, as_json: bool) -> None:
 @_config_dir_option
 @json_option
 def status(*, config_dir: Path, as_json: bool) -> None:
-    """Show which configuration files name the hook; exit code 1 where it is not in force.
+    """Show which configuration files name the hook. Exit code 1 if it is not in force.
 
     \b
     Example:
@@ -111,10 +111,10 @@ def status(*, config_dir: Path, as_json: bool) -> None:
 
 @command.command("run")
 def run() -> None:
-    """Do the work of the hook at which CRIU has called; CRIU's environment variables say which.
+    """Do the work of one hook, which CRIU's environment variables name.
 
-    The script that `gpucr hook install` writes does the same and starts faster. A failure makes CRIU fail, and leaves
-    the container as it was, or ends it where it was being restored.
+    The script that `gpucr hook install` writes does the same and starts faster. A failure makes CRIU fail; the
+    container stays as it was, or is ended if it was being restored.
 
     \b
     Example (in CRIU's configuration, as a script of one's own):

@@ -22,14 +22,14 @@ from gpucr.snapshot.manifest import Manifest, ProcessRecord, members
 
 @click.command("inspect")
 @click.argument("snapshot", metavar="DIR|STORE[#NAME]", shell_complete=complete_place)
-@click.option("--verify", is_flag=True, help="Also read all data and compare it with its digests.")
+@click.option("--verify", is_flag=True, help="Also read all data and check its digests.")
 @click.option("--files", "every_file", is_flag=True, help="List every open file and socket.")
 @key_file_option
 @json_option
 def command(*, snapshot: str, verify: bool, every_file: bool, key_file: Path | None, as_json: bool) -> None:
     """Show what a snapshot holds: versions, GPUs, sizes, and as a tree its processes, their memory and files.
 
-    An image that cannot be read is a warning, and what it alone tells is missing.
+    An image that cannot be read is a warning; what only it tells is missing.
 
     \b
     Example:

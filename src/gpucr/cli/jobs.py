@@ -50,26 +50,26 @@ _COLUMNS = (
 
 
 @click.command("jobs")
-@click.option("--all", "show_all", is_flag=True, help="Also those that have ended.")
-@click.option("--all-users", is_flag=True, help="Also jobs of other users that run here, as USER/JOB. Root only.")
+@click.option("--all", "show_all", is_flag=True, help="Also show ended jobs.")
+@click.option("--all-users", is_flag=True, help="Also show other users' running jobs, as USER/JOB. Root only.")
 @click.option(
     "--forget",
     "forgotten",
     metavar="NAME",
     multiple=True,
-    help="Remove the record and the logs of a job that does not run any more. The log of one that was dumped is kept.",
+    help="Remove the record and logs of a job that no longer runs. A dumped job's log is kept.",
 )
 @click.option(
     "--force",
     is_flag=True,
-    help="With --forget: also what may run elsewhere, and the log of a dumped job.",
+    help="With --forget: also a job that may run elsewhere, and a dumped job's log.",
 )
 @json_option
 def command(*, show_all: bool, all_users: bool, forgotten: tuple[str, ...], force: bool, as_json: bool) -> None:
     """List the jobs that `gpucr run` started: name, pid, state, age, device memory, supervision, isolation, command.
 
-    The names stand for pids in all commands. Each user has a list of their own; root can name the running jobs of all
-    users, as USER/JOB.
+    A name stands for the pid in all commands. Each user has their own list; root can name other users' running jobs as
+    USER/JOB.
 
     \b
     Example:
@@ -80,7 +80,7 @@ def command(*, show_all: bool, all_users: bool, forgotten: tuple[str, ...], forc
     if force and not forgotten:
         raise InvalidRequest("--force goes with --forget NAME", hint="leave it out")
     if all_users and forgotten:
-        raise InvalidRequest("--forget is for jobs of your own", hint="leave out --all-users")
+        raise InvalidRequest("--forget is for jobs of your own", hint="omit --all-users")
     more: Mapping[str, _More] = {}
     if forgotten:
         found: Sequence[ListedJob] = forget_jobs(forgotten, force=force)

@@ -37,13 +37,13 @@ class SignalName(click.ParamType):  # type: ignore[type-arg]  # click 8.1 knows 
     default="KILL",
     show_default=True,
     metavar="NAME",
-    help="Another one is sent to the first process only.",
+    help="Any other signal goes to the first process only.",
 )
 @json_option
 def command(*, jobs: tuple[int | str, ...], number: signal.Signals, as_json: bool) -> None:
-    """End jobs at once: SIGKILL to all their processes. Or send another signal to the first process of each.
+    """End jobs at once with SIGKILL to all their processes, or send another signal to the first process of each.
 
-    A supervisor is ended before a SIGKILL, and does not bring the job back. Record, log and snapshots stay.
+    SIGKILL ends a supervisor first, so the job stays ended. Record, log and snapshots stay.
 
     \b
     Example:

@@ -13,7 +13,7 @@ from gpucr.jobs.log import job_log
 
 @click.command("logs")
 @click.argument("job", type=JobTarget(), metavar="NAME|PID")
-@click.option("--follow", "-f", is_flag=True, help="Go on until the job has ended, through dumps and restores.")
+@click.option("--follow", "-f", is_flag=True, help="Follow until the job ends, through dumps and restores.")
 @click.option("--lines", "-n", type=click.IntRange(min=0), metavar="LINES", help="Only the last LINES lines.")
 def command(*, job: int | str, follow: bool, lines: int | None) -> None:
     """Print the log of a job that `gpucr run` started: its standard output and standard error.

@@ -26,15 +26,15 @@ if TYPE_CHECKING:
     from click.shell_completion import CompletionItem
 
 _COMMANDS = {
-    "batch": "run a job under a batch system, and bring it back when it is started again",
-    "borrow": "run a command on GPUs whose jobs make room for it, and bring these back",
-    "completion": "print what makes a shell complete gpucr",
+    "batch": "run a job under a batch system, and continue it at the next start",
+    "borrow": "run a command on GPUs that lower-priority jobs give up for it",
+    "completion": "print a shell completion script",
     "copy": "copy snapshots from one store to another",
-    "criu": "show the CRIU that gpucr uses, and fetch it where it is missing",
-    "demo": "start a counter, dump it, kill it, restore it, and show that it counts on",
+    "criu": "show the CRIU that gpucr uses; fetch or grant one",
+    "demo": "dump and restore a small CUDA program, and check it",
     "diff": "show what differs between two snapshots of a store",
-    "doctor": "show what stands in the way on this machine, or of a job, and what fixes it",
-    "dump": "write a job to a folder or a store and end it, or let it go on",
+    "doctor": "show what blocks this machine or a job, and how to fix it",
+    "dump": "write a job to a folder or a store and end it, or keep it running",
     "exec": "run a command inside a job's namespaces",
     "explain": "print what an error code means and what to do",
     "hook": "let container runtimes checkpoint containers that use GPUs",
@@ -44,19 +44,19 @@ _COMMANDS = {
     "logs": "print what a job printed",
     "ls": "list the snapshots of a store",
     "metrics": "print metrics of supervised jobs, for Prometheus",
-    "move": "take a running job to other GPUs",
-    "prune": "remove old snapshots from a store, and what nothing needs any more",
+    "move": "move a running job to other GPUs",
+    "prune": "remove old snapshots and unneeded data from a store",
     "ps": "list the processes that use CUDA",
     "restore": "bring a job back from a snapshot",
     "resume": "bring a suspended job back onto its GPUs",
     "rm": "remove a snapshot from a store",
     "run": "start a job that can be frozen and brought back",
-    "service": "have systemd take supervised jobs up after a boot",
+    "service": "start supervised jobs after a boot, with systemd",
     "sim": "the simulated driver, for machines without a GPU",
     "state": "show the CUDA state of a job's processes",
-    "stop": "end a job: SIGTERM, and SIGKILL to what is left",
-    "store": "make a store of snapshots, and give out its keys",
-    "supervise": "take checkpoints of a job, and bring it back when it fails",
+    "stop": "end a job: SIGTERM, then SIGKILL",
+    "store": "make a store of snapshots; manage its keys",
+    "supervise": "checkpoint a job, and restore it when it fails",
     "suspend": "move a job's GPU memory to host memory and release its GPUs",
     "top": "watch the jobs that use GPUs, suspend and resume them with a key",
     "verify": "check snapshots without restoring them",
@@ -115,7 +115,7 @@ def command() -> None:
 
     \b
     gpucr suspend 4711                  free the GPUs, keep the job in host memory
-    gpucr resume 4711                   and go on
+    gpucr resume 4711                   and continue
     gpucr dump 4711 --to /var/snap/a    write the job to disk and end it
     gpucr restore /var/snap/a           and bring it back, also after a reboot
     gpucr dump 4711 --to STORE#a        write it to a store, where what is known is not written again
@@ -176,7 +176,7 @@ def _say_too_late(reason: str) -> None:
 def _output_lost(reason: OSError) -> OutputLost:
     return OutputLost(
         f"what was to be printed cannot be written to stdout: {reason.strerror or reason}",
-        hint="what was asked for has been done; `gpucr jobs` and `gpucr ps` show what became of a job",
+        hint="the operation succeeded; `gpucr jobs` and `gpucr ps` show what became of a job",
     )
 
 

@@ -13,13 +13,15 @@ from gpucr.cli.output import print_json
 
 
 @click.command("metrics")
-@click.option("--listen", metavar="[HOST:]PORT", help="Answer over HTTP, until a signal comes. HOST: 127.0.0.1.")
+@click.option(
+    "--listen", metavar="[HOST:]PORT", help="Serve them over HTTP until a signal comes. Default HOST: 127.0.0.1."
+)
 @click.option(
     "--textfile",
     type=click.Path(path_type=Path),
     metavar="FILE",
     shell_complete=complete_file,
-    help="Write them into FILE, for node_exporter.",
+    help="Write them to FILE, for node_exporter.",
 )
 @click.option("--alerts", is_flag=True, help="Print alert rules for Prometheus instead.")
 @click.option("--dashboard", is_flag=True, help="Print a dashboard for Grafana instead.")

@@ -43,7 +43,7 @@ def command(
     quiet: bool,
     verbose: bool,
 ) -> None:
-    """Take PID and its whole tree, which run, to other GPUs of this machine.
+    """Move PID and its whole tree, while they run, to other GPUs of this machine.
 
     If anything fails, the job runs as before on the GPUs that it had.
 

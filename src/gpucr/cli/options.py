@@ -128,7 +128,7 @@ _CONTAINER = "of_container"
 
 
 def _container_options() -> list[Callable[[Any], Any]]:
-    what = "Instead of PID: what runs in this container of runc, crun or podman."
+    what = "Instead of PID: this container of runc, crun or podman."
     return [click.option("--container", _CONTAINER, metavar="ID", help=what), runtime_option, runtime_root_option]
 
 
@@ -147,7 +147,7 @@ def _selected(
 runtime_option = click.option(
     "--runtime",
     type=click.Choice(("runc", "crun", "podman")),
-    help="With --container: whose it is. Found without it.",
+    help="With --container: its runtime. Default: detected.",
 )
 runtime_root_option = click.option(
     "--runtime-root",
@@ -185,20 +185,20 @@ def keep_options(command: F) -> F:
     return latest(command)
 
 
-only_option = click.option("--only", is_flag=True, help="Act on this one process, not on its whole tree.")
+only_option = click.option("--only", is_flag=True, help="Act on this process only, not on its tree.")
 force_option = click.option(
-    "--force", is_flag=True, help="Go on although preflight found something blocking, or what was named is not one job."
+    "--force", is_flag=True, help="Proceed despite blocking findings of preflight, or a name that is not one job."
 )
 quiet_option = click.option("--quiet", "-q", is_flag=True, help="Print errors only (and the JSON of --json).")
 verbose_option = click.option(
-    "--verbose", "-v", is_flag=True, help="Say on stderr why each part is done in the way it is."
+    "--verbose", "-v", is_flag=True, help="Explain on stderr why each step is done the way it is."
 )
 timeout_option = click.option(
     "--timeout",
     "timeout_s",
     type=click.FloatRange(min=0, min_open=True),
     metavar="S",
-    help="Give up after S seconds and undo. Without it, locking is given 30 s and the rest as long as it takes.",
+    help="Give up after S seconds and undo. Default: 30 s for locking, no limit for the rest.",
 )
 gpu_state_option = click.option(
     "--gpu-state",
@@ -206,12 +206,12 @@ gpu_state_option = click.option(
     default="auto",
     show_default=True,
     help="Insist on the way in which device memory leaves the GPU: by the driver alone, by the driver into files of "
-    "gpucr's, or by the interposer in the processes.",
+    "gpucr's, the interposer, or the driver's custom storage.",
 )
 dry_run_option = click.option(
     "--dry-run",
     is_flag=True,
-    help="Look at the jobs, print what would be done, and change nothing. Exit code 3: one would be refused.",
+    help="Print what would be done and change nothing. Exit code 3: a job would be refused.",
 )
 gpu_map_option = click.option(
     "--gpu-map",

@@ -23,7 +23,7 @@ if TYPE_CHECKING:
 @click.command("prune")
 @click.argument("store", metavar="STORE", shell_complete=complete_folder)
 @keep_options
-@click.option("--keep-within", type=Duration(), metavar="TIME", help="Keep what is younger: 12h, 7d, 2w.")
+@click.option("--keep-within", type=Duration(), metavar="TIME", help="Keep snapshots younger than this: 12h, 7d, 2w.")
 @click.option("--keep-weekly", type=click.IntRange(min=0), metavar="N", help="Keep the latest of each of N weeks.")
 @click.option("--keep-monthly", type=click.IntRange(min=0), metavar="N", help="Keep the latest of each of N months.")
 @click.option(
@@ -31,18 +31,16 @@ if TYPE_CHECKING:
     "names",
     multiple=True,
     metavar="PATTERN",
-    help="Let these rules be for snapshots of this name only (train-*); all others are kept. May be repeated.",
+    help="Apply the rules to snapshots with this name only (train-*) and keep all others. May be repeated.",
 )
-@click.option(
-    "--per-name", is_flag=True, help="Count the snapshots of each name by themselves, and always keep the latest of it."
-)
+@click.option("--per-name", is_flag=True, help="Apply the rules to each name separately, and always keep its latest.")
 @click.option(
     "--grace",
     type=Duration(),
     default="1d",
     show_default=True,
     metavar="TIME",
-    help="How long data that nothing needs stays, for those who read a snapshot that was removed.",
+    help="How long unneeded data stays, for readers of a removed snapshot.",
 )
 @click.option(
     "--dead-after",
@@ -50,10 +48,10 @@ if TYPE_CHECKING:
     default="1h",
     show_default=True,
     metavar="TIME",
-    help="A dump that has shown no sign of life for so long will not be completed. It shows one each minute.",
+    help="A dump without a sign of life (one a minute) for this long will not be completed.",
 )
-@click.option("--repack", is_flag=True, help="Also empty packs of which less than half is needed into new ones.")
-@click.option("--dry-run", is_flag=True, help="Say what would be done, and change nothing.")
+@click.option("--repack", is_flag=True, help="Also rewrite packs that are less than half in use.")
+@click.option("--dry-run", is_flag=True, help="Print what would be done and change nothing.")
 @key_file_option
 @json_option
 @quiet_option
@@ -76,11 +74,11 @@ def command(
     as_json: bool,
     quiet: bool,
 ) -> None:
-    """Remove snapshots that need not be kept, and what dumps that died left behind. Dumps and restores may be at work.
+    """Remove snapshots that no rule keeps, and what died dumps left behind. Dumps and restores may run meanwhile.
 
-    A snapshot is kept if one of the --keep options says so; without any all are. Space comes back with a later
-    prune: data that nothing needs is first retired, and deleted when no dump can rely on it any more and --grace has
-    passed. The last lines say how much, and when.
+    A snapshot is kept if one of the --keep options says so; without any, all are. Space comes back with a later prune:
+    unneeded data is first retired, then deleted when no dump can rely on it and --grace has passed. The last lines say
+    how much, and when.
 
     \b
     Example:

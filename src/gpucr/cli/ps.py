@@ -20,7 +20,7 @@ from gpucr.operations.gpu_jobs import findings_of, list_gpu_jobs
 
 
 @click.command("ps")
-@click.option("--job", type=JobTarget(), metavar="PID|NAME", help="Only the job of this name, or with this process.")
+@click.option("--job", type=JobTarget(), metavar="PID|NAME", help="Only the job with this name or process.")
 @click.option("--gpu", metavar="GPU", help="Only processes with memory on this GPU, by index or UUID.")
 @click.option(
     "--state",

@@ -38,7 +38,7 @@ from gpucr.snapshot.location import open_snapshot
     type=click.Choice(get_args(FilesMode)),
     default="keep",
     show_default=True,
-    help="Files that the job was writing and that have changed in size: go on at their end, or cut them back first.",
+    help="Files the job was writing that have changed size: append to them (keep), or cut them back first (rewind).",
 )
 @click.option(
     "--tcp",
@@ -47,13 +47,9 @@ from gpucr.snapshot.location import open_snapshot
     show_default=True,
     help="Connections to programs outside the job: closed in the job, or taken up again.",
 )
-@click.option(
-    "--clone", is_flag=True, help="Make a copy, with a name and a log of its own, of a job that may still run."
-)
-@click.option(
-    "--isolate", is_flag=True, help="Put the job into a sandbox, where its pids and ports are free, if it was in none."
-)
-@click.option("--name", metavar="NAME", help="The name that the job gets; without it the one that it had, or NAME-2.")
+@click.option("--clone", is_flag=True, help="Make a copy with its own name and log; the original may still run.")
+@click.option("--isolate", is_flag=True, help="Put the job into a sandbox, where its pids and ports are free.")
+@click.option("--name", metavar="NAME", help="The job's name. Default: the old one, or NAME-2.")
 @key_file_option
 @timeout_option
 @force_option
@@ -79,9 +75,9 @@ def command(
 ) -> None:
     """Bring the job of a snapshot back: same pids, same memory, same GPUs or others. Needs root.
 
-    The snapshot is the folder DIR, or one of a store: by its name or id, `latest`, or without a name the only one. It
-    is verified, and stays as it is. If anything fails, the processes that were restored so far are ended. What
-    `gpucr dump --container` has written is restored by the container's runtime.
+    The snapshot is the folder DIR, or one in a store: by name or id, `latest`, or without a name the only one. It is
+    verified and stays unchanged. If anything fails, the processes restored so far are ended. A snapshot of `gpucr dump
+    --container` is restored by the container's runtime.
 
     \b
     Example:

@@ -24,7 +24,7 @@ from gpucr.operations.suspend import resume
 
 @click.command("resume")
 @job_argument(is_required=False, can_be_several=True)
-@click.option("--all", "every_job", is_flag=True, help="Instead of PID: all suspended jobs of yours.")
+@click.option("--all", "every_job", is_flag=True, help="Instead of PID: all your suspended jobs.")
 @gpu_map_option
 @gpu_option
 @dry_run_option
@@ -48,11 +48,11 @@ def command(
     quiet: bool,
     verbose: bool,
 ) -> None:
-    """Bring PID and its whole tree back onto its GPUs and let it go on.
+    """Bring PID and its whole tree back onto its GPUs and continue it.
 
-    If anything fails, for example because the GPU is full, the job is suspended as before and can be resumed later. Of
-    several jobs each is resumed by itself, one after the other. Without PID and --all, --gpu chooses the suspended jobs
-    that were on these GPUs.
+    If anything fails, for example because the GPU is full, the job stays suspended and can be resumed later. Several
+    jobs are resumed one after the other. Without PID and --all, --gpu chooses the suspended jobs that were on these
+    GPUs.
 
     \b
     Example:

@@ -19,16 +19,16 @@ if TYPE_CHECKING:
 
 
 @click.command("run", context_settings={"allow_interspersed_args": False})
-@click.option("--name", metavar="NAME", help="What to call the job. Without it: the program's name and a number.")
+@click.option("--name", metavar="NAME", help="The job's name. Default: the program's name and a number.")
 @click.option(
     "--isolate/--no-isolate",
     default=None,
-    help="Namespaces of the job's own, or the machine's. Without either: its own where the privileges suffice.",
+    help="Its own namespaces, or the machine's. Default: its own where the privileges suffice.",
 )
 @click.option(
     "--network",
     type=click.Choice(get_args(Network)),
-    help="An isolated job's network: a loopback of its own (the default), or the machine's network.",
+    help="An isolated job's network: its own loopback (default), or the machine's.",
 )
 @click.option(
     "--interpose/--no-interpose",
@@ -50,10 +50,10 @@ if TYPE_CHECKING:
     default=DEFAULT_PRIORITY,
     show_default=True,
     metavar="P",
-    help="Jobs of a higher priority may borrow its GPUs: `gpucr borrow`.",
+    help="Jobs with a higher priority may borrow its GPUs (`gpucr borrow`).",
 )
 @supervision_options
-@click.option("--explain", is_flag=True, help="Show what would be set and why, and start nothing.")
+@click.option("--explain", is_flag=True, help="Show what would be set and why; start nothing.")
 @json_option
 @click.argument(
     "command_line", nargs=-1, required=True, type=click.UNPROCESSED, metavar="[--] CMD...", shell_complete=complete_file
@@ -74,8 +74,8 @@ def command(
 ) -> None:
     """Start CMD as a job that can be frozen and brought back anywhere, and return at once.
 
-    Its environment makes NCCL and PyTorch checkpointable, and io_uring is refused. As root it has namespaces of its
-    own, so that pids, ports and shared memory never collide when it comes back. Its output goes to a log file.
+    The job gets an environment that makes NCCL and PyTorch checkpointable, a log file, and no io_uring. As root it gets
+    its own namespaces, so that pids, ports and shared memory never collide when it comes back.
 
     With --every it is supervised (see `gpucr supervise`): checkpoints are taken, and it is restored when it fails.
 

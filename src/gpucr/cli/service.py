@@ -1,4 +1,4 @@
-"""`gpucr service`: have systemd take supervised jobs up after a boot."""
+"""`gpucr service`: start supervised jobs after a boot, with systemd."""
 
 from __future__ import annotations
 
@@ -28,7 +28,7 @@ _units_dir_option = click.option(
 
 @click.group("service", cls=SuggestingGroup)
 def command() -> None:
-    """Have systemd take supervised jobs up after a boot, and drain them before the machine goes down.
+    """Start supervised jobs after a boot, and drain them before a shutdown, with systemd.
 
     Without systemd, run `gpucr supervise --all` after a boot (cron: @reboot), and `gpucr supervise --all --drain`
     before a shutdown.
@@ -44,9 +44,9 @@ def command() -> None:
 @click.option("--no-enable", is_flag=True, help="Write the files only; start and enable nothing.")
 @json_option
 def install(*, units_dir: Path, no_enable: bool, as_json: bool) -> None:
-    """Write the units, check them with systemd-analyze, and enable them. Needs root.
+    """Write the units, check them with systemd-analyze and enable them. Needs root.
 
-    Doing it again changes nothing, or brings older units up to date.
+    Running it again changes nothing, or updates older units.
 
     \b
     Example:
@@ -61,7 +61,7 @@ def install(*, units_dir: Path, no_enable: bool, as_json: bool) -> None:
 @_units_dir_option
 @json_option
 def uninstall(*, units_dir: Path, as_json: bool) -> None:
-    """Take the units away. Supervisors that run go on. Needs root.
+    """Remove the units. Running supervisors keep running. Needs root.
 
     \b
     Example:

@@ -22,13 +22,13 @@ from gpucr.jobs.record import JobState
     default="10s",
     show_default=True,
     metavar="TIME",
-    help="How long a job has to end by itself.",
+    help="How long to wait after SIGTERM.",
 )
 @json_option
 def command(*, jobs: tuple[int | str, ...], grace: float, as_json: bool) -> None:
-    """End jobs: SIGTERM to the first process of each, and after --grace SIGKILL to all that is left.
+    """End jobs: SIGTERM to the first process of each, and after --grace SIGKILL to the rest.
 
-    A supervisor is ended first, and does not bring the job back. Record, log and snapshots stay.
+    A supervisor is ended first, so the job stays ended. Record, log and snapshots stay.
 
     \b
     Example:

@@ -15,7 +15,7 @@ from gpucr.errors import InvalidRequest
 
 @click.group("store", cls=SuggestingGroup)
 def command() -> None:
-    """Make a store of snapshots, and give out the keys of an encrypted one.
+    """Make a store of snapshots, and manage the keys of an encrypted one.
 
     \b
     Example:
@@ -36,7 +36,7 @@ def command() -> None:
 @key_file_option
 @json_option
 def init(*, store: str, encrypt: bool, shared_with_group: str | None, key_file: Path | None, as_json: bool) -> None:
-    """Make a store in the folder or at the URL STORE, which is empty or is not there.
+    """Make a store in the new or empty folder, or at the URL, STORE.
 
     \b
     Example:
@@ -61,9 +61,9 @@ def init(*, store: str, encrypt: bool, shared_with_group: str | None, key_file: 
 
 @command.command("keys")
 @click.argument("store", metavar="STORE", shell_complete=complete_folder)
-@click.option("--add-key-file", type=click.Path(path_type=Path), metavar="FILE", help="Let this key file open it too.")
-@click.option("--add-passphrase", is_flag=True, help="Ask for one more passphrase that opens it.")
-@click.option("--remove", metavar="ID", help="Let this key open it no more.")
+@click.option("--add-key-file", type=click.Path(path_type=Path), metavar="FILE", help="Add this key file.")
+@click.option("--add-passphrase", is_flag=True, help="Ask for a passphrase and add it.")
+@click.option("--remove", metavar="ID", help="Remove this key.")
 @key_file_option
 @json_option
 def keys(
@@ -85,7 +85,7 @@ def keys(
     from gpucr.operations.stores import store_keys
 
     if add_key_file is not None and add_passphrase:
-        raise InvalidRequest("one key can be added at a time", hint="leave out --add-key-file or --add-passphrase")
+        raise InvalidRequest("one key can be added at a time", hint="omit --add-key-file or --add-passphrase")
     new = read_key_file(add_key_file) if add_key_file is not None else ask_new() if add_passphrase else None
     found = with_key(key_file, lambda key: store_keys(store, key=key, add=new, remove=remove))
     if as_json:

@@ -1,4 +1,4 @@
-"""`gpucr supervise`: take checkpoints of a job, and bring it back when it fails."""
+"""`gpucr supervise`: checkpoint a job, and restore it when it fails."""
 
 from __future__ import annotations
 
@@ -19,9 +19,11 @@ if TYPE_CHECKING:
 @click.argument("job", type=JobTarget(), required=False, metavar="[PID|NAME]")
 @supervision_options
 @click.option("--foreground", is_flag=True, help="Supervise in this process instead of one in the background.")
-@click.option("--all", "every_job", is_flag=True, help="Take up all supervised jobs that have no supervisor.")
-@click.option("--drain", is_flag=True, help="Have the supervisor take a last dump, which ends the job, and end.")
-@click.option("--leave", is_flag=True, help="Have the supervisor end, and leave the job running.")
+@click.option(
+    "--all", "every_job", is_flag=True, help="Start all missing supervisors. With --drain or --leave: all jobs."
+)
+@click.option("--drain", is_flag=True, help="Take a last dump, which ends the job, and end its supervisor.")
+@click.option("--leave", is_flag=True, help="End the supervisor and leave the job running.")
 @json_option
 def command(
     *,
@@ -33,10 +35,10 @@ def command(
     leave: bool,
     as_json: bool,
 ) -> None:
-    """Supervise a job that runs: take checkpoints, and restore the latest when it fails, hangs or loses its GPU.
+    """Supervise a running job: take checkpoints, and restore the latest when it fails, hangs or loses its GPU.
 
-    The job must have been started with `gpucr run`, or restored from a snapshot of such a one. The supervisor runs in
-    the background. It ends when the job has ended with exit code 0; SIGTERM makes it take a last dump.
+    The job must have been started with `gpucr run`, or restored from such a job's snapshot. The supervisor runs in the
+    background, until the job ends with exit code 0. SIGTERM makes it take a last dump.
 
     \b
     Example:

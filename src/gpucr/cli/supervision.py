@@ -25,10 +25,10 @@ _OPTIONS = (
         "--every",
         type=Duration("auto"),
         metavar="TIME|auto",
-        help="Take a checkpoint every 10m, or as often as loses least time (auto).",
+        help="Take a checkpoint at this interval (10m), or as often as loses the least time (auto).",
     ),
     click.option(
-        "--to", metavar="STORE", shell_complete=complete_place, help="The store for checkpoints. A new one is made."
+        "--to", metavar="STORE", shell_complete=complete_place, help="The store for checkpoints; made if missing."
     ),
     click.option("--mtbf", type=Duration(), metavar="TIME", help="Mean time between failures, for auto. Default: 1d."),
     keep_options,
@@ -36,26 +36,26 @@ _OPTIONS = (
     click.option(
         "--files",
         type=click.Choice(("rewind", "keep")),
-        help="At a restart, cut files that have grown back, the rest kept beside them (default), or leave them.",
+        help="At a restart, cut grown files back and keep the rest beside them (default), or leave them.",
     ),
     click.option(
         "--output-timeout", "output_timeout_s", type=Duration(), metavar="TIME",
-        help="It hangs when it has printed nothing for so long.",
+        help="It hangs if it prints nothing for this long.",
     ),
     click.option(
-        "--heartbeat", type=click.Path(path_type=Path), metavar="FILE", help="It hangs when it does not touch FILE."
+        "--heartbeat", type=click.Path(path_type=Path), metavar="FILE", help="It hangs if it does not touch FILE."
     ),
     click.option(
         "--heartbeat-timeout", "heartbeat_timeout_s", type=Duration(), metavar="TIME",
-        help="How long it may leave FILE alone. Default: 10m.",
+        help="How long FILE may stay untouched. Default: 10m.",
     ),
-    click.option("--health", metavar="CMD", help="It hangs when CMD fails three times in a row. No shell runs it."),
+    click.option("--health", metavar="CMD", help="It hangs if CMD fails three times in a row. No shell runs it."),
     click.option(
         "--health-every", "health_every_s", type=Duration(), metavar="TIME",
-        help="How often CMD runs, and how long it may take. Default: 1m.",
+        help="How often CMD runs, and its time limit. Default: 1m.",
     ),
     click.option(
-        "--gpu-idle", "gpu_idle_s", type=Duration(), metavar="TIME", help="It hangs when its GPUs are idle for so long."
+        "--gpu-idle", "gpu_idle_s", type=Duration(), metavar="TIME", help="It hangs if its GPUs are idle for this long."
     ),
     click.option(
         "--crashes", type=click.IntRange(min=1), metavar="K",
@@ -71,9 +71,9 @@ _OPTIONS = (
     ),
     click.option(
         "--grace", "grace_s", type=Duration(), metavar="TIME",
-        help="The time for the last dump when the supervisor gets SIGTERM. Default: 2m.",
+        help="Time limit of the last dump after SIGTERM to the supervisor. Default: 2m.",
     ),
-    click.option("--on-event", metavar="CMD", help="Run CMD for every event, which is JSON on its stdin. No shell."),
+    click.option("--on-event", metavar="CMD", help="Run CMD for every event, given as JSON on its stdin. No shell."),
 )  # fmt: skip
 _NAMES = (
     "every", "to", "mtbf", "keep_last", "keep_hourly", "keep_daily", "key_file", "files", "output_timeout_s",

@@ -30,9 +30,9 @@ from gpucr.operations.suspend import suspend
     "gpus",
     metavar="GPU,...",
     shell_complete=complete_named_gpu,
-    help="Instead of PID: all jobs of yours that use one of these GPUs.",
+    help="Instead of PID: all your jobs on these GPUs.",
 )
-@click.option("--all", "every_job", is_flag=True, help="Instead of PID: all jobs of yours that use a GPU.")
+@click.option("--all", "every_job", is_flag=True, help="Instead of PID: all your jobs that use a GPU.")
 @dry_run_option
 @gpu_state_option
 @only_option
@@ -57,8 +57,8 @@ def command(
 ) -> None:
     """Move the GPU memory of PID and its whole tree to host memory and release its GPUs.
 
-    The processes stay; those that call CUDA wait until `gpucr resume`. If anything fails, everything is undone. Of
-    several jobs each is suspended by itself, one after the other: one that fails leaves the others alone.
+    The processes stay; those that call CUDA wait until `gpucr resume`. If anything fails, everything is undone. Several
+    jobs are suspended one after the other; one that fails does not affect the others.
 
     \b
     Example:

@@ -30,11 +30,11 @@ from gpucr.supervise.folder import SupervisedFolder
     default=2.0,
     show_default=True,
     metavar="S",
-    help="Look at the machine every S seconds.",
+    help="Refresh every S seconds.",
 )
-@click.option("--once", is_flag=True, help="Print the jobs once and end; needs no terminal.")
+@click.option("--once", is_flag=True, help="Print the jobs once and exit; needs no terminal.")
 def command(*, targets: tuple[int | str, ...], interval_s: float, once: bool) -> None:
-    """Show the jobs that use GPUs, again and again; suspend and resume the selected one with a key, after a question.
+    """Watch the jobs that use GPUs; suspend and resume the selected one with a key, after a question.
 
     With PID or NAME: only these jobs.
 
@@ -84,7 +84,7 @@ def _run(look: Callable[[], Seen], interval_s: float) -> None:
 
         from gpucr.cli.top_screen import TopScreen
     except ImportError as e:
-        raise InvalidRequest("gpucr top needs curses, which this Python has not", hint=hint) from e
+        raise InvalidRequest("gpucr top needs curses, which this Python lacks", hint=hint) from e
     top = TopScreen(look, interval_s)
     try:
         top.run()

@@ -17,15 +17,15 @@ from gpucr.snapshot.location import is_store, open_snapshot
 
 @click.command("verify")
 @click.argument("snapshot", metavar="STORE[#NAME]|DIR", shell_complete=complete_place)
-@click.option("--deep", is_flag=True, help="Read all data, instead of looking only whether it is there.")
+@click.option("--deep", is_flag=True, help="Read all data instead of only checking that it exists.")
 @key_file_option
 @json_option
 @quiet_option
 def command(*, snapshot: str, deep: bool, key_file: Path | None, as_json: bool, quiet: bool) -> None:
-    """Check the snapshots of a store, one of them, or the snapshot in the folder DIR. Exit code 5 where one is damaged.
+    """Check the snapshots of a store, one of them, or the snapshot in the folder DIR. Exit code 5: one is damaged.
 
-    Without --deep: whether everything that is needed is there, in its full size. Of a folder everything is read; of a
-    container's images the GPU part.
+    Without --deep, a store is checked for missing and truncated data. A folder is always read in full; of a container's
+    images the GPU part is.
 
     \b
     Example:

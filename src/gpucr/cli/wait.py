@@ -19,9 +19,9 @@ _UNKNOWN = 1
 @click.option("--timeout", "timeout_s", type=Duration(), metavar="TIME", help="Give up after TIME. Exit code 6.")
 @json_option
 def command(*, job: int | str, timeout_s: float | None, as_json: bool) -> None:
-    """Wait until a job has ended, restarts by its supervisor included, and end with its exit code.
+    """Wait until a job has ended, through restarts by its supervisor, and end with its exit code.
 
-    128 and the signal's number where a signal has ended it; 1 where it was dumped, or nobody knows how it ended.
+    The exit code is 128 and the signal's number after a signal; 1 if the job was dumped or nobody knows how it ended.
 
     \b
     Example:

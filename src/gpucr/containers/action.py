@@ -127,7 +127,7 @@ def _pre_restore(call: HookCall) -> list[str]:
         raise SnapshotError(
             f"what the last hook must know cannot be noted in {meeting.MEETINGS.folder()}",
             path=str(meeting.MEETINGS.folder()),
-            hint="see that root can write there",
+            hint="check that root can write there",
         )
     return [f"warning: {finding.sentence()}" for finding in findings]
 

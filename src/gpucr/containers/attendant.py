@@ -47,8 +47,8 @@ def start(criu: ProcessId, root_pid: int, images: Path, claim: int) -> None:
             )
     except OSError as e:
         raise BrokenInstall(
-            f"the process that attends to the container's GPU state cannot be started: {e.strerror or e}",
-            hint="see that root can write to /run/gpucr and start processes",
+            f"the process that handles the container's GPU state cannot be started: {e.strerror or e}",
+            hint="check that root can write to /run/gpucr and start processes",
         ) from e
 
 

@@ -101,7 +101,7 @@ def _remove_ended(folder: Path) -> None:
 
 def _attendant_is_gone(hook: str) -> GpucrError:
     return BrokenInstall(
-        f"the process that attends to the container's GPU state has died before {hook} was done",
+        f"the process that handles the container's GPU state has died before {hook} was done",
         hint="its guard brings the container back; guard.log and hook.log in gpucr's log folder say more",
         code="GPUCR-GUARD",
     )

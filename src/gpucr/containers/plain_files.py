@@ -73,5 +73,5 @@ def _explained(images: Path) -> Iterator[None]:
         raise SnapshotError(
             f"the GPU part in {images} cannot be moved: {e.strerror}",
             path=str(e.filename or images),
-            hint="see that root can write there",
+            hint="check that root can write there",
         ) from e

@@ -168,7 +168,7 @@ def _conmon(environment: Mapping[str, str]) -> str:
     if done.returncode != 0 or not os.path.isabs(path):
         raise InvalidRequest(
             f"podman does not say where its conmon is: {done.stderr.strip() or path!r}",
-            hint="see that `podman info` works",
+            hint="check that `podman info` works",
             code="GPUCR-RUNTIME",
         )
     return path

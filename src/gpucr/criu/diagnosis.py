@@ -112,7 +112,7 @@ KNOWN_FAILURES: tuple[FailurePattern, ...] = (
         r"Can't open file (?P<file>.*?) on restore: No such file or directory"
         r"|Can't open (?:file )?(?P<file2>/?\S+): No such file or directory"
         r"|Can't (?:stat|change cwd).*: No such file or directory",
-        "a file or folder of the job is not there ({file}{file2})",
+        "a file or folder of the job is missing ({file}{file2})",
         "put the job's files where they were at the dump",
     ),
     FailurePattern(
@@ -137,7 +137,7 @@ KNOWN_FAILURES: tuple[FailurePattern, ...] = (
     FailurePattern(
         "terminal",
         r"tty: .*",
-        "the job's terminal is not there",
+        "the job's terminal is missing",
         "restore from a terminal, or start the job without one (setsid, output to a file)",
     ),
     FailurePattern(
@@ -197,7 +197,7 @@ KNOWN_FAILURES: tuple[FailurePattern, ...] = (
     FailurePattern(
         "mounts",
         r"^mnt: |Mount \d+ .*",
-        "a mount of the job cannot be dumped or is not there",
+        "a mount of the job cannot be dumped or is missing",
         "run the job in the host's mount namespace, or dump the container with its runtime",
     ),
     FailurePattern(

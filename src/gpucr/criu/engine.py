@@ -198,7 +198,7 @@ class Criu:
             except OSError as e:
                 if isinstance(e, TimeoutError) and deadline is not None:
                     raise DeadlineExceeded(
-                        f"the time was over before CRIU had started to {phase} the job",
+                        f"timed out before CRIU had started to {phase} the job",
                         hint="allow more time with --timeout",
                     ) from e
                 raise CriuError(
@@ -382,7 +382,7 @@ class _Run:
 
     def _out_of_time(self) -> DeadlineExceeded:
         return DeadlineExceeded(
-            f"the time was up while CRIU was at work on the {self._phase}",
+            f"timed out while CRIU was at work on the {self._phase}",
             hint="allow more time with --timeout, or see where the time went in the log",
         )
 

@@ -84,10 +84,10 @@ def state_of(driver: Driver, process: ProcessInfo) -> CudaState | Halt | None:
 def _halt_of(pid: int) -> Halt | None:
     stat = processes.read_stat(pid)
     if stat is not None and stat.status in "Tt":
-        return Halt("stopped", f"let it go on with `kill -CONT {pid}`, or detach the debugger that holds it")
+        return Halt("stopped", f"continue it with `kill -CONT {pid}`, or detach the debugger that holds it")
     cgroup = cgroups.frozen_by(pid)
     if cgroup is not None:
-        return Halt("frozen", f"let the container go on; it is the cgroup {cgroup} that is frozen")
+        return Halt("frozen", f"resume the container; its cgroup {cgroup} is frozen")
     return None
 
 
@@ -433,7 +433,7 @@ class Gang:
             return explained
         if isinstance(first, LockTimeout) and self.deadline is not None and time.monotonic() >= self.deadline:
             explained = DeadlineExceeded(
-                f"the time was over before all GPU work was done: {first.message}",
+                f"timed out before all GPU work was done: {first.message}",
                 hint="give a longer --timeout, or try again when the work is done",
             )
             explained.__cause__ = first

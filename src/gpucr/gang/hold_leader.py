@@ -283,7 +283,7 @@ class LeaderHold:
             action="lock",
             result=NOT_READY,
             state="running",
-            hint="the job goes on as before; see that all of its processes make progress, or allow more time",
+            hint="the job runs as before; check that all of its processes make progress, or allow more time",
         )
         return LocksFailed({pending[0]: error})
 

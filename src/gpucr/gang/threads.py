@@ -106,7 +106,7 @@ def explained(*pids: int) -> Iterator[None]:
         raise JobChanged(f"process {names} ended", pids=pids, hint="its own log may say why") from e
     except TimeoutError as e:
         raise DeadlineExceeded(
-            f"the time was over before process {names} could be stopped: a thread hangs in the kernel",
+            f"timed out before process {names} could be stopped: a thread hangs in the kernel",
             hint="`cat /proc/PID/task/*/stack` shows where; a network disk that does not answer is a usual reason",
         ) from e
     except OSError as e:

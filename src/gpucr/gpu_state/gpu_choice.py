@@ -181,7 +181,7 @@ def _named_pairs(request: GpuRequest, job: _Job, here: Sequence[Gpu]) -> list[tu
         for pair in pairs:
             if named.count(pair[side].uuid) > 1:
                 raise InvalidRequest(
-                    f"{_label(pair[side])} stands twice on the {word} side of the GPU map"
+                    f"{_label(pair[side])} appears twice on the {word} side of the GPU map"
                     if request.pairs
                     else f"--gpu names {_label(pair[side])} twice",
                     hint="each GPU of the job goes to one of its own",

@@ -345,7 +345,7 @@ class ReleaseThreads:
 
     def describe(self) -> str:
         """What goes on."""
-        return "let all threads go on"
+        return "release all threads"
 
     def run(self, interrupts: Interrupts, meter: Meter) -> int:
         """Release the held threads and end the stop of the processes without CUDA."""

@@ -94,7 +94,7 @@ class _Library:
         if result != 0:
             raise VaultFailed(
                 f"{name} gave {result} in gpucr's own process",
-                hint="see that the GPU has about 1 GiB of free memory for gpucr, or go the driver's way with "
+                hint="check that the GPU has about 1 GiB of free memory for gpucr, or go the driver's way with "
                 "--gpu-state driver",
             )
 

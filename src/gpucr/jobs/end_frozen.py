@@ -37,7 +37,7 @@ class EndFrozenJob:
             raise JobDamaged(
                 f"the job was killed, but these processes do not end: {names}",
                 failures=[f"process {process.pid} does not end" for process in left],
-                hint="they hang in the kernel, and end when they get out of there",
+                hint="they hang in the kernel, and end when that ends",
             )
         return 0
 

@@ -130,7 +130,7 @@ def _torch_timers() -> Iterator[EnvironmentChange]:
         "0",
         "PyTorch ends a process with a collective older than its group's timeout (10 minutes), suspended time "
         "included; " + _SINGLE_HOST,
-        "a job suspended for longer than that, in the middle of a collective, is ended by PyTorch when it goes on",
+        "PyTorch ends a job that was suspended for longer than that in the middle of a collective",
     )
 
 

@@ -73,7 +73,7 @@ def find_running(name: str) -> ListedJob:
     if job.state.word == "dumped":
         gone = job.record.snapshot is None or is_gone(job.record.snapshot)
         raise InvalidRequest(
-            f"the job {name} was dumped to {job.record.snapshot}" + (", which is not there any more" if gone else ""),
+            f"the job {name} was dumped to {job.record.snapshot}" + (", which no longer exists" if gone else ""),
             hint=f"`gpucr jobs --forget {name}` removes its record"
             if gone
             else f"`gpucr restore {job.record.snapshot}` brings it back",
@@ -92,7 +92,7 @@ def find_running(name: str) -> ListedJob:
         back = f"; `gpucr restore {snapshot}` brings back what it was then" if snapshot is not None else ""
         raise InvalidRequest(
             f"the job {name} does not run any more ({job.state.word})",
-            hint=f"`gpucr logs {name}` shows what it said last{back}",
+            hint=f"`gpucr logs {name}` shows its last output{back}",
             code="GPUCR-JOB-NOT-RUNNING",
         )
     return job
@@ -274,7 +274,7 @@ def restored_name(
         if name is not None:
             raise InvalidRequest(
                 "the job of this snapshot cannot have a name: it was not started with `gpucr run`",
-                hint="leave out --name",
+                hint="omit --name",
             )
         yield None
         return

@@ -326,5 +326,5 @@ def _make_log(path: Path) -> None:
         os.close(open_file(path, os.O_WRONLY | os.O_CREAT))
     except OSError as e:
         raise Unsupported(
-            f"the job's new log {path} cannot be made: {e.strerror}", hint="see who may write to its folder"
+            f"the job's new log {path} cannot be made: {e.strerror}", hint="check who may write to its folder"
         ) from e

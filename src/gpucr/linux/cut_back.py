@@ -52,7 +52,7 @@ def put_back(cut: CutOff) -> None:
         try:
             if os.fstat(file).st_size != cut.size_bytes:
                 raise OSError(
-                    errno.EBUSY, f"it was written to meanwhile; its old end is in {cut.kept_as}", str(cut.path)
+                    errno.EBUSY, f"it was written to in the meantime; its old end is in {cut.kept_as}", str(cut.path)
                 )
             rest = os.open(cut.kept_as.name, os.O_RDONLY | os.O_NOFOLLOW | os.O_CLOEXEC, dir_fd=folder)
             try:

@@ -314,7 +314,7 @@ def require_access(process: ProcessInfo) -> None:
     if found is Presence.NOT_PERMITTED:
         is_own = process.uid == os.geteuid()
         raise NotPermitted(
-            f"process {process.pid} ({process.name}) of uid {process.uid} is closed to uid {os.geteuid()}",
+            f"process {process.pid} ({process.name}) of uid {process.uid}: permission denied for uid {os.geteuid()}",
             pid=process.pid,
             hint="it has closed itself (PR_SET_DUMPABLE 0, a setuid program, or capabilities): run gpucr as root"
             if is_own

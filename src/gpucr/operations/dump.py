@@ -211,7 +211,7 @@ def prepare(
     if only and len(job.processes) > 1:
         raise InvalidRequest(
             f"process {job.root.pid} has {len(job.processes) - 1} descendants, and a dump cannot leave them out",
-            hint="leave out --only to dump the whole tree, or name the descendant itself",
+            hint="omit --only to dump the whole tree, or name the descendant itself",
         )
     if persist not in get_args(Persist):
         raise InvalidRequest(f"persist is {persist!r}", hint="give one of " + ", ".join(get_args(Persist)))

@@ -167,7 +167,7 @@ class CriuDump:
         """How many processes, where to, and what becomes of them."""
         job = self._context.job
         count = counted(len(job.processes), "process") + (f" in {len(job.trees)} trees" if job.other_root_pids else "")
-        left = "let them go on" if self._context.leave_running else "commit, then kill them"
+        left = "keep them running" if self._context.leave_running else "commit, then kill them"
         after = "leave them frozen" if self._context.is_frozen else left
         return f"dump {count} with CRIU to {self._context.target.images_at}, {after}"
 
@@ -358,7 +358,7 @@ def _wait_saved(context: JobDump, interrupts: Interrupts, meter: Meter) -> None:
         interrupts.check()
         if context.deadline is not None and time.monotonic() > context.deadline:
             raise DeadlineExceeded(
-                "the time was over while device memory was saved", hint="give a longer --timeout, or a faster disk"
+                "timed out while device memory was saved", hint="give a longer --timeout, or a faster disk"
             )
     meter.set(writer.seen_bytes)
 

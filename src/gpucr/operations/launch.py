@@ -91,7 +91,9 @@ def plan_job(
     given = without_passphrase(os.environ) if environment is None else environment
     folder = Path.cwd() if cwd is None else Path(cwd).absolute()
     if not os.path.isdir(folder):  # which, unlike Path.is_dir, is no error where the caller may not look
-        raise InvalidRequest(f"the folder {folder} is not there", hint="give the folder to start the job in with --cwd")
+        raise InvalidRequest(
+            f"the folder {folder} does not exist", hint="give the folder to start the job in with --cwd"
+        )
     _require_words(command)
     if not command:
         raise InvalidRequest("there is no command to run", hint="gpucr run [OPTIONS] [--] CMD...")
@@ -314,7 +316,7 @@ def _require_visible(what: str, path: str) -> None:
     """Raise InvalidRequest for what the /dev/shm of an isolated job hides from it."""
     if any(Path(each).is_relative_to(SHARED_MEMORY) for each in (path, os.path.realpath(path))):
         raise InvalidRequest(
-            f"{what} {path} is in {SHARED_MEMORY}, of which an isolated job has one of its own",
+            f"{what} {path} is in {SHARED_MEMORY}, but an isolated job has its own {SHARED_MEMORY}",
             hint="give another place, or let it share the machine's with --no-isolate",
         )
 
@@ -325,7 +327,7 @@ def _network(wanted: Network | None, *, isolated: bool) -> Network:
     if wanted not in get_args(Network):
         raise InvalidRequest(f"network is {wanted!r}", hint="give one of " + ", ".join(get_args(Network)))
     if wanted == "own" and not isolated:
-        raise InvalidRequest("only an isolated job has a network of its own", hint="leave out --network own")
+        raise InvalidRequest("only an isolated job has a network of its own", hint="omit --network own")
     return wanted
 
 
@@ -374,7 +376,7 @@ def _base_name(plan: LaunchPlan) -> str:
 def _log_path(path: Path) -> Path:
     path = path.absolute()
     if not os.path.isdir(path.parent):
-        raise InvalidRequest(f"the folder of the log {path} is not there", hint="make it first")
+        raise InvalidRequest(f"the folder of the log {path} does not exist", hint="make it first")
     if os.path.exists(path) and not os.path.isfile(path):
         raise InvalidRequest(f"{path} is not a file, and cannot be the log", hint="give --log the name of a file")
     return path

@@ -272,9 +272,7 @@ class RestoreDevice:
             while not reader.wait_for(part, up_to_bytes, _WAIT_S):
                 interrupts.check()
                 if deadline is not None and time.monotonic() > deadline:
-                    raise DeadlineExceeded(
-                        "the time was over while device memory was read", hint="give a longer --timeout"
-                    )
+                    raise DeadlineExceeded("timed out while device memory was read", hint="give a longer --timeout")
             meter.set(reader.loaded_bytes)
             return reader.loaded(part)
 

@@ -344,7 +344,7 @@ class Snapshot:
             ) from e
         except PermissionError as e:
             hint = "a snapshot is private to who made it: run the command as that user or as root"
-            raise SnapshotError(f"{file} is closed to uid {os.geteuid()}", path=str(file), hint=hint) from e
+            raise SnapshotError(f"{file}: permission denied for uid {os.geteuid()}", path=str(file), hint=hint) from e
         except OSError as e:
             if e.errno == errno.ELOOP and e.filename == str(folder):
                 raise _led_away(folder, e) from e
@@ -394,7 +394,7 @@ def _check_target(path: Path) -> None:
         raise SnapshotError(
             f"the snapshot folder {path} cannot be made: {folder} cannot be written to",
             path=str(path),
-            hint="see whether its file system is read-only, or name a folder elsewhere with --to",
+            hint="check whether its file system is read-only, or name a folder elsewhere with --to",
         )
     if path.exists():
         _require_free(path, [] if _is_only_begun(path) else os.listdir(path), path.stat())
@@ -477,7 +477,7 @@ def _require_ours(manifest_file: Path, manifest_stat: os.stat_result) -> None:
             raise SnapshotError(
                 f"{name} can be written by others (uid {found.st_uid}, mode {stat.S_IMODE(found.st_mode):04o})",
                 path=str(folder),
-                hint="restoring it would run whatever they put there; if you trust it: "
+                hint="restoring it would run code from there; if you trust it: "
                 f"chown -R {os.geteuid()} and chmod -R go-rwx {folder}",
                 code="GPUCR-UNTRUSTED-SNAPSHOT",
             )

@@ -161,5 +161,5 @@ class GpuPart:
             raise SnapshotError(
                 f"the GPU part in {self._images} cannot be {what}: {e.strerror}",
                 path=str(e.filename or self._images),
-                hint="see that root can write there",
+                hint="check that root can write there",
             ) from e

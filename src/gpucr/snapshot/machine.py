@@ -82,7 +82,7 @@ def _check_interposer(manifest: Manifest, libraries: Sequence[PurePath]) -> list
     return [
         preflight.Finding(
             "blocking",
-            f"device memory of the job left by its interposer, and {path} is not there",
+            f"device memory of the job left by its interposer, and {path} is missing",
             "the snapshot's kinds of device memory; the job had that file mapped",
             "nothing else can give the processes their device memory back",
             "install the gpucr that the job was started with where it was, or put that file there",

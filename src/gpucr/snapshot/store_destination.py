@@ -119,7 +119,7 @@ class StoreTarget:
                 "warning",
                 f"CRIU's images lie in {self._working.path.parent} until they are in the store",
                 "there is too little memory for them, or TMPDIR names a folder on a disk",
-                "the store is encrypted, and that disk is not, as far as gpucr knows",
+                "the store is encrypted; gpucr cannot tell whether that disk is",
                 "name a folder in memory, or on an encrypted disk, with TMPDIR",
             )
         ]

@@ -297,7 +297,7 @@ class _Prune:
             self._damaged_writers.add(name)  # who is at work can be listed anew at any time
             return
         # Which packs it retired is not known, so none may be relied on, or deleted because another one has its pieces.
-        hint = "while no prune is at work, delete that file: the next prune lists anew what nothing needs"
+        hint = "while no prune is at work, delete that file: the next prune lists unneeded data again"
         raise StoreDamaged(error.message, path=error.path, hint=hint) from error
 
     def _mend_index(self, inventory: Inventory, gone: Set[bytes]) -> None:

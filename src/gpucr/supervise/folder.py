@@ -177,7 +177,7 @@ class SupervisedFolder:
         except (OSError, RecordError) as e:
             raise InvalidRequest(
                 f"what is kept of the supervised job {self.name} cannot be read: {self.path / name}: {e}",
-                hint=f"supervise it anew: gpucr supervise {self.name} --every 10m --to STORE",
+                hint=f"supervise it again: gpucr supervise {self.name} --every 10m --to STORE",
                 code="GPUCR-SUPERVISION-DAMAGED",
             ) from e
 

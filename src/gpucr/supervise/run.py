@@ -36,7 +36,8 @@ def read_key(settings: Supervision) -> Secret | None:
             return Secret.key_file(stream.read(MAX_KEY_FILE_BYTES + 1))
     except OSError as e:
         raise InvalidRequest(
-            f"the key file {settings.key_file} cannot be read: {e.strerror}", hint="put it back, or supervise anew"
+            f"the key file {settings.key_file} cannot be read: {e.strerror}",
+            hint="put it back, or supervise the job again",
         ) from e
 
 

@@ -202,7 +202,7 @@ class Supervisor:
             except (GpucrError, OSError) as e:
                 self._failed_restore(e, gone)
                 continue
-            self._journal.tell("gave-up", why="there is no good snapshot, and the job cannot be started anew")
+            self._journal.tell("gave-up", why="there is no good snapshot, and the job cannot be started again")
             return "gave-up"
 
     def _back_off(self, attempt: int) -> None:
@@ -252,7 +252,7 @@ class Supervisor:
             return False
         self._job.start_again(settings.start_again)
         self._journal.update(restored_from=None, started_anew=state.started_anew + 1)
-        self._job.mark(f"{as_time(self._clock.wall_s())}: {why}; there was no snapshot yet: started anew")
+        self._job.mark(f"{as_time(self._clock.wall_s())}: {why}; there was no snapshot yet: started from scratch")
         self._journal.tell("started-anew")
         return True
 

@@ -86,9 +86,9 @@ def _set_cpus(tid: int, cpus: str | None) -> str | None:
             if e.errno != errno.EINVAL:
                 raise
             scheduling.allow_all_cpus(tid)
-            return f"bound to CPU {cpus}, of which there is none here; it may use every CPU now"
+            return f"bound to CPU {cpus}, none of them available here; it may use every CPU now"
         missing = wanted - os.sched_getaffinity(tid)
-        return f"bound to CPU {cpus}, of which {scheduling.cpu_list(missing)} cannot be used here" if missing else None
+        return f"bound to CPU {cpus}; CPU {scheduling.cpu_list(missing)} cannot be used here" if missing else None
     except OSError as e:
         return _failure("CPU affinity", e)
 

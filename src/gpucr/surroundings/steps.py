@@ -148,7 +148,7 @@ class FreePorts:
             now, deadline = time.monotonic(), self._deadline
             if now > end or (deadline is not None and now > deadline):
                 raise DeadlineExceeded(
-                    "the time was over while closed connections still had the job's ports",
+                    "timed out while closed connections still had the job's ports",
                     hint="try again in a minute, or give a longer --timeout (`ss -tan` shows them in TIME-WAIT)",
                 )
             time.sleep(_POLL_S)

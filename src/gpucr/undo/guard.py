@@ -172,7 +172,7 @@ class Guard:
         except TimeoutError as e:
             raise BrokenInstall(
                 f"the guard process {self.pid} has not answered for {ANSWER_LIMIT_S:g} s",
-                hint="see what stops it (`ps`), or try again when the machine is less busy",
+                hint="check what stops it (`ps`), or try again when the machine is less busy",
                 code="GPUCR-GUARD",
             ) from e
         except ConnectionError as e:

@@ -207,11 +207,11 @@ def run_steps(
         for step in steps:
             interrupts.check()
             if deadline is not None and time.monotonic() > deadline and not interrupts.is_committed:
-                raise DeadlineExceeded(f"the time was over before: {step.describe()}", hint="give a longer --timeout")
+                raise DeadlineExceeded(f"timed out before: {step.describe()}", hint="give a longer --timeout")
             begun.append(step)
             phases.append(_run_one(step, interrupts, listener))
         if deadline is not None and time.monotonic() > deadline and not interrupts.is_committed:
-            raise DeadlineExceeded("the time was over before everything was done", hint="give a longer --timeout")
+            raise DeadlineExceeded("timed out before everything was done", hint="give a longer --timeout")
         interrupts.conclude()
         interrupts.is_done = True
     except BaseException as error:

@@ -15,13 +15,13 @@ def check_clocks(*, are_in_images: bool) -> list[Finding]:
     if processes.can_set_clocks():
         return []
     if not processes.can_checkpoint_processes():
-        return [_jump("only root can make a time namespace, in which they would go on")]
+        return [_jump("only root can create the time namespace that would continue them")]
     return [
         Finding(
             "blocking",
             "the job's clocks cannot be set",
             "CAP_SYS_TIME is missing",
-            "CRIU lets them go on where they stood at the dump, and gives up where it may not",
+            "CRIU continues them from their values at the dump, and gives up where it is not permitted to",
             "give the container CAP_SYS_TIME, or restore outside it; the machine's own clock stays as it is",
             code="GPUCR-CLOCKS",
         )

@@ -53,7 +53,7 @@ def check_databases(job: Job) -> list[Finding]:
             "warning",
             f"the job has the SQLite database {path} open",
             f"{len(files)} of its files" if len(files) > 1 else "it begins as one",
-            "the job goes on to change it: a later restore finds it newer than the job's memory",
+            "the job keeps changing it: a later restore finds it newer than the job's memory",
             "to have it as it was in a restore, copy it together with the snapshot (`sqlite3 FILE .backup`)",
         )
         for path, files in databases_of(targets).items()

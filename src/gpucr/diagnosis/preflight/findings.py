@@ -53,6 +53,6 @@ def require_no_blocking(findings: Iterable[Finding], *, force: bool = False) -> 
         others += f"; and {len(blocking) - _MOST_TOLD} more"
     raise Unsupported(
         f"{first.sentence()}: {first.consequence}{others}",
-        hint=f"{first.remedy} (--force tries all the same; nothing was changed)",
+        hint=f"{first.remedy} (--force proceeds anyway; nothing was changed)",
         code=first.code,
     )

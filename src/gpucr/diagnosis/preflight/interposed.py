@@ -152,7 +152,7 @@ def _outside(process: CudaTraits, counts: Status) -> list[Finding]:
         (counts.multicast, f"{name} has {counted(counts.multicast, 'multicast object')} (NCCL's NVLS)",
          "no driver checkpoints multicast memory", "start the job with NCCL_NVLS_ENABLE=0, as `gpucr run` does"),
         (counts.dma_buf, f"{name} has device memory registered with a network card or another device (dma-buf)",
-         "the device would go on writing to memory that the process has no more",
+         "the device would keep writing to memory that the process no longer has",
          "end the connections between machines first, or keep NCCL from GPUDirect RDMA with NCCL_NET_GDR_LEVEL=LOC"),
         (counts.external, f"{name} has memory of a graphics or video program imported",
          LOSS, "end the part of the program that uses it"),
@@ -173,7 +173,7 @@ def _managed(process: CudaTraits, counts: Status) -> list[Finding]:
             f"process {process.pid} ({process.process.name}) uses managed memory",
             f"{counted(counts.managed, 'allocation')}, {_TOLD_BY}",
             "the driver refuses to checkpoint managed memory (CUDA_ERROR_NOT_SUPPORTED), and the job keeps running",
-            "use cudaMalloc or cudaHostAlloc in place of cudaMallocManaged",
+            "use cudaMalloc or cudaHostAlloc instead of cudaMallocManaged",
             process.pid,
         )
     ]

@@ -78,7 +78,7 @@ def _on_one_gpu(job: JobTraits, known: str) -> list[Finding]:
             f"{name_processes(holders)} may share memory of the same GPU over CUDA IPC",
             f"{', '.join(places)}; shared memory itself cannot be seen from outside; {known}",
             f"if one of them has device memory of another one open, {LOSS}",
-            "insist if they share no device memory, or give each process a GPU of its own",
+            "use --force if they share no device memory, or give each process a GPU of its own",
             pids[0],
             code="GPUCR-CUDA-IPC",
         )

@@ -32,7 +32,7 @@ def _finding(process: CudaTraits, measured: Measurements) -> Finding:
         f"process {process.pid} ({process.process.name}) seems to use managed memory",
         f"it has /dev/nvidia-uvm mapped {process.uvm_mappings} times, without managed memory it would be once; "
         f"{say(measured, ('managed',))}",
-        "the driver refuses to checkpoint managed memory (CUDA_ERROR_NOT_SUPPORTED), and the job goes on",
-        "use cudaMalloc or cudaHostAlloc in place of cudaMallocManaged",
+        "the driver refuses to checkpoint managed memory (CUDA_ERROR_NOT_SUPPORTED), and the job keeps running",
+        "use cudaMalloc or cudaHostAlloc instead of cudaMallocManaged",
         process.pid,
     )

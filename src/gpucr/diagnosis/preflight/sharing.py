@@ -91,7 +91,7 @@ def _check_shared_memory(ranks: Sequence[CudaTraits], measured: Measurements) ->
 def _only_files_seen(ranks: Sequence[CudaTraits]) -> Finding:
     return Finding(
         "warning",
-        f"{name_processes(ranks)} use NCCL over shared memory, as far as can be seen",
+        f"{name_processes(ranks)} seem to use NCCL over shared memory",
         f"both have {SHARED_FILES}* mapped, which P2P has not; {_settings_seen(ranks)}",
         "should they use P2P as well, " + LOSS,
         f"start the job with {_START_WITH}, as `gpucr run` does, to be sure",
@@ -192,7 +192,7 @@ def check_peer_access(job: JobTraits, measured: Measurements) -> list[Finding]:
             f"NVML: {', '.join(sorted(each.gpus))}; peer access itself cannot be seen from outside; "
             + say(measured, ("peer_access",)),
             "if it has copied between its GPUs with peer access, " + LOSS,
-            "insist if the program never copies between its GPUs, or give each GPU a process of its own",
+            "use --force if the program never copies between its GPUs, or give each GPU a process of its own",
             each.pid,
             code="GPUCR-PEER-ACCESS",
         )

@@ -32,7 +32,7 @@ def check_outside_connections(job: Job) -> list[Finding]:
             "warning",
             f"the job has {_count(len(found), 'connection')} to programs outside it",
             _some([str(each.connection) for each in found]),
-            "a restore closes them, and the job sees that as a network that broke",
+            "a restore closes them, and the job sees that as a network failure",
             "--tcp keep on the restore takes them up again, if the other ends still wait on this host",
         )
     ]
@@ -45,12 +45,12 @@ def check_kept_connections(connections: Sequence[Connection], tcp: TcpMode, *, l
     some = _some([str(each) for each in connections])
     what = f"the job had {_count(len(connections), 'connection')} to programs outside it"
     if tcp == "close":
-        return [Finding("warning", f"{what}; they are closed", some, "the job sees a network that broke", "--tcp keep")]
+        return [Finding("warning", f"{what}; they are closed", some, "the job sees a network failure", "--tcp keep")]
     if left_running:
         return [
             Finding(
                 "blocking",
-                f"{what}, which went on after the dump",
+                f"{what}, which kept running after the dump",
                 some,
                 "what the restored job sends is taken for old data: the other ends would see it garbled or not at all",
                 "restore with --tcp close, the default",
@@ -62,7 +62,7 @@ def check_kept_connections(connections: Sequence[Connection], tcp: TcpMode, *, l
         return [
             Finding(
                 "blocking",
-                "connections of the job have addresses that this machine has not",
+                "connections of the job have addresses that this machine lacks",
                 _some(absent),
                 "they can only be kept where they were",
                 "restore with --tcp close, the default, or on the machine of the dump",
@@ -111,7 +111,7 @@ def check_files(files: Sequence[JobFile], folders: Sequence[str], mode: FilesMod
         found.append(
             Finding(
                 "blocking",
-                f"{_count(len(missing), 'file or folder', 'files or folders')} of the job are not there",
+                f"{_count(len(missing), 'file or folder', 'files or folders')} of the job are missing",
                 _some(missing),
                 "the job had them open, and CRIU restores no job without them",
                 "put them where they were",
@@ -173,7 +173,7 @@ def _judge(file: JobFile, size_bytes: int, mode: FilesMode) -> Finding:
             "warning",
             what,
             evidence,
-            "it stays as it is, and the job goes on writing at its end",
+            "it is left as it is, and the job appends to it",
             "--files rewind cuts it back to what it was" if grown else "put the file back as it was",
         )
     if grown:

@@ -129,7 +129,7 @@ def check_session(job: Job) -> list[Finding]:
         Finding(
             "blocking",
             f"process {adopted.pid} ({adopted.name}) is in another session than its parent {adopted.parent_pid}",
-            f"session {adopted.session_id} in /proc/{adopted.pid}/stat: as a rule, what had started it has ended",
+            f"session {adopted.session_id} in /proc/{adopted.pid}/stat: usually because what started it has ended",
             consequence,
             "end it before the dump, or have it started by a process that stays, without a double fork",
             adopted.pid,
@@ -191,7 +191,7 @@ def check_terminal(job: Job) -> list[Finding]:
             "warning",
             f"process {job.root.pid} ({job.root.name}) has a controlling terminal",
             f"tty_nr in /proc/{job.root.pid}/stat",
-            "it is stopped for the dump, and an interactive shell then puts it in the background, where it goes on",
+            "it is stopped for the dump; an interactive shell then moves it to the background, where it continues",
             "`fg` in that shell brings it back; jobs started with setsid have no terminal",
             job.root.pid,
         )
@@ -246,7 +246,7 @@ def _linked_files(process: ProcessInfo, *, is_sandboxed: bool) -> list[Finding]:
             not_saved,
             "uses",
             "the snapshot would not have its content: it could be restored once, or after --leave-running never",
-            "start the process anew (after an upgrade of its libraries, say), or remove the other hard links too "
+            "restart the process (after an upgrade of its libraries, say), or remove the other hard links too "
             "(find / -samefile names them): what has no name at all goes into the snapshot",
         ),
     ]
@@ -296,7 +296,7 @@ def _judge(process: ProcessInfo, files: Sequence[OpenFile], *, in_gang: bool) ->
                 [file for file in files if NVIDIA_DEVICE.match(file.target)],
                 "holds an NVIDIA device without a CUDA context",
                 "CRIU cannot dump it",
-                "leave programs that draw with GPUs, or watch them, out of the tree; start a worker anew that was "
+                "leave programs that draw with GPUs, or watch them, out of the tree; restart a worker that was "
                 "forked from a CUDA process which another tool than gpucr has checkpointed since",
                 "GPUCR-GPU-HELD",
             ),

@@ -92,7 +92,7 @@ def _processes(job: Job) -> Iterator[Finding]:
                 "blocking",
                 f"{what} is in namespaces of its own ({', '.join(foreign)})",
                 f"/proc/{process.pid}/ns",
-                "only root can make them anew",
+                "only root can make them again",
                 _REMEDY,
                 process.pid,
                 code="GPUCR-ONLY-ROOT",

@@ -126,7 +126,7 @@ def take_out_again(driver: Driver, pid: int) -> None:
             if kept is None and line.agent.status().imported:
                 raise InterposerError(
                     f"process {pid} has memory of other processes again, and cannot be suspended alone",
-                    hint=f"`gpucr resume {pid}` lets it go on with the others",
+                    hint=f"`gpucr resume {pid}` continues it with the others",
                 )
             if kept is None:
                 return

@@ -36,7 +36,7 @@ class Sandbox(Struct, frozen=True):
         return PidNamespace(self.keeper.pid)
 
     def wait_ended(self, timeout_s: float) -> bool:
-        """Wait until its keeper has ended, and with it everything inside. False where the time was over before."""
+        """Wait until its keeper has ended, and with it everything inside. False: it timed out before."""
         try:
             fd = os.pidfd_open(self.keeper.pid)
         except ProcessLookupError:

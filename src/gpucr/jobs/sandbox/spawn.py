@@ -282,7 +282,7 @@ class _Keeper:
         except OSError as e:
             raise BrokenInstall(
                 f"the keeper process of the job cannot be noted: {e.strerror} ({e.filename})",
-                hint="see that root can write to /run/gpucr, and nobody else",
+                hint="check that root can write to /run/gpucr, and nobody else",
                 code="GPUCR-KEEPER",
             ) from e
 
@@ -328,7 +328,7 @@ class _Keeper:
         except TimeoutError as e:
             raise BrokenInstall(
                 f"the keeper process has not answered for {ANSWER_LIMIT_S:g} s",
-                hint="see what stops it (`ps`), or try again when the machine is less busy",
+                hint="check what stops it (`ps`), or try again when the machine is less busy",
                 code="GPUCR-KEEPER",
             ) from e
         except ConnectionError as e:
