@@ -48,7 +48,7 @@ TaskPlugin=task/none
 SelectType=select/cons_tres
 SelectTypeParameters=CR_Core
 MpiDefault=none
-ReturnToService=2
+ReturnToService=1
 KillWait=5
 SlurmdTimeout=5
 SchedulerParameters=sched_interval=1,bf_interval=1,batch_sched_delay=0,sched_min_interval=0
@@ -204,9 +204,15 @@ class Slurm:
         """Give a node power."""
         self._machines.start_node(name, _NODE)
 
-    def kill_node(self, name: str) -> None:
-        """Take its power away: nothing in it lives on."""
+    def fail_node(self, name: str) -> None:
+        """Take its power away: nothing in it lives on. Slurm is told, which would notice in 25 s."""
         self._machines.kill_node(name)
+        self.run("scontrol", "update", f"NodeName={name}", "State=DOWN", "Reason=power")
+
+    def repair_node(self, name: str) -> None:
+        """Give it power again. A node that was said to be down stays so until it is said to be up again."""
+        self.start_node(name)
+        self.run("scontrol", "update", f"NodeName={name}", "State=RESUME")
 
     def run(self, *words: object, env: dict[str, str] | None = None) -> str:
         """One of Slurm's commands, which must succeed. Returns what it printed."""

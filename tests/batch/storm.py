@@ -62,8 +62,7 @@ class Storm:
             self.slurm.submit(_SITS, *options, "--output=/dev/null")
         elif what == "node" and not self._down:
             name = self.dice.choice(NODES)
-            self.slurm.kill_node(name)
-            self.slurm.run("scontrol", "update", f"NodeName={name}", "State=DOWN", "Reason=power")
+            self.slurm.fail_node(name)
             self._down[name] = time.monotonic() + 3
         elif what == "signal" and running:
             self._try("scancel", "--batch", "--signal=USR1", self.dice.choice(running))
@@ -77,7 +76,7 @@ class Storm:
         """Nodes come back, and requeued jobs do not wait for 120 s."""
         for name, when in list(self._down.items()):
             if time.monotonic() > when:
-                self.slurm.start_node(name)
+                self.slurm.repair_node(name)
                 del self._down[name]
         waiting = self.slurm.run("squeue", "--noheader", "--states=PENDING", "--format=%A %S").splitlines()
         soon = datetime.now() + timedelta(seconds=10)

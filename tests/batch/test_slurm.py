@@ -80,15 +80,14 @@ def test_a_node_that_fails(jobs: Jobs, every: str) -> None:
     jobs.wait_for(job_id, "step 9\n")
     if every:
         jobs.wait_for(job_id, "dumped to")
-    jobs.slurm.kill_node("n1")
-    jobs.slurm.run("scontrol", "update", "NodeName=n1", "State=DOWN", "Reason=power")  # else it is noticed in 25 s
+    jobs.slurm.fail_node("n1")
     jobs.slurm.run("scontrol", "update", f"JobId={job_id}", "ReqNodeList=")
     try:
         assert jobs.slurm.start_again(job_id, 1)["NodeList"] == "n2"
         jobs.go_on_to_the_end()
         jobs.slurm.wait_for(job_id, "COMPLETED")
     finally:
-        jobs.slurm.start_node("n1")
+        jobs.slurm.repair_node("n1")
     assert f"result {RESULT}\n" in jobs.output(job_id)
     assert jobs.output(job_id).count("restored from") == bool(every)
     assert jobs.snapshots() == []
