@@ -53,7 +53,7 @@ class Machines:
         self._control = self._start([*self._enter, *alone, "sh", "-ec", script, "sh", str(self.folder)], "control.out")
         assert self._control.stdout is not None
         if self._control.stdout.readline() != b"ready\n":
-            raise RuntimeMissing(f"it does not start here: {(self.folder / 'control').read_text()}")
+            raise RuntimeMissing(f"it does not start here: {(self.folder / 'control.out').read_text()}")
 
     def start_node(self, name: str, script: str, *arguments: object) -> None:
         """Give a node power. ``arguments``: more than its script gets anyhow."""

@@ -198,7 +198,7 @@ def test_snapshots_that_cannot_be_restored(jobs: Jobs) -> None:
     jobs.tell("condor_hold", first)
     jobs.wait_for(first, HELD)
     jobs.tell("condor_release", first)
-    jobs.wait_for_line(first, "are not there (/var/tmp/mine): the job had them open")
+    jobs.wait_for_line(first, "are missing (/var/tmp/mine): the job had them open")
     jobs.wait_for(first, HELD)
     assert jobs.ad(first, "ExitCode") == "3"
     second = jobs.submit("shared", "--id mine")

@@ -197,7 +197,7 @@ def test_dry_run_says_what_would_be_done_and_does_nothing(
     plan = command.run_json("dump", job.pid, "--to", tmp_path / "s", "--dry-run", "--leave-running")
     assert [step.split()[0] for step in plan["steps"]] == [
         "make", "allocate", "lock", "checkpoint", "take", "stop", "dump",
-        "hold", "put", "restore", "unlock", "let", "save",
+        "hold", "put", "restore", "unlock", "release", "save",
     ]  # fmt: skip
     assert not (tmp_path / "s").exists()
     assert driver.state(job.pid) is RUNNING

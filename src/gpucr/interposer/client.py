@@ -15,7 +15,6 @@ from types import TracebackType
 
 from msgspec import Struct
 
-from gpucr.interposer.presence import is_interposed
 from gpucr.interposer.protocol import (
     MOST_BLOCKS,
     MOST_BYTES,
@@ -152,6 +151,8 @@ class Agent:
 
     def _find(self) -> None:
         """An agent that CRIU has just brought back, or whose name a clone has taken, listens again within a moment."""
+        from gpucr.interposer.presence import is_interposed  # what reads manifests imports this module, too
+
         end, pause_s = time.monotonic() + _LISTENS_AGAIN_S, _POLL_S
         while True:
             try:
