@@ -47,10 +47,11 @@ def _end_at_once(end: SystemExit) -> None:
     import sys
     import threading
 
-    if not isinstance(end.code, int) or any(
-        not thread.daemon for thread in threading.enumerate() if thread is not threading.main_thread()
-    ):
+    if not isinstance(end.code, int):
         return
+    with contextlib.suppress(MemoryError):  # without memory, taking objects apart fails as well, and Python says so
+        if any(not thread.daemon for thread in threading.enumerate() if thread is not threading.main_thread()):
+            return
     for stream in (sys.stdout, sys.stderr):
         with contextlib.suppress(OSError, ValueError, MemoryError):  # what is lost has its exit code by now
             stream.flush()

@@ -231,6 +231,7 @@ def test_a_signal_undoes_what_is_under_way(
     terminal = top(slow_job.pid)
     begin_suspend(terminal, slow_job, driver)
     os.kill(terminal.process.pid, number)
+    terminal.wait_for("is being undone")  # else it may have ended before Python takes the signal
     go.touch()
     assert terminal.wait_ended() == 130
     assert driver.state(slow_job.pid) is RUNNING

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import signal
 import sys
+import threading
 from pathlib import Path
 
 import pytest
@@ -142,3 +143,25 @@ def test_a_job_that_was_dumped_for_a_borrower_has_not_ended() -> None:
     registry().update(record, lent=None)
     assert gpucr.wait_job("train").word == "dumped"
     assert _exit_code("train", dumped=99) == 99
+
+
+def test_a_lock_that_an_ended_supervisor_has_left_to_a_child_is_waited_for() -> None:
+    folder = SupervisedFolder("train")
+    folder.path.mkdir(parents=True, mode=0o700)
+    locked, go_on = threading.Event(), threading.Event()
+
+    def hold() -> None:
+        with folder.held():
+            locked.set()
+            go_on.wait(60)
+
+    holder = threading.Thread(target=hold)
+    holder.start()
+    assert locked.wait(60)
+    with pytest.raises(gpucr.InvalidRequest, match="has a supervisor already"):
+        folder.remove()
+    timer = threading.Timer(0.1, go_on.set)
+    timer.start()
+    folder.remove()
+    holder.join()
+    assert not folder.path.exists()

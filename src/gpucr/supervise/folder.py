@@ -38,6 +38,8 @@ UNFINISHED: frozenset[Phase] = frozenset({"supervised", "draining"})
 
 MOST_SNAPSHOTS = 1000
 _SETTINGS, _STATE, _EVENTS, _LOCK, _LOG = "settings.json", "state.json", "events.jsonl", "lock", "supervisor.log"
+_ENDED_S = 2.0
+"""How long a child of a supervisor that has ended may have its lock."""
 
 
 class Taken(Record, frozen=True):
@@ -139,14 +141,17 @@ class SupervisedFolder:
         return None
 
     @contextlib.contextmanager
-    def held(self) -> Iterator[None]:
-        """Be the job's only supervisor for this block. Raises InvalidRequest where it has one, Unsupported."""
+    def held(self, *, wait_s: float = 0.0) -> Iterator[None]:
+        """Be the job's only supervisor for this block. Raises InvalidRequest where it has one, Unsupported.
+
+        ``wait_s``: for one that has ended: a child that it was just starting has the lock until it is exec'ed.
+        """
         with _writing(self.path):
             trusted_paths.make_private(self.path)
             fd = trusted_paths.open_file(self.path / _LOCK, os.O_RDWR | os.O_CREAT)
         try:
             try:
-                locks.lock(fd)
+                locks.lock(fd, wait_s=wait_s)
             except BlockingIOError as e:
                 raise InvalidRequest(
                     f"the job {self.name} has a supervisor already",
@@ -160,7 +165,7 @@ class SupervisedFolder:
     def remove(self) -> None:
         """Forget all of it. Raises InvalidRequest while there is a supervisor."""
         if self.path.exists():
-            with self.held():
+            with self.held(wait_s=_ENDED_S):
                 shutil.rmtree(self.path, ignore_errors=True)
 
     def _read(self, name: str, kind: type[records.T]) -> records.T:
