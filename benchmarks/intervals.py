@@ -8,14 +8,12 @@ from __future__ import annotations
 import json
 import math
 import random
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from dataclasses import asdict, dataclass
-from pathlib import Path
 from typing import Any
 
 import click
 
-from benchmarks import plot
 from gpucr.supervise import policy
 
 DOWNTIME_S, RESTART_S = 5.0, 120.0
@@ -100,42 +98,12 @@ def measure(mtbf_h: float, *, failures: int, seed: int = 0) -> Row:
     )
 
 
-def draw(rows: Sequence[Row], path: Path) -> None:
-    """Write a PNG. The text is dark on white, for light and dark pages."""
-    import matplotlib as mpl
-
-    mpl.use("Agg")
-    from matplotlib import pyplot
-
-    figure, panel = pyplot.subplots(figsize=(8, 4.5))
-    hours = [row.mtbf_h for row in rows]
-    for name, colour in zip(rows[0].fixed, ("#b0bec5", "#78909c", "#37474f"), strict=True):
-        panel.plot(hours, [100 * row.fixed[name] for row in rows], color=colour, marker="o", label=f"every {name}")
-    panel.plot(hours, [100 * row.automatic for row in rows], color="#2f7d32", marker="o", linewidth=2.5, label="auto")
-    panel.plot(hours, [100 * row.optimum for row in rows], color="#c62828", linestyle="--", label="optimum in theory")
-    panel.set_xscale("log")
-    panel.set_yscale("log")
-    panel.set_xticks(hours, [f"{hour:g}" for hour in hours])
-    panel.minorticks_off()
-    panel.set_xlabel("mean time between failures, hours")
-    panel.set_ylabel("time lost, % of the work")
-    panel.legend(frameon=False)
-    figure.tight_layout()
-    figure.savefig(path, format="png", dpi=120)
-    pyplot.close(figure)
-
-
 @click.command()
 @click.option("--failures", type=click.IntRange(min=10), default=3000, show_default=True, help="Failures a figure.")
-@click.option("--plot", "picture", type=click.Path(path_type=Path), metavar="FILE", help="Also draw a PNG.")
 @click.option("--json", "as_json", is_flag=True, help="Print JSON.")
-def command(*, failures: int, picture: Path | None, as_json: bool) -> None:
+def command(*, failures: int, as_json: bool) -> None:
     """Simulate what intervals between checkpoints cost: time lost to checkpoints, lost work and restarts."""
     rows = [measure(mtbf_h, failures=failures) for mtbf_h in MTBFS_H]
-    if picture is not None:
-        if not plot.is_possible():
-            raise click.ClickException("--plot needs matplotlib: pip install 'gpucr[bench]'")
-        draw(rows, picture)
     if as_json:
         found: dict[str, Any] = {"downtime_s": DOWNTIME_S, "restart_s": RESTART_S, "rows": [asdict(r) for r in rows]}
         click.echo(json.dumps(found, indent=2))

@@ -33,7 +33,6 @@ from tests.ordinary_user import CannotHaveUsers, OrdinaryUser, ordinary_user
 from tests.ranks import Ranks, RanksFactory
 
 FIXED_COST_MS = 5
-_GRANTED_UID = 4301  # no other test's
 _PLATFORM = pytest.StashKey[str]()
 _STATE_DIR = pytest.StashKey[Path]()
 
@@ -129,14 +128,12 @@ def platform(pytestconfig: pytest.Config) -> str:
 
 
 @pytest.fixture(scope="session")
-def granted_user(platform: str, pytestconfig: pytest.Config) -> Iterator[OrdinaryUser]:
+def granted_user(platform: str) -> Iterator[OrdinaryUser]:
     """A user without privileges, on a machine where root has granted CRIU; one for each process of pytest's."""
     if platform != "sim":
         pytest.skip("tests/hardware/ordinary_user.py is for real GPUs")
-    worker_id: str = getattr(pytestconfig, "workerinput", {}).get("workerid", "")  # pytest-xdist's
-    worker = int("".join(filter(str.isdecimal, worker_id)) or 0)
     try:
-        with ordinary_user(_GRANTED_UID + worker) as user:
+        with ordinary_user() as user:
             granted = user.as_root("criu", "--grant")
             assert granted.returncode == 0, granted.stderr
             yield user

@@ -6,6 +6,7 @@ What root has granted there (/opt) is on a file system of the namespace. Needs r
 from __future__ import annotations
 
 import contextlib
+import itertools
 import json
 import os
 import shutil
@@ -25,6 +26,8 @@ _REPOSITORY = Path(__file__).parents[1]
 _MIB = 4
 _LIMIT_S = 120
 _PYTEST_LIMIT_S = 280
+_FIRST_UID, _UIDS_PER_WORKER = 4000, 100
+_numbers = itertools.count()
 
 
 class CannotHaveUsers(Exception):
@@ -52,6 +55,8 @@ class OrdinaryUser:
             **self._simulated,
             "LD_LIBRARY_PATH": str(libraries),
         }
+        another_tree = ("PYTHONPATH",)  # than the one that is installed
+        self.environment |= {name: os.environ[name] for name in another_tree if name in os.environ}
         for name in ("run", "sim"):
             (self.home / name).mkdir(mode=0o700)
         for path in (self.home, *self.home.rglob("*")):
@@ -79,11 +84,23 @@ class OrdinaryUser:
 
     def as_root(self, *arguments: str) -> subprocess.CompletedProcess[str]:
         """gpucr, run by root on this machine."""
-        # Root's CRIU is the one that root has outside, wherever that lies.
         command = [sys.executable, "-m", "gpucr", *arguments]
+        return self._run(["env", "-C", str(_REPOSITORY), *command], self._environment_of_root())
+
+    def start_as_root(self, *command: str) -> subprocess.Popen[bytes]:
+        """A program that root runs on this machine until it is ended."""
+        return subprocess.Popen(
+            self.enter(["env", "-C", str(_REPOSITORY), *command]),
+            env=self._environment_of_root(),
+            stdin=subprocess.DEVNULL,
+            stdout=subprocess.DEVNULL,
+            stderr=subprocess.DEVNULL,
+        )
+
+    def _environment_of_root(self) -> dict[str, str]:
+        # Root's CRIU is the one that root has outside, wherever that lies.
         libraries = {"LD_LIBRARY_PATH": self.environment["LD_LIBRARY_PATH"]}  # root's own may lie below a closed folder
-        environment = {**os.environ, **self._simulated, **libraries, "XDG_DATA_HOME": str(provided_folder().parents[1])}
-        return self._run(["env", "-C", str(_REPOSITORY), *command], environment)
+        return {**os.environ, **self._simulated, **libraries, "XDG_DATA_HOME": str(provided_folder().parents[1])}
 
     def as_root_runs(self, *command: str) -> subprocess.CompletedProcess[str]:
         """Any program, run by root on this machine."""
@@ -202,9 +219,13 @@ def _reachable(also: tuple[Path, ...]) -> str:
 
 
 @contextlib.contextmanager
-def ordinary_user(uid: int, also: tuple[Path, ...] = ()) -> Iterator[OrdinaryUser]:
-    """One for a block. Raises CannotHaveUsers."""
-    user = OrdinaryUser(uid, also)
+def ordinary_user(also: tuple[Path, ...] = ()) -> Iterator[OrdinaryUser]:
+    """One for a block, with a uid that no other test has: all that is his is killed at the end.
+
+    Raises CannotHaveUsers.
+    """
+    worker = int(os.environ.get("PYTEST_XDIST_WORKER", "gw0").removeprefix("gw"))
+    user = OrdinaryUser(_FIRST_UID + _UIDS_PER_WORKER * worker + next(_numbers), also)
     try:
         yield user
     finally:

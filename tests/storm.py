@@ -9,6 +9,9 @@ import os
 from collections.abc import Sequence
 from typing import TypeVar
 
+import pytest
+from _pytest.mark import ParameterSet
+
 Case = TypeVar("Case")
 
 IS_STORM = os.environ.get("GPUCR_STORM", "") not in ("", "0")
@@ -19,3 +22,12 @@ def sample(cases: Sequence[Case], every: int) -> list[Case]:
     if IS_STORM:
         return list(cases)
     return [case for number, case in enumerate(cases) if number % every == 0 or number == len(cases) - 1]
+
+
+long = pytest.mark.skipif(not IS_STORM, reason="takes long: `scripts/storm` has it")
+"""For tests that a run of all leaves out."""
+
+
+def later(*values: object, id: str | None = None) -> ParameterSet:  # noqa: A002 - pytest's own word
+    """A case of a test that a run of all leaves out: another one holds the same behaviour."""
+    return pytest.param(*values, marks=long, id=id)

@@ -64,6 +64,15 @@ class Terminal:
         with self._lock:
             return "\n".join(self._screen.display)
 
+    def cells(self) -> list[list[tuple[str, str, bool, bool]]]:
+        """The screen now, row by row: the character of each column, its colour, whether bold, and whether reverse."""
+        with self._lock:
+            rows = [[line[column] for column in range(self._screen.columns)] for line in self._rows()]
+        return [[(cell.data, cell.fg, cell.bold, cell.reverse) for cell in row] for row in rows]
+
+    def _rows(self) -> list[Any]:
+        return [self._screen.buffer[number] for number in range(self._screen.lines)]
+
     def wait_for(self, condition: str | Callable[[str], bool], what: str | None = None) -> str:
         """Wait until the screen shows this, wherever its lines are broken (at a longer pid, say), and return it."""
         deadline = time.monotonic() + DEADLINE_S

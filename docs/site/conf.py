@@ -37,5 +37,8 @@ html_theme = "furo"
 html_title = f"gpucr {release}"
 html_copy_source = False
 html_show_sphinx = False
+html_show_copyright = False
 # Links to files that are no pages (scripts, sources) stand for those files in the clone.
 suppress_warnings = ["myst.header"]
+html_static_path = ["static"]
+html_css_files = ["gpucr.css"]

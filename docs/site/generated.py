@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import inspect
+import re
 from pathlib import Path
+from typing import Any
 
 import click
 
@@ -18,8 +20,10 @@ Every option of every command, as `--help` has it. [Commands](/docs/reference/co
 
 _FUNCTIONS = """# Functions
 
-Every function of [the Python API](/docs/reference/python-api.md), with what `help()` says of it.
+Every function and class of [the Python API](/docs/reference/python-api.md), with what `help()` says of it.
 """
+_CLASSES = ("Cancellation", "FrozenJob", "GpuMap", "JobSelector", "Process", "Secret", "Snapshot", "SnapshotInStore")
+"""What has methods to call; the others are records."""
 
 
 def write(folder: Path) -> None:
@@ -30,16 +34,29 @@ def write(folder: Path) -> None:
 
 
 def functions() -> str:
-    """The page of functions, in Markdown: a section a function, its docstring as it is."""
+    """The page of functions and classes, in Markdown: a section each, its docstring as it is."""
     found = [name for name in sorted(gpucr.__all__) if inspect.isfunction(getattr(gpucr, name))]
-    return "\n".join([_FUNCTIONS, *(_function(name) for name in found)])
+    parts = [_section_of(name, getattr(gpucr, name), "##") for name in found]
+    for name in _CLASSES:
+        parts += [_section_of(name, getattr(gpucr, name), "##"), *_members(name)]
+    return "\n".join([_FUNCTIONS, *parts])
 
 
-def _function(name: str) -> str:
-    function = getattr(gpucr, name)
+def _members(name: str) -> list[str]:
+    public = {key: value for key, value in vars(getattr(gpucr, name)).items() if not key.startswith("_")}
+    methods = {key: getattr(value, "__func__", value) for key, value in public.items()}
+    return [
+        _section_of(f"{name}.{key}", value.fget if isinstance(value, property) else value, "###")
+        for key, value in methods.items()
+        if inspect.isfunction(value) or isinstance(value, property)
+    ]
+
+
+def _section_of(name: str, called: Any, rank: str) -> str:
+    signature = re.sub(r"<function .*? at 0x\w+>", "...", str(inspect.signature(called)))
     return "\n".join(
-        [f"## {name}", "", "```python", f"{name}{inspect.signature(function)}", "```", "", "```text",
-         inspect.getdoc(function) or "", "```", ""]
+        [f"{rank} {name}", "", "```python", f"{name}{signature}", "```", "", "```text",
+         inspect.getdoc(called) or "", "```", ""]
     )  # fmt: skip
 
 

@@ -44,6 +44,7 @@ if TYPE_CHECKING:
         JobChanged,
         JobDamaged,
         LockTimeout,
+        NodeFailed,
         NotACudaProcess,
         NotPermitted,
         NotSupportedByDriver,
@@ -65,6 +66,10 @@ if TYPE_CHECKING:
     from gpucr.jobs.registry import ListedJob
     from gpucr.jobs.selector import JobSelector
     from gpucr.model import CudaState, GangLock, Gpu, GpuMap, ProcessId, ProcessInfo
+    from gpucr.nodes.dump import dump_part
+    from gpucr.nodes.parts import PartReport
+    from gpucr.nodes.rendezvous import Rendezvous
+    from gpucr.nodes.restore import restore_part
     from gpucr.operations.dump import DumpPlan, DumpReport, Persist, dump, plan_dump
     from gpucr.operations.freeze import FrozenJob, freeze
     from gpucr.operations.gpu_jobs import GpuJob, list_gpu_jobs
@@ -96,8 +101,9 @@ if TYPE_CHECKING:
     from gpucr.store.opened import Store
     from gpucr.store.prune import LaterSpace, PruneReport
     from gpucr.store.retention import PruneRules
+    from gpucr.store.sets import StoredSet
     from gpucr.store.snapshots import Listing
-    from gpucr.store.stored_snapshot import StoredSnapshot
+    from gpucr.store.stored_snapshot import SetPart, StoredSnapshot
     from gpucr.store.verify import VerifyReport
     from gpucr.supervise.clock import Wish
     from gpucr.supervise.ends import stop_job, wait_job
@@ -133,9 +139,9 @@ _HOMES = {
     "gpucr.errors": (
         "BrokenInstall", "CriuError", "CriuUnavailable", "CudaStarted", "DeadlineExceeded", "DriverError",
         "DriverUnavailable", "GpucrError", "IllegalState", "InterposerError", "Interrupted", "InvalidRequest",
-        "JobChanged", "JobDamaged", "LockTimeout", "NotACudaProcess", "NotPermitted", "NotSupportedByDriver",
-        "ProcessNotFound", "SimulatorUnavailable", "SnapshotDamaged", "SnapshotError", "SnapshotExists",
-        "SnapshotUnfinished", "StoreDamaged", "StoreError", "Unsupported", "WrongKey",
+        "JobChanged", "JobDamaged", "LockTimeout", "NodeFailed", "NotACudaProcess", "NotPermitted",
+        "NotSupportedByDriver", "ProcessNotFound", "SimulatorUnavailable", "SnapshotDamaged", "SnapshotError",
+        "SnapshotExists", "SnapshotUnfinished", "StoreDamaged", "StoreError", "Unsupported", "WrongKey",
     ),
     "gpucr.gpu_state.ways": ("GpuState",),
     "gpucr.interposer.hooks": ("after_restore", "before_freeze"),
@@ -144,6 +150,10 @@ _HOMES = {
     "gpucr.jobs.registry": ("ListedJob",),
     "gpucr.jobs.selector": ("JobSelector",),
     "gpucr.model": ("CudaState", "GangLock", "Gpu", "GpuMap", "ProcessId", "ProcessInfo"),
+    "gpucr.nodes.dump": ("dump_part",),
+    "gpucr.nodes.parts": ("PartReport",),
+    "gpucr.nodes.rendezvous": ("Rendezvous",),
+    "gpucr.nodes.restore": ("restore_part",),
     "gpucr.operations.dump": ("DumpPlan", "DumpReport", "Persist", "dump", "plan_dump"),
     "gpucr.operations.freeze": ("FrozenJob", "freeze"),
     "gpucr.operations.gpu_jobs": ("GpuJob", "list_gpu_jobs"),
@@ -180,8 +190,9 @@ _HOMES = {
     "gpucr.store.opened": ("Store",),
     "gpucr.store.prune": ("LaterSpace", "PruneReport"),
     "gpucr.store.retention": ("PruneRules",),
+    "gpucr.store.sets": ("StoredSet",),
     "gpucr.store.snapshots": ("Listing",),
-    "gpucr.store.stored_snapshot": ("StoredSnapshot",),
+    "gpucr.store.stored_snapshot": ("SetPart", "StoredSnapshot"),
     "gpucr.store.verify": ("VerifyReport",),
 }  # fmt: skip
 _HOME_OF = {name: home for home, names in _HOMES.items() for name in names}
@@ -244,12 +255,14 @@ __all__ = [
     "MemoryKind",
     "MemoryUse",
     "Network",
+    "NodeFailed",
     "NotACudaProcess",
     "NotPermitted",
     "NotSupportedByDriver",
     "OnEvent",
     "OnProgress",
     "OpenDescriptor",
+    "PartReport",
     "Persist",
     "Phase",
     "Place",
@@ -265,11 +278,13 @@ __all__ = [
     "PruneReport",
     "PruneRules",
     "Range",
+    "Rendezvous",
     "Repair",
     "RepairName",
     "RestoreReport",
     "Runtime",
     "Secret",
+    "SetPart",
     "Severity",
     "SharedMemory",
     "SimulatorUnavailable",
@@ -288,6 +303,7 @@ __all__ = [
     "StoreDamaged",
     "StoreError",
     "StoreKey",
+    "StoredSet",
     "StoredSnapshot",
     "SupervisedStart",
     "Supervision",
@@ -305,6 +321,7 @@ __all__ = [
     "diff_snapshots",
     "doctor",
     "dump",
+    "dump_part",
     "end_supervisors",
     "find_container",
     "forget_job",
@@ -329,6 +346,7 @@ __all__ = [
     "recover_borrowed",
     "remove_snapshot",
     "restore",
+    "restore_part",
     "resume",
     "resume_jobs",
     "run_job",

@@ -24,7 +24,10 @@ def main() -> None:
     except MemoryError:  # outside of what turns errors into messages
         _end(1, "gpucr has too little memory", "`gpucr ps` shows where the job is", "GPUCR-NO-MEMORY")
     except SystemExit as end:
-        _end_at_once(end)
+        try:
+            _end_at_once(end)
+        except MemoryError:  # not even for this; Python would say so with a traceback
+            os._exit(end.code if isinstance(end.code, int) else 1)
         raise
 
 

@@ -30,6 +30,7 @@
     ├── JobChanged                 1   the job changed under our hands (a process ended, another tool worked on it)
     │   └── CudaStarted                a process began to use CUDA between discovery and freeze
     ├── JobDamaged                 10  failed, and the job could not be brought back to how it was found
+    ├── NodeFailed                 1   another node of a job of several nodes failed, or cannot be reached
     ├── OutputLost                 7   the operation succeeded, but its report could not be printed
     └── Interrupted                130 Ctrl-C or SIGTERM; the job is as it was found
 
@@ -320,6 +321,21 @@ class JobDamaged(GpucrError):
     def __init__(self, message: str, *, failures: Sequence[str], hint: str | None = None) -> None:
         super().__init__(message, hint=hint)
         self.failures = tuple(failures)
+
+
+class NodeFailed(GpucrError):
+    """Another node of a job of several nodes failed, or cannot be reached. What was done on this one has been undone.
+
+    ``node``: its number; None: not known which.
+    """
+
+    code = "GPUCR-NODE-FAILED"
+
+    def __init__(
+        self, message: str, *, node: int | None = None, hint: str | None = None, code: str | None = None
+    ) -> None:
+        super().__init__(message, hint=hint, code=code)
+        self.node = node
 
 
 class OutputLost(GpucrError):

@@ -17,6 +17,7 @@ from tests.conftest import skip_or_fail
 from tests.containers.runtimes import RuntimeMissing
 from tests.counter import processes_in, wait_until
 from tests.ordinary_user import CannotHaveUsers, OrdinaryUser, ordinary_user
+from tests.storm import long
 
 pytestmark = [pytest.mark.criu, pytest.mark.usefixtures("sim_only")]
 
@@ -110,6 +111,7 @@ def test_the_pages_scripts_are_files(name: str) -> None:
     assert f"```sh\n{(TEMPLATES / name).read_text()}```" in (TEMPLATES.parent / "slurm.md").read_text()
 
 
+@long
 def test_requeued(jobs: Jobs) -> None:
     """`scontrol requeue` ends all of the job at once: it goes on from its last dump, on another GPU."""
     job_id = jobs.submit("--nodelist=n1", options="--every 1s")
@@ -150,6 +152,7 @@ def test_an_array(jobs: Jobs) -> None:
     wait_until(lambda: processes_in(jobs.folder) == [], lambda: f"the end of {processes_in(jobs.folder)}")
 
 
+@long
 def test_steps(jobs: Jobs) -> None:
     """Two processes of one `srun`, which Slurm signals with all that is below them: each is a job of gpucr's."""
     job_id = jobs.submit("--ntasks=2", "--gres=gpu:2", before="exec srun", options="--on URG")
@@ -169,7 +172,7 @@ def test_an_ordinary_user(programs: Programs) -> None:
     if not programs.are_for_all:
         skip_or_fail("slurm", "Slurm was unpacked where ordinary users cannot reach it")
     try:
-        with ordinary_user(4100) as user:
+        with ordinary_user() as user:
             granted = user.as_root("criu", "--grant")
             assert granted.returncode == 0, granted.stderr
             _cycle_of_a_user(user, programs)

@@ -139,7 +139,7 @@ def guards() -> list[int]:
     found = []
     for entry in Path("/proc").iterdir():
         with contextlib.suppress(OSError):
-            is_guard = entry.name.isdigit() and b"gpucr.borrow.guard" in (entry / "cmdline").read_bytes()
+            is_guard = entry.name.isdigit() and b"gpucr.borrow.guard_process" in (entry / "cmdline").read_bytes()
             if is_guard and mark in (entry / "environ").read_bytes():
                 found.append(int(entry.name))
     return found

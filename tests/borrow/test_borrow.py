@@ -2,11 +2,12 @@
 
 from __future__ import annotations
 
+import contextlib
 import json
 import os
 import signal
 import sys
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -15,11 +16,14 @@ import pytest
 from click.testing import CliRunner, Result
 
 import gpucr
+from gpucr.borrow import borrower, lend
 from gpucr.cli import main
 from gpucr.cli.output import JsonWanted
 from gpucr.driver.gpus import gpu_processes, list_gpus
+from gpucr.jobs import selection
 from gpucr.jobs.registered import registry
 from gpucr.linux import processes
+from tests.borrow.at_work import OtherGpucr, checkpoint_of
 from tests.borrow.jobs import Machine, counter_command, phase, waits
 from tests.counter import DEADLINE_S, CounterFactory, wait_until
 
@@ -187,6 +191,81 @@ def test_a_process_that_has_just_ended_is_no_stranger(shared: Machine, monkeypat
     looks = iter([before])
     monkeypatch.setattr("gpucr.borrow.lend.gpu_processes", lambda: next(looks, None) or gpu_processes())
     assert gpucr.borrow_gpus(["true"], "0", isolate=False) == 0
+
+
+@pytest.mark.by_user
+@pytest.mark.parametrize("vault_on", [0, 1])
+def test_a_checkpoint_of_a_job_is_waited_for_and_its_vault_is_no_stranger(
+    shared: Machine, machine: list[str], vault_on: int
+) -> None:
+    """On the job's GPU all of the job's memory is away, on the other one only the vault is to be seen."""
+    job = shared.job("train")
+    with checkpoint_of(job.record.pid, machine[vault_on]) as other:
+        assert {use.pid for use in gpu_processes()} == {other.pid}
+        listed = {each.process.pid for each in gpucr.list_cuda_processes()}
+        assert (job.record.pid in listed, other.pid in listed) == (True, False)
+        lines: list[str] = []
+        command = ["sh", "-c", "while :; do sleep 0.01; done"]
+        cancel = gpucr.Cancellation()
+
+        def say(line: str) -> None:
+            lines.append(line)
+            if line == "borrow-1 waits for another gpucr's work on train":
+                other.let_go()
+            if line.startswith("borrow-1 runs"):
+                assert job.is_lent, "it had made room before"
+                assert {use.pid for use in gpu_processes()} == set()
+                cancel.cancel("enough")
+
+        gpu = str(vault_on) if vault_on == 0 else "0,1"
+        assert gpucr.borrow_gpus(command, gpu, isolate=False, say=say, cancel=cancel) == 128 + signal.SIGTERM
+        assert [line.split()[1] for line in lines[:3]] == ["waits", "made", "runs"]
+        assert other.lives, "it has had CUDA all the time, and is no job for that"
+    assert job.ask() == 101
+
+
+def test_a_job_that_another_gpucr_does_not_let_go_of(
+    shared: Machine, machine: list[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Its memory may belong on any GPU."""
+    job = shared.job("train")
+    monkeypatch.setattr(lend, "BUSY_S", 0.2)
+    with checkpoint_of(job.record.pid, machine[0]) as other:
+        error = refusal(gpucr.Unsupported)
+        assert (error.code, "still works on train" in str(error)) == ("GPUCR-BUSY", True)
+        other.let_go()
+        assert job.ask() == 101
+    assert gpucr.list_borrowed() == gpucr.Borrowed((), ())
+
+
+def test_a_checkpoint_that_begins_after_the_job_was_seen(
+    shared: Machine, machine: list[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Its stopped processes are no reason to refuse."""
+    job, look, take = shared.job("train"), lend.look, selection.claimed_job
+    others: list[OtherGpucr] = []
+
+    def look_and_begin() -> lend.Seen:
+        seen = look()
+        if not others:
+            others.append(opened.enter_context(checkpoint_of(job.record.pid, machine[1])))
+        return seen
+
+    @contextlib.contextmanager
+    def take_or_let_go(*target: Any, **options: Any) -> Iterator[selection.FoundJob]:
+        try:
+            with take(*target, **options) as found:
+                yield found
+        except gpucr.Unsupported:
+            others[0].let_go()
+            raise
+
+    with contextlib.ExitStack() as opened:
+        monkeypatch.setattr(borrower, "look", look_and_begin)
+        monkeypatch.setattr(selection, "claimed_job", take_or_let_go)
+        assert gpucr.borrow_gpus(["true"], "0", isolate=False) == 0
+    assert len(others) == 1
+    assert job.ask() == 101
 
 
 def test_a_job_that_ends_meanwhile(shared: Machine) -> None:

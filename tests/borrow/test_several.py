@@ -3,18 +3,21 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 
 import pytest
 from click.testing import CliRunner, Result
 
 import gpucr
-from gpucr.borrow import chosen
+from gpucr.borrow import chosen, several
 from gpucr.cli import main
 from gpucr.cli.output import JsonWanted
 from gpucr.driver.cuda import CudaDriver
 from gpucr.driver.gpus import gpu_processes
-from gpucr.model import CudaState
+from gpucr.linux import claims
+from gpucr.linux.claims import claimed
+from gpucr.model import CudaState, ProcessInfo
+from tests.borrow.at_work import checkpoint_of
 from tests.command import run, run_json
 from tests.counter import Counter, CounterFactory, processes_of_this_test
 from tests.ranks import RanksFactory
@@ -81,6 +84,43 @@ def test_all_jobs_and_what_is_suspended_already(counter: CounterFactory, driver:
     assert states(driver, first, second) == [CHECKPOINTED, CHECKPOINTED]
     assert [each.job for each in gpucr.resume_jobs()] == sorted((str(first.pid), str(second.pid)), key=int)
     assert states(driver, first, second) == [RUNNING, RUNNING]
+
+
+@pytest.mark.usefixtures("alone")
+def test_a_job_that_another_gpucr_works_on_is_waited_for(
+    counter: CounterFactory, driver: CudaDriver, machine: list[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    job, look = on(counter, "0"), claims.at_work_on
+
+    def look_and_let_go(pids: Iterable[int]) -> dict[int, ProcessInfo]:
+        found = look(pids)
+        if found:
+            other.let_go()
+        return found
+
+    monkeypatch.setattr(claims, "at_work_on", look_and_let_go)
+    with checkpoint_of(job.pid, machine[0]) as other:
+        (outcome,) = gpucr.suspend_jobs(gpus="0")
+        assert (outcome.job, outcome.error) == (str(job.pid), None), "while it was away it was on no GPU"
+    assert states(driver, job) == [CHECKPOINTED]
+    with claimed([job.pid]), pytest.raises(gpucr.Unsupported, match="another gpucr is at work"):
+        raise gpucr.resume_jobs([job.pid])[0].error or AssertionError
+    assert gpucr.resume_jobs()[0].error is None
+    assert job.ask() == 101
+
+
+def test_a_job_that_ends_after_it_was_found_is_missed_only_where_it_was_named(
+    counter: CounterFactory, driver: CudaDriver, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    job = on(counter, "0")
+    monkeypatch.setattr(several, "running_on", lambda _: [999_999_998, job.pid, 999_999_999])
+    monkeypatch.setattr(several, "suspended_on", lambda _: [999_999_998, job.pid, 999_999_999])
+    for plan, change in ((gpucr.plan_suspend, gpucr.suspend_jobs), (gpucr.plan_resume, gpucr.resume_jobs)):
+        assert [(each.job, each.error) for each in plan()] == [(str(job.pid), None)]
+        assert [(each.job, each.error) for each in change()] == [(str(job.pid), None)]
+        assert isinstance(plan([999_999_998])[0].error, gpucr.ProcessNotFound)
+        assert isinstance(change([999_999_998])[0].error, gpucr.ProcessNotFound)
+    assert states(driver, job) == [RUNNING]
 
 
 def test_nothing_to_suspend() -> None:

@@ -32,6 +32,7 @@ from tests.containers.container import Container, wait_gone
 from tests.containers.runtimes import in_cgroup2
 from tests.containers.test_containers import both_runtimes
 from tests.counter import wait_until
+from tests.storm import long
 from tests.unit.children import Child, python
 
 pytestmark = pytest.mark.criu
@@ -74,7 +75,7 @@ def printed(done: subprocess.CompletedProcess[str]) -> dict[str, Any]:
     return found
 
 
-@both_runtimes
+@pytest.mark.parametrize("runtime", ["runc", pytest.param("crun", marks=long)], indirect=True)
 def test_a_container_is_dumped_and_restored(container: StartContainer, tmp_path: Path) -> None:
     made = container("--mib", "4", "--fork", "2", counters=3, with_hook=False)
     assert made.ask() == 101
@@ -182,8 +183,15 @@ def test_a_dump_that_fails_when_the_container_has_ended_keeps_what_there_is(
     assert command.run("verify", tmp_path / "snapshot" / "images").returncode == 0
 
 
-@pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM])
-@pytest.mark.parametrize("everybody", [False, True], ids=["gpucr alone", "its process group"])
+@pytest.mark.parametrize(
+    ("number", "everybody"),
+    [
+        (signal.SIGTERM, False),
+        (signal.SIGINT, True),
+        pytest.param(signal.SIGINT, False, marks=long),
+        pytest.param(signal.SIGTERM, True, marks=long),
+    ],
+)
 def test_a_dump_that_is_interrupted_leaves_the_container_and_no_folder(
     container: StartContainer, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, number: signal.Signals, everybody: bool
 ) -> None:
@@ -220,6 +228,7 @@ except gpucr.Interrupted as error:
 """
 
 
+@long
 def test_a_dump_that_is_cancelled_leaves_the_container_and_no_folder(
     container: StartContainer, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -288,6 +297,7 @@ except gpucr.Interrupted as error:
 """
 
 
+@long
 def test_a_restore_that_is_cancelled_is_ended(
     container: StartContainer, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -8,20 +8,21 @@ from gpucr.model import CudaState
 from gpucr.snapshot.folder import Snapshot
 from tests.containers.conftest import StartContainer
 from tests.containers.container import Container, wait_gone
+from tests.storm import long, sample
 
 pytestmark = pytest.mark.criu
 
 THREE = ("--fork", "2")
 
-both_runtimes = pytest.mark.parametrize("runtime", ["runc", "crun"], indirect=True)
+both_runtimes = pytest.mark.parametrize("runtime", ["runc", pytest.param("crun", marks=long)], indirect=True)
+_RUNTIMES_AND_COUNTERS = [("runc", 1), ("runc", 3), ("crun", 1), ("crun", 3)]
 
 
 def gpu_part(container: Container) -> Snapshot:
     return Snapshot.open(container.images / "gpucr")
 
 
-@both_runtimes
-@pytest.mark.parametrize("counters", [1, 3])
+@pytest.mark.parametrize(("runtime", "counters"), sample(_RUNTIMES_AND_COUNTERS, 3), indirect=["runtime"])
 def test_a_container_comes_back_and_again(container: StartContainer, counters: int) -> None:
     made = container("--mib", "4", *(THREE if counters == 3 else ()), counters=counters)
     assert [made.ask(index) for index in range(counters)] == [101] * counters

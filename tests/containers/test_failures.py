@@ -22,6 +22,7 @@ from tests import command
 from tests.containers.conftest import StartContainer
 from tests.containers.container import KILL_ATTENDANT, KILL_CRIU, Container
 from tests.counter import wait_until
+from tests.storm import later, long
 
 pytestmark = pytest.mark.criu
 
@@ -61,6 +62,7 @@ def test_a_failure_after_the_dump_leaves_it_as_it_was(container: StartContainer)
     assert_cannot_be_restored(made)
 
 
+@long
 def test_a_dump_that_is_done_again_can_be_restored(container: StartContainer) -> None:
     twice = """test $CRTOOLS_SCRIPT_ACTION = post-dump || exit 0
     test -e "$CRTOOLS_IMAGE_DIR/once" || rm -r "$CRTOOLS_IMAGE_DIR/gpucr/device"
@@ -196,6 +198,7 @@ def test_where_podman_keeps_its_checkpoint_the_next_one_replaces_it(podmans: Cal
     assert_comes_back(made, 103)
 
 
+@long
 def test_a_checkpoint_that_is_not_replaced_after_all_can_be_restored(podmans: Callable[..., Container]) -> None:
     made = podmans("--mib", "4", faults="checkpoint#2=999")
     assert made.checkpoint("--leave-running").returncode == 0
@@ -219,6 +222,7 @@ def test_a_checkpoint_whose_images_are_overwritten_is_no_more(podmans: Callable[
     assert_cannot_be_restored(made)
 
 
+@long
 def test_a_container_without_gpu_state_takes_the_place_of_one_with(
     podmans: Callable[..., Container], container: StartContainer
 ) -> None:
@@ -266,7 +270,7 @@ def end_cuda_child(container: Container) -> None:
     wait_until(lambda: running_in(container) == [container.pid], "the child to end")
 
 
-@pytest.mark.parametrize("folder", ["images", "ctrd-checkpoints"])
+@pytest.mark.parametrize("folder", [later("images"), "ctrd-checkpoints"])
 def test_a_gpu_part_in_plain_files_is_never_overwritten(folder: str, container: StartContainer) -> None:
     made = container("--mib", "4")
     made.use_images(folder)

@@ -8,9 +8,9 @@ from pathlib import Path
 import pytest
 
 from gpucr.interposer import library
-from gpucr.interposer.build import compile_library
 from gpucr.interposer.client import Agent
 from gpucr.snapshot.folder import GPU_PART_NAME, Snapshot
+from tests.compiled import compiled_interposer
 from tests.containers.conftest import StartContainer
 
 pytestmark = pytest.mark.criu
@@ -24,7 +24,7 @@ def has_its_agent(pid: int) -> bool:
 def test_its_agent_is_reached_and_is_there_again_after_a_restore(
     container: StartContainer, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr("gpucr.interposer.library._SHIPPED", compile_library(tmp_path))
+    monkeypatch.setattr("gpucr.interposer.library._SHIPPED", compiled_interposer())
     monkeypatch.setattr("gpucr.interposer.library._home", lambda: tmp_path / "interposer")
     made = container("--mib", "16", interposer=library.installed())
     assert made.ask() == 101

@@ -12,8 +12,9 @@ import pytest
 from gpucr.criu.install import CriuInstall, least_version
 from tests.containers.conftest import StartContainer
 from tests.containers.container import Container, wait_gone
-from tests.containers.test_containers import both_runtimes, gpu_part
+from tests.containers.test_containers import gpu_part
 from tests.counter import wait_until
+from tests.storm import long
 
 pytestmark = pytest.mark.criu
 
@@ -24,7 +25,7 @@ def used_criu(container: Container, action: str) -> str:
     return next(line.partition("Version: ")[2].split()[0] for line in log.splitlines() if "Version: " in line)
 
 
-@both_runtimes
+@pytest.mark.parametrize("runtime", [pytest.param("crun", marks=long), "runc"], indirect=True)
 def test_a_container_is_left_running_ended_and_restored(container: StartContainer, criu_4_1_1: CriuInstall) -> None:
     counters = 3
     made = container("--mib", "4", "--fork", "2", counters=counters, criu=criu_4_1_1, by_file=True)

@@ -19,6 +19,7 @@ from gpucr.criu.engine import Criu
 from gpucr.criu.options import DumpOptions
 from gpucr.errors import CriuError, DeadlineExceeded
 from gpucr.model import ProcessId
+from tests.storm import sample
 
 from .conftest import StartProgram, Workspace, is_running, join_at_the_latest, wait_for
 
@@ -190,7 +191,7 @@ def test_killed_criu_leaves_the_tree_running(workspace: Workspace, start: StartP
     program.assert_undisturbed(pids)
 
 
-@pytest.mark.parametrize("hook", ["pre-restore", "post-restore", "pre-resume", "post-resume"])
+@pytest.mark.parametrize("hook", sample(["pre-restore", "post-restore", "pre-resume", "post-resume"], 3))
 def test_failing_restore_hook(workspace: Workspace, start: StartProgram, hook: str) -> None:
     program = start(TREE)
     pids = program.tree()
@@ -209,7 +210,7 @@ def test_failing_restore_hook(workspace: Workspace, start: StartProgram, hook: s
     program.assert_undisturbed(pids)
 
 
-@pytest.mark.parametrize("delay_s", [0.0, 0.02, 0.05, 0.1, 0.2])
+@pytest.mark.parametrize("delay_s", sample([0.0, 0.02, 0.05, 0.1, 0.2], 2))
 def test_deadline_of_a_restore(workspace: Workspace, start: StartProgram, delay_s: float) -> None:
     program = start(TREE + LARGE)
     pids = program.tree()

@@ -32,6 +32,15 @@ def section(text: str, heading: str) -> str:
     return rest[: end.start()] if end else rest
 
 
+def of_command(text: str, name: str) -> str:
+    """What is said of a command: a section, or else the row of a table that begins with it."""
+    if re.search(rf"^#+ {re.escape(name)}$", text, re.MULTILINE):
+        return section(text, name)
+    row = re.search(rf"^\| `{re.escape(name)}[ `].*$", text, re.MULTILINE)
+    assert row is not None, f"there is no heading or row {name!r}"
+    return row[0]
+
+
 def without_fences(text: str) -> str:
     """Blank out what is in code fences, where `#` is a comment or a prompt; places stay the same."""
     return _FENCE.sub(lambda match: re.sub(r"[^\n]", " ", match[0]), text)

@@ -23,9 +23,9 @@ _BLOCK = re.compile(r"^```console\n(.*?)^```$", re.MULTILINE | re.DOTALL)
 _PROMPT = re.compile(r"^[#$] (.*)$")
 _TALK = re.compile(r"^(error|why|log|hint|code|warning): ")
 # Namespaces of the session's own: its ports are free, it sees only its own processes, and they end with it.
-_ALONE = ("unshare", "--pid", "--fork", "--kill-child", "--mount-proc", "--net", "--ipc")
+ALONE = ("unshare", "--pid", "--fork", "--kill-child", "--mount-proc", "--net", "--ipc")
 _DROP_IN = Path(__file__).parents[2] / "scripts" / "cuda-checkpoint"
-_BEGIN = "from gpucr.linux.namespaces import bring_loopback_up; bring_loopback_up()"
+BEGIN = "from gpucr.linux.namespaces import bring_loopback_up; bring_loopback_up()"
 
 
 @dataclass(frozen=True)
@@ -75,16 +75,16 @@ def play(
         lines.append(f"{{ {typed}\n}} >'{folder}/{number}.out' 2>'{folder}/{number}.err' </dev/null")
     script = home / "session.sh"
     script.write_text("\n".join(lines) + "\n")
-    environment = _environment(home)
+    given = environment(home)
     himself = shlex.join(user.as_himself()) if user is not None else ""
-    begin = [*_ALONE, "sh", "-c", f'"{sys.executable}" -c "{_BEGIN}" && exec {himself} setsid bash "{script}"']
+    begin = [*ALONE, "sh", "-c", f'"{sys.executable}" -c "{BEGIN}" && exec {himself} setsid bash "{script}"']
     if user is not None:
-        environment |= {name: value for name, value in user.environment.items() if name.startswith("XDG_")}
-        environment |= {"XDG_CACHE_HOME": str(user.home / ".cache"), "XDG_DATA_HOME": str(home / ".local/share")}
+        given |= {name: value for name, value in user.environment.items() if name.startswith("XDG_")}
+        given |= {"XDG_CACHE_HOME": str(user.home / ".cache"), "XDG_DATA_HOME": str(home / ".local/share")}
         for path in (home, *home.rglob("*")):
             os.chown(path, user.uid, user.uid)
         begin = user.enter(begin)
-    with subprocess.Popen(begin, env=environment, start_new_session=True) as shell:
+    with subprocess.Popen(begin, env=given, start_new_session=True) as shell:
         try:
             shell.wait(TIMEOUT_S)
         finally:
@@ -96,7 +96,7 @@ def play(
     return [Answer(_lines(folder / f"{n}.out", back), _lines(folder / f"{n}.err", back)) for n in range(len(commands))]
 
 
-def _environment(home: Path) -> dict[str, str]:
+def environment(home: Path) -> dict[str, str]:
     """This process's, with a home of its own; what was compiled and fetched before is found where it was."""
     real = Path.home()
     given = {name: value for name, value in os.environ.items() if name != "XDG_STATE_HOME"}

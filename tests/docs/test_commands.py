@@ -16,18 +16,30 @@ from gpucr.snapshot import manifest
 from tests.command import run, run_json, run_json_before
 from tests.counter import CounterFactory, wait_until
 from tests.docs.command_tree import COMMANDS
-from tests.docs.pages import CODE, ROOT, SOURCES, error_classes, first_cells, page, rows, section, without_fences
+from tests.docs.pages import (
+    CODE,
+    ROOT,
+    SOURCES,
+    error_classes,
+    first_cells,
+    of_command,
+    page,
+    rows,
+    section,
+    without_fences,
+)
 
 _COMMANDS_PAGES = "\n".join(
     page(f"reference/{name}.md") for name in ("commands", "commands-unattended", "commands-snapshots")
 )
+_MEMBER = re.compile(r"(?:^|<br>)((?:`[^`]+`(?:, )?)+) \*([^*]+)\*")
 _HEADINGS = sorted({" ".join(name.split()[:2]) for name in COMMANDS if name != "gpucr"})
 
 
 @pytest.mark.parametrize("name", _HEADINGS)
 def test_every_command_is_described_with_options_that_it_has(name: str) -> None:
     """The options themselves are in the help and on the site's page that is made of it (test_site.py)."""
-    described = without_fences(section(_COMMANDS_PAGES, name))
+    described = without_fences(of_command(_COMMANDS_PAGES, name))
     below = [each for each in COMMANDS if f"{each} ".startswith(f"{name} ")]
     assert {each for each in below if each != name and f"`{each}" not in described} == set()
     words = set(re.findall(r"(?<![\w-])--[a-z][\w-]*", described))
@@ -71,7 +83,8 @@ def test_the_fields_of_explain_in_json() -> None:
 def test_every_command_that_prints_data_prints_json() -> None:
     """The others run programs, print what these printed, or what a shell reads."""
     without = {name for name, each in COMMANDS.items() if not isinstance(each, click.Group) and not _has_json(each)}
-    other = ("batch", "completion", "exec", "hook run", "logs", "sim ask", "sim counter", "sim ranks", "top")
+    listening = ("helper listen", "hook run", "top")
+    other = ("batch", "completion", "exec", "logs", "sim ask", "sim counter", "sim ranks", *listening)
     assert without == {f"gpucr {name}" for name in other}
 
 
@@ -196,11 +209,13 @@ def test_the_same_words_are_used_in_all_keys() -> None:
 def _all_fields() -> list[tuple[str, str, str]]:
     """Schema, path and type of every field of the page."""
     fields = [
-        (schema, path, row[2])
+        (schema, f"{parent}.{name}".lstrip("."), kind)
         for row in rows(page("reference/json.md"))
-        if row[1].startswith("`")
+        if row[0].startswith("`")
         for schema in CODE.findall(row[0])
-        for path in CODE.findall(row[1])
+        for parent in CODE.findall(row[1]) or [""]
+        for names, kind in _MEMBER.findall(row[2])
+        for name in CODE.findall(names)
     ]
     assert len(fields) > 300
     schemas = {schema for schema, _, _ in fields}
@@ -258,5 +273,6 @@ def test_every_environment_variable_is_described() -> None:
         read |= set(re.findall(r'"(GPUCR_[A-Z_]+|XDG_[A-Z_]+)"', text))
         read |= set(re.findall(r'environ(?:\.get\(|\[)"(\w+)"', text))
     simulated = {name for name in read if name.startswith("GPUCR_SIM_")}
-    assert read - simulated == named - {"GPUCR_SIM_*", "PATH"}
+    of_pytest = {"PYTEST_XDIST_WORKER"}
+    assert read - simulated - of_pytest == named - {"GPUCR_SIM_*", "PATH"}
     assert simulated <= set(CODE.findall(section(page("reference/simulator.md"), "Environment")))

@@ -5,11 +5,10 @@ from __future__ import annotations
 import re
 from pathlib import Path
 
-import click
 import pytest
 
 from gpucr.model import CudaState
-from tests.docs.command_tree import COMMANDS
+from tests.docs.command_tree import COMMANDS, unknown_options
 from tests.docs.pages import CODE, DOCS, ROOT, SOURCES, fences, page, without_fences
 
 _LINK = re.compile(r"(?<!!)\[[^\]]*\]\(([^)\s]+)\)")
@@ -56,12 +55,7 @@ def test_the_commands_and_options_of_a_page_exist(path: Path) -> None:
     typed += re.findall(r"^(?:[#$] )?gpucr ([a-z]+)(.*)$", fences(text), re.MULTILINE)
     for name, rest in typed:
         assert f"gpucr {name}" in COMMANDS
-        command = COMMANDS[f"gpucr {name}"]
-        if not isinstance(command, click.Group):
-            known = {option for parameter in command.params for option in parameter.opts} | {"--help"}
-            own = re.split(r" -- | [|;&>] |#", rest)[0]  # what follows belongs to another program
-            options = set(re.findall(r"(?<!\S)--?[a-z][\w-]*", own))
-            assert options <= known, f"gpucr {name}"
+        assert unknown_options(name, rest) == set(), f"gpucr {name}"
 
 
 @pytest.mark.parametrize("path", PAGES, ids=lambda path: str(path.relative_to(ROOT)))

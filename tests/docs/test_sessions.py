@@ -11,10 +11,12 @@ from xml.dom import minidom
 
 import pytest
 
-from tests.docs import cast
 from tests.docs.pages import DOCS, ROOT
+from tests.docs.pictures import screen
+from tests.docs.pictures import session as cast
 from tests.docs.sessions import Answer, Typed, differences, play, typed_in
 from tests.ordinary_user import OrdinaryUser
+from tests.storm import long
 
 # What the pages show with sizes that a test need not move.
 _SMALL = {"--mib 512": "--mib 16"}
@@ -73,6 +75,7 @@ def home(granted_user: OrdinaryUser) -> Iterator[Path]:
     shutil.rmtree(place)
 
 
+@long
 @pytest.mark.criu
 @pytest.mark.parametrize("what", ["the tutorial", "the picture"])
 def test_they_are_the_same_for_an_ordinary_user(granted_user: OrdinaryUser, home: Path, what: str) -> None:
@@ -83,10 +86,10 @@ def test_they_are_the_same_for_an_ordinary_user(granted_user: OrdinaryUser, home
 
 
 def test_what_is_drawn_can_be_read_back() -> None:
-    scenes = [cast.Scene("gpucr ps | head", ("PID  <&>", "", "  4"), 0.5), cast.Scene("gpucr ps", (), 0.1)]
-    picture = cast.draw(scenes)
+    scenes = [("gpucr ps | head", ("PID  <&>", "", "  4"), 0.5), ("gpucr ps", (), 0.1)]
+    picture = screen.draw("two commands", cast.frames(scenes))
     assert [(each.command, each.shown) for each in typed_in(cast.as_page(picture))[1:]] == [
-        (scene.command, scene.shown) for scene in scenes
+        (command, printed) for command, printed, _ in scenes
     ]
     root = minidom.parseString(picture).documentElement  # noqa: S318 (our own text)
     assert root is not None

@@ -10,7 +10,7 @@ import sys
 from html import unescape
 from html.parser import HTMLParser
 from pathlib import Path
-from xml.etree import ElementTree
+from urllib.parse import unquote
 
 import click
 import pytest
@@ -18,8 +18,10 @@ import pytest
 import gpucr
 from tests.docs.command_tree import COMMANDS
 from tests.docs.pages import DOCS, ROOT
+from tests.storm import long
 
 pytest.importorskip("furo", reason="the extra docs is not installed")
+pytestmark = long  # making the site takes a tenth of all else
 
 _LOADS = {"script": "src", "img": "src", "link": "href", "iframe": "src", "source": "src", "object": "data"}
 
@@ -63,6 +65,48 @@ def test_nothing_is_loaded_from_elsewhere(site: Path) -> None:
         assert re.findall(r"(?:url\(|@import)\s*[\"']?(?:https?:)?//", sheet.read_text()) == [], sheet.name
 
 
+class _Links(HTMLParser):
+    """Where the links of a page lead, and the places that others can lead to."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.leads: list[str] = []
+        self.anchors: set[str] = set()
+
+    def handle_starttag(self, tag: str, attrs: list[tuple[str, str | None]]) -> None:
+        found = dict(attrs)
+        self.anchors |= {name for name in (found.get("id"), found.get("name") if tag == "a" else None) if name}
+        if tag == "a" and (href := found.get("href")):
+            self.leads.append(href)
+
+
+def test_every_link_leads_to_a_page_and_a_place_on_it(site: Path) -> None:
+    pages = {page.resolve(): _Links() for page in site.rglob("*.html")}
+    for page, links in pages.items():
+        links.feed(page.read_text())
+    broken, followed = [], 0
+    for page, links in pages.items():
+        for href in links.leads:
+            if re.match(r"[a-z]+:", href):
+                continue
+            file, _, anchor = unquote(href).partition("#")
+            target = (page.parent / file).resolve() if file else page
+            followed += 1
+            if not target.is_file() or (anchor and target in pages and anchor not in pages[target].anchors):
+                broken.append(f"{page.relative_to(site)}: {href}")
+    assert followed > 5000
+    assert broken == []
+
+
+def test_the_search_needs_no_server(site: Path) -> None:
+    """A browser that opened the page from a disk may load scripts, but fetch nothing."""
+    scripts = re.findall(r'<script src="([^"?]+)', (site / "search.html").read_text())
+    assert {"searchindex.js", "_static/searchtools.js"} <= set(scripts)
+    index = (site / "searchindex.js").read_text()
+    assert index.startswith("Search.setIndex(")
+    assert all(word in index for word in ("docs/how-to/training-job", "docs/benchmarks", "src/gpucr/error_codes"))
+
+
 def test_every_page_is_there_and_can_be_found(site: Path) -> None:
     for page in DOCS.rglob("*.md"):
         assert (site / page.relative_to(ROOT)).with_suffix(".html").exists()
@@ -70,7 +114,7 @@ def test_every_page_is_there_and_can_be_found(site: Path) -> None:
     index = (site / "docs" / "site" / "index.html").read_text()
     for name in (
         "tutorial",
-        "how-to/torchrun",
+        "how-to/training-job",
         "how-to/keep-snapshots-in-s3",
         "reference/store-format",
         "threat-model",
@@ -92,11 +136,15 @@ def test_the_page_of_options_has_all_of_them(site: Path) -> None:
                 assert _letters(parameter.help or "") in _letters(re.sub(r"<[^>]*>", "", shown)), parameter.opts
 
 
-def test_the_page_of_functions_has_their_docstrings(site: Path) -> None:
+def test_the_page_of_functions_has_their_signatures_and_docstrings(site: Path) -> None:
     shown = _letters(re.sub(r"<[^>]*>", "", unescape((site / "build" / "reference" / "functions.html").read_text())))
     functions = [getattr(gpucr, name) for name in gpucr.__all__]
     functions = [function for function in functions if inspect.isfunction(function)]
     assert len(functions) > 40
+    for function in functions:
+        assert _letters(f"{function.__name__}{inspect.signature(function)}") in shown, function.__name__
+    for record in (gpucr.FrozenJob, gpucr.Process, gpucr.Snapshot, gpucr.SnapshotInStore):
+        functions += [member for name, member in inspect.getmembers(record, inspect.isfunction) if name[0] != "_"]
     for function in functions:
         assert _letters(function.__doc__ or "") in shown, function.__name__
 
@@ -108,12 +156,3 @@ def _letters(text: str) -> str:
 
 def test_an_error_code_has_an_anchor(site: Path) -> None:
     assert 'id="gpucr-lock-timeout"' in (site / "src" / "gpucr" / "error_codes.html").read_text()
-
-
-@pytest.mark.parametrize("drawing", sorted((DOCS / "pictures").glob("*.svg")), ids=lambda path: path.name)
-def test_a_drawing_is_whole_and_says_what_it_shows(drawing: Path) -> None:
-    root = ElementTree.parse(drawing).getroot()  # noqa: S314 - a file of the repository
-    namespace = "{http://www.w3.org/2000/svg}"
-    assert root.tag == f"{namespace}svg"
-    assert root.findtext(f"{namespace}title") == root.get("aria-label")
-    assert not re.search(r"(?:href|src)=|<script|@import", drawing.read_text())

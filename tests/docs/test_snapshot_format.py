@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import os
 import re
+import runpy
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -16,8 +17,10 @@ from gpucr.criu.options import DumpOptions
 from gpucr.model import Extent, Gpu, JobFile, StagedExtent
 from gpucr.snapshot import device, files, manifest
 from gpucr.snapshot.manifest import SharedFileRecord
-from tests.docs.pages import CODE, ROW, first_cells, page, section
+from tests.docs.pages import CODE, DOCS, ROW, first_cells, page, rows, section
 from tests.unit import samples
+
+_MEMBER = re.compile(r"(?:^|<br>)`(\w+)` \*")
 
 
 @pytest.mark.parametrize(
@@ -38,8 +41,10 @@ from tests.unit import samples
     ],
 )
 def test_every_member_of_the_manifest_is_described(heading: str, record: Any, extra: set[str]) -> None:
-    described = section(page("reference/snapshot-format.md"), heading).partition("\n### ")[0]
-    assert set(first_cells(described)) == set(record.__annotations__) | extra
+    text = page("reference/snapshot-format.md")
+    (row,) = [row[1] for row in rows(text) if row[0] == f"`{heading}`" and "<br>" in row[1]] or [""]
+    described = _MEMBER.findall(row) if row else first_cells(section(text, heading).partition("\n### ")[0])
+    assert set(described) == set(record.__annotations__) | extra
 
 
 def test_the_manifest_has_the_described_members() -> None:
@@ -56,10 +61,7 @@ def test_the_manifest_has_the_described_members() -> None:
 
 
 def _program() -> dict[str, Any]:
-    (source,) = re.findall(r"^```python\n(.*?)^```", page("reference/snapshot-format.md"), re.MULTILINE | re.DOTALL)
-    scope: dict[str, Any] = {}
-    exec(source, scope)  # noqa: S102 - it is the page's own program that is tested
-    return scope
+    return runpy.run_path(str(DOCS / "reference" / "read_snapshot.py"))
 
 
 def _reader() -> Callable[[Path], dict[str, Any]]:

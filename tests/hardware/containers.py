@@ -11,6 +11,8 @@ and restored from the second checkpoint; what it has written by its end must be 
 - ``hook``: ``runc checkpoint`` and ``runc restore``, with `gpucr hook` in CRIU's configuration;
 - ``command``: `gpucr dump --container` and `gpucr restore`.
 
+With ``--interpose`` the program has the interposer, by a mount and a variable.
+
 The container sees the machine's own files, but has devices, processes, /dev/shm and hostname of its own. On the
 simulated driver it runs as well::
 
@@ -37,7 +39,9 @@ from pathlib import Path
 
 from gpucr.containers import criu_config
 from gpucr.criu.install import find_criu
+from gpucr.interposer.build import compile_library
 from gpucr.linux import processes
+from gpucr.operations.listing import list_cuda_processes
 from tests.containers.container import environment_for
 from tests.containers.runtimes import find_runc, in_cgroup2
 from tests.hardware.interposed import pace
@@ -64,7 +68,7 @@ class Row:
 class Container:
     """A container of runc with the program in it."""
 
-    def __init__(self, name: str, folder: Path, steps: int, pace_s: float) -> None:
+    def __init__(self, name: str, folder: Path, steps: int, pace_s: float, *, interposed: bool) -> None:
         self.name, self.folder = name, folder
         self.work = folder / "work"
         self.work.mkdir(parents=True)
@@ -80,7 +84,8 @@ class Container:
         program = [PYTHON, str(PROGRAM), "--steps", str(steps), "--pace", str(pace_s), "--out", "/job/lines"]
         # Its output is a file of the container's own: CRIU refuses files of another mount namespace.
         command = ["/bin/sh", "-c", 'exec "$@" </dev/null >/job/log 2>&1', "sh", *program]
-        _make_bundle(folder / "bundle", command, self.work, config)
+        _make_bundle(folder / "bundle", command, self.work, config, interposed=interposed)
+        self._is_interposed = interposed
 
     def lines(self) -> list[str]:
         """What the program has written so far."""
@@ -108,6 +113,14 @@ class Container:
         """Start it."""
         self.runc("run", "--detach", "--bundle", self.folder / "bundle", self.name)
         self.wait_more()
+        self.require_way()
+
+    def require_way(self) -> None:
+        """Its memory goes the way that was asked for."""
+        found = list_cuda_processes()
+        (way,) = {each.way for each in found if str(PROGRAM) in each.process.command_line}
+        if (way == "interposed") != self._is_interposed:
+            raise Failed(f"the program would go the way {way}")
 
     def checkpoint(self, images: Path, *options: str) -> None:
         """`runc checkpoint`."""
@@ -169,7 +182,7 @@ class Container:
             self.runc("delete", "--force", self.name)
 
 
-def _make_bundle(bundle: Path, command: Sequence[str], work: Path, config: Path) -> None:
+def _make_bundle(bundle: Path, command: Sequence[str], work: Path, config: Path, *, interposed: bool) -> None:
     """A root of the machine's own folders, bound read-only, with /dev of its own and the GPUs' devices in it."""
     rootfs = bundle / "rootfs"
     for name in ("proc", "dev", "tmp", "job"):
@@ -192,6 +205,9 @@ def _make_bundle(bundle: Path, command: Sequence[str], work: Path, config: Path)
         Path(simulated).mkdir(mode=0o700, parents=True, exist_ok=True)
         mounts.append(_bind(simulated, simulated, "rw"))
     mounts.append(_bind("/job", str(work), "rw"))
+    variables = [f"PYTHONPATH={ROOT}"]
+    if interposed:
+        variables += [f"LD_PRELOAD=/job/{compile_library(work).name}", "GPUCR_INTERPOSER_DIR=/job/agents"]
     passed = [name for name in os.environ if name in ("PATH", "LD_LIBRARY_PATH") or name.startswith("GPUCR_SIM_")]
     settings = {
         "ociVersion": "1.0.2",
@@ -200,7 +216,7 @@ def _make_bundle(bundle: Path, command: Sequence[str], work: Path, config: Path)
             "user": {"uid": 0, "gid": 0},
             "args": list(command),
             "cwd": "/job",
-            "env": [*(f"{name}={os.environ[name]}" for name in passed), f"PYTHONPATH={ROOT}"],
+            "env": [*(f"{name}={os.environ[name]}" for name in passed), *variables],
             "noNewPrivileges": True,
         },
         "root": {"path": "rootfs"},
@@ -266,21 +282,22 @@ def reference_lines(folder: Path, steps: int) -> list[str]:
 
 
 @contextlib.contextmanager
-def container(name: str, folder: Path, steps: int, pace_s: float) -> Iterator[Container]:
+def container(name: str, folder: Path, steps: int, pace_s: float, *, interposed: bool) -> Iterator[Container]:
     """A container that is gone after the block."""
-    made = Container(name, folder, steps, pace_s)
+    made = Container(name, folder, steps, pace_s, interposed=interposed)
     try:
         yield made
     finally:
         made.end()
 
 
-def try_part(part: str, out: Path, steps: int, pace_s: float) -> Row:
+def try_part(part: str, out: Path, steps: int, pace_s: float, *, interposed: bool) -> Row:
     """Run one part and compare."""
     begin = time.monotonic()
     try:
         reference = reference_lines(out / part / "reference", steps)
-        with container(f"gpucr-{part}", out / part / "container", steps, pace_s) as made:
+        folder = out / part / "container"
+        with container(f"gpucr-{part}", folder, steps, pace_s, interposed=interposed) as made:
             made.run()
             PARTS[part](made)
             difference = first_difference(made.lines(), reference)
@@ -297,12 +314,13 @@ def main() -> int:
     parser.add_argument("--parts", type=names(tuple(PARTS)), default=",".join(PARTS), help=",".join(PARTS))
     parser.add_argument("--steps", type=int, default=200, help="how many steps the program makes (%(default)s)")
     parser.add_argument("--pace", type=float, default=0.03, metavar="S", help="seconds between two steps (%(default)s)")
+    parser.add_argument("--interpose", action="store_true", help="start the program with gpucr's interposer")
     options = parser.parse_args()
     if shutil.which("runc") is None or not processes.can_checkpoint_processes():
         parser.error("this needs root, and runc on PATH")
     rows = []
     for part in options.parts:
-        row = try_part(part, options.out.resolve(), options.steps, options.pace)
+        row = try_part(part, options.out.resolve(), options.steps, options.pace, interposed=options.interpose)
         rows.append(row)
         print(f"{row.part:<8} {row.seconds:6.1f} s  {'ok   ' if row.ok else 'WRONG'}  {row.detail}", flush=True)
     result = {"ok": all(row.ok for row in rows), "rows": [asdict(row) for row in rows]}

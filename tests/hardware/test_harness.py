@@ -12,6 +12,7 @@ import pytest
 
 from tests.hardware import containers, stores, whole_jobs
 from tests.hardware.main_job import ROOT, Failed, Job, continuation_difference, first_difference
+from tests.storm import long
 
 REFERENCE = [f"{step} {value}" for step, value in enumerate([7, 3, 9, 1, 4, 8])]
 
@@ -60,7 +61,7 @@ def python(code: str) -> list[str]:
 
 def test_a_hang_is_a_failure_and_nothing_is_left(tmp_path: Path) -> None:
     forks_and_hangs = "import os, time\nos.fork()\nprint('ready', flush=True)\nwhile True: time.sleep(60)"
-    job = Job(python(forks_and_hangs), tmp_path / "job", deadline_s=2.0)
+    job = Job(python(forks_and_hangs), tmp_path / "job", deadline_s=10.0)
     try:
         job.wait_ready()
         assert len(job.members()) == 2
@@ -90,6 +91,7 @@ def test_an_unfinished_line_does_not_count(tmp_path: Path) -> None:
         job.kill()
 
 
+@long
 @pytest.mark.criu
 def test_the_main_job_on_the_simulated_driver(tmp_path: Path) -> None:
     from gpucr.sim.build import environment
@@ -163,6 +165,7 @@ def parts(sim_only: None, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> wh
 
 
 @pytest.mark.criu
+@long
 @pytest.mark.parametrize("part", ["swapped", "shared"])
 def test_a_part_of_whole_jobs_on_the_simulated_driver(part: str, parts: whole_jobs.Parts) -> None:
     parts.run(part)
@@ -172,6 +175,7 @@ def test_a_part_of_whole_jobs_on_the_simulated_driver(part: str, parts: whole_jo
     assert [said["schema"] for said in row.said] == ["gpucr.run", "gpucr.dump", "gpucr.restore"]
 
 
+@long
 @pytest.mark.criu
 def test_a_part_that_goes_wrong_is_told_and_leaves_nothing(
     parts: whole_jobs.Parts, monkeypatch: pytest.MonkeyPatch
@@ -198,6 +202,7 @@ def store_parts(sim_only: None, tmp_path: Path, monkeypatch: pytest.MonkeyPatch)
     return stores.Parts(settings)
 
 
+@long
 @pytest.mark.criu
 def test_a_part_of_stores_on_the_simulated_driver(store_parts: stores.Parts) -> None:
     store_parts.run("inference")
@@ -210,6 +215,7 @@ def test_a_part_of_stores_on_the_simulated_driver(store_parts: stores.Parts) -> 
     assert sorted(path.name for path in store_parts.settings.out.iterdir()) == ["inference", "key"]
 
 
+@long
 @pytest.mark.criu
 def test_what_goes_wrong_with_stores_is_told(store_parts: stores.Parts, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(stores, "_same_as", lambda job: lambda line: f"{line}0")
@@ -239,7 +245,7 @@ def test_a_program_that_does_not_go_on_is_told_with_what_it_printed(
 ) -> None:
     monkeypatch.setattr(containers, "find_runc", lambda: ["/usr/sbin/runc"])
     monkeypatch.setattr(containers, "_DEADLINE_S", 0.0)
-    made = containers.Container("c", tmp_path / "c", steps=20, pace_s=0.0)
+    made = containers.Container("c", tmp_path / "c", steps=20, pace_s=0.0, interposed=False)
     (made.work / "log").write_text("libcuda.so.1: cannot open shared object file")
     with pytest.raises(Failed, match=r"(?s)line 10 of the program.*libcuda\.so\.1: cannot open"):
         made.wait_more()
@@ -248,6 +254,7 @@ def test_a_program_that_does_not_go_on_is_told_with_what_it_printed(
 # --- interposed_suspend.py ---------------------------------------------------------------------------------------
 
 
+@long
 @pytest.mark.usefixtures("sim_only")
 def test_suspends_in_each_way_on_the_simulated_driver(tmp_path: Path) -> None:
     variables = {"XDG_STATE_HOME": str(tmp_path / "state"), "GPUCR_SIM_STATE": str(tmp_path / "gpus")}

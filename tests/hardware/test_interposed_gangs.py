@@ -10,9 +10,12 @@ from pathlib import Path
 
 import pytest
 
+from tests.storm import long
+
 SCRIPT = Path(__file__).with_name("interposed_gangs.py")
 
 
+@long
 def test_processes_that_share_memory_by_descriptors(
     sim_only: None, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

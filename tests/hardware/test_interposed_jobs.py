@@ -11,10 +11,12 @@ from pathlib import Path
 import pytest
 
 from gpucr.criu.install import CriuInstall
+from tests.storm import long
 
 SCRIPT = Path(__file__).with_name("interposed_jobs.py")
 
 
+@long
 def test_a_job_that_shares_memory_by_descriptors(
     sim_only: None, criu_install: CriuInstall, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

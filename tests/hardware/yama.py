@@ -22,7 +22,6 @@ from gpucr.linux.tracing import PTRACE_SCOPE
 from tests.counter import wait_until
 from tests.ordinary_user import OrdinaryUser, ordinary_user
 
-UID = 4801
 LOOK = """
 import sys
 from gpucr.interposer.client import ask_status
@@ -76,7 +75,7 @@ def main() -> int:
     if not PTRACE_SCOPE.exists():
         sys.exit("this kernel has no Yama")
     own, rows, is_right = PTRACE_SCOPE.read_text(), [], True
-    with ordinary_user(UID) as user:
+    with ordinary_user() as user:
         try:
             for name, more, port in (("plain", (), "7801"), ("interposed", ("--interpose",), "7802")):
                 program = [sys.executable, "-m", "gpucr", "sim", "counter", "--port", port, "--mib", "8"]

@@ -11,7 +11,7 @@ from pathlib import Path
 
 import pytest
 
-from gpucr.interposer.build import compile_library
+from tests.compiled import compiled_interposer
 
 NATIVE = Path(__file__).parent / "native"
 Start = Callable[..., "subprocess.Popen[str]"]
@@ -27,9 +27,9 @@ def _compile(output: Path, source: str, *flags: str, compiler: str = "cc") -> Pa
 
 
 @pytest.fixture(scope="session")
-def library(tmp_path_factory: pytest.TempPathFactory) -> Path:
+def library() -> Path:
     """The interposer."""
-    return compile_library(tmp_path_factory.mktemp("interposer"))
+    return compiled_interposer()
 
 
 @pytest.fixture(scope="session")

@@ -13,16 +13,18 @@ import pytest
 import gpucr
 from gpucr.interposer.client import Agent, socket_path
 from tests import command
+from tests.compiled import compiled_interposer
 from tests.sandboxed import SandboxedCounter, end_all_in, start_counter
 
 pytestmark = [pytest.mark.criu, pytest.mark.root, pytest.mark.usefixtures("sim_only")]
 
 
 @pytest.fixture
-def folder(tmp_path: Path, tmp_path_factory: pytest.TempPathFactory, monkeypatch: pytest.MonkeyPatch) -> Iterator[Path]:
+def folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Path]:
     """Where the jobs work, and are found to be ended; registry and sockets are this test's own."""
     monkeypatch.setenv("XDG_STATE_HOME", str(tmp_path / "state"))
-    monkeypatch.setattr("gpucr.interposer.library._home", lambda: tmp_path_factory.getbasetemp() / "interposed")
+    monkeypatch.setattr("gpucr.interposer.library._SHIPPED", compiled_interposer())
+    monkeypatch.setattr("gpucr.interposer.library._home", lambda: tmp_path / "interposer")
     monkeypatch.setenv("GPUCR_INTERPOSER_DIR", str(tmp_path / "a"))
     work = tmp_path / "work"
     work.mkdir()

@@ -19,6 +19,7 @@ from gpucr.linux.namespaces import kinds_here
 from tests import command
 from tests.counter import state_in, wait_until
 from tests.sandboxed import end_all_in
+from tests.storm import sample
 
 pytestmark = [
     pytest.mark.criu,
@@ -208,8 +209,12 @@ def assert_steady(state: dict[str, Any]) -> None:
     assert state["doubtful"] == []
 
 
-@pytest.mark.parametrize("isolation", ["--isolate", "--no-isolate"])
-@pytest.mark.parametrize(("dump_offset_s", "restore_offset_s"), [(0, OFFSET_S), (OFFSET_S, 0)])
+@pytest.mark.parametrize(
+    ("dump_offset_s", "restore_offset_s", "isolation"),
+    sample(
+        [(*offsets, each) for offsets in ((0, OFFSET_S), (OFFSET_S, 0)) for each in ("--isolate", "--no-isolate")], 3
+    ),
+)
 def test_on_a_machine_that_has_been_up_for_another_time(
     dump_offset_s: int, restore_offset_s: int, isolation: str, folder: Path, tmp_path: Path
 ) -> None:

@@ -26,6 +26,7 @@ from gpucr.undo.events import Progress
 from tests import command
 from tests.counter import Counter, CounterFactory
 from tests.operations.conftest import MakeMachine
+from tests.storm import long, sample
 from tests.unit.memory_cgroup import ENTER, limited
 
 RUNNING, CHECKPOINTED = CudaState.RUNNING, CudaState.CHECKPOINTED
@@ -89,7 +90,7 @@ def in_order(asked: list[tuple[str, int]], pids: list[int], *what: str) -> None:
 
 
 @pytest.mark.criu
-@pytest.mark.parametrize("place", ["folder", "store", "encrypted"])
+@pytest.mark.parametrize("place", sample(["folder", "store", "encrypted"], 2))
 def test_dump_and_restore(
     place: str, job: Counter, driver: CudaDriver, tmp_path: Path, asked: list[tuple[str, int]]
 ) -> None:
@@ -451,6 +452,7 @@ def test_a_resume_counts_what_the_carrier_takes_of_the_gpu(
     assert_runs(job, driver, pids, 101)
 
 
+@long
 @pytest.mark.criu
 def test_a_dump_takes_less_host_memory_than_the_job_has_device_memory(
     counter: CounterFactory, driver: CudaDriver, tmp_path: Path

@@ -27,6 +27,7 @@ from gpucr.snapshot.folder import MANIFEST_NAME
 from gpucr.undo.events import Progress
 from tests import command
 from tests.counter import Counter, CounterFactory, wait_until
+from tests.storm import later
 
 pytestmark = pytest.mark.criu
 RUNNING, LOCKED, CHECKPOINTED = CudaState.RUNNING, CudaState.LOCKED, CudaState.CHECKPOINTED
@@ -121,8 +122,10 @@ def test_a_tree_with_and_without_cuda(counter: CounterFactory, driver: CudaDrive
     assert job.ask() == 101
 
 
-@pytest.mark.parametrize("found", [LOCKED, CHECKPOINTED])
-@pytest.mark.parametrize("leave_running", [False, True])
+@pytest.mark.parametrize(
+    ("found", "leave_running"),
+    [(LOCKED, False), (CHECKPOINTED, True), later(LOCKED, True), later(CHECKPOINTED, False)],
+)
 def test_what_was_locked_or_checkpointed_stays_so_across_dump_and_restore(
     counter: CounterFactory, driver: CudaDriver, tmp_path: Path, found: CudaState, leave_running: bool
 ) -> None:

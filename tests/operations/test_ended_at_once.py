@@ -24,6 +24,7 @@ from gpucr.undo.steps import Meter
 from tests import command
 from tests.counter import wait_until
 from tests.sandboxed import end_all_in, wait_ready
+from tests.storm import sample
 
 PROGRAM = """
 import os, sys
@@ -98,8 +99,9 @@ def test_it_ends_before_criu_is_done(
     assert_ended_with(7)
 
 
-@pytest.mark.parametrize("isolate", [False, True])
-@pytest.mark.parametrize("what", ["deadline", "signal"])
+@pytest.mark.parametrize(
+    ("what", "isolate"), sample([("deadline", False), ("deadline", True), ("signal", False), ("signal", True)], 3)
+)
 def test_neither_the_deadline_nor_a_signal_ends_what_runs_again(
     folder: Path, tmp_path: Path, isolate: bool, what: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:

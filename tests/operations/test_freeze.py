@@ -398,3 +398,35 @@ def test_the_guard_thaws_the_job_of_a_program_that_is_killed(
     assert (tmp_path / "s").exists() == (word == "saved")
     if word == "saved":
         assert gpucr.open_snapshot(tmp_path / "s").manifest.processes
+
+
+# --- before it runs ----------------------------------------------------------------------------------------------
+
+
+def test_who_restores_is_asked_before_the_job_runs(counter: CounterFactory, driver: CudaDriver, tmp_path: Path) -> None:
+    job = counter("--mib", "1", "--fork", "1")
+    with gpucr.freeze(job.pid) as frozen:
+        frozen.save(tmp_path / "s")
+        frozen.end()
+    job.reap()
+    seen: list[set[CudaState | None]] = []
+    gpucr.restore(tmp_path / "s", before_it_runs=lambda: seen.append({driver.state(pid) for pid in job.processes()}))
+    assert seen == [{CudaState.LOCKED}]
+    assert_runs(job, driver)
+    job.kill()
+
+    def refuse() -> None:
+        raise ZeroDivisionError
+
+    with pytest.raises(ZeroDivisionError):
+        gpucr.restore(tmp_path / "s", before_it_runs=refuse)
+    assert job.processes() == []
+
+
+def test_nobody_can_be_asked_for_a_job_that_was_not_frozen(counter: CounterFactory, tmp_path: Path) -> None:
+    job = counter("--mib", "1")
+    gpucr.dump(job.pid, tmp_path / "s")
+    job.reap()
+    with pytest.raises(gpucr.InvalidRequest, match="is of a job that was not frozen"):
+        gpucr.restore(tmp_path / "s", before_it_runs=lambda: None)
+    assert job.processes() == []

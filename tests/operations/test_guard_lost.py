@@ -94,8 +94,10 @@ def test_resume(counter: CounterFactory, driver: CudaDriver, event: str, phase: 
 
 
 @pytest.mark.criu
-@pytest.mark.parametrize("event", ["begin", "end"])
-@pytest.mark.parametrize("phase", [each for each in _DUMP if each != "dump"])
+@pytest.mark.parametrize(
+    ("phase", "event"),
+    sample(list(itertools.product([each for each in _DUMP if each != "dump"], ["begin", "end"])), 6),
+)
 def test_dump(counter: CounterFactory, driver: CudaDriver, tmp_path: Path, event: str, phase: str) -> None:
     job, met = counter("--mib", "4"), list[str]()
     with pytest.raises(BrokenInstall, match="the guard process"):
@@ -109,7 +111,7 @@ def test_dump(counter: CounterFactory, driver: CudaDriver, tmp_path: Path, event
 @pytest.mark.criu
 @pytest.mark.parametrize(
     ("persist", "phase", "event"),
-    sample(list(itertools.product(["background", "sync"], ["dump", *_THAW, "save"], ["begin", "end"])), 3),
+    sample(list(itertools.product(["background", "sync"], ["dump", *_THAW, "save"], ["begin", "end"])), 6),
 )
 def test_dump_that_leaves_its_job_running(
     counter: CounterFactory, driver: CudaDriver, tmp_path: Path, persist: Persist, event: str, phase: str
@@ -130,8 +132,7 @@ def test_dump_that_leaves_its_job_running(
 
 
 @pytest.mark.criu
-@pytest.mark.parametrize("event", ["begin", "end"])
-@pytest.mark.parametrize("phase", _RESTORE)
+@pytest.mark.parametrize(("phase", "event"), sample(list(itertools.product(_RESTORE, ["begin", "end"])), 6))
 def test_restore(counter: CounterFactory, driver: CudaDriver, tmp_path: Path, event: str, phase: str) -> None:
     job, met = counter("--mib", "4"), list[str]()
     gpucr.dump(job.pid, tmp_path / "s")

@@ -14,15 +14,16 @@ from gpucr.errors import DriverUnavailable, InvalidRequest
 from gpucr.interposer.build import LIBRARY
 from gpucr.operations import launch
 from tests import command
+from tests.compiled import data_home
 from tests.counter import wait_until
 
 pytestmark = pytest.mark.usefixtures("state")
 
 
 @pytest.fixture
-def state(tmp_path: Path, tmp_path_factory: pytest.TempPathFactory, monkeypatch: pytest.MonkeyPatch) -> None:
+def state(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("XDG_STATE_HOME", str(tmp_path / "state"))
-    monkeypatch.setenv("XDG_DATA_HOME", str(tmp_path_factory.getbasetemp() / "interposed"))
+    monkeypatch.setenv("XDG_DATA_HOME", str(data_home()))
 
 
 @pytest.mark.parametrize("isolation", ["--no-isolate", pytest.param("--isolate", marks=pytest.mark.root)])

@@ -18,6 +18,7 @@ from gpucr.interposer.protocol import Status
 from gpucr.model import CudaState
 from tests.counter import Counter, CounterFactory
 from tests.operations.test_interposed_killed import killed, wait_for_guard
+from tests.storm import later
 
 RUNNING, CHECKPOINTED = CudaState.RUNNING, CudaState.CHECKPOINTED
 
@@ -95,8 +96,10 @@ def test_a_dump_that_fails_leaves_it_suspended(
     assert_comes_back(job, driver, 101)
 
 
-@pytest.mark.parametrize("when", ["before", "after"])
-@pytest.mark.parametrize("call", ["agent.keep", "criu.dump"])
+@pytest.mark.parametrize(
+    ("when", "call"),
+    [("before", "agent.keep"), ("after", "criu.dump"), later("after", "agent.keep"), later("before", "criu.dump")],
+)
 def test_gpucr_is_killed(when: str, call: str, job: Counter, driver: CudaDriver, tmp_path: Path) -> None:
     """While the files are in gpucr's hands alone the guard has them."""
     pids = job.processes()

@@ -21,14 +21,11 @@ from tests.ordinary_user import CannotHaveUsers, OrdinaryUser, ordinary_user
 
 pytestmark = pytest.mark.root
 
-FIRST_UID = 4101
-
 
 @pytest.fixture(scope="module")
 def machine(sim_only_module: None) -> Iterator[OrdinaryUser]:
-    worker = int("".join(filter(str.isdecimal, os.environ.get("PYTEST_XDIST_WORKER", ""))) or 0)
     try:
-        with ordinary_user(FIRST_UID + worker) as user:
+        with ordinary_user() as user:
             yield user
     except CannotHaveUsers as e:
         skip_or_fail("root", f"the tests may not mount here: {e}")

@@ -9,12 +9,13 @@ import pytest
 import gpucr
 from gpucr.driver.cuda import CudaDriver
 from gpucr.gpu_state import gang_staging
-from gpucr.interposer.build import compile_library
 from gpucr.interposer.vault import Vault
 from gpucr.linux import memory
 from gpucr.model import CudaState, DevicePart
 from gpucr.undo.events import Progress
+from tests.compiled import compiled_interposer
 from tests.operations.stepping import Job, StartJob
+from tests.storm import later
 
 pytestmark = [pytest.mark.criu, pytest.mark.usefixtures("sim_only")]
 
@@ -36,8 +37,8 @@ while True:
 
 
 @pytest.fixture(scope="module")
-def library(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    return compile_library(tmp_path_factory.mktemp("interposer"))
+def library() -> Path:
+    return compiled_interposer()
 
 
 def pieces(report: gpucr.DumpReport, job: Job) -> object:
@@ -46,7 +47,7 @@ def pieces(report: gpucr.DumpReport, job: Job) -> object:
 
 
 @pytest.mark.parametrize(("gpu_mib", "host_mib", "way"), [
-    (400, 0, GPU), (200, 4096, HOST), (200, 0, NOWHERE),
+    (400, 0, GPU), (200, 4096, HOST), later(200, 0, NOWHERE),
 ])  # fmt: skip
 def test_what_is_saved_while_the_job_runs_on(
     start: StartJob,

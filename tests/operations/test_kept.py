@@ -25,6 +25,7 @@ from tests.command import python
 from tests.counter import CounterFactory, processes_in, wait_until
 from tests.operations.test_killed import killed
 from tests.sandboxed import SandboxedCounter, end_all_in, start_counter, wait_ready
+from tests.storm import sample
 
 PROGRAM = """
 import itertools, os, signal, time
@@ -214,7 +215,7 @@ def test_gpucr_is_killed_in_a_restore_without_cuda(folder: Path, tmp_path: Path,
 
 @pytest.mark.criu
 @pytest.mark.parametrize(
-    ("event", "phase"), [("begin", "keeper"), ("begin", "criu"), ("end", "criu"), ("end", "release")]
+    ("event", "phase"), sample([("begin", "keeper"), ("begin", "criu"), ("end", "criu"), ("end", "release")], 2)
 )
 def test_gpucr_is_killed_in_a_restore_with_cuda(folder: Path, tmp_path: Path, event: str, phase: str) -> None:
     with start_counter(folder, "--mib", "8", "--fork", "1", isolate=False):

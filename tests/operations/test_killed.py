@@ -20,6 +20,7 @@ from gpucr.model import CudaState
 from gpucr.operations.dump import plan_dump
 from tests.command import python
 from tests.counter import Counter, CounterFactory, wait_until
+from tests.storm import later, sample
 
 RUNNING, CHECKPOINTED = CudaState.RUNNING, CudaState.CHECKPOINTED
 
@@ -74,7 +75,7 @@ def assert_goes_on(job: Counter, driver: CudaDriver, pids: list[int], expected: 
 @pytest.mark.parametrize("event", ["begin", "end"])
 @pytest.mark.parametrize("phase", ["lock", "checkpoint"])
 def test_in_a_suspend(counter: CounterFactory, driver: CudaDriver, event: str, phase: str) -> None:
-    job = counter("--mib", "16", "--fork", "1")
+    job = counter("--mib", "4", "--fork", "1")
     pids = job.processes()
     killed(event, phase, "suspend", job.pid)
     assert_goes_on(job, driver, pids, 101)
@@ -85,7 +86,7 @@ def test_in_a_suspend(counter: CounterFactory, driver: CudaDriver, event: str, p
 
 @pytest.mark.parametrize(("event", "phase"), [("begin", "restore"), ("end", "restore"), ("begin", "unlock")])
 def test_in_a_resume(counter: CounterFactory, driver: CudaDriver, event: str, phase: str) -> None:
-    job = counter("--mib", "16", "--fork", "1")
+    job = counter("--mib", "4", "--fork", "1")
     pids = job.processes()
     gpucr.suspend(job.pid)
     killed(event, phase, "resume", job.pid)
@@ -122,13 +123,15 @@ def _staging_files(pid: int) -> list[str]:
 
 
 @pytest.mark.criu
-@pytest.mark.parametrize("operation", ["dump", "suspend"])
-@pytest.mark.parametrize("point", ["watching", "sending"])
+@pytest.mark.parametrize(
+    ("point", "operation"),
+    [("watching", "dump"), ("sending", "suspend"), later("watching", "suspend"), later("sending", "dump")],
+)
 def test_with_the_staging_file_open_in_the_process_or_on_its_way(
     counter: CounterFactory, driver: CudaDriver, tmp_path: Path, operation: str, point: str
 ) -> None:
     """It would keep that memory, and could never be dumped again."""
-    job = counter("--mib", "16")
+    job = counter("--mib", "4")
     pids, before = job.processes(), _open(job.pid)
     arguments = [point, operation, str(job.pid), *([str(tmp_path / "s")] if operation == "dump" else [])]
     done = python(KILLED_IN_THE_CALL, *arguments)
@@ -145,7 +148,7 @@ def test_with_the_staging_file_open_in_the_process_or_on_its_way(
 def test_a_staging_file_that_no_guard_has_closed_is_closed_by_the_next_dump(
     counter: CounterFactory, driver: CudaDriver, tmp_path: Path
 ) -> None:
-    job = counter("--mib", "16")
+    job = counter("--mib", "4")
     pids = job.processes()
     with traced(driver.restore_thread_id(job.pid)) as thread:
         file = StagingFile.create(1 << 20)
@@ -165,7 +168,7 @@ def test_a_socket_that_no_guard_has_closed_is_closed_by_the_next_dump(
     counter: CounterFactory, driver: CudaDriver, tmp_path: Path, suspended: bool
 ) -> None:
     """Also in a process that was suspended before, whose staging nobody captures."""
-    job = counter("--mib", "16")
+    job = counter("--mib", "4")
     pids = job.processes()
     if suspended:
         gpucr.suspend(job.pid)
@@ -193,9 +196,9 @@ def test_these_are_the_phases_of_a_dump(counter: CounterFactory, tmp_path: Path)
 
 
 @pytest.mark.criu
-@pytest.mark.parametrize("phase", DUMP_PHASES)
+@pytest.mark.parametrize("phase", sample(DUMP_PHASES, 3))
 def test_in_a_dump(counter: CounterFactory, driver: CudaDriver, tmp_path: Path, phase: str) -> None:
-    job = counter("--mib", "16", "--fork", "1")
+    job = counter("--mib", "4", "--fork", "1")
     pids = job.processes()
     killed("begin", phase, "dump", job.pid, tmp_path / "s")
     assert_goes_on(job, driver, pids, 101)
@@ -207,21 +210,24 @@ def test_in_a_dump(counter: CounterFactory, driver: CudaDriver, tmp_path: Path, 
 
 
 @pytest.mark.criu
-@pytest.mark.parametrize("phase", [*DUMP_PHASES[3:], *THAW_PHASES])
+@pytest.mark.parametrize("phase", sample([*DUMP_PHASES[3:], *THAW_PHASES], 5))
 def test_in_a_dump_that_leaves_the_job_running(
     counter: CounterFactory, driver: CudaDriver, tmp_path: Path, phase: str
 ) -> None:
-    job = counter("--mib", "16", "--fork", "1")
+    job = counter("--mib", "4", "--fork", "1")
     pids = job.processes()
     killed("begin" if phase != "dump" else "end", phase, "keep", job.pid, tmp_path / "s")
     assert_goes_on(job, driver, pids, 101)
     wait_until(lambda: not (tmp_path / "s").exists(), "the unfinished snapshot to be removed")
 
 
+RESTORE_PHASES = ["load", "verify", "keeper", "criu", "hold", "restore", "unlock", "release", "keep"]
+
+
 @pytest.mark.criu
-@pytest.mark.parametrize("phase", ["load", "verify", "keeper", "criu", "hold", "restore", "unlock", "release", "keep"])
+@pytest.mark.parametrize("phase", sample(RESTORE_PHASES, 4))
 def test_in_a_restore(counter: CounterFactory, driver: CudaDriver, tmp_path: Path, phase: str) -> None:
-    job = counter("--mib", "16", "--fork", "1")
+    job = counter("--mib", "4", "--fork", "1")
     pids = job.processes()
     gpucr.dump(job.pid, tmp_path / "s")
     job.reap()

@@ -90,9 +90,9 @@ def assert_whole(store: Path, names: list[str]) -> None:
     assert not gpucr.verify_snapshots(store, deep=True).problems
 
 
-@pytest.mark.parametrize("phase", DUMP_PHASES)
+@pytest.mark.parametrize("phase", sample(DUMP_PHASES, 3))
 def test_in_a_dump(counter: CounterFactory, driver: CudaDriver, store: Path, phase: str) -> None:
-    job = counter("--mib", "16", "--fork", "1")
+    job = counter("--mib", "4", "--fork", "1")
     pids = job.processes()
     gpucr.dump(job.pid, f"{store}#before", leave_running=True)
     killed("begin", phase, "dump", job.pid, f"{store}#after")
@@ -109,7 +109,7 @@ def test_in_a_dump(counter: CounterFactory, driver: CudaDriver, store: Path, pha
 )
 def test_around_the_commit(counter: CounterFactory, driver: CudaDriver, store: Path, moment: str) -> None:
     """Killed after the commit and before CRIU knows: the job goes on, and there is the snapshot as well."""
-    job = counter("--mib", "16", "--fork", "1")
+    job = counter("--mib", "4", "--fork", "1")
     pids = job.processes()
     gpucr.dump(job.pid, f"{store}#before", leave_running=True)
     assert job.ask() == 101
@@ -128,11 +128,11 @@ def test_around_the_commit(counter: CounterFactory, driver: CudaDriver, store: P
     assert job.ask() == 101
 
 
-@pytest.mark.parametrize("phase", sample([*DUMP_PHASES[3:], *THAW_PHASES], 2))
+@pytest.mark.parametrize("phase", sample([*DUMP_PHASES[3:], *THAW_PHASES], 5))
 def test_in_a_dump_that_leaves_the_job_running(
     counter: CounterFactory, driver: CudaDriver, store: Path, phase: str
 ) -> None:
-    job = counter("--mib", "16", "--fork", "1")
+    job = counter("--mib", "4", "--fork", "1")
     pids = job.processes()
     killed("begin" if phase != "dump" else "end", phase, "keep", job.pid, f"{store}#a")
     assert_goes_on(job, driver, pids, 101)
@@ -146,9 +146,9 @@ def test_these_are_the_phases_of_a_restore(counter: CounterFactory, store: Path)
     assert [phase.name for phase in gpucr.restore(store).phases] == RESTORE_PHASES
 
 
-@pytest.mark.parametrize(("phase", "event"), sample(list(itertools.product(RESTORE_PHASES, ["begin", "end"])), 2))
+@pytest.mark.parametrize(("phase", "event"), sample(list(itertools.product(RESTORE_PHASES, ["begin", "end"])), 8))
 def test_in_a_restore(counter: CounterFactory, driver: CudaDriver, store: Path, phase: str, event: str) -> None:
-    job = counter("--mib", "16", "--fork", "1")
+    job = counter("--mib", "4", "--fork", "1")
     pids = job.processes()
     gpucr.dump(job.pid, f"{store}#a")
     job.reap()

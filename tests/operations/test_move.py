@@ -13,13 +13,14 @@ import pytest
 import gpucr
 from gpucr.driver.cuda import CudaDriver
 from gpucr.driver.gpus import gpu_processes
-from gpucr.interposer.build import compile_library
 from gpucr.model import CudaState
 from gpucr.sim import build as simulator
 from tests import command
+from tests.compiled import compiled_interposer
 from tests.counter import Counter, CounterFactory, wait_until
 from tests.operations.conftest import MakeMachine
 from tests.operations.test_killed import assert_goes_on, is_claimed, killed
+from tests.storm import sample
 
 RUNNING = CudaState.RUNNING
 
@@ -147,8 +148,8 @@ def test_the_command_and_what_it_refuses(machine: MakeMachine, counter: CounterF
 
 
 @pytest.fixture(scope="module")
-def library(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    return compile_library(tmp_path_factory.mktemp("interposer"))
+def library() -> Path:
+    return compiled_interposer()
 
 
 @pytest.fixture
@@ -162,7 +163,9 @@ def interposed(counter: CounterFactory, library: Path, tmp_path: Path) -> Callab
     return start
 
 
-@pytest.mark.parametrize(("peers", "faults"), [("0", ""), ("1", ""), ("1", "restore#1=999"), ("0", "unlock#3=999")])
+@pytest.mark.parametrize(
+    ("peers", "faults"), sample([("1", ""), ("0", ""), ("1", "restore#1=999"), ("0", "unlock#3=999")], 3)
+)
 def test_memory_of_an_interposed_job_goes_along(
     machine: MakeMachine, interposed: Callable[..., Counter], driver: CudaDriver, monkeypatch: pytest.MonkeyPatch,
     peers: str, faults: str,

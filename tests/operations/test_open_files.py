@@ -43,7 +43,7 @@ def _python_starts(limit: int) -> bool:
 def limits() -> list[int]:
     """From the lowest with which Python itself starts to what is plenty for the job of these tests."""
     lowest = next(limit for limit in _PLENTY if _python_starts(limit))
-    return sample([limit for limit in _PLENTY if limit >= lowest], 3)
+    return sample([limit for limit in _PLENTY if limit >= lowest], 5)
 
 
 def states(driver: CudaDriver, job: Counter) -> set[CudaState | None]:

@@ -21,40 +21,32 @@ from tests.ports import lasting_port
 
 pytestmark = pytest.mark.criu
 
-FIRST_UID = 4001
 BUSY = "import time\nwhile True: time.sleep(0.01); open('alive', 'w').close()"
 
 
-def _user(worker_id: str, number: int) -> Iterator[OrdinaryUser]:
-    worker = int("".join(filter(str.isdecimal, worker_id)) or 0)
+def _user() -> Iterator[OrdinaryUser]:
     try:
-        with ordinary_user(FIRST_UID + 2 * worker + number) as user:
+        with ordinary_user() as user:
             yield user
     except CannotHaveUsers as e:
         skip_or_fail("root", f"the tests may not mount here: {e}")
 
 
 @pytest.fixture(scope="module")
-def worker_id() -> str:
-    """Which of pytest's processes this is."""
-    return os.environ.get("PYTEST_XDIST_WORKER", "")
-
-
-@pytest.fixture(scope="module")
-def machine_with_grant(worker_id: str, platform: str) -> Iterator[OrdinaryUser]:
+def machine_with_grant(platform: str) -> Iterator[OrdinaryUser]:
     if platform != "sim":
         pytest.skip("tests/hardware/ordinary_user.py is for real GPUs")
-    for user in _user(worker_id, 0):
+    for user in _user():
         granted = user.as_root("criu", "--grant")
         assert granted.returncode == 0, granted.stderr
         yield user
 
 
 @pytest.fixture(scope="module")
-def machine_without_grant(worker_id: str, platform: str) -> Iterator[OrdinaryUser]:
+def machine_without_grant(platform: str) -> Iterator[OrdinaryUser]:
     if platform != "sim":
         pytest.skip("tests/hardware/ordinary_user.py is for real GPUs")
-    yield from _user(worker_id, 1)
+    yield from _user()
 
 
 @pytest.fixture

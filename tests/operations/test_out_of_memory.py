@@ -89,7 +89,7 @@ def assert_said(done: subprocess.CompletedProcess[str]) -> None:
         assert "error: " in done.stderr
 
 
-@pytest.mark.parametrize("mib", sample(LIMITS_MIB, 3))
+@pytest.mark.parametrize("mib", sample(LIMITS_MIB, 12))
 def test_a_limit_on_the_address_space(
     counter: CounterFactory, driver: CudaDriver, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, mib: int
 ) -> None:
@@ -110,7 +110,7 @@ def test_a_limit_on_the_address_space(
 
 
 @pytest.mark.criu
-@pytest.mark.parametrize("mib", sample(LIMITS_MIB[1:], 4))
+@pytest.mark.parametrize("mib", sample(LIMITS_MIB[1:], 12))
 def test_a_dump_within_a_limit(
     counter: CounterFactory, driver: CudaDriver, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, mib: int
 ) -> None:
@@ -124,7 +124,7 @@ def test_a_dump_within_a_limit(
     assert job.send("verify") == "ok"
 
 
-@pytest.mark.parametrize("first", [2, 3, 5])
+@pytest.mark.parametrize("first", sample([2, 3, 5], 2))
 def test_memory_runs_out_at_any_moment(counter: CounterFactory, driver: CudaDriver, first: int) -> None:
     """At one call of a function of gpucr's, the further apart the later it is."""
     job = counter("--mib", "2")
@@ -146,6 +146,12 @@ def test_memory_runs_out_at_any_moment(counter: CounterFactory, driver: CudaDriv
     assert job.send("verify") == "ok"
 
 
+def test_memory_runs_out_at_the_very_end() -> None:
+    program = FAILING_AT.replace("gpucr.cli.main", "gpucr.__main__")
+    done = run_failing_at(program, "call", "_end_at_once", "--version")
+    assert (done.returncode, done.stderr) == (DONE, "")
+
+
 def failing(call: int, job: Counter) -> subprocess.CompletedProcess[str]:
     return subprocess.run(
         [sys.executable, "-c", FAILING, str(call), "suspend", str(job.pid)],
@@ -163,14 +169,7 @@ LATE = (("return", "run_steps"), ("call", "dismiss"))
 
 
 def run_failing_at(program: str, *arguments: object) -> subprocess.CompletedProcess[str]:
-    return subprocess.run(
-        [sys.executable, "-c", program, *map(str, arguments)],
-        stdin=subprocess.DEVNULL,
-        capture_output=True,
-        text=True,
-        timeout=command.TIMEOUT_S,
-        check=False,
-    )
+    return command.python(program, *arguments)
 
 
 def fails_late(moment: tuple[str, str], *arguments: object) -> None:
@@ -198,7 +197,7 @@ def test_memory_runs_out_after_the_last_step(counter: CounterFactory, driver: Cu
 @pytest.mark.criu
 def test_memory_runs_out_after_a_dump_and_a_restore(counter: CounterFactory, tmp_path: Path) -> None:
     job = counter("--mib", "1", "--fork", "1")
-    moments = (*LATE, ("call", "say_warnings"), ("call", "print_phases"))
+    moments = sample((*LATE, ("call", "say_warnings"), ("call", "print_phases")), 2)
     for number, moment in enumerate(moments):
         kept = tmp_path / f"kept-{number}"
         fails_late(moment, "dump", job.pid, "--to", kept, "--leave-running")

@@ -60,7 +60,20 @@ def test_stores(counter: CounterFactory, tmp_path: Path) -> None:
 
 def test_every_command_that_cron_may_run_has_it() -> None:
     quiet = {name for name, command in COMMANDS.items() if not isinstance(command, click.Group) and _has_quiet(command)}
-    names = ("suspend", "resume", "move", "dump", "restore", "verify", "copy", "rm", "prune", "doctor")
+    names = (
+        "suspend",
+        "resume",
+        "move",
+        "dump",
+        "restore",
+        "verify",
+        "copy",
+        "rm",
+        "prune",
+        "doctor",
+        "nodes dump",
+        "nodes restore",
+    )
     assert quiet == {f"gpucr {name}" for name in names}
 
 

@@ -26,6 +26,7 @@ from gpucr.surroundings.opened_files import require_as_recorded
 from tests import command
 from tests.counter import Counter, CounterFactory, kill_at_once, wait_until
 from tests.operations.stepping import Job, StartJob
+from tests.storm import later, sample
 
 pytestmark = pytest.mark.criu
 
@@ -77,7 +78,7 @@ def test_two_trees_are_dumped_and_come_back(two: tuple[Counter, Counter], driver
     assert_go_on(two, driver, 102)
 
 
-@pytest.mark.parametrize("persist", ["background", "sync"])
+@pytest.mark.parametrize("persist", ["background", later("sync")])
 def test_left_running(two: tuple[Counter, Counter], driver: CudaDriver, tmp_path: Path, persist: str) -> None:
     report = dump(two, tmp_path / "s", "--leave-running", "--persist", persist)
     steps = [phase["name"] for phase in report["phases"]]
@@ -341,7 +342,9 @@ def test_a_tree_that_is_refused_at_last_ends_those_that_were_ready(
     assert_go_on(two, driver)
 
 
-@pytest.mark.parametrize(("event", "phase"), [("begin", "halt"), ("end", "halt"), ("begin", "dump"), ("end", "dump")])
+@pytest.mark.parametrize(
+    ("event", "phase"), [later("begin", "halt"), ("end", "halt"), ("begin", "dump"), later("end", "dump")]
+)
 def test_a_cancelled_dump_is_undone_in_all(
     two: tuple[Counter, Counter], driver: CudaDriver, tmp_path: Path, event: str, phase: str
 ) -> None:
@@ -378,7 +381,8 @@ def die_in(what: str, event: str, phase: str, place: Path, *pids: int) -> None:
 
 
 @pytest.mark.parametrize(
-    ("event", "phase"), [("end", "halt"), ("begin", "dump"), ("end", "dump"), ("end", "save"), ("begin", "end")]
+    ("event", "phase"),
+    [("end", "halt"), later("begin", "dump"), ("end", "dump"), later("end", "save"), ("begin", "end")],
 )
 def test_gpucr_dies_in_a_dump(
     two: tuple[Counter, Counter], driver: CudaDriver, tmp_path: Path, event: str, phase: str
@@ -410,7 +414,9 @@ processes.kill_and_wait = half
     assert_go_on(two, driver)
 
 
-@pytest.mark.parametrize(("event", "phase"), [("begin", "criu"), ("end", "criu"), ("end", "unlock"), ("begin", "keep")])
+@pytest.mark.parametrize(
+    ("event", "phase"), sample([("begin", "criu"), ("end", "criu"), ("end", "unlock"), ("begin", "keep")], 3)
+)
 def test_gpucr_dies_in_a_restore(
     two: tuple[Counter, Counter], driver: CudaDriver, tmp_path: Path, event: str, phase: str
 ) -> None:

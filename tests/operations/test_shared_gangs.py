@@ -167,7 +167,7 @@ def test_one_without_an_interposer(plain: int, start: StartGang, driver: CudaDri
 # --- what goes wrong --------------------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize("call", ["fetch", "export", "drop", "drop_imported", "give_back", "keep"])
+@pytest.mark.parametrize("call", sample(["fetch", "export", "drop", "drop_imported", "give_back", "keep"], 2))
 def test_what_an_agent_refuses_in_a_suspend_leaves_the_gang_running(
     call: str, start: StartGang, driver: CudaDriver, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -186,7 +186,7 @@ UNUSED = ("fetch", "drop_imported", "give_back")
 """What a suspend that goes well does not ask for."""
 
 
-@pytest.mark.parametrize("call", ["blocks", "fetch", "export", "drop_imported", "give_back", "keep"])
+@pytest.mark.parametrize("call", sample(["blocks", "fetch", "export", "drop_imported", "give_back", "keep"], 2))
 def test_what_an_agent_refuses_in_a_resume_leaves_it_to_the_next_one(
     call: str, start: StartGang, driver: CudaDriver, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -272,7 +272,7 @@ IN_A_SUSPEND = [
 ]  # fmt: skip
 
 
-@pytest.mark.parametrize(("when", "call", "nth"), sample(IN_A_SUSPEND, 4))
+@pytest.mark.parametrize(("when", "call", "nth"), sample(IN_A_SUSPEND, 15))
 def test_gpucr_is_killed_in_a_suspend(when: str, call: str, nth: int, start: StartGang, driver: CudaDriver) -> None:
     gang = start(EXPORTER, IMPORTER)
     killed(when, call, "suspend", gang.pid, nth)
@@ -292,7 +292,7 @@ IN_A_RESUME = [
 ]  # fmt: skip
 
 
-@pytest.mark.parametrize(("when", "call", "nth"), sample(IN_A_RESUME, 4))
+@pytest.mark.parametrize(("when", "call", "nth"), sample(IN_A_RESUME, 15))
 def test_gpucr_is_killed_in_a_resume(when: str, call: str, nth: int, start: StartGang, driver: CudaDriver) -> None:
     gang = start(EXPORTER, IMPORTER)
     gpucr.suspend(gang.pid)

@@ -19,7 +19,7 @@ from tests.command import python
 from tests.counter import Counter, CounterFactory, wait_until
 from tests.operations.stepping import StartJob
 from tests.operations.test_killed import DUMP_PHASES, THAW_PHASES, is_claimed, is_unharmed
-from tests.storm import IS_STORM, sample
+from tests.storm import IS_STORM, long, sample
 
 pytestmark = pytest.mark.timeout(900)
 
@@ -79,8 +79,8 @@ AFTER: tuple[Moment, ...] = (
 
 
 def last_moments(turn: int, *more: Moment) -> list[Moment]:
-    """Of `AFTER` and ``more``; outside a storm every third one, beginning with another one at each turn."""
-    return [*AFTER, *more] if IS_STORM else [*AFTER, *more][turn % 3 :: 3]
+    """Of `AFTER` and ``more``; outside a storm every sixth one, beginning with another one at each turn."""
+    return [*AFTER, *more] if IS_STORM else [*AFTER, *more][turn % 6 :: 6]
 
 
 def send_at(moment: Moment, numbers: tuple[int, ...], *arguments: object) -> subprocess.CompletedProcess[str]:
@@ -102,13 +102,8 @@ def states(driver: CudaDriver, job: Counter) -> set[CudaState | None]:
 
 
 def around(*phases: str) -> list[Moment]:
-    """Begin and end of each phase; outside a storm one of the two, in turn."""
-    events = ("begin", "end")
-    return [
-        (event, phase)
-        for number, phase in enumerate(phases)
-        for event in (events if IS_STORM else (events[number % 2],))
-    ]
+    """Begin and end of each phase; outside a storm every third of these moments."""
+    return sample([(event, phase) for phase in phases for event in ("begin", "end")], 3)
 
 
 def before_the_end(*phases: str) -> list[Moment]:
@@ -139,7 +134,7 @@ def test_suspend_and_resume(counter: CounterFactory, driver: CudaDriver, turn: i
 
 
 @pytest.mark.criu
-@pytest.mark.parametrize("is_store", [False, True], ids=["folder", "store"])
+@pytest.mark.parametrize("is_store", [pytest.param(False, marks=long, id="folder"), pytest.param(True, id="store")])
 def test_dump_that_leaves_the_job_running(
     counter: CounterFactory, driver: CudaDriver, tmp_path: Path, *, is_store: bool
 ) -> None:

@@ -468,7 +468,7 @@ def test_saving_begins_before_the_driver_has_finished(
 
 @pytest.mark.criu
 def test_gpucr_itself_stays_small(counter: CounterFactory, tmp_path: Path) -> None:
-    job = counter("--mib", "768")
+    job = counter("--mib", "576")
     for code in (f"gpucr.dump({job.pid}, {str(tmp_path / 's')!r})", f"gpucr.restore({str(tmp_path / 's')!r})"):
         # Not ru_maxrss, which begins with that of the process that has started this one.
         program = f"import gpucr; {code}; print(open('/proc/self/status').read())"

@@ -26,6 +26,7 @@ from gpucr.model import CudaState
 from gpucr.sim import build as simulator
 from tests import command
 from tests.counter import Counter, CounterFactory, wait_until
+from tests.storm import long
 
 pytestmark = pytest.mark.criu
 RUNNING, LOCKED, CHECKPOINTED = CudaState.RUNNING, CudaState.LOCKED, CudaState.CHECKPOINTED
@@ -59,6 +60,7 @@ def children_of(job: Counter) -> dict[int, int]:
 # --- cycles ----------------------------------------------------------------------------------------------------
 
 
+@long
 def test_many_dumps_and_restores_of_one_job(counter: CounterFactory, driver: CudaDriver, tmp_path: Path) -> None:
     job = counter("--mib", "8", "--fork", "1")
     pids = job.processes()

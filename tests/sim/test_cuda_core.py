@@ -5,6 +5,7 @@ from __future__ import annotations
 import pytest
 
 from tests.sim.libcuda import Machine, RunProgram
+from tests.storm import sample
 
 pytest.importorskip("cuda.core", reason="cuda-core is not installed")
 
@@ -89,7 +90,7 @@ REFUSED = {
 }
 
 
-@pytest.mark.parametrize(("call", "error"), REFUSED.items())
+@pytest.mark.parametrize(("call", "error"), sample(list(REFUSED.items()), 4))
 def test_the_same_is_refused(run_program: RunProgram, call: str, error: type[Exception]) -> None:
     source = f"""
 import cuda.core.checkpoint, gpucr

@@ -9,7 +9,7 @@ from gpucr.store.backend import Backend
 from gpucr.store.keys import Secret
 from gpucr.store.opened import Store
 from gpucr.store.session import WriteSession
-from gpucr.store.stored_snapshot import StoredSnapshot
+from gpucr.store.stored_snapshot import SetPart, StoredSnapshot
 
 PIECE_BYTES = 4096
 MANIFEST = b'{"what": "the manifest"}'
@@ -30,11 +30,13 @@ def content(*numbers: int) -> bytes:
     return b"".join(piece(number) for number in numbers)
 
 
-def dump(store: Store, areas: Mapping[str, bytes], name: str | None = None) -> StoredSnapshot:
+def dump(
+    store: Store, areas: Mapping[str, bytes], name: str | None = None, part: SetPart | None = None
+) -> StoredSnapshot:
     """Store these areas as a snapshot."""
     with WriteSession.begin(store, compress="none", refresh_s=NEVER_S) as session:
         made = [session.area(area, session.writer.add_all(data)) for area, data in areas.items()]
-        return session.commit(name=name, manifest=MANIFEST, areas=made)
+        return session.commit(name=name, manifest=MANIFEST, areas=made, part=part)
 
 
 def restore(store: Store, snapshot: StoredSnapshot) -> dict[str, bytes]:

@@ -17,13 +17,13 @@ from gpucr.errors import GpucrError
 from gpucr.records import RecordError
 from gpucr.snapshot.manifest import decode as decode_manifest
 from gpucr.snapshot.manifest import encode as encode_manifest
-from gpucr.store import config, index, keys, pieces, retired, stored_snapshot, writers
+from gpucr.store import config, index, keys, pieces, retired, sets, stored_snapshot, writers
 from gpucr.store.crypto import Changed, CutShort, seal, unseal
 from gpucr.store.keys import Secret
 from gpucr.store.opened import Store
 from gpucr.store.pack import Entry, PackContents, encode_end, new_pack_id, pack_entries, pack_name
 from gpucr.store.pieces import PieceListError, PieceRef
-from gpucr.store.stored_snapshot import Area, StoredSnapshot
+from gpucr.store.stored_snapshot import Area, SetPart, StoredSnapshot
 from tests.store.memory import MemoryBackend
 from tests.unit import samples
 
@@ -77,7 +77,10 @@ def _manifest(members: Any) -> bytes:
 def _snapshot() -> StoredSnapshot:
     refs = (PieceRef(b"p" * 32, 4096), PieceRef(pieces.ZERO_ID, 4096))
     areas = (Area("device/7", 8192, refs), Area("images/pages-1.img", 100, (PieceRef(b"q" * 32, 80),), is_long=True))
-    return StoredSnapshot(_SNAPSHOT_ID, "name", "2026-01-02T03:04:05+00:00", "host", b"{}", areas, {"bytes_seen": 5})
+    part = SetPart("cd" * 16, 1, 2)
+    return StoredSnapshot(
+        _SNAPSHOT_ID, "name", "2026-01-02T03:04:05+00:00", "host", b"{}", areas, {"bytes_seen": 5}, part
+    )
 
 
 def _pack() -> bytes:
@@ -137,6 +140,13 @@ FORMATS = {
     ),
     "snapshot": Format(
         lambda: stored_snapshot.encode(_snapshot()), _read_snapshot, (RecordError,), json.loads, as_json
+    ),
+    "set": Format(
+        lambda: sets.encode(sets.StoredSet("cd" * 16, "name", (_SNAPSHOT_ID, "ef" * 16))),
+        lambda data: sets.decode("cd" * 16, data),
+        (RecordError,),
+        json.loads,
+        as_json,
     ),
     "batch": Format(
         lambda: json.dumps([new_pack_id().hex() for _ in range(2)]).encode(),

@@ -245,12 +245,12 @@ def test_a_name_does_not_mean_an_older_snapshot_where_a_later_one_cannot_be_read
     store = new_store(backend)
     old, bad = dump(store, {"a": content(1)}, "nightly"), dump(store, {"a": content(2)}, "nightly")
     _flip(backend, f"snapshots/{bad.id}")
-    for look in (snapshots.find, snapshots.find_to_remove):
+    for look in (snapshots.find_parts, snapshots.find_to_remove):
         with pytest.raises(StoreDamaged, match=bad.id) as caught:
             look(store, "nightly")
         assert "by its id" in (caught.value.hint or "")
-        assert look(store, old.id[:8]) == old
-    assert snapshots.find_to_remove(store, bad.id).id == bad.id
+        assert look(store, old.id[:8]) == (old,)
+    assert [each.id for each in snapshots.find_to_remove(store, bad.id)] == [bad.id]
     new = dump(store, {"a": content(3)}, "nightly")
     assert snapshots.find(store, "nightly") == new
 

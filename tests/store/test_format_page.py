@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import json
-import re
+import runpy
 from pathlib import Path
 from typing import Any
 
@@ -16,7 +16,7 @@ from gpucr.store.keys import Secret
 from gpucr.store.local import LocalBackend
 from gpucr.store.opened import Store
 from gpucr.store.writer import StoreWriter
-from tests.docs.pages import first_cells, page, section
+from tests.docs.pages import DOCS, first_cells, page, section
 from tests.store.test_pieces import floats
 from tests.store.test_writer import mixed
 
@@ -24,10 +24,7 @@ PAGE = "reference/store-format.md"
 
 
 def program() -> dict[str, Any]:
-    (source,) = re.findall(r"^```python\n(.*?)^```", page(PAGE), re.MULTILINE | re.DOTALL)
-    scope: dict[str, Any] = {}
-    exec(source, scope)  # noqa: S102 - it is the page's own program that is tested
-    return scope
+    return runpy.run_path(str(DOCS / "reference" / "read_store.py"))
 
 
 @pytest.mark.parametrize("hash_name", ["blake3", "sha256"])

@@ -350,8 +350,8 @@ class _TooLate(AssertionError):
     ("log2_n", "r", "p"), [(17, 8, 2), (20, 8, 16), (22, 2, 16), (13, 32, 16), (1, 1, 1), (5, 1, 9)]
 )
 def test_a_forged_key_costs_nothing(monkeypatch: pytest.MonkeyPatch, log2_n: int, r: int, p: int) -> None:
-    monkeypatch.undo()
     data = keys.wrap(b"m" * 32, WORDS, ID)
+    monkeypatch.undo()
     for member, value in (("log2_n", log2_n), ("r", r), ("p", p)):
         data = edited(data, member, value)
 

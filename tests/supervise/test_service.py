@@ -9,6 +9,7 @@ from pathlib import Path
 import pytest
 
 from gpucr.errors import BrokenInstall, NotPermitted
+from gpucr.linux import unit_files
 from gpucr.supervise import service
 from tests import command
 
@@ -73,10 +74,10 @@ def test_systemd_finds_no_fault_with_them(tmp_path: Path) -> None:
     paths = [tmp_path / name for name in service.units()]
     for path, text in zip(paths, service.units().values(), strict=True):
         path.write_text(text)
-    assert service.verify(paths)
+    assert unit_files.verify(paths)
     paths[0].write_text(paths[0].read_text().replace("Type=oneshot", "Type=nonsense").replace("ExecStart=", "Exec="))
     with pytest.raises(BrokenInstall, match="systemd-analyze finds fault"):
-        service.verify(paths)
+        unit_files.verify(paths)
 
 
 def test_others_than_root_cannot_install_them(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:

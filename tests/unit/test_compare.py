@@ -24,6 +24,7 @@ from gpucr import Phase
 from gpucr.criu.install import find_criu
 from gpucr.driver.cuda import load_driver
 from gpucr.linux import memory
+from tests.storm import long
 
 ROOT = Path(__file__).parents[2]
 GIB = 2**30
@@ -279,6 +280,7 @@ def test_storage_is_measured_and_nothing_is_left(tmp_path: Path) -> None:
     assert list(tmp_path.iterdir()) == []
 
 
+@long
 def test_storage_without_direct_io_is_measured_through_the_page_cache(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -367,6 +369,7 @@ def test_a_changed_bit_is_noticed(sim_only: None, tmp_path: Path) -> None:
 # --- all of it -------------------------------------------------------------------------------------------------
 
 
+@long
 @pytest.mark.criu
 def test_the_whole_comparison_where_no_driver_is_found(sim_only: None, tmp_path: Path) -> None:
     simulators = {"LD_LIBRARY_PATH", "GPUCR_SIM_STATE", "GPUCR_SIM_GPUS"}

@@ -19,6 +19,7 @@ from gpucr.linux.injection import MADVISE, MMAP, MPROTECT, MUNMAP, InjectionUnav
 from gpucr.linux.ptrace import Stop, StopKind, TracedThread
 from gpucr.linux.registers import Registers
 from tests.counter import wait_until
+from tests.storm import sample
 from tests.unit import exact
 from tests.unit.children import python
 from tests.unit.exact import Exact, StartExact
@@ -305,7 +306,7 @@ def test_a_computing_thread_survives_the_death_of_its_tracer_at_any_moment(
         target.assert_goes_on()
 
 
-@pytest.mark.parametrize(("mode", "where"), [*((mode, "thread") for mode in _BLOCKED_IN), ("poll", "main")])
+@pytest.mark.parametrize(("mode", "where"), sample([*((mode, "thread") for mode in _BLOCKED_IN), ("poll", "main")], 4))
 def test_a_blocked_thread_survives_the_death_of_its_tracer_at_any_moment(
     start: StartExact, monkeypatch: pytest.MonkeyPatch, mode: str, where: str
 ) -> None:

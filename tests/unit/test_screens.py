@@ -87,7 +87,8 @@ def _print_snapshots() -> None:
             stored(34, "finetune-llama-7b-on-support-mails-v2.step-120000", "gpu-node-17.cluster.example.org",
                    140 * _GIB, 512 << 10),
             stored(51, None, "gpu-node-3", 12 << 20, None),
-        )
+        ),
+        lambda _: True,
     )  # fmt: skip
 
 

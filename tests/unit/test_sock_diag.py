@@ -31,6 +31,11 @@ def at(end: Endpoint) -> list[TcpSocket]:
     return [each for each in sock_diag.tcp_sockets() if each.local == end]
 
 
+def between(end: Endpoint, other: Endpoint) -> list[TcpSocket]:
+    """The one of this connection: a port may have others, of other tests, at the same time."""
+    return [each for each in at(end) if each.remote == other]
+
+
 @pytest.fixture
 def listener() -> Iterator[socket.socket]:
     with socket.socket() as sock:  # without SO_REUSEADDR
@@ -41,7 +46,7 @@ def listener() -> Iterator[socket.socket]:
 
 def test_a_listener_and_both_ends_of_a_connection(listener: socket.socket) -> None:
     with socket.create_connection(listener.getsockname()) as client, listener.accept()[0] as server:
-        (mine,) = at(local(client))
+        (mine,) = between(local(client), local(server))
         assert (mine.state, mine.connection) == (TcpState.ESTABLISHED, Connection(local(client), local(server)))
         assert (mine.is_connection, mine.is_listening, mine.is_left_over) == (True, False, False)
         assert mine.inode == os.fstat(client.fileno()).st_ino
@@ -61,8 +66,8 @@ def test_ipv6_and_ipv4_in_its_clothes() -> None:
         pytest.skip("this machine has no IPv6")
     port = listener.getsockname()[1]
     with listener, socket.create_connection((LOOPBACK, port)) as client, listener.accept()[0]:
-        (mine,) = at(local(client))
-        (theirs,) = at(Endpoint(LOOPBACK, port))
+        (mine,) = between(local(client), Endpoint(LOOPBACK, port))
+        (theirs,) = between(Endpoint(LOOPBACK, port), local(client))
         assert theirs.family == socket.AF_INET6
         assert theirs.connection == Connection(mine.remote, mine.local)
         assert outside_connections([mine, theirs]) == ()

@@ -11,6 +11,7 @@ import pytest
 
 from benchmarks import store_dump
 from benchmarks.store_dump import Result
+from tests.storm import long
 
 ROOT = Path(__file__).parents[2]
 
@@ -25,6 +26,7 @@ def test_rates_are_compared_with_the_plain_folder() -> None:
     assert store_dump.as_json({"auto": store}, {})["ways"]["auto"]["of_folder"] == {}
 
 
+@long
 @pytest.mark.criu
 def test_it_runs_on_the_simulated_driver(sim_only: None, tmp_path: Path) -> None:
     command = [sys.executable, "-m", "benchmarks", "store-dump", "--gib", "0.008", "--warm-gib", "0", "--rounds", "1"]

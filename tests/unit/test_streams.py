@@ -14,6 +14,7 @@ import pytest
 from gpucr.errors import OutputLost
 from tests import command
 from tests.docs.command_tree import COMMANDS
+from tests.storm import sample
 
 KINDS = ("open", "closed", "full", "broken")
 COMBINATIONS = list(itertools.product(("open", "closed"), KINDS, KINDS))
@@ -61,7 +62,7 @@ def state_of_its_own(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
         monkeypatch.setenv(name, str(tmp_path))
 
 
-@pytest.mark.parametrize("leaf", LEAVES)
+@pytest.mark.parametrize("leaf", sample(LEAVES, 8))
 def test_help_and_a_wrong_option_of_every_command(leaf: str) -> None:
     """One of the combinations for each command: all of them have each one, for what is printed as for what fails."""
     words = leaf.split()[1:]
@@ -75,7 +76,7 @@ def test_help_and_a_wrong_option_of_every_command(leaf: str) -> None:
     assert "Traceback" not in said
 
 
-@pytest.mark.parametrize(("stdin", "stdout", "stderr"), COMBINATIONS)
+@pytest.mark.parametrize(("stdin", "stdout", "stderr"), sample(COMBINATIONS, 7))
 @pytest.mark.parametrize(
     ("arguments", "expected"),
     [(["jobs"], 0), (["explain"], 0), (["state", "no-such-job", "--json"], 2)],

@@ -55,7 +55,7 @@ _PR_SET_CHILD_SUBREAPER = 36
 
 @dataclass(frozen=True)
 class BatchJob:
-    """What is to be run, and how its place ends. Durations in seconds.
+    """What to run, and how its place ends. Durations in seconds.
 
     ``grace_s``: how long a dump may take once the end is known. ``before_end_s``: how long before the time limit it
     begins. ``every_s``: a dump that leaves the job running, so often; or that ends it, with the code
@@ -83,7 +83,7 @@ def run_batch(job: BatchJob, say: Callable[[str], None], *, key: Secret | None =
 
     The job's own code (128 and the signal's number where a signal ended it), or ``requeue_exit`` where it was dumped,
     or ended without a new dump, and has to be started again with the same id. A snapshot of the id is restored, and
-    removed when the job has ended well. ``say`` gets a line for whatever the job's log has to tell.
+    removed when the job has ended well. ``say`` gets a line for each event that belongs into the job's log.
 
     Needs what `gpucr.run_job`, `gpucr.dump` and `gpucr.restore` need. Raises as they do, and InvalidRequest for a
     snapshot of another command line.

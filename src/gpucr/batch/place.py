@@ -2,7 +2,7 @@
 
 On stdin comes a `Start`. The caller may wait for its child at once: what runs the job is a process of its own session
 that has left the caller's tree, so that a caller that ends its children does not end it in the middle of a dump. It
-tells its pid and the exit code on a pipe, and ends the job, without a dump, as soon as a process has ended that it was
+writes its pid and the exit code to a pipe, and ends the job, without a dump, as soon as a process has ended that it was
 given to watch.
 """
 

@@ -1,4 +1,4 @@
-"""Command-line GPU jobs on a Ray cluster: `submit` one, and it goes on elsewhere when its node is drained or dies.
+"""Command-line GPU jobs on a Ray cluster: `submit` one, and it continues elsewhere when its node is drained or dies.
 
 Needs ``gpucr[ray]``, on all nodes, and a store that all of them reach. Connect first: ``ray.init(address="auto")``.
 """

@@ -118,7 +118,7 @@ class Queue:
         return self._entry(job_id).over.is_set()
 
     async def move(self, job_id: str) -> None:
-        """Dump it, and let it go on on another node. Raises InvalidRequest where it does not run, or has no other."""
+        """Dump it, and continue it on another node. Raises InvalidRequest where it does not run, or has no other."""
         entry = self._running(job_id)
         if not any(gpus >= entry.job.gpus for node, gpus in self._nodes().items() if node != entry.node):
             raise InvalidRequest(

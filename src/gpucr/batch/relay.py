@@ -39,6 +39,6 @@ class Relay:
                 try:
                     sys.stdout.buffer.write(piece)
                     sys.stdout.buffer.flush()
-                except OSError:  # nobody reads it, or the disk of the batch system's log is full: the job goes on
+                except OSError:  # nobody reads it, or the disk of the batch system's log is full: the job keeps running
                     return
             self._position = min(self._position, os.fstat(self._fd).st_size)

@@ -13,11 +13,11 @@ from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
-from gpucr.borrow import ledger, policy
+from gpucr.borrow import ledger, lend, policy
 from gpucr.borrow.chosen import named_gpus
 from gpucr.borrow.guard import guarded
 from gpucr.borrow.ledger import Borrowing
-from gpucr.borrow.lend import Say, lend, look, plan, read_key
+from gpucr.borrow.lend import Say, Seen, look, plan, read_key
 from gpucr.borrow.recovery import end_command, recover, settle
 from gpucr.errors import GpucrError, Interrupted, Unsupported
 from gpucr.jobs.log import job_log
@@ -128,34 +128,47 @@ class _Borrower:
     def _take(self) -> None:
         """Wait for the turn; when it has come, all is done before anybody else can have these GPUs."""
         needed, told = set(self._me.gpus), ""
+        busy_since_s: float | None = None
         while True:
             self._check()
             with ledger.gpus_held(needed, self._check):
-                others, jobs = ledger.borrowings(), self._look()
+                others, seen = ledger.borrowings(), self._look()
+                jobs = seen.jobs
                 blockers = policy.blockers(self._me, others, jobs)
                 victims = () if blockers else policy.victims(self._me, jobs)
                 more = needed.union(*(job.gpus for job in victims))
-                if not blockers and more == needed:
+                if not blockers and not seen.busy and more == needed:
                     self._make_room(victims)
                     return
-            if not blockers:
+            if not blockers and not seen.busy:
                 needed = more  # jobs on other GPUs as well: nobody may change these, either
                 continue
             if any(each.is_gone for each in others if each.name in blockers):
                 recover(self._say)
                 continue
-            if not self._can_wait:
+            if blockers and not self._can_wait:
                 raise Unsupported(
                     f"{', '.join(blockers)} cannot be asked to make room by a priority of {self._me.priority}",
                     hint="omit --no-wait to wait in line, or give a higher --priority; `gpucr borrow --list`",
                     code="GPUCR-BORROW-BUSY",
                 )
+            if blockers:
+                busy_since_s = None
+            elif busy_since_s is None:
+                busy_since_s = time.monotonic()
+            elif time.monotonic() > busy_since_s + lend.BUSY_S:
+                raise Unsupported(
+                    f"another gpucr still works on {', '.join(seen.busy)}, whose GPUs cannot be seen meanwhile",
+                    hint="wait until it has finished, or thaw the job, then try again",
+                    code="GPUCR-BUSY",
+                )
             needed = set(self._me.gpus)
-            if told != (told := f"{self._me.name} waits for {', '.join(blockers)}"):
+            why = ", ".join(blockers) if blockers else f"another gpucr's work on {', '.join(seen.busy)}"
+            if told != (told := f"{self._me.name} waits for {why}"):
                 self._say(told)
             time.sleep(_LOOK_EVERY_S)
 
-    def _look(self) -> Sequence[policy.Occupant]:
+    def _look(self) -> Seen:
         seen = look()
         strangers = sorted({use.pid for use in seen.strangers if use.gpu_uuid in self._me.gpus})
         if strangers:
@@ -165,14 +178,14 @@ class _Borrower:
                 hint="end them, or start such jobs with `gpucr run --priority`",
                 code="GPUCR-BORROW-STRANGER",
             )
-        return seen.jobs
+        return seen
 
     def _make_room(self, victims: Sequence[policy.Occupant]) -> None:
-        ways = plan(victims, self._to, self._key_file)
+        ways = plan(victims, self._to, self._key_file, self._cancel)
         self._check()
         self._me = ledger.change(self._me, "taking")
         for way in ways:
-            lend(way, self._key_file, self._cancel, self._say)
+            lend.lend(way, self._key_file, self._cancel, self._say)
         self._check()
         self._me = ledger.change(self._me, "running")
         variables = {**without_passphrase(os.environ), "CUDA_VISIBLE_DEVICES": ",".join(self._me.gpus)}

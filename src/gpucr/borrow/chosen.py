@@ -1,23 +1,25 @@
-"""Which jobs are meant: those that were named, or all of the caller's, on some GPUs only."""
+"""The chosen jobs: those that were named, or all of the caller's, on some GPUs only."""
 
 from __future__ import annotations
 
 import os
+import time
 from collections.abc import Callable, Collection, Sequence
 
-from gpucr.borrow.lend import lent_jobs
+from gpucr.borrow.lend import BUSY_S, lent_jobs
 from gpucr.driver.gpus import list_gpus
 from gpucr.errors import InvalidRequest
 from gpucr.gpu_state import suspended
 from gpucr.gpu_state.gpu_choice import find_gpu
 from gpucr.jobs.selector import JobSelector
-from gpucr.linux import processes
+from gpucr.linux import claims, processes
 from gpucr.model import CudaState, Gpu
 from gpucr.operations.gpu_jobs import GpuJob, beside, list_gpu_jobs
 from gpucr.operations.listing import ProcessState
 
 Target = int | str | JobSelector
 """What names a job: a pid, a name, or a selector of several trees."""
+_PAUSE_S = 0.1
 
 
 def label_of(target: Target) -> str:
@@ -28,7 +30,7 @@ def label_of(target: Target) -> str:
 
 
 def named_gpus(text: str) -> tuple[Gpu, ...]:
-    """The GPUs of this machine that are meant by indices and UUIDs with commas between, each once.
+    """The GPUs of this machine with these indices and UUIDs, separated by commas, each once.
 
     Raises InvalidRequest.
     """
@@ -83,16 +85,27 @@ def _touches(device_bytes: Collection[str], uuids: Collection[str] | None) -> bo
 def _own_jobs(fits: Callable[[ProcessState], bool]) -> list[Target]:
     """The caller's jobs with a process that fits, without those that this process is in.
 
-    What one process has started, ranks of a launcher without CUDA say, is one job.
+    What one process has started, ranks of a launcher without CUDA say, is one job. Jobs that another gpucr works on
+    are as it found them when it has finished: a supervisor's checkpoint, say, is waited for.
     """
-    ours = {os.getpid(), *processes.ancestors(os.getpid())}
-    own = [job for job in list_gpu_jobs() if _is_own(job) and job.pid not in ours]
+    own, end_s = _jobs_of_the_caller(), time.monotonic() + BUSY_S
+    while True:
+        busy = set(claims.at_work_on(job.pid for job in own))
+        own = _jobs_of_the_caller()  # after the last one has let go
+        if not busy.union(claims.at_work_on(job.pid for job in own)) or time.monotonic() > end_s:
+            break
+        time.sleep(_PAUSE_S)
     found: list[Target] = []
     for job in own:
         ranks = sorted({job.pid, *(other.pid for other in beside(job, own))})
         if any(fits(each) for member in own if member.pid in ranks for each in member.processes):
             found.append(job.name or (job.pid if len(ranks) == 1 else JobSelector(*ranks)))
     return list(dict.fromkeys(found))
+
+
+def _jobs_of_the_caller() -> list[GpuJob]:
+    ours = {os.getpid(), *processes.ancestors(os.getpid())}
+    return [job for job in list_gpu_jobs() if _is_own(job) and job.pid not in ours]
 
 
 def _is_own(job: GpuJob) -> bool:

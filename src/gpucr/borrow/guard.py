@@ -4,18 +4,13 @@ from __future__ import annotations
 
 import contextlib
 import os
-import select
 import subprocess
-import time
 from collections.abc import Iterator
-from typing import NoReturn
 
-from gpucr.borrow import ledger
-from gpucr.borrow.recovery import recover
-from gpucr.errors import BrokenInstall, GpucrError
+from gpucr.borrow import guard_process, ledger
+from gpucr.borrow.guard_process import DISMISSED, TRY_AGAIN
+from gpucr.errors import BrokenInstall
 from gpucr.linux import own_python
-
-_DISMISSED, _TRY_AGAIN = b".", b"!"
 
 
 @contextlib.contextmanager
@@ -25,11 +20,11 @@ def guarded() -> Iterator[None]:
     Raises BrokenInstall, Unsupported.
     """
     theirs, ours = os.pipe()
-    word = _TRY_AGAIN
+    word = TRY_AGAIN
     try:
         _start(theirs)
         yield
-        word = _DISMISSED
+        word = DISMISSED
     finally:
         os.write(ours, word)
         os.close(theirs)
@@ -40,7 +35,7 @@ def _start(dismissal: int) -> None:
     log = ledger.guard_log()
     try:
         with subprocess.Popen(
-            own_python.command("gpucr.borrow.guard", os.getpid(), dismissal),
+            own_python.command(guard_process.__name__, os.getpid(), dismissal),
             env=own_python.environment(),
             stdin=subprocess.DEVNULL,
             stdout=log,
@@ -55,28 +50,3 @@ def _start(dismissal: int) -> None:
         raise BrokenInstall(
             "the process that would bring the jobs back cannot be started", hint="see `guards.log` in gpucr's folder"
         )
-
-
-def main(borrower_pid: str, dismissal_fd: str) -> NoReturn:
-    """Wait until this guard is dismissed, or the borrower has ended: then do what that one has left to do."""
-    dismissal = int(dismissal_fd)
-    borrower = os.pidfd_open(int(borrower_pid))  # before it goes on: its pid is its own
-    if os.fork():
-        os._exit(0)
-    select.select([borrower, dismissal], [], [])
-    word = os.read(dismissal, 1) if select.select([dismissal], [], [], 0)[0] else b""
-    if word == _DISMISSED:
-        os._exit(0)
-    if word != _TRY_AGAIN:  # its descriptors are closed before it has ended
-        select.select([borrower], [], [])
-    code = 0
-    try:
-        recover(_say)
-    except GpucrError as e:
-        _say(f"error: {e}")
-        code = e.exit_code
-    os._exit(code)
-
-
-def _say(line: str) -> None:
-    os.write(2, f"{time.strftime('%Y-%m-%dT%H:%M:%S')} {line}\n".encode())

@@ -7,13 +7,16 @@ import os
 import shutil
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
+from functools import partial
 from pathlib import Path
+from typing import TypeVar
 
 from msgspec import Struct
 
 from gpucr.borrow.policy import Occupant
 from gpucr.diagnosis import preflight
 from gpucr.diagnosis.traps import findings_of_traps
+from gpucr.driver import own_use
 from gpucr.driver.gpus import gpu_processes
 from gpucr.errors import GpucrError, InvalidRequest, JobDamaged, NotACudaProcess, Unsupported
 from gpucr.gpu_state.ways import uses_files
@@ -21,7 +24,7 @@ from gpucr.jobs import selection
 from gpucr.jobs.record import JobRecord, Lent
 from gpucr.jobs.registered import registry, registry_in_use
 from gpucr.jobs.registry import ListedJob
-from gpucr.linux import processes
+from gpucr.linux import claims, processes
 from gpucr.model import GpuUse, ProcessId
 from gpucr.operations.dump import dump, plan_dump
 from gpucr.operations.restore import restore
@@ -32,14 +35,22 @@ from gpucr.store.keys import MAX_KEY_FILE_BYTES, Secret
 from gpucr.undo.cancellation import Cancellation
 
 Say = Callable[[str], None]
-_BUSY_S, _FREE_S, _PAUSE_S, _ENDING_S = 600.0, 10.0, 0.25, 10.0
+_Result = TypeVar("_Result")
+
+BUSY_S = 600.0
+"""How long a job is waited for that another gpucr works on."""
+_FREE_S, _PAUSE_S, _ENDING_S = 10.0, 0.25, 10.0
 
 
 class Seen(Struct, frozen=True):
-    """What has GPUs: the jobs of the registry, lent ones too, and processes that belong to none of them."""
+    """What has GPUs: the jobs of the registry, lent ones too, and processes that belong to none of them.
+
+    ``busy``: jobs that have none now, since another gpucr works on them; then they are back.
+    """
 
     jobs: tuple[Occupant, ...]
     strangers: tuple[GpuUse, ...]
+    busy: tuple[str, ...]
 
 
 class Way(Struct, frozen=True):
@@ -51,10 +62,12 @@ class Way(Struct, frozen=True):
 
 def look() -> Seen:
     """Who has which GPUs now. Raises DriverUnavailable, Unsupported."""
-    uses = gpu_processes()
     with registry_in_use():
         listed = [job.record for job in registry().jobs() if job.record is not None]
     here = {record.pid: record for record in listed if processes.is_alive(record.root)}
+    busy = set(claims.at_work_on(here))
+    uses = gpu_processes()
+    busy.update(claims.at_work_on(here))
     gpus: dict[int, set[str]] = {}
     strangers = []
     for use in uses:
@@ -62,7 +75,7 @@ def look() -> Seen:
         if line:
             root = min(line, key=lambda pid: len(processes.ancestors(pid)))  # the outermost, if jobs start jobs
             gpus.setdefault(root, set()).add(use.gpu_uuid)
-        else:
+        elif not own_use.is_gpucrs(use.pid, had_memory=True):
             strangers.append(use)
     jobs = [
         Occupant(record.name, record.priority, frozenset(gpus[pid]))
@@ -74,7 +87,8 @@ def look() -> Seen:
         for record in listed
         if record.lent is not None
     ]
-    return Seen(tuple(jobs), _that_stay(strangers))
+    waited_for = tuple(here[pid].name for pid in sorted(busy - gpus.keys()) if here[pid].lent is None)
+    return Seen(tuple(jobs), _that_stay(strangers), waited_for)
 
 
 def _that_stay(uses: Sequence[GpuUse]) -> tuple[GpuUse, ...]:
@@ -88,39 +102,54 @@ def _that_stay(uses: Sequence[GpuUse]) -> tuple[GpuUse, ...]:
     return tuple(use for use in uses if (use.pid, use.gpu_uuid) in still)
 
 
-def plan(jobs: Sequence[Occupant], to: str | None, key_file: str | None) -> tuple[Way, ...]:
+def plan(jobs: Sequence[Occupant], to: str | None, key_file: str | None, cancel: Cancellation) -> tuple[Way, ...]:
     """How each job makes room, those in front to host memory as long as there is some. Changes no job.
 
-    Those that are dumped come first: that takes host memory, too, and gives it back.
+    Those that are dumped come first: that takes host memory, too, and gives it back. A job that another gpucr works on
+    is waited for.
 
     Raises Unsupported where one of them cannot be suspended, or host memory is short and ``to`` is None, and as
     `plan_dump` does.
     """
-    uses, needs, ways = gpu_processes(), list[preflight.MemoryNeed](), list[Way]()
+    needs, ways = list[preflight.MemoryNeed](), list[Way]()
     for job in jobs:
         with _named(job.name):
-            found = selection.find_job(job.name)
-            held = preflight.device_bytes_in_use(found.job, uses)
-            own = preflight.needs_of_suspend(held, in_files=uses_files("auto"))
-            findings = [*preflight.check_states(found.job), *findings_of_traps(found.job, found.driver, uses)]
-            preflight.require_no_blocking(findings)
-            short = preflight.check_host_memory([*needs, *own])
-            if not any(finding.severity == "blocking" for finding in short):
+            own = when_free(partial(_host_memory_of, job, needs, may_be_short=to is not None), cancel)
+            if own is not None:
                 needs.extend(own)
                 ways.append(Way(job, None))
                 continue
-            if to is None:
-                raise Unsupported(
-                    f"host memory is short: {short[0].sentence()}",
-                    hint="name a folder or a store for it with --to",
-                    code="GPUCR-HOST-MEMORY",
-                )
-            place = _place(to, job.name)
-            if not is_store(to):
-                Path(to).mkdir(mode=0o700, parents=True, exist_ok=True)
-            preflight.require_no_blocking(plan_dump(job.name, place, key=read_key(key_file)).findings)
+            place = _place(to or "", job.name)
+            if not is_store(place):
+                Path(place).parent.mkdir(mode=0o700, parents=True, exist_ok=True)
+            when_free(partial(_require_dump, job, place, key_file), cancel)
             ways.append(Way(job, place))
     return tuple(sorted(ways, key=lambda way: way.place is None))
+
+
+def _host_memory_of(
+    job: Occupant, needs: Sequence[preflight.MemoryNeed], *, may_be_short: bool
+) -> Sequence[preflight.MemoryNeed] | None:
+    """What its device memory needs; None where there is not so much beside the other ``needs``."""
+    with selection.claimed_job(job.name) as found:  # as it is when nobody works on it
+        uses = gpu_processes()
+        own = preflight.needs_of_suspend(preflight.device_bytes_in_use(found.job, uses), in_files=uses_files("auto"))
+        findings = [*preflight.check_states(found.job), *findings_of_traps(found.job, found.driver, uses)]
+    preflight.require_no_blocking(findings)
+    short = [each for each in preflight.check_host_memory([*needs, *own]) if each.severity == "blocking"]
+    if short and not may_be_short:
+        raise Unsupported(
+            f"host memory is short: {short[0].sentence()}",
+            hint="name a folder or a store for it with --to",
+            code="GPUCR-HOST-MEMORY",
+        )
+    return None if short else own
+
+
+def _require_dump(job: Occupant, place: str, key_file: str | None) -> None:
+    with selection.claimed_job(job.name):
+        findings = plan_dump(job.name, place, key=read_key(key_file)).findings
+    preflight.require_no_blocking(findings)
 
 
 def lend(way: Way, key_file: str | None, cancel: Cancellation, say: Say) -> None:
@@ -137,9 +166,9 @@ def lend(way: Way, key_file: str | None, cancel: Cancellation, say: Say) -> None
     begun = time.monotonic()
     try:
         if place is None:
-            _when_free(lambda: suspend(name, cancel=cancel), cancel)
+            when_free(lambda: suspend(name, cancel=cancel), cancel)
         else:
-            _when_free(lambda: dump(name, place, key=read_key(key_file), cancel=cancel), cancel)
+            when_free(lambda: dump(name, place, key=read_key(key_file), cancel=cancel), cancel)
     except GpucrError as e:
         note_back(name)
         if not processes.is_alive(record.root) and not isinstance(e, JobDamaged):
@@ -152,7 +181,7 @@ def lend(way: Way, key_file: str | None, cancel: Cancellation, say: Say) -> None
 
 
 def bring_back(name: str, say: Say) -> None:
-    """Have a lent job go on, from host memory or from its snapshot, which is removed then.
+    """Bring a lent job back, from host memory or from its snapshot, which is removed then.
 
     Of one that has ended only the note is removed. Raises as `resume` and `restore` do: it stays lent then.
     """
@@ -213,18 +242,20 @@ def note_back(name: str) -> None:
             registry().update(listed.record, lent=None)
 
 
-def _when_free(change: Callable[[], object], cancel: Cancellation) -> None:
-    """Another gpucr may work on the job: a supervisor that takes a checkpoint, say. That comes to its end."""
-    end_s = time.monotonic() + _BUSY_S
+def when_free(change: Callable[[], _Result], cancel: Cancellation | None, limit_s: float = BUSY_S) -> _Result:
+    """Another gpucr may work on the job: a supervisor that takes a checkpoint, say. That comes to its end.
+
+    Raises as ``change`` does: Unsupported (GPUCR-BUSY) only after ``limit_s``, or when cancelled.
+    """
+    end_s = time.monotonic() + limit_s
     while True:
         try:
-            change()
+            return change()
         except Unsupported as e:
-            if e.code != "GPUCR-BUSY" or cancel.is_cancelled or time.monotonic() > end_s:
+            is_cancelled = cancel is not None and cancel.is_cancelled
+            if e.code != "GPUCR-BUSY" or is_cancelled or time.monotonic() > end_s:
                 raise
             time.sleep(_PAUSE_S)
-        else:
-            return
 
 
 def _until_there_is_room(change: Callable[[], object]) -> None:
@@ -237,7 +268,7 @@ def _until_there_is_room(change: Callable[[], object]) -> None:
         try:
             change()
         except Unsupported as e:
-            if time.monotonic() > begun_s + (_BUSY_S if e.code == "GPUCR-BUSY" else _FREE_S):
+            if time.monotonic() > begun_s + (BUSY_S if e.code == "GPUCR-BUSY" else _FREE_S):
                 raise
             time.sleep(_PAUSE_S)
         else:

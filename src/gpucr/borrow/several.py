@@ -2,15 +2,17 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from functools import partial
 
 from msgspec import Struct
 
 from gpucr.borrow.chosen import Target, chosen_jobs, label_of, running_on, suspended_on
+from gpucr.borrow.lend import BUSY_S, when_free
 from gpucr.diagnosis import preflight
 from gpucr.diagnosis.traps import findings_of_traps
 from gpucr.driver.gpus import gpu_processes, list_gpus
-from gpucr.errors import GpucrError, Interrupted, JobDamaged, NotACudaProcess
+from gpucr.errors import GpucrError, Interrupted, JobDamaged, NotACudaProcess, ProcessNotFound
 from gpucr.gpu_state import suspended
 from gpucr.gpu_state.gpu_choice import GpuRequest
 from gpucr.gpu_state.placement import place_suspended
@@ -21,6 +23,9 @@ from gpucr.model import CudaState, GpuMap
 from gpucr.operations.suspend import ChangeReport, resume, suspend
 from gpucr.undo.cancellation import Cancellation
 from gpucr.undo.events import OnProgress
+
+_GONE = (ProcessNotFound, NotACudaProcess)
+"""What a job that was found a moment ago may raise: it has ended. Where it was not named, nobody misses it."""
 
 
 class JobOutcome(Struct, frozen=True):
@@ -62,7 +67,8 @@ def suspend_jobs(
     """Suspend several jobs as `suspend` does one, one after the other; one that fails leaves the others alone.
 
     ``jobs``: pids, names and selectors; None: all jobs of the caller that use one of the ``gpus`` (indices and UUIDs
-    with commas between; None: any). ``timeout_s`` is for each. After an interruption no other one is begun.
+    with commas between; None: any). ``timeout_s`` is for each. Of jobs that were not named, one that another
+    gpucr works on is waited for. After an interruption no other one is begun.
 
     Raises InvalidRequest for GPUs that are not there, DriverUnavailable. What happens to a job is in its outcome.
     """
@@ -72,6 +78,9 @@ def suspend_jobs(
         lambda job: suspend(
             job, gpu_state=gpu_state, timeout_s=timeout_s, force=force, on_progress=on_progress, cancel=cancel
         ),
+        timeout_s,
+        cancel,
+        were_named=jobs is not None,
     )
 
 
@@ -99,6 +108,9 @@ def resume_jobs(
         lambda job: resume(
             job, gpu_map=gpu_map, gpu=gpu, timeout_s=timeout_s, force=force, on_progress=on_progress, cancel=cancel
         ),
+        timeout_s,
+        cancel,
+        were_named=jobs is not None,
     )
 
 
@@ -116,21 +128,20 @@ def plan_suspend(
     """
     require_possible(gpu_state)
     needs: list[preflight.MemoryNeed] = []
-    uses = gpu_processes()
 
     def look(job: Target) -> JobOutlook:
-        found = selection.find_job(job, only=only, force=force)
-        pids = _require_cuda(found)
-        held = preflight.device_bytes_in_use(found.job, uses)
-        needs.extend(preflight.needs_of_suspend(held, in_files=uses_files(gpu_state)))
-        findings = [
-            *preflight.check_states(found.job),
-            *findings_of_traps(found.job, found.driver, uses, may_share=may_be_interposed(gpu_state)),
-            *preflight.check_host_memory(needs),
-        ]
+        with selection.claimed_job(job, only=only, force=force) as found:
+            pids, uses = _require_cuda(found), gpu_processes()
+            held = preflight.device_bytes_in_use(found.job, uses)
+            needs.extend(preflight.needs_of_suspend(held, in_files=uses_files(gpu_state)))
+            findings = [
+                *preflight.check_states(found.job),
+                *findings_of_traps(found.job, found.driver, uses, may_share=may_be_interposed(gpu_state)),
+                *preflight.check_host_memory(needs),
+            ]
         return JobOutlook(label_of(job), pids, _added_up(held.values()), tuple(findings))
 
-    return tuple(_looked_at(job, look) for job in chosen_jobs(jobs, gpus, running_on))
+    return tuple(_looked_at(chosen_jobs(jobs, gpus, running_on), look, were_named=jobs is not None))
 
 
 def plan_resume(
@@ -146,7 +157,10 @@ def plan_resume(
     request, here = GpuRequest.of(gpu_map, gpu), list_gpus()
 
     def look(job: Target) -> JobOutlook:
-        found = selection.find_job(job, only=only, force=force)
+        with selection.claimed_job(job, only=only, force=force) as found:
+            return look_alone(job, found)
+
+    def look_alone(job: Target, found: selection.FoundJob) -> JobOutlook:
         pids = _require_cuda(found)
         away = [member for member in found.job.gang if member.found is CudaState.CHECKPOINTED]
         records = {member.pid: suspended.recall(member.id) for member in away}
@@ -157,7 +171,7 @@ def plan_resume(
         ]
         return JobOutlook(label_of(job), pids, choice.needed_bytes, tuple(findings))
 
-    return tuple(_looked_at(job, look) for job in chosen_jobs(jobs, gpus, suspended_on))
+    return tuple(_looked_at(chosen_jobs(jobs, gpus, suspended_on), look, were_named=jobs is not None))
 
 
 def exit_code_of(errors: Sequence[GpucrError | None]) -> int:
@@ -169,7 +183,14 @@ def exit_code_of(errors: Sequence[GpucrError | None]) -> int:
     return 0 if not codes else codes.pop() if len(codes) == 1 else GpucrError.exit_code
 
 
-def _each(jobs: Sequence[Target], change: Callable[[Target], ChangeReport]) -> tuple[JobOutcome, ...]:
+def _each(
+    jobs: Sequence[Target],
+    change: Callable[[Target], ChangeReport],
+    timeout_s: float | None,
+    cancel: Cancellation | None,
+    *,
+    were_named: bool,
+) -> tuple[JobOutcome, ...]:
     outcomes: list[JobOutcome] = []
     stopped: Interrupted | None = None
     for job in jobs:
@@ -178,18 +199,26 @@ def _each(jobs: Sequence[Target], change: Callable[[Target], ChangeReport]) -> t
             outcomes.append(JobOutcome(label_of(job), error=why))
             continue
         try:
-            outcomes.append(JobOutcome(label_of(job), report=change(job)))
+            limit_s = 0.0 if were_named else BUSY_S if timeout_s is None else timeout_s
+            report = when_free(partial(change, job), cancel, limit_s)
+            outcomes.append(JobOutcome(label_of(job), report=report))
         except GpucrError as e:
+            if isinstance(e, _GONE) and not were_named:
+                continue
             stopped = e if isinstance(e, Interrupted) else None
             outcomes.append(JobOutcome(label_of(job), error=e))
     return tuple(outcomes)
 
 
-def _looked_at(job: Target, look: Callable[[Target], JobOutlook]) -> JobOutlook:
-    try:
-        return look(job)
-    except GpucrError as e:
-        return JobOutlook(label_of(job), error=e)
+def _looked_at(
+    jobs: Sequence[Target], look: Callable[[Target], JobOutlook], *, were_named: bool
+) -> Iterator[JobOutlook]:
+    for job in jobs:
+        try:
+            yield when_free(partial(look, job), None, 0.0 if were_named else BUSY_S)
+        except GpucrError as e:
+            if were_named or not isinstance(e, _GONE):
+                yield JobOutlook(label_of(job), error=e)
 
 
 def _require_cuda(found: selection.FoundJob) -> tuple[int, ...]:

@@ -14,6 +14,7 @@ from gpucr.checkups.checkup import from_findings, ok
 from gpucr.criu.options import GHOST_LIMIT_MAX_BYTES, deleted_file_sizes
 from gpucr.diagnosis import preflight
 from gpucr.diagnosis.preflight.findings import Finding
+from gpucr.diagnosis.preflight.support import processes as facts
 from gpucr.diagnosis.traps import findings_of_traps
 from gpucr.driver.gpus import gpu_processes, list_gpus
 from gpucr.errors import InvalidRequest, Unsupported
@@ -113,14 +114,8 @@ def _largest_deleted(job: Job) -> Mapping[int, int]:
 def check_deleted_files(largest_bytes: Mapping[int, int]) -> list[preflight.Finding]:
     """Deleted files that are too large for CRIU to keep in its images."""
     return [
-        preflight.Finding(
-            "blocking",
-            f"process {pid} has a deleted file of {format_bytes(size_bytes)} in use",
-            "/proc/PID/fd and map_files",
-            "CRIU keeps deleted files of up to 4 GiB: a dump is refused",
-            "close the file, or give it a name",
-            pid,
-            code="GPUCR-GHOST-TOO-LARGE",
+        facts.DELETED_TOO_LARGE.seen(
+            "/proc/PID/fd and map_files", pid, process=f"process {pid}", size=format_bytes(size_bytes)
         )
         for pid, size_bytes in largest_bytes.items()
         if size_bytes > GHOST_LIMIT_MAX_BYTES

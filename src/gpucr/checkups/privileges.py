@@ -11,12 +11,14 @@ from gpucr.checkups.checkup import ok
 from gpucr.criu.granted import find_grant
 from gpucr.criu.install import NEEDED_CAPABILITY
 from gpucr.diagnosis.preflight.findings import Finding
+from gpucr.helper.place import socket_path
 from gpucr.linux import capabilities, tracing
 from gpucr.linux.capabilities import Capabilities
 
 _ABOUT = "privileges"
 _PTRACE = "ptrace"
 _SECCOMP = "seccomp"
+_HELPER = "helper"
 _UID_MAP = Path("/proc/self/uid_map")
 _WHOLE_UID_MAP = ["0", "0", "4294967295"]
 
@@ -36,13 +38,15 @@ _FURTHER = {
 class PrivilegeFacts(Struct, frozen=True):
     """``ptrace_scope``: Yama's (None: this kernel has none). ``seccomp``: the mode in /proc/self/status (None: none).
 
-    ``in_user_namespace``: other than the machine's first one.
+    ``in_user_namespace``: other than the machine's first one. ``helper``: where the privileged helper listens for this
+    user (None: nowhere).
     """
 
     own: Capabilities
     ptrace_scope: int | None
     seccomp: int | None
     in_user_namespace: bool
+    helper: Path | None = None
 
 
 def look() -> PrivilegeFacts:
@@ -54,18 +58,27 @@ def look() -> PrivilegeFacts:
         ptrace_scope=tracing.yama_scope(),
         seccomp=mode,
         in_user_namespace=_UID_MAP.read_text().split() != _WHOLE_UID_MAP,
+        helper=socket_path(),
     )
 
 
 def check(facts: PrivilegeFacts) -> list[Finding]:
-    """Capabilities, user namespace, ptrace, seccomp."""
-    return [*_capabilities(facts.own), *_user_namespace(facts), _ptrace(facts), _seccomp(facts)]
+    """Capabilities, the helper, user namespace, ptrace, seccomp."""
+    return [*_capabilities(facts), *_helper(facts), *_user_namespace(facts), _ptrace(facts), _seccomp(facts)]
 
 
-def _capabilities(own: Capabilities) -> list[Finding]:
+def _helper(facts: PrivilegeFacts) -> list[Finding]:
+    if facts.helper is None:
+        return []
+    what = "the privileged helper dumps and restores what takes more: connections, system call filters"
+    return [ok(_HELPER, what, f"it listens at {facts.helper}; `gpucr helper status` tries it")]
+
+
+def _capabilities(facts: PrivilegeFacts) -> list[Finding]:
+    own = facts.own
     missing = [f"CAP_{name}" for name in _FOR_CRIU if not own.has(name)]
     if missing and not own.is_root:
-        return [_of_a_user(own, missing)]
+        return [_of_a_user(facts, missing)]
     if missing:
         return [
             Finding(
@@ -93,8 +106,12 @@ def _capabilities(own: Capabilities) -> list[Finding]:
     return found or [ok(_ABOUT, "this user can dump and restore every job", "CapEff of /proc/self/status")]
 
 
-def _of_a_user(own: Capabilities, missing: list[str]) -> Finding:
-    grant = find_grant()
+def _of_a_user(facts: PrivilegeFacts, missing: list[str]) -> Finding:
+    own, grant = facts.own, find_grant()
+    if grant is None and facts.helper is not None:
+        return ok(
+            _ABOUT, "this user can suspend, dump and restore jobs of its own", f"by root's helper: {facts.helper}"
+        )
     if grant is not None and os.access(grant.path, os.X_OK):
         if own.no_new_privs or not own.bounding & capabilities.mask(NEEDED_CAPABILITY):
             why = "no_new_privs is set" if own.no_new_privs else f"CAP_{NEEDED_CAPABILITY} is not in the bounding set"

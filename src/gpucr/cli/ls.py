@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -17,16 +18,17 @@ from gpucr.quantities import format_bytes
 if TYPE_CHECKING:
     from gpucr.store.stored_snapshot import StoredSnapshot
 
-_OPTIONAL = (Column("GPU", rank=5), Column("COMMAND", rank=6, least=12, keeps_end=False))
+_OPTIONAL = (Column("NODE"), Column("GPU", rank=5), Column("COMMAND", rank=6, least=12, keeps_end=False))
 """Shown where a snapshot has something to show there: all but damaged ones have a command."""
 _COLUMNS = (
     Column("NAME", least=24),
     Column("ID"),
+    _OPTIONAL[0],
     Column("CREATED", rank=1),
     Column("HOST", rank=4, least=8),
     Column("SIZE", rank=2, is_number=True),
     Column("WRITTEN", rank=3, is_number=True),
-    *_OPTIONAL,
+    *_OPTIONAL[1:],
 )
 
 
@@ -47,9 +49,15 @@ def command(*, store: str, key_file: Path | None, as_json: bool) -> None:
     listing = with_key(key_file, lambda key: list_snapshots(store, key=key))
     if as_json:
         damaged = {each: [error.message] for each, error in listing.damaged.items()}
-        print_json("ls", {"snapshots": [snapshot_fields(each) for each in listing.snapshots], "damaged": damaged})
+        print_json(
+            "ls",
+            {
+                "snapshots": [snapshot_fields(each, is_whole=listing.is_whole(each)) for each in listing.snapshots],
+                "damaged": damaged,
+            },
+        )
     else:
-        _print_table(listing.snapshots)
+        _print_table(listing.snapshots, listing.is_whole)
     for error in listing.damaged.values():
         say(printable(f"damaged: {error.message}"))
     if listing.damaged:
@@ -58,8 +66,8 @@ def command(*, store: str, key_file: Path | None, as_json: bool) -> None:
         )
 
 
-def snapshot_fields(snapshot: StoredSnapshot) -> dict[str, Any]:
-    """A snapshot of a store as JSON takes it."""
+def snapshot_fields(snapshot: StoredSnapshot, *, is_whole: bool = True) -> dict[str, Any]:
+    """A snapshot of a store as JSON takes it. ``is_whole``: it is no part of a set that is not complete."""
     return {
         "id": snapshot.id,
         "name": snapshot.name,
@@ -68,6 +76,8 @@ def snapshot_fields(snapshot: StoredSnapshot) -> dict[str, Any]:
         "size_bytes": snapshot.size_bytes,
         **_manifest_fields(snapshot),
         "counters": dict(snapshot.counters),
+        "part": snapshot.part,
+        "complete": is_whole,
     }
 
 
@@ -89,22 +99,23 @@ def _manifest_fields(snapshot: StoredSnapshot) -> dict[str, Any]:
     }
 
 
-def _print_table(found: tuple[StoredSnapshot, ...]) -> None:
+def _print_table(found: tuple[StoredSnapshot, ...], is_whole: Callable[[StoredSnapshot], bool]) -> None:
     if not found:
         click.echo("no snapshots")
         return
-    rows = [_row(each) for each in found]
+    rows = [_row(each, is_whole=is_whole(each)) for each in found]
     unused = {each for each in _OPTIONAL if all(row[_COLUMNS.index(each)] == "-" for row in rows)}
     columns = [column for column in _COLUMNS if column not in unused]
     used = [[cell for column, cell in zip(_COLUMNS, row, strict=True) if column not in unused] for row in rows]
     click.echo("\n".join(fit(columns, used, terminal_width())))
 
 
-def _row(each: StoredSnapshot) -> tuple[str, ...]:
+def _row(each: StoredSnapshot, *, is_whole: bool) -> tuple[str, ...]:
     written, fields = each.counters.get("written_bytes"), _manifest_fields(each)
     return (
         each.name or "-",
         each.id[:8],
+        "-" if each.part is None else f"{each.part.node} of {each.part.node_count}{'' if is_whole else ', unfinished'}",
         f"{each.created[:19].replace('T', ' ')}Z" if each.created.endswith("+00:00") else each.created,
         printable(each.host),
         format_bytes(each.size_bytes),

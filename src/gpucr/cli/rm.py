@@ -24,11 +24,12 @@ def command(*, snapshot: str, key_file: Path | None, as_json: bool, quiet: bool)
     Example:
       gpucr rm /var/snapshots/store#before-lunch
     """
-    from gpucr.operations.stores import remove_snapshot
+    from gpucr.operations.stores import remove_parts
 
-    removed = with_key(key_file, lambda key: remove_snapshot(snapshot, key=key))
+    removed = with_key(key_file, lambda key: remove_parts(snapshot, key=key))
     if as_json:
-        print_json("rm", {"removed": [snapshot_fields(removed)]})
+        print_json("rm", {"removed": [snapshot_fields(each) for each in removed]})
     if as_json or quiet:
         return
-    click.echo(f"{removed.label} removed")
+    for each in removed:
+        click.echo(f"{each.label} removed")

@@ -13,7 +13,7 @@ from gpucr.cli.output import print_json
 from gpucr.cli.suggesting import SuggestingGroup
 
 if TYPE_CHECKING:
-    from gpucr.supervise.service import UnitFile
+    from gpucr.linux.unit_files import UnitFile
 
 _units_dir_option = click.option(
     "--units-dir",

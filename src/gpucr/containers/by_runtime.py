@@ -57,7 +57,7 @@ def dump_container(
     leave_running: bool = False,
     cancel: Cancellation | None = None,
 ) -> ContainerReport:
-    """Have its runtime write a container to the folder ``to`` and end it, or with ``leave_running`` let it go on.
+    """Have its runtime write a container to the folder ``to`` and end it, or with ``leave_running`` keep it running.
 
     ``runtime`` is found where it is not given; ``runtime_root`` is what runc and crun know as ``--root``. With
     ``leave_running`` this returns when its GPU state is back. The folder must not exist, or be empty. Needs root.

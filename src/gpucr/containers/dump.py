@@ -18,6 +18,7 @@ from msgspec.structs import replace
 from gpucr.criu import abandoned
 from gpucr.criu.recovery import EndDump
 from gpucr.diagnosis import preflight
+from gpucr.diagnosis.preflight.support import machine as facts
 from gpucr.diagnosis.traps import findings_of_traps
 from gpucr.driver.gpus import gpu_processes
 from gpucr.errors import CriuError, CudaStarted, GpucrError, JobChanged, SnapshotExists
@@ -190,17 +191,7 @@ def _check_freezer(root_pid: int) -> list[preflight.Finding]:
     path = cgroups.legacy_freezer(root_pid)
     if path is None:
         return []
-    return [
-        preflight.Finding(
-            "blocking",
-            "the container is in a cgroup of version 1's freezer",
-            f"its process {root_pid} is in {path}",
-            "CRIU would hang when it freezes the container",
-            "boot the machine with cgroup version 2 alone (systemd.unified_cgroup_hierarchy=1)",
-            pid=root_pid,
-            code="GPUCR-CGROUP-V1",
-        )
-    ]
+    return [facts.CGROUP_V1.seen(f"its process {root_pid} is in {path}", root_pid)]
 
 
 def _steps(context: JobDump, cuda: CudaWork, run: RuntimeDump) -> list[Step]:

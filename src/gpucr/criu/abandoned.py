@@ -42,11 +42,12 @@ def wait(criu: ProcessId, timeout_s: float = UNDO_LIMIT_S) -> bool:
 def end_dump(criu: ProcessId) -> None:
     """The dump fails, CRIU lets the tree go on and ends: its writes fail from now on (CriuService.refuse_writes)."""
     if processes.is_alive(criu):
-        with contextlib.suppress(ProcessLookupError):
+        with contextlib.suppress(ProcessLookupError, PermissionError):  # the privileged helper has seen it hang up
             _, hard = resource.prlimit(criu.pid, resource.RLIMIT_FSIZE)
             resource.prlimit(criu.pid, resource.RLIMIT_FSIZE, (0, hard))
     if not wait(criu):
-        processes.kill_and_wait([criu])
+        with contextlib.suppress(PermissionError):
+            processes.kill_and_wait([criu])
 
 
 def end_restore(criu: ProcessId, pids: Collection[int]) -> None:
@@ -56,6 +57,8 @@ def end_restore(criu: ProcessId, pids: Collection[int]) -> None:
     """
     end = time.monotonic() + UNDO_LIMIT_S
     while not wait(criu, _RETELL_S) and time.monotonic() < end:
-        processes.kill_tree(criu.pid, including_root=False, timeout_s=0)
-    processes.kill_and_wait([criu])
+        with contextlib.suppress(PermissionError):
+            processes.kill_tree(criu.pid, including_root=False, timeout_s=0)
+    with contextlib.suppress(PermissionError):
+        processes.kill_and_wait([criu])
     kill_orphans(pids, since_ticks=criu.start_time_ticks)

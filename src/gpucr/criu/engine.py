@@ -116,6 +116,7 @@ class Criu:
         log_path: Path,
         leave_stopped: bool = False,
         outputs: Mapping[Path, Path] | None = None,
+        inherited: Mapping[str, int] | None = None,
         on_start: OnStart | None = None,
         on_notify: OnNotify | None = None,
         check: Check | None = None,
@@ -125,7 +126,8 @@ class Criu:
 
         It is in the cgroups of the caller, or of the ``parent``. With ``leave_stopped`` it is stopped, as by SIGSTOP,
         before its first instruction. ``outputs``, in a sandbox only: what had a path of the left side open has the file
-        on the right side open instead, at its end.
+        on the right side open instead, at its end. ``inherited``, outside a sandbox only: what has such a path in the
+        images is that descriptor, which CRIU must inherit under its number, from 10 on; the path is not opened.
 
         ``on_start(criu)``, ``on_notify(hook, pid)``, ``check``: as in `dump`; ``pid`` is the root's where CRIU tells it
         (post-restore and later), else 0. A restore that fails, is refused by ``on_notify``, or is ended by ``deadline``
@@ -152,13 +154,16 @@ class Criu:
                 sandbox=self._sandbox,
             )
             try:
-                inherited = [
+                outputs_fds = [
                     rpc_pb2.InheritFd(key=str(old).lstrip("/"), fd=fd)
                     for old, fd in zip(new, service.files.outputs, strict=True)
                 ]
+                inherited_fds = [
+                    rpc_pb2.InheritFd(key=path.lstrip("/"), fd=fd) for path, fd in (inherited or {}).items()
+                ]
                 request_options: dict[str, object] = {
                     "leave_stopped": leave_stopped,
-                    "inherit_fd": inherited,
+                    "inherit_fd": [*outputs_fds, *inherited_fds],
                     # A restored job is in the cgroups of the gpucr that restores it, as a new one is. CRIU would make
                     # those of the dump again, in which no batch system and no service manager knows of it.
                     "manage_cgroups_mode": rpc_pb2.CGROUPS_IGNORE,

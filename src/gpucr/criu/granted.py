@@ -3,7 +3,7 @@
 CAP_CHECKPOINT_RESTORE lets its holder choose pids and see what files his own processes have mapped. That is all that
 CRIU needs for the processes of whoever starts it (``--unprivileged``), and all that a user gains: CRIU loads plugins
 from a folder that its caller names, so whatever the copy may do, its users may do (docs/adr/0058-granted-criu.md).
-A second copy may have CAP_NET_ADMIN as well, for TCP connections: for one group only (docs/adr/0064-network-grant.md).
+A second copy may have CAP_NET_ADMIN as well, for TCP connections: for one group only (the same page).
 """
 
 from __future__ import annotations
@@ -83,7 +83,7 @@ def grant(install: CriuInstall, *, group: str | None = None, network: bool = Fal
     others = [each.path.parent for each in find_grants() if each.network != network]
     before = [each for each in _folders() if each not in others]
     try:
-        folder = _new_folder()
+        folder = _new_folder(GRANTED_FOLDER)
         try:
             _fill(folder, install, gid, network=network)
             _try(folder / GRANTED_NAME, gid)
@@ -149,18 +149,43 @@ def _group_name(gid: int) -> str:
         return str(gid)
 
 
-def _new_folder() -> Path:
+def _new_folder(top: Path) -> Path:
     """Root's alone until it is filled: nobody starts what is not whole."""
-    trusted_paths.require_ours(GRANTED_FOLDER)
-    for each in (GRANTED_FOLDER.parent, GRANTED_FOLDER):
+    trusted_paths.require_ours(top)
+    for each in (top.parent, top):
         with contextlib.suppress(FileExistsError):
             each.mkdir()
             each.chmod(0o755)  # whatever the umask
-    trusted_paths.require_ours(GRANTED_FOLDER)
-    return Path(tempfile.mkdtemp(prefix="criu-", dir=GRANTED_FOLDER))
+    trusted_paths.require_ours(top)
+    return Path(tempfile.mkdtemp(prefix="criu-", dir=top))
 
 
-def _fill(folder: Path, install: CriuInstall, gid: int | None, *, network: bool) -> None:
+def place_copy(install: CriuInstall, top: Path) -> Path:
+    """Make a copy below ``top`` that every user can start, with no capabilities; older ones are removed. Root only.
+
+    Raises CriuUnavailable where it cannot be made there.
+    """
+    try:
+        folder = _new_folder(top)
+        try:
+            program = _copy(folder, install)
+            program.chmod(0o755)
+            folder.chmod(0o755)
+        except BaseException:
+            shutil.rmtree(folder, ignore_errors=True)
+            raise
+        for old in top.iterdir():
+            if old != folder:
+                shutil.rmtree(old)
+    except (OSError, NotRelocatable) as e:
+        raise CriuUnavailable(
+            f"{install.path} cannot be copied for ordinary users: {e}",
+            hint=f"only root may be able to change {top} and what is above it",
+        ) from e
+    return program
+
+
+def _copy(folder: Path, install: CriuInstall) -> Path:
     program = folder / GRANTED_NAME
     data = install.path.read_bytes()
     if install.origin == "provided":
@@ -168,6 +193,11 @@ def _fill(folder: Path, install: CriuInstall, gid: int | None, *, network: bool)
         _copy_libraries(install.path.parents[2] / installs.LIBRARY_FOLDER, libraries)
         data = relocated(data, str(libraries / _LOADER), str(libraries))
     program.write_bytes(data)
+    return program
+
+
+def _fill(folder: Path, install: CriuInstall, gid: int | None, *, network: bool) -> None:
+    program = _copy(folder, install)
     if gid is not None:
         os.chown(program, 0, gid)  # takes capabilities away, so they come later
     program.chmod(0o755 if gid is None else 0o750)

@@ -95,6 +95,18 @@ class FilesImage:
                 file.pos = present_bytes
             self.is_changed = True
 
+    @property
+    def entries(self) -> tuple[images_pb2.FileEntry, ...]:
+        """All of them, in their order."""
+        return tuple(self._entries)
+
+    def rename(self, names: Mapping[int, str]) -> None:
+        """Give regular files and folders other names, by the number of their entry."""
+        for entry in self._entries:
+            if entry.HasField("reg") and entry.reg.id in names:
+                entry.reg.name = os.fsencode(names[entry.reg.id])
+                self.is_changed = True
+
     def paths(self) -> dict[int, str]:
         """The name of each regular file, by the number of its entry."""
         return {entry.reg.id: os.fsdecode(entry.reg.name) for entry in self._entries if entry.HasField("reg")}

@@ -31,7 +31,7 @@ NEEDED_CAPABILITY = "CHECKPOINT_RESTORE"
 NETWORK_CAPABILITY = "NET_ADMIN"
 """What it needs besides to take TCP connections apart."""
 
-Origin = Literal["environment", "granted", "path", "provided"]
+Origin = Literal["environment", "granted", "path", "provided", "helper"]
 
 _START_TIMEOUT_S = 10
 _FETCH_HINT = "run `gpucr criu`, or install a newer CRIU with the system's package manager"
@@ -42,7 +42,8 @@ class CriuInstall(Struct, frozen=True):
     """A CRIU that was started once. ``command`` is the argv prefix, ``path`` the program it runs.
 
     ``is_unprivileged``: the caller lacks root's capabilities, and this program has by its file what CRIU needs for the
-    caller's own processes. ``has_network``: it may take TCP connections apart.
+    caller's own processes. ``has_network``: it may take TCP connections apart. Of the privileged helper (origin
+    ``helper``) ``path`` is the socket, and there is no ``command``.
     """
 
     command: tuple[str, ...]

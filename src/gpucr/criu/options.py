@@ -89,22 +89,18 @@ def choose_dump_options(
     """
     return DumpOptions(
         leave_running=leave_running,
-        shell_job=_session_leader_is_outside(pids) or any(map(_is_no_session_leader, other_root_pids)),
+        shell_job=is_shell_job(pids[0], pids) or any(is_shell_job(each, [each]) for each in other_root_pids),
         ghost_limit_bytes=_ghost_limit(pids),
         network_lock=_choose_network_lock(install) if has_connections(pids) else "skip",
     )
 
 
-def _session_leader_is_outside(pids: Sequence[int]) -> bool:
+def is_shell_job(root_pid: int, pids: Sequence[int]) -> bool:
+    """Whether the leader of the tree's session is outside it; one in another tree is, too: another CRIU dumps that."""
     try:
-        return os.getsid(pids[0]) not in pids
+        return os.getsid(root_pid) not in pids
     except ProcessLookupError:
         return False
-
-
-def _is_no_session_leader(root_pid: int) -> bool:
-    """A leader in another tree is outside, too: that tree is dumped by another CRIU."""
-    return _session_leader_is_outside([root_pid])
 
 
 def _ghost_limit(pids: Sequence[int]) -> int:

@@ -5,7 +5,7 @@ from __future__ import annotations
 import threading
 from collections.abc import Callable
 
-from gpucr.driver import gpus, libcuda
+from gpucr.driver import gpus, libcuda, own_use
 from gpucr.driver.api import DriverCapabilities
 from gpucr.errors import (
     DriverError,
@@ -104,6 +104,8 @@ class CudaDriver:
         with self._initialize_lock:
             if self._initialized:
                 return
+            if not self._cuda.is_initialized():
+                own_use.note_initialized()
             result = self._cuda.init()
             if result != libcuda.SUCCESS:
                 raise DriverUnavailable(

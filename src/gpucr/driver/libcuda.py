@@ -154,6 +154,10 @@ class Libcuda:
         arguments = (name.encode(), ctypes.byref(function), version, ctypes.c_uint64(0), ctypes.byref(status))
         return function.value if look_up(*arguments) == SUCCESS and status.value == 0 else None
 
+    def is_initialized(self) -> bool:
+        """Whether somebody has called cuInit in this process."""
+        return int(self._cuda.cuDeviceGetCount(ctypes.byref(ctypes.c_int()))) == SUCCESS
+
     def init(self) -> int:
         """Call cuInit(0), which costs 0.3 to 2.7 s the first time in a process."""
         return int(self._cuda.cuInit(0))

@@ -89,7 +89,7 @@ class Process:
         self._loaded().restore(self._pid, gpu_map)
 
     def unlock(self) -> None:
-        """LOCKED → RUNNING: CUDA calls go on. Raises IllegalState, DriverError."""
+        """LOCKED → RUNNING: CUDA calls continue. Raises IllegalState, DriverError."""
         self._loaded().unlock(self._pid)
 
     def _loaded(self) -> Driver:

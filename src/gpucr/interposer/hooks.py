@@ -1,4 +1,4 @@
-"""For the program itself: functions that are called before gpucr freezes it, and when it goes on.
+"""For the program itself: functions that are called before gpucr freezes it, and when it runs again.
 
 Loaded in a job, so it needs next to nothing. Without the interposer both functions do nothing.
 """
@@ -20,15 +20,15 @@ _registered: list[object] = []
 def before_freeze(function: Callable[[], object]) -> Callable[[], object]:
     """Have it called before this process is frozen: for a suspend, a dump, a move, `gpucr.freeze`. Also a decorator.
 
-    It runs in a thread of its own while the others go on, and may use CUDA. An exception is printed, and like one that
-    takes more than 10 s it is told to the user of gpucr; the freeze goes on. Without the interposer nothing calls it.
-    A forked child has none. Raises ValueError where there are 16 already.
+    It runs in a thread of its own while the others keep running, and may use CUDA. An exception is printed;
+    it, or a function that takes more than 10 s, is a warning of gpucr's, and the freeze proceeds. Without the
+    interposer nothing calls it. A forked child has none. Raises ValueError where there are 16 already.
     """
     return _register("gpucr_before_freeze", function)
 
 
 def after_restore(function: Callable[[], object]) -> Callable[[], object]:
-    """Have it called when this process goes on: after a resume or restore, and after a freeze of which nothing came.
+    """Have it called when this process runs again: after a resume or restore, and after a freeze that failed.
 
     As `before_freeze` in all else. The process runs already when it is called.
     """

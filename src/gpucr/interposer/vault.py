@@ -17,6 +17,7 @@ from typing import Any, ClassVar
 
 from msgspec import Struct
 
+from gpucr.driver import own_use
 from gpucr.errors import InterposerError
 from gpucr.interposer.protocol import ON_DEVICE, ON_HOST_NODE
 
@@ -84,6 +85,10 @@ class _Library:
             with contextlib.suppress(AttributeError):  # said when it is called
                 getattr(self._library, name).argtypes = types
 
+    def is_initialized(self) -> bool:
+        """Whether somebody has called cuInit in this process."""
+        return bool(self._library.cuDeviceGetCount(ctypes.byref(ctypes.c_int())) == 0)
+
     def __call__(self, name: str, *arguments: object) -> None:
         try:
             result = getattr(self._library, name)(*arguments)
@@ -116,10 +121,13 @@ class Vault:
         self._cuda, self._shown = _Library(), dict[int, Shown]()
         self._context, self._slots = _POINTER(), queue.SimpleQueue[tuple[int, ctypes.c_void_p]]()
         self._pinned: list[int] = []
+        if not self._cuda.is_initialized():
+            own_use.note_initialized()
         self._cuda("cuInit", 0)
         self.ordinal = self._find(uuid)
-        self._cuda("cuDevicePrimaryCtxRetain", ctypes.byref(self._context), self.ordinal)
+        self._sign: int | None = own_use.note_context()
         try:
+            self._cuda("cuDevicePrimaryCtxRetain", ctypes.byref(self._context), self.ordinal)
             self._cuda("cuCtxSetCurrent", self._context)
             for _ in range(WORKERS):
                 self._add_slot()
@@ -241,6 +249,9 @@ class Vault:
             self._context = _POINTER()
             with contextlib.suppress(VaultFailed):
                 self._cuda("cuDevicePrimaryCtxRelease_v2", self.ordinal)
+        if self._sign is not None:
+            os.close(self._sign)
+            self._sign = None
 
 
 class Vaults:

@@ -13,12 +13,14 @@ from msgspec import Struct, field
 from gpucr.criu.engine import Criu
 from gpucr.criu.install import CriuInstall
 from gpucr.diagnosis import preflight
+from gpucr.diagnosis.preflight.support import outside as facts
 from gpucr.errors import InvalidRequest, JobDamaged, ProcessNotFound, SnapshotDamaged, Unsupported
+from gpucr.helper.client import HelperCriu
 from gpucr.jobs import sandbox
 from gpucr.jobs.recovery import EndSandbox
 from gpucr.jobs.registered import RestoredName
 from gpucr.jobs.restored_tree import RestoredTree
-from gpucr.jobs.sandbox import BareKeeper, EmptySandbox, Network
+from gpucr.jobs.sandbox import BareKeeper, EmptySandbox, HelpedKeeper, Network
 from gpucr.linux import processes
 from gpucr.linux.namespaces import last_pid_clear_of
 from gpucr.linux.trusted_paths import open_file
@@ -150,15 +152,7 @@ def check_clone(manifest: Manifest) -> list[preflight.Finding]:
     """What a copy shares with the job that it is of, though it should not."""
     if not manifest.folders:
         return []
-    return [
-        preflight.Finding(
-            "warning",
-            "the clone takes over the names of the job's local sockets",
-            f"in {manifest.folders[-1].path}",
-            "who connects to one from now on reaches the clone",
-            "let programs that are to be cloned use sockets of the network, or names of their own",
-        )
-    ]
+    return [facts.CLONE_SOCKETS.seen(f"in {manifest.folders[-1].path}")]
 
 
 class RestoreSite(Struct, frozen=True):
@@ -168,7 +162,7 @@ class RestoreSite(Struct, frozen=True):
     others in it.
     """
 
-    keeper: EmptySandbox | BareKeeper
+    keeper: EmptySandbox | BareKeeper | HelpedKeeper
     criu: Criu
     isolated: bool
     network: Network
@@ -235,20 +229,26 @@ class StartKeeper:
         self._install = install
         self._name = name
         self._own_session = own_session
-        self._made: BareKeeper | None = None
+        self._made: BareKeeper | HelpedKeeper | None = None
         self.site: Result[RestoreSite] = Result()
 
     def describe(self) -> str:
         """What for."""
+        if self._install.origin == "helper":
+            return "ask the privileged helper to restore the job, and to become its parent"
         return "start the process that will be the job's parent"
 
     def run(self, interrupts: Interrupts, meter: Meter) -> int:
         """Start it, and have CRIU started below it."""
         name = self._name
+        log_path = str(name.log_path) if name is not None else None
+        status_path = str(name.status_path) if name is not None else None
+        if self._install.origin == "helper":
+            helped = self._made = sandbox.helped_keeper(log_path=log_path, status_path=status_path)
+            self.site.set(RestoreSite(helped, HelperCriu(self._install, keeper=helped), False, "host"))
+            return 0
         made = self._made = sandbox.bare_keeper(
-            log_path=str(name.log_path) if name is not None else None,
-            status_path=str(name.status_path) if name is not None else None,
-            own_session=self._own_session,
+            log_path=log_path, status_path=status_path, own_session=self._own_session
         )
         self.site.set(RestoreSite(made, Criu(self._install, parent=made), False, "host"))
         return 0

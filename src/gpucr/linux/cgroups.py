@@ -46,6 +46,21 @@ class MemoryLimit(Struct, frozen=True):
     is_hard: bool
 
 
+def join(pid: int) -> None:
+    """The caller goes where this process is, in each hierarchy where it is elsewhere. Needs root. Raises OSError."""
+    own, wanted = ((PROC / name / "cgroup").read_text(errors="surrogateescape") for name in ("self", str(pid)))
+    for line in sorted(set(wanted.splitlines()) - set(own.splitlines())):
+        hierarchy, controllers, path = line.split(":", maxsplit=2)
+        version = 2 if hierarchy == "0" else 1
+        for found, (root, top) in _mounts(controllers.split(",")[0]):
+            below = _below(PurePosixPath(path), root)
+            if found == version and below is not None:
+                (top / below / "cgroup.procs").write_text("0")  # the writer
+                break
+        else:
+            raise OSError(errno.ENOENT, "this part of the hierarchy is not mounted", path)
+
+
 def memory_limits(pid: int | None = None) -> tuple[MemoryLimit, ...]:
     """The limits that apply to a process (None: the caller): those of its cgroup and of all above it.
 

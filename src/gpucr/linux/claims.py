@@ -12,7 +12,7 @@ import fcntl
 import functools
 import os
 import struct
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable, Iterator, Set
 
 from gpucr.errors import ProcessNotFound, Unsupported
 from gpucr.linux import locks, processes
@@ -30,14 +30,28 @@ def claimed(pids: Iterable[int]) -> Iterator[tuple[int, ...]]:
     Whoever is given a copy of a descriptor holds that claim as well. Processes that have ended are passed over. Raises
     Unsupported where a process is claimed already, and names the holder where it can be seen.
     """
-    claim = _claim_process if pidfds_are_processes() else _claim_number_of
     with contextlib.ExitStack() as opened:
         fds = []
         for pid in sorted(set(pids)):
             with contextlib.suppress(FileNotFoundError, ProcessLookupError):
-                fds.append(claim(pid))
+                fds.append(_claim(pid))
                 opened.callback(os.close, fds[-1])
         yield tuple(fds)
+
+
+def at_work_on(pids: Iterable[int]) -> dict[int, ProcessInfo]:
+    """Those of these processes that a gpucr works on now, and which, as far as the caller may look.
+
+    Takes nothing: nobody is refused for it.
+    """
+    objects = {}
+    for pid in pids:
+        with contextlib.suppress(FileNotFoundError, ProcessLookupError):
+            fd, number = _object_of(pid)
+            objects[pid] = _span(fd, number)
+            os.close(fd)
+    holders = _holders(set(objects.values()))
+    return {pid: holders[span] for pid, span in objects.items() if span in holders}
 
 
 @contextlib.contextmanager
@@ -72,30 +86,40 @@ def pidfds_are_processes() -> bool:
         os.close(eventfd)
 
 
-def _claim_process(pid: int) -> int:
-    """flock(2) on a pidfd. Who comes second is told so by the kernel."""
-    fd = os.pidfd_open(pid)
+def _object_of(pid: int) -> tuple[int, int | None]:
+    """What is locked for a process: a descriptor, and the byte; None: all of it (flock(2) on a pidfd).
+
+    Older kernels have all pidfds in one inode; there it is a byte, at the process's own number, of its pid namespace.
+    """
+    if pidfds_are_processes():
+        return os.pidfd_open(pid), None
+    fd = os.open(PROC / str(pid) / "ns" / "pid", os.O_RDONLY)
+    try:
+        return fd, processes.innermost_thread_id(pid, pid)
+    except BaseException:
+        os.close(fd)
+        raise
+
+
+def _claim(pid: int) -> int:
+    """Who comes second is told so by the kernel, or by `_lock_number`."""
+    fd, number = _object_of(pid)
+    try:
+        if not (_lock_whole(fd) if number is None else _lock_number(fd, number)):
+            span = _span(fd, number)
+            raise _busy(pid, _holders({span}).get(span))
+    except BaseException:
+        os.close(fd)
+        raise
+    return fd
+
+
+def _lock_whole(fd: int) -> bool:
     try:
         locks.lock(fd)
     except BlockingIOError:
-        raise _busy(pid, _close_and_name(fd)) from None
-    except BaseException:
-        os.close(fd)
-        raise
-    return fd
-
-
-def _claim_number_of(pid: int) -> int:
-    """The fallback of older kernels: a lock of one byte, at the process's own number, on its pid namespace."""
-    fd = os.open(PROC / str(pid) / "ns" / "pid", os.O_RDONLY)
-    try:
-        number = processes.innermost_thread_id(pid, pid)
-        if not _lock_number(fd, number):
-            raise _busy(pid, _close_and_name(os.dup(fd), number))
-    except BaseException:
-        os.close(fd)
-        raise
-    return fd
+        return False
+    return True
 
 
 def _lock_number(fd: int, number: int) -> bool:
@@ -121,26 +145,42 @@ def _busy(pid: int, holder: ProcessInfo | None) -> Unsupported:
     )
 
 
-def _close_and_name(fd: int, number: int | None = None) -> ProcessInfo | None:
-    """Who holds a lock on this file, or on this byte of it, as far as the caller may look (proc_pid_fdinfo(5)).
-
-    The kernel's own note of who took it is of no use: that process may have ended, and left its guard with a copy.
-    """
+def _span(fd: int, number: int | None) -> str:
+    """A lock of all of this file, or of this byte, as the kernel writes it."""
     found = os.fstat(fd)
-    os.close(fd)
-    file = f"{os.major(found.st_dev):02x}:{os.minor(found.st_dev):02x}:{found.st_ino}"
-    span = f"{file} {number} {number}" if number is not None else file
-    for pid in sorted(processes.all_pids()):
+    where = "0 EOF" if number is None else f"{number} {number}"
+    return f"{os.major(found.st_dev):02x}:{os.minor(found.st_dev):02x}:{found.st_ino} {where}"
+
+
+def _holders(spans: Set[str]) -> dict[str, ProcessInfo]:
+    """Who holds these locks (proc_pid_fdinfo(5)).
+
+    The kernel's own note of who took it comes last: that process may have ended, and left its guard with a copy. But
+    it is there for everyone to see, and says of processes of other users as well that there is a lock (proc_locks(5)).
+    """
+    found: dict[str, ProcessInfo] = {}
+    for pid in sorted(processes.all_pids()) if spans else ():
         with contextlib.suppress(OSError, ProcessNotFound):
-            if _has_lock(pid, span):
-                return processes.describe(pid)
-    return None
+            for span in _locks_of(pid) & spans - found.keys():
+                found[span] = processes.describe(pid)
+    for line in (PROC / "locks").read_text().splitlines() if len(found) < len(spans) else ():
+        taker, span = _taker_and_span(line)
+        if span in spans and span not in found and taker > 0:
+            with contextlib.suppress(OSError, ProcessNotFound):
+                found[span] = processes.describe(taker)
+    return found
 
 
-def _has_lock(pid: int, span: str) -> bool:
+def _locks_of(pid: int) -> set[str]:
+    found = set()
     for fd in os.listdir(PROC / str(pid) / "fdinfo"):
         with contextlib.suppress(FileNotFoundError):  # closed meanwhile
             lines = (PROC / str(pid) / "fdinfo" / fd).read_text().splitlines()
-            if any(line.startswith("lock:") and f"{span} " in f"{line} " for line in lines):
-                return True
-    return False
+            found |= {_taker_and_span(line)[1] for line in lines if line.startswith("lock:")}
+    return found
+
+
+def _taker_and_span(line: str) -> tuple[int, str]:
+    """Of ``1: FLOCK  ADVISORY  WRITE 27713 00:05:260072 0 EOF``; a lock of several bytes is none of ours."""
+    taker, *span = line.split()[-4:]
+    return int(taker), " ".join(span)

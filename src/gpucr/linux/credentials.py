@@ -71,6 +71,18 @@ def take_on(wanted: Credentials) -> None:
         _prctl(_PR_SET_NO_NEW_PRIVS, 1)
 
 
+def set_ambient(wanted: int) -> None:
+    """These capabilities of the permitted ones are in effect for the calling thread, and for programs that it starts.
+
+    No others are; those that are permitted stay so. Raises OSError.
+    """
+    own = of(os.getpid()).capabilities
+    _prctl(_PR_CAP_AMBIENT, _PR_CAP_AMBIENT_CLEAR_ALL)
+    _set_capabilities(wanted, own.permitted, wanted)
+    for number in _bits(wanted):
+        _prctl(_PR_CAP_AMBIENT, _PR_CAP_AMBIENT_RAISE, number)
+
+
 def hide_from_tracers() -> None:
     """Until its next execve(2) nobody but root of the machine reads or writes this process through /proc."""
     _prctl(_PR_SET_DUMPABLE, 0)

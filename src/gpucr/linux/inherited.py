@@ -24,8 +24,11 @@ from gpucr.model import ProcessInfo
 NVIDIA_DEVICE = re.compile(r"^/dev/nvidia")
 """What the driver's descriptors and mappings are of."""
 
-UNDUMPABLE = re.compile(r"^anon_inode:\[?(userfaultfd|perf_event|bpf-prog|kvm-vm|kvm-vcpu|fscontext|landlock)")
-"""Other descriptors that CRIU cannot dump."""
+UNDUMPABLE_KINDS = ("userfaultfd", "perf_event", "bpf-prog", "kvm-vm", "kvm-vcpu", "fscontext", "landlock")
+"""Other descriptors that CRIU cannot dump, as the kernel names them."""
+
+UNDUMPABLE = re.compile(rf"^anon_inode:\[?({'|'.join(UNDUMPABLE_KINDS)})")
+"""What they lead to in ``/proc/PID/fd``."""
 
 _NOTHING = b"/dev/null\0"
 _LIMIT_S = 5.0

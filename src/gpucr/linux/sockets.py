@@ -30,6 +30,12 @@ def bound_socket_paths(pids: Iterable[int], *, is_sandboxed: bool = False) -> tu
     return tuple(sorted(found))
 
 
+def abstract_names(pid: int) -> tuple[str, ...]:
+    """The names of the process's local sockets that are in no file system, each with an ``@`` in front."""
+    inodes = {match[1] for file in open_files(pid) if (match := _SOCKET.match(file.target))}
+    return tuple(name for name in _names(pid, inodes) if name.startswith("@"))
+
+
 def sees_our_files(pid: int) -> bool:
     """Whether paths mean the same to the process as to this one: it has the same mounts and root folder."""
     same_mounts = os.readlink(PROC / str(pid) / "ns" / "mnt") == os.readlink(PROC / "self" / "ns" / "mnt")
@@ -37,7 +43,11 @@ def sees_our_files(pid: int) -> bool:
 
 
 def _bound(pid: int, inodes: set[str]) -> Iterable[Path]:
+    return (Path(name) for name in _names(pid, inodes) if name.startswith("/"))
+
+
+def _names(pid: int, inodes: set[str]) -> Iterable[str]:
     for line in (PROC / str(pid) / "net" / "unix").read_text(errors="surrogateescape").splitlines()[1:]:
         fields = line.split(maxsplit=7)
-        if len(fields) == 8 and fields[6] in inodes and fields[7].startswith("/"):
-            yield Path(fields[7])
+        if len(fields) == 8 and fields[6] in inodes:
+            yield fields[7]

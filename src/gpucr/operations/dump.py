@@ -7,8 +7,6 @@ from collections.abc import Sequence
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Literal, get_args
 
-from gpucr.criu.engine import Criu
-from gpucr.criu.install import find_criu
 from gpucr.criu.options import choose_dump_options
 from gpucr.diagnosis import preflight
 from gpucr.diagnosis.traps import findings_of_traps
@@ -22,6 +20,7 @@ from gpucr.jobs.selector import JobSelector
 from gpucr.jobs.taken import taken_job
 from gpucr.model import GangLock
 from gpucr.operations.dump_steps import CommitSnapshot, CriuDump, OwnDump, PrepareTarget, SaveDevice, SaveFirst
+from gpucr.operations.engines import criu_for_dump
 from gpucr.operations.freeze_steps import findings_of_spool, steps_to_freeze
 from gpucr.snapshot.destination import DumpCounts, repairs_of
 from gpucr.snapshot.device.writer import DeviceWriter
@@ -96,9 +95,9 @@ def dump(
     on_progress: OnProgress | None = None,
     cancel: Cancellation | None = None,
 ) -> DumpReport:
-    """Write a whole job to ``to`` and end it, or with ``leave_running`` let it go on.
+    """Write a whole job to ``to`` and end it, or with ``leave_running`` keep it running.
 
-    A job that is left running goes on as soon as its state is in host memory, and device memory is written meanwhile
+    A job that is left running runs again as soon as its state is in host memory, and device memory is written meanwhile
     (``persist="background"``), or only after the snapshot is on disk (``"sync"``: nothing that it does later is lost
     by a restore of an older state). Either way there is no snapshot, and no return, before everything is durable.
 
@@ -223,7 +222,7 @@ def prepare(
     held_bytes = sum(sum(by_gpu.values()) for by_gpu in held.values())
     held_bytes += preflight.kept_bytes(job) if frozen is None else 0  # what is frozen does not answer
     target = place.target(job, held_bytes)
-    criu = Criu(find_criu(), found.sandbox.pids if found.sandbox is not None else None)
+    criu = criu_for_dump(found)
     writer = DeviceWriter(target.sink)
     cuda = frozen
     if protection is not None and job.gang and not is_frozen:

@@ -20,6 +20,7 @@ from gpucr.driver.gpus import driver_version
 from gpucr.errors import CriuError, CudaStarted, DeadlineExceeded, GpucrError, JobChanged, JobDamaged
 from gpucr.gpu_state.cuda_work import CudaWork
 from gpucr.gpu_state.placement import all_gpus
+from gpucr.helper.client import HelperCriu
 from gpucr.jobs import selection
 from gpucr.jobs.recorded import process_record, sandbox_record
 from gpucr.jobs.registered import DumpNote
@@ -169,7 +170,8 @@ class CriuDump:
         count = counted(len(job.processes), "process") + (f" in {len(job.trees)} trees" if job.other_root_pids else "")
         left = "keep them running" if self._context.leave_running else "commit, then kill them"
         after = "leave them frozen" if self._context.is_frozen else left
-        return f"dump {count} with CRIU to {self._context.target.images_at}, {after}"
+        by = "CRIU, by the privileged helper," if isinstance(self._context.criu, HelperCriu) else "CRIU"
+        return f"dump {count} with {by} to {self._context.target.images_at}, {after}"
 
     def run(self, interrupts: Interrupts, meter: Meter) -> int:
         """Dump. Returns the bytes of the images, and of the device memory that was saved until its end."""

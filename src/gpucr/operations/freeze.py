@@ -32,7 +32,7 @@ from gpucr.model import GangLock
 from gpucr.operations.dump import KEEPER_LIMIT_S, DumpReport, prepare, run_prepared
 from gpucr.operations.freeze_steps import findings_of_spool, steps_to_freeze
 from gpucr.snapshot.job_snapshot import JobSnapshot
-from gpucr.snapshot.location import Compress, Place, find_target
+from gpucr.snapshot.location import Compress, Place, TargetPlace, find_target
 from gpucr.snapshot.recovery import DiscardFolder, RemoveWorkingFolder
 from gpucr.undo.cancellation import Cancellation
 from gpucr.undo.events import OnProgress
@@ -140,8 +140,8 @@ class FrozenJob:
     That holds for an end by an exception, too. When this process dies, its guard thaws the job. Each method raises
     InvalidRequest after the job was thawed or ended. One thread at a time may use it.
 
-    ``pid`` is the first tree's root, ``size_bytes`` the device memory that is out of the job now, ``phases`` what the
-    freeze took.
+    ``pid`` is the first tree's root, ``size_bytes`` the device memory that is out of the job now, ``phases``,
+    ``warnings`` and ``lock`` what the freeze took and found.
     """
 
     def __init__(self, hold: _Hold, phases: tuple[Phase, ...], warnings: tuple[str, ...]) -> None:
@@ -149,6 +149,7 @@ class FrozenJob:
         self._state: Literal["frozen", "thawed", "ended", "lost"] = "frozen"
         self._since = time.monotonic()
         self._saved: JobSnapshot | None = None
+        self._note: registered.DumpNote | None = None
         _HELD[self] = os.getpid()
         self.phases = phases
         self.warnings = warnings
@@ -185,10 +186,22 @@ class FrozenJob:
         is the time that CRIU took. When this fails the job is frozen as before, and ``to`` is as it was. Raises as
         `gpucr.dump`.
         """
+        self._require_frozen("saved")
+        place = find_target(to, compress=compress, encrypt=encrypt, trust_store=trust_store, key=key)
+        return self._save(place, timeout_s=timeout_s, force=force, on_progress=on_progress, cancel=cancel)
+
+    def _save(
+        self,
+        place: TargetPlace,
+        *,
+        timeout_s: float | None,
+        force: bool,
+        on_progress: OnProgress | None,
+        cancel: Cancellation | None,
+    ) -> DumpReport:
         hold = self._require_frozen("saved")
         found = hold.taken.found
         with operation("save", self.pid, on_progress=on_progress, cancel=cancel) as running:
-            place = find_target(to, compress=compress, encrypt=encrypt, trust_store=trust_store, key=key)
             running.require_descriptors(len(found.job.processes), len(found.job.gang), TO_MOVE)
             try:
                 prepared = prepare(
@@ -209,7 +222,7 @@ class FrozenJob:
                     trees = processes.trees(found.job.root_pids)
                     processes.wait_for_stop((each.pid for tree in trees for each in tree), STOP_TIMEOUT_S)
                 hold.protection.withdraw(EndDump, DiscardFolder, RemoveWorkingFolder)
-        self._saved = report.snapshot
+        self._saved, self._note = report.snapshot, prepared.context.note
         return report
 
     def thaw(self, *, on_progress: OnProgress | None = None) -> tuple[Phase, ...]:
@@ -274,3 +287,22 @@ class FrozenJob:
             f"the job {self.pid} cannot be {what}: it {became} before",
             hint="freeze it again" if self._state == "thawed" else "see what `gpucr ps` says of it",
         )
+
+
+def save_frozen(
+    job: FrozenJob,
+    place: TargetPlace,
+    *,
+    timeout_s: float | None = None,
+    force: bool = False,
+    on_progress: OnProgress | None = None,
+    cancel: Cancellation | None = None,
+) -> DumpReport:
+    """`FrozenJob.save` to a place that was found before."""
+    return job._save(place, timeout_s=timeout_s, force=force, on_progress=on_progress, cancel=cancel)  # noqa: SLF001
+
+
+def forget_saved(job: FrozenJob) -> None:
+    """The registry knows no more of the last snapshot, which whoever saved it removes."""
+    if job._note is not None:  # noqa: SLF001
+        job._note.withdraw()  # noqa: SLF001

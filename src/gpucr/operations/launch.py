@@ -138,7 +138,7 @@ def run_job(
     priority: int = DEFAULT_PRIORITY,
     cancel: Cancellation | None = None,
 ) -> StartedJob:
-    """Start a job that can be frozen and brought back, and return at once. It goes on when gpucr ends.
+    """Start a job that can be frozen and brought back, and return at once. It keeps running when gpucr ends.
 
     It gets the caller's environment without GPUCR_PASSPHRASE (or ``environment``), with what makes NCCL and PyTorch
     checkpointable, a session of its own, nothing on stdin, and its output goes to a log file; io_uring is refused where
@@ -233,7 +233,7 @@ def forget_job(name: str, *, force: bool = False, cancel: Cancellation | None = 
     """Remove the record and the logs of a job that does not run any more. Returns what was known of it.
 
     ``force``: also of one that may run on another machine or in another container, and also the log of a job that was
-    dumped, which a restore would go on with. Logs of a damaged record, whose job may run, and logs that another job
+    dumped, to which a restore would append. Logs of a damaged record, whose job may run, and logs that another job
     writes to are kept. Raises InvalidRequest where there is no such job, or it runs, or may run elsewhere; Unsupported
     where the registry cannot be written.
     """

@@ -8,6 +8,7 @@ from collections.abc import Mapping
 
 from msgspec import Struct, field
 
+from gpucr.driver import own_use
 from gpucr.driver.api import Driver
 from gpucr.driver.cuda import load_driver
 from gpucr.driver.gpus import gpu_processes
@@ -48,8 +49,8 @@ class ProcessState(Struct, frozen=True):
 def list_cuda_processes() -> tuple[ProcessState, ...]:
     """Every process of the machine that uses CUDA, suspended ones included, as far as the caller may look.
 
-    Programs that only watch GPUs through NVML are not among them. One that is stopped or frozen is listed with its
-    ``halt`` if it has the driver's library loaded.
+    Programs that only watch GPUs through NVML are not among them, nor is what gpucr itself uses. One that is stopped or
+    frozen is listed with its ``halt`` if it has the driver's library loaded.
 
     Raises DriverUnavailable where there is no driver with the checkpoint functions.
     """
@@ -70,12 +71,15 @@ def list_cuda_processes() -> tuple[ProcessState, ...]:
 
 
 def _has_cuda(pid: int, state: CudaState, held: Mapping[int, Mapping[str, int]]) -> bool:
-    """Whether a process with a CUDA state uses CUDA, rather than having asked NVML for something.
+    """Whether a process with a CUDA state uses CUDA, rather than having asked NVML for something, or being gpucr.
 
     NVML gives a process the state RUNNING, with nothing behind it (driver 580); cuInit maps device files
     (docs/hardware.md).
     """
-    return state is not CudaState.RUNNING or pid in held or memory.has_mapped(pid, "/dev/nvidia")
+    if state is not CudaState.RUNNING:
+        return True
+    has_memory = pid in held
+    return (has_memory or memory.has_mapped(pid, "/dev/nvidia")) and not own_use.is_gpucrs(pid, had_memory=has_memory)
 
 
 def job_states(pid: int | str | JobSelector, *, only: bool = False) -> tuple[ProcessState, ...]:

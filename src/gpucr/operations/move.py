@@ -42,7 +42,7 @@ def move(
     ``gpu`` (``auto``, or the new places of the GPUs that it uses) or ``gpu_map`` (``OLD=NEW,...``) says where to, as in
     `resume`; two jobs do not change places this way, the GPUs of one do. Refuses before anything starts where a GPU
     has too little free memory. If anything fails, the job runs as before on the GPUs that it had. A job that is there
-    already goes on, and nothing is done. Needs access to the processes (same user, or CAP_SYS_PTRACE).
+    already keeps running, and nothing is done. Needs access to the processes (same user, or CAP_SYS_PTRACE).
 
     Raises InvalidRequest, NotACudaProcess, Unsupported (nothing was changed), LockTimeout, DeadlineExceeded,
     Interrupted, DriverError or JobChanged (all undone), JobDamaged (not undone).

@@ -4,12 +4,11 @@ from __future__ import annotations
 
 import contextlib
 import os
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field, replace
 from typing import TYPE_CHECKING, get_args
 
 from gpucr.criu.images import RestoreImages
-from gpucr.criu.install import find_criu
 from gpucr.criu.options import RestoreOptions
 from gpucr.diagnosis import preflight
 from gpucr.driver.api import Driver
@@ -39,10 +38,12 @@ from gpucr.jobs.restored_tree import restore_threads, to_continue
 from gpucr.jobs.sandbox_steps import KeepJob, SandboxPlan, StartKeeper, StartSandbox, check_clone, plan_sandbox
 from gpucr.linux.claims import claimed_pids
 from gpucr.model import CudaState, GpuMap
+from gpucr.operations.engines import install_for_restore
 from gpucr.operations.restore_steps import (
     CriuRestore,
     LoadDevice,
     RestoreDevice,
+    WaitForOthers,
 )
 from gpucr.snapshot.folder import Snapshot
 from gpucr.snapshot.gpus import place_snapshot
@@ -99,6 +100,7 @@ def restore(
     key: Secret | None = None,
     timeout_s: float | None = None,
     force: bool = False,
+    before_it_runs: Callable[[], None] | None = None,
     on_progress: OnProgress | None = None,
     cancel: Cancellation | None = None,
 ) -> RestoreReport:
@@ -120,6 +122,9 @@ def restore(
     A job that was in a sandbox gets a new one, where its pids, its ports and its names in /dev/shm are free;
     ``isolate`` puts any other job into one. ``clone`` makes a copy of a job that runs, or of which a copy runs: with a
     name and a log of its own, but the same files otherwise. ``name`` is its name in the registry.
+
+    ``before_it_runs`` is called when all of the job is there and none of it runs yet; what it raises ends the job
+    again. Only for a job that was frozen for the dump (`FrozenJob.save`).
 
     Out of a store (``STORE#NAME``, ``STORE#latest``, or STORE with one snapshot; ``key`` opens one that is encrypted)
     device memory is fetched while CRIU restores, and goes nowhere else.
@@ -144,6 +149,11 @@ def restore(
                 hint="restore the container with its runtime (`gpucr hook status` shows whether it calls gpucr), or "
                 "give the folder that `gpucr dump --container` has made",
             )
+        if before_it_runs is not None and not snapshot.manifest.was_frozen:
+            raise InvalidRequest(
+                f"{snapshot.where} is of a job that was not frozen: it runs as soon as CRIU has restored it",
+                hint="save it with `gpucr.freeze`, or restore it without before_it_runs",
+            )
         request = GpuRequest.of(gpu_map, gpu)
         kinds.require_kinds(snapshot.manifest.kinds, snapshot.where)
         preflight.require_privileges(snapshot.manifest.root_pid)
@@ -158,7 +168,7 @@ def restore(
             plan = plan_sandbox(snapshot, registration, isolate=isolate, clone=clone, shell_job=options.shell_job)
             if plan is None:
                 opened.enter_context(claimed_pids(process.pid for process in snapshot.manifest.processes))
-            install = find_criu()
+            install = install_for_restore(source)
             findings = findings_of_machine(source, placement.choice, here, install, in_sandbox=plan is not None)
             findings += _findings_outside(snapshot, files, tcp, plan)
             findings += check_clone(snapshot.manifest) if clone else []
@@ -199,7 +209,18 @@ def restore(
             keep = KeepJob(start.site, criu.tree, snapshot.manifest, registration, protection)
             try:
                 report = _run(
-                    source, start, around, criu, keep, gang, placement, findings, running, protection, deadline
+                    source,
+                    start,
+                    around,
+                    criu,
+                    keep,
+                    gang,
+                    placement,
+                    findings,
+                    running,
+                    protection,
+                    deadline,
+                    before_it_runs,
                 )
             except (DriverError, CriuError, JobChanged, JobDamaged) as error:
                 _recall_overruled(error, snapshot.manifest, findings)
@@ -221,6 +242,7 @@ def _run(
     running: Operation,
     protection: Protection | None,
     deadline: float | None,
+    before_it_runs: Callable[[], None] | None,
 ) -> RestoreReport:
     snapshot = source.snapshot
     load: LoadDevice | None = None
@@ -233,6 +255,7 @@ def _run(
     steps += [start, *around, criu]
     threads, tree = GangThreads(agent_threads), criu.tree
     release = ReleaseThreads(threads, protection, lambda: to_continue(snapshot.manifest, tree.value), is_result=True)
+    ready = [WaitForOthers(before_it_runs)] if before_it_runs is not None else []
     if gang is not None:
         restore_gang = RestoreGang(gang, placement, down_to=lambda member: member.found)
         loading = load.loading if load is not None else None
@@ -240,11 +263,12 @@ def _run(
         steps += [
             HoldThreads(threads, lambda: restore_threads(snapshot, tree.value)),
             RestoreDevice(snapshot, loading, tree, restore_gang, placement, deadline),
+            *ready,
             WithoutUndo(UnlockGang(gang, down_to=lambda member: member.found)),
             release,
         ]
     elif snapshot.manifest.was_frozen:
-        steps.append(release)
+        steps += [*ready, release]
     steps.append(keep)
     try:
         phases = running.run(steps, deadline=deadline, protection=protection)

@@ -23,6 +23,7 @@ from gpucr.gpu_state.backend import Return
 from gpucr.gpu_state.placement import Placement
 from gpucr.gpu_state.returns import Returns
 from gpucr.gpu_state.steps import RestoreGang
+from gpucr.helper.client import HelperCriu
 from gpucr.jobs.restored_tree import RestoredTree, end_restored, restore_threads, take_stock
 from gpucr.jobs.sandbox_steps import RestoreSite
 from gpucr.linux import processes
@@ -134,7 +135,7 @@ class CriuRestore:
 
     def run(self, interrupts: Interrupts, meter: Meter) -> int:
         """Restore, then take stock of the restored processes."""
-        if self._site.value.criu.install.is_unprivileged:
+        if self._site.value.criu.install.is_unprivileged and not isinstance(self._site.value.criu, HelperCriu):
             self._fit_images_to_a_user()
         with interrupts.allowed():
             self._restore_tree(0, interrupts)
@@ -145,6 +146,8 @@ class CriuRestore:
 
     def _restore_tree(self, number: int, interrupts: Interrupts) -> None:
         site = self._site.value
+        if isinstance(site.criu, HelperCriu):
+            site.criu.signed = self._images[number].original
         with log_kept_on_failure("restore") as log_path:
             self._root_pids[number] = site.criu.restore(
                 self._images[number].folder,
@@ -282,3 +285,25 @@ class RestoreDevice:
     def _finish(returns: Mapping[DevicePart, Return]) -> None:
         for each in returns.values():
             each.finish()
+
+
+class WaitForOthers:
+    """All is restored, and nothing runs yet: whoever restores it decides whether it may."""
+
+    name = "wait"
+
+    def __init__(self, call: Callable[[], None]) -> None:
+        self._call = call
+
+    def describe(self) -> str:
+        """For whom."""
+        return "wait until those who restore other parts are ready"
+
+    def run(self, interrupts: Interrupts, meter: Meter) -> int:
+        """Call it. Raises what it raises."""
+        with interrupts.allowed():
+            self._call()
+        return 0
+
+    def undo(self) -> None:
+        """Nothing: what was restored is CriuRestore's to end."""

@@ -7,11 +7,11 @@ from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Generic, TypeVar
 
-from msgspec import Struct
+from msgspec import Struct, structs
 
 from gpucr.errors import InvalidRequest, StoreError
 from gpucr.snapshot.location import Place, open_store, place_of_store
-from gpucr.store import copy, prune, sharing, snapshots, verify
+from gpucr.store import copy, prune, sets, sharing, snapshots, verify
 from gpucr.store.checks import Checks
 from gpucr.store.keys import Secret
 from gpucr.store.local import INCOMING_NAME
@@ -123,8 +123,16 @@ def verify_snapshots(
 def remove_snapshot(store: Place, *, key: Secret | None = None, cancel: Cancellation | None = None) -> StoredSnapshot:
     """Remove the snapshot ``STORE#NAME``; its pieces stay until a prune. Raises InvalidRequest, StoreError, WrongKey.
 
-    Returns what was removed. One that is damaged is removed by its id, and nothing else is known of it.
+    Returns what was removed. One that is damaged is removed by its id, and nothing else is known of it. Of a set of
+    several nodes all parts are removed, and that of node 0 is returned.
     """
+    return remove_parts(store, key=key, cancel=cancel)[0]
+
+
+def remove_parts(
+    store: Place, *, key: Secret | None = None, cancel: Cancellation | None = None
+) -> tuple[StoredSnapshot, ...]:
+    """`remove_snapshot`, with all that was removed."""
     location = place_of_store(store)
     if location.snapshot is None:
         raise InvalidRequest(f"{store} names no snapshot", hint=f"name one: {store}#NAME")
@@ -132,7 +140,10 @@ def remove_snapshot(store: Place, *, key: Secret | None = None, cancel: Cancella
         opened = open_store(store, key)
         found = snapshots.find_to_remove(opened, location.snapshot)
         interrupts.conclude()
-        snapshots.remove(opened, found.id)
+        if len(found) > 1 and found[0].part is not None:
+            sets.remove(opened, found[0].part.set_id)  # first: half of a set must not be restored
+        for each in found:
+            snapshots.remove(opened, each.id)
         return found
 
 
@@ -187,11 +198,24 @@ def copy_snapshots(
         meter.expect(sum(each.size_bytes for each in wanted))
         on_bytes = _counting(interrupts, meter)
         checks = Checks(trust=trust_store)
-        return tuple(
+        copied = tuple(
             CopiedSnapshot(each, copy.copy(opened, each, to, on_bytes=on_bytes, checks=checks)) for each in wanted
         )
+        _copy_sets(opened, to, copied)
+        return copied
 
     return _run("copy", source, f"copy {source} to {target}", work, on_progress, cancel)
+
+
+def _copy_sets(source: Store, target: Store, copied: Sequence[CopiedSnapshot]) -> None:
+    """Complete, in the target, each set whose parts were all copied: last, and with their ids there."""
+    there = {each.source.id: each.target.id for each in copied}
+    for made in sets.of_snapshots(source, [each.source for each in copied]).values():
+        if all(each in there for each in made.snapshot_ids):
+            moved = structs.replace(made, snapshot_ids=tuple(there[each] for each in made.snapshot_ids))
+            if not sets.complete(target, moved):  # an older copy, of whose parts one was damaged
+                sets.remove(target, made.id)
+                sets.complete(target, moved)
 
 
 class StoreKey(Struct, frozen=True):
@@ -230,10 +254,10 @@ def _key_id(name: str) -> str:
 
 
 def _named(place: Place, key: Secret | None) -> tuple[Store, Sequence[StoredSnapshot] | None]:
-    """The store, and the snapshot that was named in it; None: all are meant."""
+    """The store, and the snapshot, or the parts of the set, that was named in it; None: all are meant."""
     location = place_of_store(place)
     store = open_store(place, key)
-    return store, None if location.snapshot is None else [snapshots.find(store, location.snapshot)]
+    return store, None if location.snapshot is None else snapshots.find_parts(store, location.snapshot)
 
 
 def _require_whole(place: Place) -> None:

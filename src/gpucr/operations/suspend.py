@@ -81,7 +81,7 @@ def suspend(
     ``pid``, or the name of a registered job, stands for its whole tree (``only``: for the one process); a `JobSelector`
     for several trees, or a cgroup, whose CUDA processes are one gang. ``force`` takes what is not one job, too, and
     overrules preflight. ``gpu_state`` insists on a way for the device memory. Processes found CHECKPOINTED stay so. CPU
-    threads go on until they call CUDA. Needs access to the processes (same user, or CAP_SYS_PTRACE).
+    threads keep running until they call CUDA. Needs access to the processes (same user, or CAP_SYS_PTRACE).
 
     Raises NotACudaProcess, Unsupported (nothing was changed), LockTimeout, DeadlineExceeded, Interrupted, DriverError
     or JobChanged (all undone), JobDamaged (not undone).

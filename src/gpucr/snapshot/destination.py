@@ -82,7 +82,7 @@ class DumpTarget(Protocol):
         """Whether `commit` has returned."""
 
     def seal_images(self) -> None:
-        """Take in what is in ``folder``, which is complete, while others still put pieces."""
+        """Store the files of ``folder``, which is complete, while others still put pieces."""
 
     def commit(self, draft: Manifest) -> JobSnapshot:
         """Make everything durable, then the snapshot exist. The draft lacks only what `seal_images` knows."""

@@ -265,7 +265,7 @@ class UnfinishedSnapshot:
             trusted_paths.remove_empty_folder(self.path)
 
     def close(self) -> None:
-        """Let the folder go, whatever has become of it. Idempotent."""
+        """Close the folder. Idempotent."""
         if self._held is not None:
             self._held.close()
             self._held = None

@@ -90,7 +90,7 @@ class GpuPart:
             )
 
     def recover(self) -> None:
-        """Tidy up after a gpucr that was killed: the older part goes back, unless its images are no more."""
+        """Tidy up after a gpucr that was killed: the older part goes back, unless its images are gone."""
         with self._explained("put back"):
             is_marked = os.path.exists(self._mark)
             if self.is_complete:

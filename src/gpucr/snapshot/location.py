@@ -1,6 +1,6 @@
 """What a user names: a folder of one snapshot, or a store and a snapshot in it.
 
-What dumps need is loaded only for one, and the libraries of a store only where one is meant.
+What dumps need is loaded only for a dump, the libraries of a store only for a store.
 """
 
 from __future__ import annotations
@@ -32,6 +32,7 @@ if TYPE_CHECKING:
     from gpucr.store.keys import Secret
     from gpucr.store.location import Location
     from gpucr.store.opened import Store
+    from gpucr.store.stored_snapshot import SetPart
 
 Place: TypeAlias = str | os.PathLike[str]
 Compress = Literal["auto", "none", "fast", "strong"]
@@ -59,13 +60,17 @@ class _Folder(Struct, frozen=True):
         return FolderTarget(self.path)
 
 
-class _InStore(Struct, frozen=True):
+class InStore(Struct, frozen=True):
+    """A new snapshot of a store, of this name; ``part``: its place in a set of several nodes."""
+
     store: Store
     name: str | None
     compress: Compress
     trust_store: bool
+    part: SetPart | None = None
 
     def target(self, job: Job, device_bytes: int) -> DumpTarget:
+        """A snapshot there. Raises InvalidRequest for a name that none can have."""
         from gpucr.snapshot.store_destination import StoreTarget
 
         return StoreTarget(
@@ -75,11 +80,12 @@ class _InStore(Struct, frozen=True):
             trust_store=self.trust_store,
             job=job,
             device_bytes=device_bytes,
+            part=self.part,
         )
 
 
 def find_target(to: Place, *, compress: Compress, encrypt: bool, trust_store: bool, key: Secret | None) -> TargetPlace:
-    """What a dump is to go to. A folder that is empty, or is not there, is one for a plain snapshot.
+    """Where a dump goes. A folder that is empty or does not exist is for a plain snapshot.
 
     Raises InvalidRequest, WrongKey, StoreDamaged, StoreError.
     """
@@ -101,11 +107,11 @@ def find_target(to: Place, *, compress: Compress, encrypt: bool, trust_store: bo
             hint="make another one with: gpucr store init --encrypt",
             code="GPUCR-NOT-ENCRYPTED",
         )
-    return _InStore(store, location.snapshot, compress, trust_store)
+    return InStore(store, location.snapshot, compress, trust_store)
 
 
 def open_snapshot(place: Place, key: Secret | None = None) -> Snapshot | SnapshotInStore:
-    """The snapshot that is meant: a folder, ``STORE#NAME``, ``STORE#latest``, or the only one of a store.
+    """The named snapshot: a folder, ``STORE#NAME``, ``STORE#latest``, or the only one of a store.
 
     Of a container's images it is the GPU part; also of the folder that `gpucr dump --container` has made, and of an
     unpacked archive of podman's or a kubelet's.
@@ -121,7 +127,7 @@ def open_snapshot(place: Place, key: Secret | None = None) -> Snapshot | Snapsho
 
 
 def open_store(place: Place, key: Secret | None = None) -> Store:
-    """The store that is meant; a snapshot in it may be named as well. Raises InvalidRequest, StoreError, WrongKey."""
+    """The named store; a snapshot in it may be named as well. Raises InvalidRequest, StoreError, WrongKey."""
     return _open(place_of_store(place), key)
 
 
@@ -133,7 +139,7 @@ def place_of_store(place: Place) -> Location:
 
 
 def is_store(place: Place) -> bool:
-    """Whether a store, or a snapshot in one, is meant, and not the folder of one snapshot. Raises InvalidRequest."""
+    """Whether this names a store, or a snapshot in one, and not the folder of one snapshot. Raises InvalidRequest."""
     return _store_location(place) is not None
 
 
@@ -145,17 +151,19 @@ def open_store_for_jobs(place: Place, key: Secret | None = None) -> Store:
 def source_of(snapshot: JobSnapshot) -> RestoreSource:
     """What a restore gets this snapshot from.
 
-    Raises StoreDamaged, StoreError where a part of it is missing, or root does not restore from there.
+    Raises StoreDamaged, StoreError where a part of it is missing, root does not restore from there, or it is of a set
+    that is not complete.
     """
     if isinstance(snapshot, Snapshot):
         return FolderSource(snapshot)
     from gpucr.snapshot.in_store import SnapshotInStore
     from gpucr.snapshot.store_origin import StoreSource
-    from gpucr.store import sharing
+    from gpucr.store import sets, sharing
 
     if not isinstance(snapshot, SnapshotInStore):
         raise TypeError(f"{snapshot!r} is no snapshot")
     sharing.require_may_keep_jobs(snapshot.store.backend)
+    sets.require_complete(snapshot.store, snapshot.stored)
     return StoreSource(snapshot)
 
 

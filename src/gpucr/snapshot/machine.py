@@ -14,6 +14,7 @@ from gpucr.criu.images import NAME as FILES_IMAGE
 from gpucr.criu.install import CriuInstall
 from gpucr.criu.pids import pids_in
 from gpucr.diagnosis import preflight
+from gpucr.diagnosis.preflight.support import gpu_use, machine
 from gpucr.diagnosis.traps import findings_of_targets
 from gpucr.errors import BrokenInstall
 from gpucr.gpu_state.backend import CUSTOM_STORAGE, INTERPOSED
@@ -63,14 +64,7 @@ def findings_of_machine(
     findings += _check_interposer(manifest, libraries)
     if manifest.architecture != platform.machine():
         findings.append(
-            preflight.Finding(
-                "blocking",
-                f"the snapshot is of a {manifest.architecture} machine",
-                f"this one is {platform.machine()}",
-                "its programs cannot run here",
-                "restore it on a machine of that kind",
-                code="GPUCR-ARCHITECTURE",
-            )
+            machine.ARCHITECTURE.seen(f"this one is {platform.machine()}", architecture=manifest.architecture)
         )
     return findings
 
@@ -80,13 +74,8 @@ def _check_interposer(manifest: Manifest, libraries: Sequence[PurePath]) -> list
     if INTERPOSED not in manifest.kinds.values():
         return []
     return [
-        preflight.Finding(
-            "blocking",
-            f"device memory of the job left by its interposer, and {path} is missing",
-            "the snapshot's kinds of device memory; the job had that file mapped",
-            "nothing else can give the processes their device memory back",
-            "install the gpucr that the job was started with where it was, or put that file there",
-            code="GPUCR-BACKEND",
+        gpu_use.INTERPOSER_MISSING.seen(
+            "the snapshot's kinds of device memory; the job had that file mapped", path=path
         )
         for path in libraries
         if not Path(path).exists()

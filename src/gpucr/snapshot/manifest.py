@@ -177,8 +177,8 @@ class ProcessRecord(Record, frozen=True):
     ``device_data`` is what the driver delivered of its device memory (None: it has none, or CRIU's images hold it, kind
     ``plain``), ``above`` what backends over the driver's held, lowest first. ``visible_gpus`` are the UUIDs of the GPUs
     that it can use, ``known_gpus`` of those that the driver knows for it (both empty without CUDA).
-    ``scheduling`` has every one of its threads (None: not known). ``has_hooks``: its program wants to be told when it
-    goes on.
+    ``scheduling`` has every one of its threads (None: not known). ``has_hooks``: its program wants to be called when it
+    runs again.
     """
 
     pid: Pid

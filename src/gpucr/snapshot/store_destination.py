@@ -13,6 +13,7 @@ from msgspec import structs
 
 from gpucr.criu import page_images
 from gpucr.diagnosis import preflight
+from gpucr.diagnosis.preflight.support import machine as facts
 from gpucr.linux import memory
 from gpucr.model import DevicePart, Job, StagedExtent
 from gpucr.snapshot.destination import DumpCounts
@@ -33,7 +34,7 @@ from gpucr.store.opened import Store
 from gpucr.store.pack import PREFIX as PACKS_PREFIX
 from gpucr.store.pieces import PieceRef
 from gpucr.store.session import WriteSession
-from gpucr.store.stored_snapshot import Area
+from gpucr.store.stored_snapshot import Area, SetPart
 from gpucr.undo.protection import Protection
 from gpucr.undo.steps import Result
 
@@ -46,18 +47,27 @@ _PIECES_A_THREAD = 4
 class StoreTarget:
     """A snapshot in a store (see `DumpTarget`). ``job`` and ``device_bytes``: what will be dumped.
 
-    ``trust_store``: what the store has already is relied on unread.
+    ``trust_store``: what the store has already is relied on unread. ``part``: its place in a set of several nodes.
 
     Raises InvalidRequest for a name that no snapshot can have.
     """
 
     def __init__(
-        self, store: Store, name: str | None, *, compress: Compress, trust_store: bool, job: Job, device_bytes: int
+        self,
+        store: Store,
+        name: str | None,
+        *,
+        compress: Compress,
+        trust_store: bool,
+        job: Job,
+        device_bytes: int,
+        part: SetPart | None = None,
     ) -> None:
         if name is not None:
             snapshots.check_name(name)
         self._store = store
         self._name = name
+        self._part = part
         self._compress: Compress = compress
         self._checks = Checks(trust=trust_store)
         resident_bytes = sum(memory.resident_bytes(pid) for pid in job.pids)
@@ -101,7 +111,7 @@ class StoreTarget:
         return _PIECES_A_THREAD * buffers_bytes(self._sink.piece_bytes)
 
     def findings(self, job: Job, device_bytes: int) -> list[preflight.Finding]:
-        """Whether the disk has room, as far as that can be known, and whether the data is nowhere else meanwhile."""
+        """Whether the disk has room, if that can be known, and whether the data is also elsewhere meanwhile."""
         return [*self._findings_of_room(job, device_bytes), *self._findings_of_secrecy()]
 
     def _findings_of_room(self, job: Job, device_bytes: int) -> list[preflight.Finding]:
@@ -114,15 +124,8 @@ class StoreTarget:
     def _findings_of_secrecy(self) -> list[preflight.Finding]:
         if self._store.keys is None or self._working.is_in_memory:
             return []
-        return [
-            preflight.Finding(
-                "warning",
-                f"CRIU's images lie in {self._working.path.parent} until they are in the store",
-                "there is too little memory for them, or TMPDIR names a folder on a disk",
-                "the store is encrypted; gpucr cannot tell whether that disk is",
-                "name a folder in memory, or on an encrypted disk, with TMPDIR",
-            )
-        ]
+        why = "there is too little memory for them, or TMPDIR names a folder on a disk"
+        return [facts.IMAGES_ON_DISK.seen(why, folder=self._working.path.parent)]
 
     def create(self, protection: Protection | None) -> None:
         """Make the working folder, and look what the store has already, while the job still runs."""
@@ -157,6 +160,7 @@ class StoreTarget:
                 name=self._name,
                 manifest=encode(complete),
                 areas=(*self._areas, *self._sink.areas),
+                part=self._part,
             )
         self._snapshot = SnapshotInStore(self._store, stored, complete)
         # For the guard: CRIU may end the job now. Without it the guard brings the job back, which does no harm either.

@@ -1,14 +1,14 @@
-"""What a store needs of the place where it lies: objects with names, created once, never changed.
+"""What a store needs of its place: objects with names, created once, never changed.
 
 A folder (`local`), an object store (`objects`) and the tests' memory are such places. All of them keep these promises,
-on which everything else in this package is built:
+on which everything else in this package relies:
 
 - An object is there completely or not at all, and durable when `Backend.create` or `Sink.publish` returns.
-- A name is given once: who comes second gets `Exists`. That is the only agreement between two writers that there is.
-- Who lists after an object was created sees it; who lists after it was deleted does not.
+- A name is given once: the second writer gets `Exists`. Writers agree in no other way.
+- A list that begins after an object was created has it; one that begins after it was deleted does not.
 
 Names are relative, of plain parts between slashes (`check_name`). Every failure is an OSError; `Missing` and `Exists`
-are the two that mean something to a caller, all others say that the place does not work.
+mean something to a caller, all others say that the place does not work.
 """
 
 from __future__ import annotations

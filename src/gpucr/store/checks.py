@@ -1,7 +1,7 @@
-"""What is known of pieces that a store has already, by those who rely on them instead of storing them again.
+"""Checks of pieces that a store has already, before somebody relies on them instead of storing them again.
 
-The index says that a piece is there. Whether it still is what was written, only reading it tells: a disk can rot, and a
-snapshot that relies on a rotten piece cannot be restored. So each piece is read once before something relies on it.
+The index says that a piece is there. Only reading it shows whether it is still what was written: disks rot, and a
+snapshot that relies on a damaged piece cannot be restored. So each piece is read once before something relies on it.
 """
 
 from __future__ import annotations

@@ -7,7 +7,7 @@
      "sha256": HEX, "mac": HEX or null}
 
 ``sha256`` is the digest of the inner object in canonical form (sorted keys, no spaces). ``mac`` is its HMAC-SHA256 in
-an encrypted store, so that who writes to the store cannot change what was decided.
+an encrypted store, so that nobody without the key can change what was decided.
 """
 
 from __future__ import annotations

@@ -1,7 +1,7 @@
 """Copies a snapshot from one store to another: only pieces that are missing there, encrypted for the target.
 
-What was copied is made known to the target now and then, so that a copy that was cut off goes on from there when it is
-begun again. A snapshot that was copied before gets back what it lacks by now. What the target has already is read and
+The target's index is written now and then, so that a copy that was cut off continues from there when it is made
+again. A snapshot that was copied before gets back what it lacks by now. What the target has already is read and
 checked there, once. Between stores without encryption that name pieces by the same hash, the source need not be read
 for it; where one of them is encrypted, only the content tells.
 """
@@ -63,6 +63,7 @@ def copy(
             created=snapshot.created,
             host=snapshot.host,
             counters=snapshot.counters,
+            part=snapshot.part,
         )
 
 

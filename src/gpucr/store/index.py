@@ -114,7 +114,7 @@ def load(store: Store, *, without: Collection[bytes] = ()) -> Index:
 def load_objects(
     store: Store, on_damaged: Callable[[str, StoreDamaged], None] | None = None
 ) -> Iterator[tuple[str, list[PackContents]]]:
-    """Every index object with the packs that it tells of.
+    """Every index object with the packs that it lists.
 
     ``on_damaged`` is told the name of each one that cannot be read: the footers of the packs have the same. Raises
     StoreError, and without it StoreDamaged.
@@ -138,7 +138,7 @@ def load_objects(
 
 
 def publish(store: Store, packs: Iterable[PackContents]) -> list[str]:
-    """Write index objects that tell of these packs, which are all published. The names. Raises OSError."""
+    """Write index objects that list these packs, which are all published. The names. Raises OSError."""
     names: list[str] = []
     for group in _groups(packs):
         name = f"{PREFIX}{os.urandom(16).hex()}"

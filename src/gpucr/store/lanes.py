@@ -101,7 +101,7 @@ class Lanes:
     def pack(self) -> Iterator[OpenPack]:
         """An open pack for this thread alone. A pack that is full afterwards is published before this returns.
 
-        Raises OSError. A pack in which a write failed is left away with all that is in it.
+        Raises OSError. A pack in which a write failed is dropped with all that is in it.
         """
         lane = self._take()
         try:

@@ -6,8 +6,9 @@
       packs/ab/...       objects, by their names
       .incoming/         objects that are not finished: no name of an object begins with a dot
 
-A link is made once: the second one fails, also on NFS, which rename(2) would not tell. Folders are made when the first
-object needs them, and files and folders are synced before anyone is told that an object exists or is gone.
+A link is made once: the second one fails, also on NFS; rename(2) would replace the first. Folders are
+made when the first object needs them, and files and folders are synced before anyone is told that an object exists or
+is gone.
 """
 
 from __future__ import annotations

@@ -28,7 +28,7 @@ _SCHEME = re.compile(r"([A-Za-z][A-Za-z0-9+.-]*)://")
 
 
 class Location(Struct, frozen=True):
-    """A place, and what in it is meant. Exactly one of ``url`` and ``path`` is set.
+    """A place, and a snapshot in it. Exactly one of ``url`` and ``path`` is set.
 
     ``snapshot`` is a name, an id or ``latest``; None: nothing was said. `is_store` says what is there now.
     """

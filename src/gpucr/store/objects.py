@@ -1,8 +1,8 @@
 """A store in an object store: S3 and what speaks its protocol, Google Cloud Storage, Azure, through obstore.
 
-A request that fails for a reason that may pass is made again, after a wait that doubles and is partly random, until
+A request that fails for a passing reason is retried, after a wait that doubles and is partly random, until
 `Patience.deadline_s` is over. A create whose answer was lost may have happened: when a later attempt finds the name
-taken, what lies there is compared with what was to be put.
+taken, the object there is compared with the one to be stored.
 
 An object of up to `SINGLE_BYTES` is one conditional request: it is there or not, and a death leaves nothing. A larger
 one goes up in parts (see `upload`).

@@ -135,7 +135,7 @@ class Store:
         return self.not_usable(error)
 
     def damaged(self, name: str, what: str) -> StoreDamaged:
-        """The error for an object that is not what was written; ``what`` goes on from its name."""
+        """The error for an object that is not what was written; ``what`` continues the sentence after its name."""
         return StoreDamaged(f"{self.path(name)} {what}", path=self.path(name), hint=HINT_DAMAGED)
 
     # --- small objects ---------------------------------------------------------------------------------------
@@ -198,7 +198,7 @@ class Store:
         }
 
     def remove_key(self, name: str) -> None:
-        """Let a secret open the store no more. Raises StoreError for the last one, and where there is no such key.
+        """Remove a key. Raises StoreError for the last one, and where there is no such key.
 
         The key that opened the store stays: it is not known here whether the others open anything. Who has opened the
         store with a key may have kept the master key: then only a new store helps.

@@ -1,6 +1,6 @@
 """Removes old snapshots, what writers that died left, and packs that nothing needs, while others dump and restore.
 
-Nothing is locked. What is decided here, and why it is safe, is told in retired.py and writers.py: a pack is retired by
+Nothing is locked. retired.py and writers.py say what is decided here, and why it is safe: a pack is retired by
 one prune and deleted by a later one. Every step can be cut off and done again.
 """
 
@@ -9,11 +9,11 @@ from __future__ import annotations
 import time
 from collections.abc import Callable, Collection, Iterable, Iterator, Sequence, Set
 
-from msgspec import Struct
+from msgspec import Struct, structs
 
 from gpucr.errors import StoreDamaged, StoreError
 from gpucr.store import index as indexes
-from gpucr.store import retired, sharing, snapshots, writers
+from gpucr.store import retired, sets, sharing, snapshots, writers
 from gpucr.store.checks import Checks
 from gpucr.store.index import Index
 from gpucr.store.opened import DISK_FULL, NO_SPACE, Store
@@ -95,6 +95,7 @@ class _Prune:
         self._now_s = time.time()
         self._removed: list[StoredSnapshot] = []
         self._damaged_writers: set[str] = set()
+        self._complete: Set[str] = frozenset()
 
     def run(self) -> PruneReport:
         registration = None
@@ -119,13 +120,16 @@ class _Prune:
         listing = snapshots.list_all(self._store)
         # The clock of the store cannot be asked: it was no earlier than this, so nothing is taken for older than it is.
         self._now_s = min(self._now_s, max(listing.stored_s.values(), default=0.0))
-        kept, removed = choose(listing.intact(), self._rules, self._now_s)
+        kept, removed = choose_whole(listing, self._rules, self._now_s)
         self._live_pieces(kept, retired.inventory(self._store, footers=True))
         self._remove_snapshots(removed)
         return writers.Registration.register(self._store)
 
     def _remove_snapshots(self, removed: Sequence[StoredSnapshot]) -> None:
         if not self._dry_run:
+            for set_id in sorted({each.part.set_id for each in removed if each.part is not None}):
+                if set_id in self._complete:  # else it was given up, which has to stay known
+                    sets.remove(self._store, set_id)
             for each in removed:
                 self._check()
                 snapshots.remove(self._store, each.id)
@@ -137,7 +141,10 @@ class _Prune:
         batches = retired.batches(self._store, self._on_damaged_batch)
         alive = {key: each for key, each in writers.seen(self._store.backend).items() if key not in {own_id, *dead}}
         listing = snapshots.list_all(self._store)
-        kept, removed = choose(listing.intact(), self._rules, self._now_s)
+        kept, removed = choose_whole(listing, self._rules, self._now_s)
+        self._complete = listing.sets.keys()
+        kept, unfinished = self._without_unfinished(kept, listing)
+        removed += unfinished
         inventory = Inventory.load(self._store, batches)
         live = self._live_pieces(kept, inventory)
         # Not before it is known that what is kept can be restored: else what goes may be the only one that can.
@@ -168,6 +175,23 @@ class _Prune:
             repacked_bytes=repacked_bytes,
             later=_together([*later, *(self._later(pack, self._now_s, len(alive)) for pack in (*dead_packs, *sparse))]),
         )
+
+    def _without_unfinished(
+        self, kept: Sequence[StoredSnapshot], listing: Listing
+    ) -> tuple[list[StoredSnapshot], list[StoredSnapshot]]:
+        """Without parts of sets that were given up, or that nobody has completed for so long that nobody will."""
+        gone: dict[str, bool] = {}
+        for each in kept:
+            if each.part is None or listing.is_whole(each) or each.part.set_id in gone:
+                continue
+            set_id = each.part.set_id
+            is_old = self._now_s - each.created_s > self._rules.dead_after_s
+            if is_old and not self._dry_run:
+                gone[set_id] = sets.abandon(self._store, set_id) is None
+            else:
+                gone[set_id] = is_old or sets.is_abandoned(self._store, set_id)
+        removed = [each for each in kept if each.part is not None and gone.get(each.part.set_id)]
+        return [each for each in kept if each not in removed], removed
 
     def _end_dead_writers(self, own_id: str) -> Sequence[str]:
         dead = []
@@ -262,7 +286,7 @@ class _Prune:
         return not batch.writers & alive and self._now_s - batch.retired_s >= self._rules.grace_s
 
     def _forget(self, inventory: Inventory, there: Set[bytes]) -> None:
-        """Remove index objects and batches that tell of nothing that is there."""
+        """Remove index objects and batches whose packs are all gone."""
         for name, pack_ids in inventory.index_objects.items():
             if there.isdisjoint(pack_ids):
                 self._store.backend.delete(name)
@@ -301,7 +325,7 @@ class _Prune:
         raise StoreDamaged(error.message, path=error.path, hint=hint) from error
 
     def _mend_index(self, inventory: Inventory, gone: Set[bytes]) -> None:
-        """Where an index object cannot be read, publish what footers say of packs that no other one tells of."""
+        """Where an index object cannot be read, publish what footers say of packs that no other one lists."""
         names = [name for name in inventory.damaged if name.startswith(indexes.PREFIX)]
         if not names:
             return
@@ -320,6 +344,28 @@ class _Prune:
         for info in listing.tombstones:
             if self._now_s - info.modified_s > _TOMBSTONE_S:
                 backend.delete(info.name)
+        used = {each.part.set_id for each in listing.snapshots if each.part is not None}
+        for set_id, modified_s in sets.all_ids(self._store).items():
+            if set_id not in used and self._now_s - modified_s > _TOMBSTONE_S:
+                sets.remove(self._store, set_id)
+
+
+def choose_whole(
+    listing: Listing, rules: PruneRules, now_s: float
+) -> tuple[list[StoredSnapshot], list[StoredSnapshot]]:
+    """As `choose`. A set counts as one snapshot, its last; parts of one that is not complete are kept, uncounted."""
+    found = listing.intact()
+    parts: dict[str, list[StoredSnapshot]] = {}
+    for each in found:
+        if each.part is not None and listing.is_whole(each):
+            parts.setdefault(each.part.set_id, []).append(each)
+    last = {group[-1].id: group for group in parts.values()}
+    protected = [key for key, group in last.items() if {each.id for each in group} & {*rules.protected}]
+    counted = [each for each in found if each.part is None or each.id in last]
+    rules = structs.replace(rules, protected=(*rules.protected, *protected))
+    removed = [one for each in choose(counted, rules, now_s)[1] for one in last.get(each.id, [each])]
+    gone = {each.id for each in removed}
+    return [each for each in found if each.id not in gone], removed
 
 
 def _together(later: Iterable[LaterSpace]) -> tuple[LaterSpace, ...]:

@@ -24,8 +24,8 @@ class PruneRules(Struct, frozen=True):
     latest of each is always kept. ``protected`` ids are always kept.
 
     ``grace_s``: how long a retired pack stays, for those who still read a snapshot that was removed. ``dead_after_s``:
-    a writer without a sign of life for so long will not be let commit. ``repack_below``: packs of which less than this
-    part is needed are emptied into new ones (0: none).
+    a writer without a sign of life for so long can no longer commit. ``repack_below``: packs are emptied into new ones
+    if less than this part of them is needed (0: none).
     """
 
     keep_last: int | None = None

@@ -130,7 +130,7 @@ class Pack(Struct, frozen=True):
 
 
 class Inventory(Struct, frozen=True):
-    """All packs of a store, the batches of those that were retired, and of which packs each index object tells.
+    """All packs of a store, the batches of those that were retired, and the packs that each index object lists.
 
     ``damaged`` are objects that cannot be read, by name: of the index, and of batches where these were not given.
     """
@@ -144,10 +144,10 @@ class Inventory(Struct, frozen=True):
     def load(cls, store: Store, found: Sequence[Batch] | None = None, *, footers: bool = True) -> Inventory:
         """What is there now; ``found`` are the batches where they were listed already.
 
-        With ``footers`` also what packs hold of which no index tells. Raises StoreError, OSError.
+        With ``footers`` also what packs hold that no index lists. Raises StoreError, OSError.
 
         The order matters: a pack that is listed and in no batch that was listed before was in use at that moment; a
-        pack that an index tells of and that is not listed afterwards has been deleted.
+        pack in an index that is not listed afterwards has been deleted.
         """
         damaged: dict[str, StoreDamaged] = {}
         if found is None:

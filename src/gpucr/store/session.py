@@ -1,7 +1,7 @@
 """Writing one snapshot into a store, in the order on which its safety rests.
 
-Make oneself known, look at what is there, store pieces, make them durable, commit, and be gone: see writers.py and
-retired.py for why.
+Register, look at what is there, store pieces, make them durable, commit, unregister: writers.py and retired.py say
+why.
 """
 
 from __future__ import annotations
@@ -16,7 +16,7 @@ from gpucr.store.checks import Checks
 from gpucr.store.codec import Compress
 from gpucr.store.opened import Store
 from gpucr.store.pieces import PieceRef
-from gpucr.store.stored_snapshot import Area, StoredSnapshot
+from gpucr.store.stored_snapshot import Area, SetPart, StoredSnapshot
 from gpucr.store.writer import StoreWriter
 from gpucr.store.writers import REFRESH_S, Registration
 
@@ -66,6 +66,7 @@ class WriteSession:
         created: str | None = None,
         host: str | None = None,
         counters: Mapping[str, int] | None = None,
+        part: SetPart | None = None,
     ) -> StoredSnapshot:
         """Make everything durable, then make the snapshot exist. Raises InvalidRequest, StoreError.
 
@@ -84,6 +85,7 @@ class WriteSession:
             created=created,
             host=host,
             counters=counters if counters is not None else structs.asdict(self.writer.counts),
+            part=part,
         )
 
     def discard(self) -> None:

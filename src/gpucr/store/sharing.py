@@ -20,7 +20,7 @@ from pathlib import Path
 
 from gpucr.errors import InvalidRequest, StoreError
 from gpucr.linux.held_folder import HeldFolder
-from gpucr.store import index, pack, retired, writers
+from gpucr.store import index, pack, retired, sets, writers
 from gpucr.store.backend import Backend
 from gpucr.store.local import FOLDER_MODE, INCOMING_NAME, LocalBackend
 from gpucr.store.location import Location
@@ -33,6 +33,7 @@ _MEMBERS_PREFIXES = (
     index.PREFIX,
     writers.SNAPSHOTS_PREFIX,
     writers.WRITERS_PREFIX,
+    sets.SETS_PREFIX,
     *(f"{pack.PREFIX}{number:02x}/" for number in range(256)),
 )
 FOLDERS = {prefix.rstrip("/"): FOLDER_MODE for prefix in _ROOTS_PREFIXES} | {

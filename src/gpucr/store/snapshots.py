@@ -18,18 +18,20 @@ from msgspec import Struct
 
 from gpucr.errors import InvalidRequest, StoreDamaged, StoreError
 from gpucr.records import RecordError
-from gpucr.store import retired, writers
+from gpucr.store import retired, sets, writers
 from gpucr.store.backend import Missing, ObjectInfo, together
 from gpucr.store.crypto import SEALED_OVERHEAD_BYTES
 from gpucr.store.opened import Store
 from gpucr.store.pack import PREFIX as PACKS_PREFIX
 from gpucr.store.pieces import PieceRef
 from gpucr.store.reader import StoreReader
+from gpucr.store.sets import StoredSet
 from gpucr.store.stored_snapshot import (
     MAX_MANIFEST_BYTES,
     NAME,
     SHORT_ID,
     Area,
+    SetPart,
     StoredSnapshot,
     decode,
     encode,
@@ -70,6 +72,7 @@ def commit(
     counters: Mapping[str, int] | None = None,
     created: str | None = None,
     host: str | None = None,
+    part: SetPart | None = None,
 ) -> StoredSnapshot:
     """Make the snapshot exist; nothing of it may change afterwards. The registration is ended.
 
@@ -85,6 +88,7 @@ def commit(
         manifest,
         tuple(areas),
         dict(counters or {}),
+        part,
     )
     data = encode(snapshot)
     if len(data) > MAX_SNAPSHOT_BYTES or len(manifest) > MAX_MANIFEST_BYTES:
@@ -136,13 +140,23 @@ class Listing(Struct, frozen=True):
     """The snapshots of a store, oldest first, and those that cannot be read, by id.
 
     ``stored_s``: when each of all of them was put into this store, by the clock of the store. ``tombstones`` are those
-    of writers that died.
+    of writers that died. ``sets``: the complete ones, by their ids.
     """
 
     snapshots: tuple[StoredSnapshot, ...]
     damaged: Mapping[str, StoreDamaged]
     stored_s: Mapping[str, float]
     tombstones: tuple[ObjectInfo, ...] = ()
+    sets: Mapping[str, StoredSet] = {}
+
+    def is_whole(self, snapshot: StoredSnapshot) -> bool:
+        """Whether it stands for itself, or is part of a set that is complete."""
+        return snapshot.part is None or sets.is_part(snapshot, self.sets)
+
+    def parts(self, made: StoredSet) -> tuple[StoredSnapshot, ...]:
+        """The snapshots of a complete set that are there, in the order of their nodes."""
+        found = {each.id: each for each in self.snapshots}
+        return tuple(found[each] for each in made.snapshot_ids if each in found)
 
     def intact(self) -> tuple[StoredSnapshot, ...]:
         """All snapshots. Raises StoreDamaged where one cannot be read."""
@@ -156,7 +170,7 @@ class Listing(Struct, frozen=True):
 
         Raises StoreDamaged where one that cannot be read may be later: its name is not known.
         """
-        found = [each for each in self.snapshots if name is None or each.name == name][-1]
+        found = [each for each in self.snapshots if self.is_whole(each) and name in (None, each.name)][-1]
         for snapshot_id, error in self.damaged.items():
             if self.stored_s[snapshot_id] >= self.stored_s[found.id]:
                 hint = "name another snapshot by its id: gpucr ls lists them"
@@ -183,10 +197,27 @@ def list_all(store: Store) -> Listing:
                     damaged[_id_in(info)] = result
                 elif result is _None.TOMBSTONE:
                     tombstones.append(info)
+    complete, bad = _sets_of(store, found)
+    damaged |= {each.id: bad[each.part.set_id] for each in found if each.part is not None and each.part.set_id in bad}
     there = {*damaged, *(each.id for each in found)}
     stored_s = {_id_in(info): info.modified_s for info in infos if _id_in(info) in there}
-    in_order = sorted(found, key=lambda each: (each.created_s, each.id))
-    return Listing(tuple(in_order), damaged, stored_s, tuple(tombstones))
+    in_order = sorted((each for each in found if each.id not in damaged), key=lambda each: (each.created_s, each.id))
+    return Listing(tuple(in_order), damaged, stored_s, tuple(tombstones), complete)
+
+
+def _sets_of(
+    store: Store, found: Iterable[StoredSnapshot]
+) -> tuple[Mapping[str, StoredSet], Mapping[str, StoreDamaged]]:
+    """The complete sets that these are parts of, and those whose object is damaged: no part of these is restored."""
+    complete: dict[str, StoredSet] = {}
+    damaged: dict[str, StoreDamaged] = {}
+    for set_id in sorted({each.part.set_id for each in found if each.part is not None}):
+        try:
+            if (made := sets.find(store, set_id)) is not None:
+                complete[set_id] = made
+        except StoreDamaged as e:
+            damaged[set_id] = e
+    return complete, damaged
 
 
 def _id_in(info: ObjectInfo) -> str:
@@ -203,9 +234,23 @@ def _load_listed(store: Store, info: ObjectInfo) -> StoredSnapshot | StoreDamage
 
 
 def find(store: Store, wanted: str | None) -> StoredSnapshot:
-    """The snapshot that is meant: a name (the latest of that name), an id or its first 8 or more digits, ``latest``.
+    """The named snapshot: a name (the latest of that name), an id or its first 8 or more digits, ``latest``.
 
-    None: the only one. Raises InvalidRequest where none or several are meant, StoreDamaged, StoreError.
+    None: the only one. Raises InvalidRequest where none or several fit, StoreDamaged, StoreError.
+    """
+    (found, *others) = find_parts(store, wanted)
+    if others:
+        raise InvalidRequest(
+            f"{store.backend.url}#{wanted} is a set of {1 + len(others)} nodes",
+            hint="restore it with `gpucr nodes restore` on each of them, or name one part by its id (gpucr ls)",
+        )
+    return found
+
+
+def find_parts(store: Store, wanted: str | None) -> tuple[StoredSnapshot, ...]:
+    """As `find`; all parts where a set is meant, in the order of their nodes. By an id one part is meant.
+
+    Raises StoreError for a name that only parts of sets have that are not complete.
     """
     listing = list_all(store)
     found, url = listing.snapshots, store.backend.url
@@ -215,13 +260,16 @@ def find(store: Store, wanted: str | None) -> StoredSnapshot:
     count = len(found) + len(listing.damaged)
     if wanted is None and count > 1:
         raise InvalidRequest(f"the store {url} holds {count} snapshots", hint=f"name one: {url}#latest, {url}#NAME")
-    if wanted is None or wanted == LATEST:
-        return listing.latest()
-    if any(snapshot.name == wanted for snapshot in found):
-        return listing.latest(wanted)
+    wanted = LATEST if wanted is None else wanted
+    named = [each for each in found if wanted in (LATEST, each.name)]
+    if named:
+        if not any(map(listing.is_whole, named)):
+            sets.require_complete(store, named[-1])
+        latest = listing.latest(None if wanted == LATEST else wanted)
+        return (latest,) if latest.part is None else _all_parts(store, listing, listing.sets[latest.part.set_id])
     meant = [snapshot for snapshot in found if snapshot.id.startswith(wanted)] if len(wanted) >= SHORT_ID else []
     if len(meant) == 1:
-        return meant[0]
+        return (meant[0],)
     for snapshot_id, error in listing.damaged.items():
         if not meant and len(wanted) >= SHORT_ID and snapshot_id.startswith(wanted):
             raise error
@@ -233,20 +281,33 @@ def find(store: Store, wanted: str | None) -> StoredSnapshot:
     raise InvalidRequest(f"the store {url} holds {what} {wanted!r}", hint=f"list what it holds: gpucr ls {url}")
 
 
-def find_to_remove(store: Store, wanted: str) -> StoredSnapshot:
-    """What `find` finds; also one that cannot be read, by its id: of that only id and time are known.
+def _all_parts(store: Store, listing: Listing, made: StoredSet) -> tuple[StoredSnapshot, ...]:
+    parts = listing.parts(made)
+    if len(parts) < len(made.snapshot_ids):
+        there = {each.id for each in parts}
+        missing = [str(node) for node, each in enumerate(made.snapshot_ids) if each not in there]
+        raise StoreDamaged(
+            f"the set {made.label} lacks the snapshot of node {', '.join(missing)}",
+            path=store.backend.url,
+            hint="use another set, or another copy of the store",
+        )
+    return parts
+
+
+def find_to_remove(store: Store, wanted: str) -> tuple[StoredSnapshot, ...]:
+    """What `find_parts` finds; also one that cannot be read, by its id: of that only id and time are known.
 
     Raises InvalidRequest, StoreDamaged, StoreError.
     """
     try:
-        return find(store, wanted)
+        return find_parts(store, wanted)
     except StoreDamaged:
         listing = list_all(store)
         meant = [each for each in listing.damaged if each.startswith(wanted)] if len(wanted) >= SHORT_ID else []
         if len(meant) != 1:
             raise
         stored = datetime.fromtimestamp(listing.stored_s[meant[0]], timezone.utc)
-        return StoredSnapshot(meant[0], None, stored.isoformat(timespec="milliseconds"), "", b"", ())
+        return (StoredSnapshot(meant[0], None, stored.isoformat(timespec="milliseconds"), "", b"", ()),)
 
 
 def remove(store: Store, snapshot_id: str) -> None:
@@ -268,7 +329,7 @@ def live_pieces(snapshot: StoredSnapshot, reader: StoreReader) -> Iterable[Piece
 def open_reader(store: Store, snapshot: StoredSnapshot) -> StoreReader:
     """A reader that knows where everything is that the snapshot needs.
 
-    Footers of packs are read only where no index tells of a piece. Raises StoreDamaged where a piece is nowhere, and
+    Footers of packs are read only for pieces that no index lists. Raises StoreDamaged where a piece is nowhere, and
     StoreError.
     """
     try:

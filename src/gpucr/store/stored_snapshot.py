@@ -3,7 +3,8 @@
 ::
 
     {"format": "gpucr-stored-snapshot", "version": 1, "name": TEXT or null, "created": TEXT, "host": TEXT,
-     "counters": {TEXT: NUMBER}, "manifest": BASE64 of zlib,
+     "counters": {TEXT: NUMBER}, "part": {"set_id": HEX, "node": NUMBER, "node_count": NUMBER} or null,
+     "manifest": BASE64 of zlib,
      "areas": [{"name": TEXT, "size_bytes": NUMBER, "pieces": BASE64 of a list of pieces, "is_long": BOOLEAN}]}
 
 An area is one file or one process's device memory. Where ``is_long`` is true, ``pieces`` lists the pieces that hold the
@@ -33,6 +34,7 @@ MAX_LISTED_PIECES = 1 << 24
 """In all areas together, lists that are pieces themselves not counted: a run of one piece takes 40 bytes here."""
 NAME = re.compile(r"[A-Za-z0-9][A-Za-z0-9._-]{0,99}")
 SHORT_ID = 8
+MAX_NODES = 1 << 12
 _Bytes = Annotated[int, Meta(ge=0, le=(1 << 63) - 1)]
 
 
@@ -56,10 +58,25 @@ class Area(Struct, frozen=True):
         return refs
 
 
+class SetPart(Record, frozen=True):
+    """What a snapshot is in a set of several nodes (sets.py): node number ``node`` of ``node_count``, from 0."""
+
+    set_id: str
+    node: int
+    node_count: int
+
+    def __post_init__(self) -> None:
+        if not 0 <= self.node < self.node_count <= MAX_NODES:
+            raise RecordError(f"there is no node {self.node} of {self.node_count}")
+        if not re.fullmatch(r"[0-9a-f]{32}", self.set_id):
+            raise RecordError(f"{self.set_id!r} is not the id of a set")
+
+
 class StoredSnapshot(Struct, frozen=True):
     """A committed snapshot. ``created`` is in UTC by the clock of the store where it was made (ISO 8601).
 
-    ``manifest`` is whatever the one who dumped put there. ``counters`` say what the dump read and wrote, in bytes.
+    ``manifest`` is what the dump put there. ``counters`` say what the dump read and wrote, in bytes.
+    ``part``: which part of a set it is; None: it stands for itself.
     """
 
     id: str
@@ -69,6 +86,7 @@ class StoredSnapshot(Struct, frozen=True):
     manifest: bytes
     areas: tuple[Area, ...]
     counters: Mapping[str, int] = field(default_factory=dict)
+    part: SetPart | None = None
 
     @property
     def size_bytes(self) -> int:
@@ -97,6 +115,7 @@ def encode(snapshot: StoredSnapshot) -> bytes:
         created=snapshot.created,
         host=snapshot.host,
         counters=dict(snapshot.counters),
+        part=snapshot.part,
         manifest=zlib.compress(snapshot.manifest),
         areas=tuple(_Area(a.name, a.size_bytes, pieces.encode_list(a.listed), a.is_long) for a in snapshot.areas),
     )
@@ -107,7 +126,7 @@ def decode(snapshot_id: str, data: bytes) -> StoredSnapshot:
     """What `encode` was given. Raises RecordError for anything that it does not write."""
     body = records.convert(records.of_format(records.read_json(data), format=FORMAT, version=VERSION), _Body)
     manifest, areas = _decompressed(body.manifest), tuple(_areas(body.areas))
-    return StoredSnapshot(snapshot_id, body.name, body.created, body.host, manifest, areas, body.counters)
+    return StoredSnapshot(snapshot_id, body.name, body.created, body.host, manifest, areas, body.counters, body.part)
 
 
 class _Area(Record, frozen=True):
@@ -122,6 +141,7 @@ class _Body(Record, frozen=True):
     created: str
     host: str
     counters: Mapping[str, _Bytes]
+    part: SetPart | None
     manifest: bytes
     areas: tuple[_Area, ...]
     format: str = FORMAT

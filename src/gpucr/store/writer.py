@@ -1,8 +1,8 @@
 """Puts pieces into a store: each one once, compressed where it pays, in packs that many threads fill side by side.
 
-A writer first publishes packs, then the index that tells of them. What refers to its pieces (a snapshot) is created
-after `StoreWriter.flush` has returned. So whatever moment it dies in, nothing refers to what is not there: what it left
-is packs that no snapshot needs, which a prune removes.
+A writer first publishes packs, then the index that lists them. What refers to its pieces (a snapshot) is created
+after `StoreWriter.flush` has returned. So when it dies, nothing refers to a missing piece: it leaves only packs that
+no snapshot needs, which a prune removes.
 """
 
 from __future__ import annotations

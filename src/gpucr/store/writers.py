@@ -200,12 +200,13 @@ def is_tombstone(body: bytes) -> bool:
 def end_dead(store: Store, writer: WriterSeen) -> None:
     """Keep a writer from ever committing, or learn that it has; then remove its records. Raises OSError."""
     with contextlib.suppress(Exists):  # it has committed, or there is a tombstone already
-        _put_tombstone(store, snapshot_object(writer.snapshot_id))
+        put_tombstone(store, snapshot_object(writer.snapshot_id))
     for name in writer.records:
         store.backend.delete(name)
 
 
-def _put_tombstone(store: Store, name: str) -> None:
+def put_tombstone(store: Store, name: str) -> None:
+    """Keep an object of this name from ever being created. Raises Exists where there is one, OSError."""
     store.backend.create(name, store.seal(name, _TOMBSTONE))
 
 
@@ -233,7 +234,7 @@ def _is_committed(store: Store, registration: Registration, sealed: bytes) -> bo
     name = registration.snapshot_name
     try:
         try:
-            _put_tombstone(store, name)
+            put_tombstone(store, name)
         except Exists:
             return store.backend.read(name, 0, len(sealed) + 1) == sealed
     except OSError as e:

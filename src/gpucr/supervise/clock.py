@@ -1,4 +1,4 @@
-"""What a supervisor knows of time and of what is asked of it: passed in, so that tests need not wait."""
+"""A supervisor's time, and the signals that it gets: passed in, so that tests need not wait."""
 
 from __future__ import annotations
 
@@ -13,10 +13,10 @@ Wish = Literal["drain", "leave"]
 
 
 class Clock(Protocol):
-    """Time, as far as a supervisor needs it."""
+    """The time that a supervisor needs."""
 
     def now_s(self) -> float:
-        """Seconds that only grow, whatever is done to the machine's clock."""
+        """Seconds that only grow, also when the machine's clock is set."""
 
     def wall_s(self) -> float:
         """Seconds since 1970."""

@@ -29,7 +29,7 @@ from gpucr.records import Count, Record, RecordError, Text
 from gpucr.supervise.settings import Supervision
 
 Phase = Literal["supervised", "draining", "finished", "gave-up", "stopped", "left", "taken-away"]
-"""``supervised``: a supervisor has it, or should have. ``draining``: a last dump ends it, or has ended it; it is to
+"""``supervised``: a supervisor has it, or should have. ``draining``: a last dump ends it, or has ended it; it will
 come back. ``finished``: it ended with exit code 0. ``stopped``: `gpucr stop` ended it. ``left``: it was left to itself.
 ``taken-away``: somebody else has dumped and ended it."""
 
@@ -51,7 +51,7 @@ class Taken(Record, frozen=True):
 
 
 class SupervisedState(Record, frozen=True):
-    """How far it is. Times are seconds since 1970, or durations in seconds; counters begin with the supervision.
+    """The state of a supervision. Times are seconds since 1970, or durations in seconds; counters begin with it.
 
     ``snapshots``, oldest first, are those that were taken and are whole. ``restored_from``: the snapshot that the job
     was last restored from. ``restarts_in_a_row``: without a new checkpoint. ``failed_checkpoint_in_a_row``: the same.

@@ -65,7 +65,7 @@ class SupervisedJob(Protocol):
         """How much it has printed, in bytes."""
 
     def checkpoint(self, cancel: Cancellation, *, end: bool = False, timeout_s: float | None = None) -> Checkpoint:
-        """Take a snapshot and verify it. The job goes on, or with ``end`` is ended."""
+        """Take a snapshot and verify it. The job keeps running, or with ``end`` is ended."""
 
     def snapshots(self) -> Sequence[str]:
         """The ids of its snapshots in the store, newest first by the store's clock."""
@@ -182,7 +182,7 @@ class RegisteredJob:
         )
 
     def mark(self, text: str) -> None:
-        """On a line of its own. A log that cannot be written to is no reason not to go on."""
+        """On a line of its own. A log that cannot be written stops nothing."""
         with contextlib.suppress(OSError, GpucrError):
             fd = trusted_paths.open_file(self._record().log, os.O_WRONLY | os.O_APPEND | os.O_NOFOLLOW | os.O_NONBLOCK)
             try:

@@ -101,7 +101,7 @@ def as_text() -> bytes:
 
 
 def alerts() -> str:
-    """Rules for Prometheus that tell of trouble with supervised jobs."""
+    """Prometheus alert rules for supervised jobs."""
     return (_FILES / "alerts.yml").read_text()
 
 

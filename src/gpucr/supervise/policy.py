@@ -6,7 +6,7 @@ import math
 from collections.abc import Callable, Mapping, Sequence
 
 ASSUMED_DOWNTIME_S = 10.0
-"""How long a job is taken to stand still for a checkpoint as long as none was measured."""
+"""How long a job stands still for a checkpoint, assumed until one was measured."""
 JITTER = 0.1
 _SMOOTHING = 0.3
 
@@ -57,7 +57,7 @@ def backoff_s(attempt: int, random: Random, *, first_s: float, most_s: float) ->
 def newest_first(known: Sequence[str], in_store: Sequence[str]) -> list[str]:
     """The job's snapshots, the newest first.
 
-    ``known``: those that its supervisor noted, in the order in which it took them, whatever the clocks said;
+    ``known``: those that its supervisor noted, in the order in which it took them, not by the clock;
     ``in_store``: all, by the clock of the store. One that is not known, and newer than all that are, was committed
     by a supervisor that was killed before it could note it.
     """

@@ -49,7 +49,7 @@ def require_store(place: str, key: Secret | None) -> str:
 
 
 def prepare(name: str, settings: Supervision) -> SupervisedFolder:
-    """Keep how the job is to be supervised. Raises InvalidRequest where it has a supervisor already, Unsupported."""
+    """Keep how the job will be supervised. Raises InvalidRequest where it has a supervisor already, Unsupported."""
     settings.check()
     check_name(name)
     folder = SupervisedFolder(name)

@@ -79,7 +79,7 @@ class Supervisor:
         if self._stop.wish == "leave":
             return "left"
         if found.word == "lent" and self._stop.wish is None:
-            self._watch.begin_again()  # it stands still, or is away: nothing that it does not do now is a hang
+            self._watch.begin_again()  # it is stopped or dumped: being idle now is no hang
             self._due_s = max(self._due_s, self._clock.now_s() + POLL_S)
             return None
         if self._stop.wish == "drain":
@@ -284,7 +284,7 @@ class Supervisor:
     # --- the end -----------------------------------------------------------------------------------------------
 
     def _drain(self) -> Phase:
-        """The machine goes away: a last dump, which ends the job, so that it can be taken up elsewhere or later."""
+        """The machine will be gone: a last dump, which ends the job, so that it can continue elsewhere or later."""
         self._journal.update(phase="draining")
         self._journal.tell("drain-begin", grace_s=self._settings.grace_s)
         try:

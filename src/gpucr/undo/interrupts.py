@@ -165,7 +165,7 @@ def interrupted(error: KeyboardInterrupt, state: str, *, hint: str | None = None
 
 
 def not_over_yet() -> None:
-    """For a command that goes on after an operation, with a question or another one: signals end it again."""
-    if _innermost is not None:
+    """For what goes on after an operation, with a question or another one: signals end it again, in the main thread."""
+    if _innermost is not None and threading.current_thread() is threading.main_thread():
         _innermost.is_committed = _innermost.has_succeeded = False
         _innermost.raise_at_once()

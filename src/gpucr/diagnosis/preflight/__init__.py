@@ -7,6 +7,7 @@ no privileges, a target folder that is taken) is an error of its own where it is
 
 from __future__ import annotations
 
+from gpucr.diagnosis.preflight.between_nodes import check_between_nodes
 from gpucr.diagnosis.preflight.capabilities import check_capabilities
 from gpucr.diagnosis.preflight.clocks import check_clocks
 from gpucr.diagnosis.preflight.databases import check_changed_databases, check_databases, spared_by_rewind
@@ -59,6 +60,7 @@ __all__ = [
     "MemoryNeed",
     "TcpMode",
     "check_basics",
+    "check_between_nodes",
     "check_between_trees",
     "check_capabilities",
     "check_changed_databases",

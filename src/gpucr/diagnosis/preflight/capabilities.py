@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from gpucr.diagnosis.preflight.findings import Finding
+from gpucr.diagnosis.preflight.support import machine as facts
 from gpucr.linux.capabilities import names_of
 
 
@@ -16,12 +17,8 @@ def check_capabilities(needed: int, available: int) -> list[Finding]:
     if not missing:
         return []
     return [
-        Finding(
-            "blocking",
-            f"the job had {'a capability' if len(missing) == 1 else 'capabilities'} that a restore here cannot give it",
+        facts.CAPABILITIES.seen(
             f"{', '.join(missing)}: in CRIU's images of the job, and not in CapBnd of /proc/self/status",
-            "CRIU fails, or waits without end where the job has several threads",
-            "restore with the privileges of the dump: outside the container, or give it these capabilities",
-            code="GPUCR-CAPABILITIES",
+            capabilities="a capability" if len(missing) == 1 else "capabilities",
         )
     ]

@@ -11,9 +11,10 @@ import contextlib
 import datetime
 import os
 import stat
-from collections.abc import Collection, Iterable, Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 
 from gpucr.diagnosis.preflight.findings import Finding
+from gpucr.diagnosis.preflight.support import outside as facts
 from gpucr.linux import processes
 from gpucr.model import Job, JobFile
 
@@ -49,13 +50,7 @@ def check_databases(job: Job) -> list[Finding]:
     """Databases of a job that is to go on after its dump: the snapshot does not have what is in them."""
     targets = {file.target for process in job.processes for file in _open_files(process.pid)}
     return [
-        Finding(
-            "warning",
-            f"the job has the SQLite database {path} open",
-            f"{len(files)} of its files" if len(files) > 1 else "it begins as one",
-            "the job keeps changing it: a later restore finds it newer than the job's memory",
-            "to have it as it was in a restore, copy it together with the snapshot (`sqlite3 FILE .backup`)",
-        )
+        facts.DATABASE.seen(f"{len(files)} of its files" if len(files) > 1 else "it begins as one", file=path)
         for path, files in databases_of(targets).items()
     ]
 
@@ -63,28 +58,8 @@ def check_databases(job: Job) -> list[Finding]:
 def check_changed_databases(files: Sequence[JobFile], created: str, *, rewind: bool) -> list[Finding]:
     """Databases of a snapshot that were changed since the dump, at ``created``."""
     sizes = {file.path: file.size_bytes for file in files if file.is_written}
-    return [_judge(path, changed, rewind=rewind) for path, changed in _changed(sizes, created).items()]
-
-
-def _judge(path: str, changed: Collection[str], *, rewind: bool) -> Finding:
-    what, evidence = f"the SQLite database {path} was changed after the dump", ", ".join(changed)
-    if not rewind:
-        return Finding(
-            "warning",
-            what,
-            evidence,
-            "it stays as it is, and the job takes what is new for the work of another program",
-            "to have it as it was, put back a copy of all its files from the time of the dump",
-        )
-    return Finding(
-        "blocking",
-        what,
-        evidence,
-        "its pages are changed in place, so that cutting its files back would only damage it",
-        "restore with --files keep, or put back a copy of all its files from the time of the dump (--force rewinds the "
-        "other files, and leaves the database as it is)",
-        code="GPUCR-DATABASE",
-    )
+    fact = facts.DATABASE_REWIND if rewind else facts.DATABASE_CHANGED
+    return [fact.seen(", ".join(changed), file=path) for path, changed in _changed(sizes, created).items()]
 
 
 def _changed(sizes: Mapping[str, int], created: str) -> dict[str, tuple[str, ...]]:

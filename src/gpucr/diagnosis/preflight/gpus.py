@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 
 from gpucr.diagnosis.preflight.findings import Finding
+from gpucr.diagnosis.preflight.support import gpu_use as facts
 from gpucr.model import Gpu, GpuMap, GpuUse, Job
 from gpucr.quantities import format_bytes
 
@@ -35,13 +36,11 @@ def check_gpus(
         new = present.get(new_uuid)
         if new is None:
             found.append(
-                Finding(
-                    "blocking" if not needed_bytes or old.uuid in needed_bytes else "warning",
-                    f"the snapshot needs GPU {new_uuid} ({old.name})",
+                facts.NO_GPU.seen(
                     f"this machine has {have}",
-                    "there is nowhere to put its device memory",
-                    "let gpucr choose with --gpu auto, or name this machine's GPUs with --gpu-map OLD=NEW",
-                    code="GPUCR-NO-GPU",
+                    as_warning=bool(needed_bytes) and old.uuid not in needed_bytes,
+                    gpu=new_uuid,
+                    model=old.name,
                 )
             )
             continue
@@ -57,13 +56,11 @@ def check_room(needed_bytes: Mapping[str, int], here: Sequence[Gpu], gpu_map: Gp
         new = present.get(gpu_map.new_for(old_uuid) if gpu_map else old_uuid)
         if new is not None and new.memory_free_bytes < needed:
             found.append(
-                Finding(
-                    "blocking",
-                    f"GPU {new.uuid} has {format_bytes(new.memory_free_bytes)} free",
+                facts.GPU_FULL.seen(
                     f"the job held {format_bytes(needed)} on it",
-                    f"{format_bytes(needed - new.memory_free_bytes)} are missing; running out would lose the job",
-                    "end or suspend what uses that GPU, or choose another one with --gpu auto or --gpu-map",
-                    code="GPUCR-GPU-FULL",
+                    gpu=new.uuid,
+                    free=format_bytes(new.memory_free_bytes),
+                    missing=format_bytes(needed - new.memory_free_bytes),
                 )
             )
     return found
@@ -72,13 +69,4 @@ def check_room(needed_bytes: Mapping[str, int], here: Sequence[Gpu], gpu_map: Gp
 def _compare(old: Gpu, new: Gpu) -> list[Finding]:
     if new.name == old.name:
         return []
-    return [
-        Finding(
-            "blocking",
-            f"GPU {new.uuid} is a {new.name}",
-            f"the job ran on a {old.name}",
-            "the driver restores only to the same kind of GPU",
-            "choose a GPU of the same kind with --gpu-map",
-            code="GPUCR-OTHER-MODEL",
-        )
-    ]
+    return [facts.OTHER_MODEL.seen(f"the job ran on a {old.name}", gpu=new.uuid, model=new.name)]

@@ -6,11 +6,11 @@ obstacle.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-
 from gpucr.diagnosis.preflight.findings import Finding
 from gpucr.diagnosis.preflight.measured import Measurements, all_come_back, say
-from gpucr.diagnosis.preflight.sharing import LOSS, local_world_size
+from gpucr.diagnosis.preflight.sharing import local_world_size
+from gpucr.diagnosis.preflight.support import interposed as facts
+from gpucr.diagnosis.preflight.support.fact import Fact
 from gpucr.diagnosis.preflight.traits import CudaTraits, JobTraits
 from gpucr.interposer.client import ask_status
 from gpucr.interposer.protocol import Status
@@ -20,7 +20,6 @@ from gpucr.model import CudaState, GangMember, Job
 from gpucr.quantities import counted
 
 _TOLD_BY = "counted by its interposer"
-_VMM = ("vmm_export",)
 
 
 def knows_all(job: JobTraits) -> bool:
@@ -56,15 +55,12 @@ def kept_bytes(job: Job) -> int:
 def check_suspended(job: Job) -> list[Finding]:
     """Processes that were suspended through their interposers, and that have device memory of each other."""
     return [
-        Finding(
-            "blocking",
-            f"process {member.pid} is suspended, and has {counted(status.imported, 'block')} of device memory of "
-            "other processes",
+        facts.SUSPENDED_SHARING.seen(
             _TOLD_BY,
-            "whose they are is known to the suspended processes alone, by pids that others may have after a restore",
-            f"resume the job before its dump (`gpucr resume {job.root.pid}`)",
             member.pid,
-            code="GPUCR-GPU-STATE",
+            process=f"process {member.pid}",
+            count=counted(status.imported, "block"),
+            root=job.root.pid,
         )
         for member, status in _suspended(job)
         if status.imported
@@ -78,35 +74,28 @@ def _suspended(job: Job) -> list[tuple[GangMember, Status]]:
 
 def _shared(process: CudaTraits, counts: Status, measured: Measurements) -> list[Finding]:
     """What it shares with other processes or GPUs, which a canary may have shown to come back."""
-    name = f"process {process.pid} ({process.process.name})"
-    kinds: Sequence[tuple[int, str, str, str, str]] = (
-        (counts.ipc_memory, "legacy_ipc", "GPUCR-CUDA-IPC",
-         f"{name} has {counted(counts.ipc_memory, 'allocation')} of other processes open over CUDA IPC",
-         "send tensors through host memory (`tensor.cpu()`), or end the process that opened them"),
-        (counts.peer_access, "peer_access", "GPUCR-PEER-ACCESS",
-         f"{name} has peer access between its GPUs enabled",
-         "give each GPU a process of its own"),
-    )  # fmt: skip
+    kinds = (
+        (counts.ipc_memory, counted(counts.ipc_memory, "allocation"), facts.IPC_OPEN),
+        (counts.peer_access, "", facts.PEER_ENABLED),
+    )
     return [
-        Finding("blocking", what, f"{_TOLD_BY}; {say(measured, (canary,))}", LOSS, remedy, process.pid, code=code)
-        for count, canary, code, what, remedy in kinds
-        if count > 0 and not all_come_back(measured, (canary,))
+        fact.seen(f"{_TOLD_BY}; {say(measured, fact.unless)}", process.pid, process=_name(process), count=text)
+        for count, text, fact in kinds
+        if count > 0 and not all_come_back(measured, fact.unless)
     ]
 
 
 def _imported(job: JobTraits, measured: Measurements) -> list[Finding]:
     """What processes have of each other, where the driver would have to bring it back."""
-    if all_come_back(measured, _VMM):
+    fact = facts.IMPORTED
+    if all_come_back(measured, fact.unless):
         return []
     return [
-        Finding(
-            "blocking",
-            f"{_name(each)} has {counted(each.counted.imported, 'block')} of device memory of other processes mapped",
-            f"{_TOLD_BY}; {say(measured, _VMM)}",
-            f"by the driver alone {LOSS}",
-            "leave the way to gpucr (`--gpu-state auto`), or send tensors through host memory",
+        fact.seen(
+            f"{_TOLD_BY}; {say(measured, fact.unless)}",
             each.pid,
-            code="GPUCR-CUDA-IPC",
+            process=_name(each),
+            count=counted(each.counted.imported, "block"),
         )
         for each in job.processes
         if each.counted is not None and each.counted.imported
@@ -118,27 +107,14 @@ def _torn(job: JobTraits) -> list[Finding]:
     if job.sharing is None:
         return []  # it is found out when all stand still, before anything is changed
     members = {each.pid: each for each in job.processes}
-    found: dict[int, str] = {
-        place.pid: "has device memory of a process outside of the job mapped"
-        for place in job.sharing.unowned
-        if place.pid in members
+    found: dict[int, tuple[Fact, int]] = {
+        place.pid: (facts.UNOWNED, 0) for place in job.sharing.unowned if place.pid in members
     }
     for place, owner in job.sharing.owned.items():
         if (place.pid in members) != (owner.pid in members):
             inside, outside = (place.pid, owner.pid) if place.pid in members else (owner.pid, place.pid)
-            found[inside] = f"shares device memory with process {outside}, which is not a part of the job"
-    return [
-        Finding(
-            "blocking",
-            f"{_name(members[pid])} {what}",
-            _TOLD_BY,
-            "what shares memory has to stand still, and come back, together",
-            "name a process above both, or end one of them",
-            pid,
-            code="GPUCR-CUDA-IPC",
-        )
-        for pid, what in found.items()
-    ]
+            found[inside] = facts.TORN, outside
+    return [fact.seen(_TOLD_BY, pid, process=_name(members[pid]), other=other) for pid, (fact, other) in found.items()]
 
 
 def _name(process: CudaTraits) -> str:
@@ -147,33 +123,19 @@ def _name(process: CudaTraits) -> str:
 
 def _outside(process: CudaTraits, counts: Status) -> list[Finding]:
     """What hardware or other programs refer to, and what no canary speaks for."""
-    name = f"process {process.pid} ({process.process.name})"
-    kinds: Sequence[tuple[int, str, str, str]] = (
-        (counts.multicast, f"{name} has {counted(counts.multicast, 'multicast object')} (NCCL's NVLS)",
-         "no driver checkpoints multicast memory", "start the job with NCCL_NVLS_ENABLE=0, as `gpucr run` does"),
-        (counts.dma_buf, f"{name} has device memory registered with a network card or another device (dma-buf)",
-         "the device would keep writing to memory that the process no longer has",
-         "end the connections between machines first, or keep NCCL from GPUDirect RDMA with NCCL_NET_GDR_LEVEL=LOC"),
-        (counts.external, f"{name} has memory of a graphics or video program imported",
-         LOSS, "end the part of the program that uses it"),
-    )  # fmt: skip
+    kinds = (
+        (counts.multicast, facts.MULTICAST),
+        (counts.dma_buf, facts.DMA_BUF),
+        (counts.external, facts.EXTERNAL),
+        (counts.managed, facts.MANAGED_COUNTED),
+    )
     return [
-        Finding("blocking", what, _TOLD_BY, consequence, remedy, process.pid, code="GPUCR-MEMORY-OUTSIDE")
-        for count, what, consequence, remedy in kinds
-        if count > 0
-    ] + _managed(process, counts)
-
-
-def _managed(process: CudaTraits, counts: Status) -> list[Finding]:
-    if not counts.managed:
-        return []
-    return [
-        Finding(
-            "warning",
-            f"process {process.pid} ({process.process.name}) uses managed memory",
-            f"{counted(counts.managed, 'allocation')}, {_TOLD_BY}",
-            "the driver refuses to checkpoint managed memory (CUDA_ERROR_NOT_SUPPORTED), and the job keeps running",
-            "use cudaMalloc or cudaHostAlloc instead of cudaMallocManaged",
+        fact.seen(
+            f"{counted(count, 'allocation')}, {_TOLD_BY}" if fact is facts.MANAGED_COUNTED else _TOLD_BY,
             process.pid,
+            process=_name(process),
+            count=counted(count, "multicast object"),
         )
+        for count, fact in kinds
+        if count > 0
     ]

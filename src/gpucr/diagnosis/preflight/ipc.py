@@ -12,7 +12,8 @@ import re
 
 from gpucr.diagnosis.preflight.findings import Finding
 from gpucr.diagnosis.preflight.measured import Measurements, all_come_back, say
-from gpucr.diagnosis.preflight.sharing import LOSS, SHARED_FILES, name_processes
+from gpucr.diagnosis.preflight.sharing import SHARED_FILES, name_processes
+from gpucr.diagnosis.preflight.support import gpu_memory as facts
 from gpucr.diagnosis.preflight.traits import CudaTraits, JobTraits
 
 _EVENT_FILE = re.compile(r"/dev/shm/cuda\.shm\.[0-9a-f]+\.([0-9a-f]{1,8})\.[0-9a-f]+(?: \(deleted\))?")  # noqa: S108
@@ -34,7 +35,7 @@ def _canaries(job: JobTraits) -> tuple[str, ...]:
     """What stands for the memory that these processes may share. torch's expandable segments are VMM memory."""
     settings = [each.setting(name) or "" for each in job.processes for name in _ALLOCATOR_SETTINGS]
     expandable = any("expandable_segments:true" in setting.lower().replace(" ", "") for setting in settings)
-    return ("legacy_ipc", "vmm_export") if expandable else ("legacy_ipc",)
+    return (*facts.SAME_GPU.unless, "vmm_export") if expandable else facts.SAME_GPU.unless
 
 
 def _opened(job: JobTraits, known: str) -> list[Finding]:
@@ -43,17 +44,11 @@ def _opened(job: JobTraits, known: str) -> list[Finding]:
         others = [path for path in sorted(each.mapped) if _maker(path) not in (None, each.own_pid)]
         if others:
             found.append(
-                Finding(
-                    "blocking",
-                    f"process {each.pid} ({each.process.name}) has opened tensors or events of another process "
-                    "over CUDA IPC",
+                facts.IPC_EVENTS.seen(
                     f"it has {others[0]} mapped, made by process {_maker(others[0])}; the mapping stays when "
                     f"everything is closed; {known}",
-                    f"if it still has device memory of the other process open, {LOSS}",
-                    "send tensors through host memory (`tensor.cpu()`), or end the process that opened them; insist if "
-                    "it has closed all of them",
                     each.pid,
-                    code="GPUCR-CUDA-IPC",
+                    process=f"process {each.pid} ({each.process.name})",
                 )
             )
     return found
@@ -73,14 +68,10 @@ def _on_one_gpu(job: JobTraits, known: str) -> list[Finding]:
             pids = tuple(holder.pid for holder in holders)
             found.setdefault(pids, (holders, []))[1].append(where)
     return [
-        Finding(
-            "blocking",
-            f"{name_processes(holders)} may share memory of the same GPU over CUDA IPC",
+        facts.SAME_GPU.seen(
             f"{', '.join(places)}; shared memory itself cannot be seen from outside; {known}",
-            f"if one of them has device memory of another one open, {LOSS}",
-            "use --force if they share no device memory, or give each process a GPU of its own",
             pids[0],
-            code="GPUCR-CUDA-IPC",
+            processes=name_processes([holder.pid for holder in holders]),
         )
         for pids, (holders, places) in found.items()
     ]

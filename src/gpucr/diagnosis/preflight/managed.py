@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from gpucr.diagnosis.preflight.findings import Finding
 from gpucr.diagnosis.preflight.measured import Measurements, all_come_back, say
+from gpucr.diagnosis.preflight.support import gpu_memory as facts
 from gpucr.diagnosis.preflight.traits import CudaTraits, JobTraits
 
 _WITHOUT = 1
@@ -15,7 +16,7 @@ def check_managed(job: JobTraits, measured: Measurements) -> list[Finding]:
     Measured on driver 580: one mapping of 2 MiB in every process, and another one for managed memory. Of processes
     on several GPUs it is not known, and nothing is said. A warning, as nothing is lost: the driver refuses.
     """
-    if all_come_back(measured, ("managed",)):
+    if all_come_back(measured, facts.MANAGED.unless):
         return []
     return [
         _finding(each, measured) for each in job.processes if each.uvm_mappings > _WITHOUT and _on_one_gpu(job, each)
@@ -27,12 +28,9 @@ def _on_one_gpu(job: JobTraits, process: CudaTraits) -> bool:
 
 
 def _finding(process: CudaTraits, measured: Measurements) -> Finding:
-    return Finding(
-        "warning",
-        f"process {process.pid} ({process.process.name}) seems to use managed memory",
+    return facts.MANAGED.seen(
         f"it has /dev/nvidia-uvm mapped {process.uvm_mappings} times, without managed memory it would be once; "
-        f"{say(measured, ('managed',))}",
-        "the driver refuses to checkpoint managed memory (CUDA_ERROR_NOT_SUPPORTED), and the job keeps running",
-        "use cudaMalloc or cudaHostAlloc instead of cudaMallocManaged",
+        + say(measured, facts.MANAGED.unless),
         process.pid,
+        process=f"process {process.pid} ({process.process.name})",
     )

@@ -7,6 +7,7 @@ from collections.abc import Mapping
 from msgspec import Struct
 
 from gpucr.diagnosis.preflight.findings import Finding
+from gpucr.diagnosis.preflight.support import gpu_memory as facts
 
 _BASICS = {
     "streams_and_graphs": "streams and captured graphs",
@@ -51,27 +52,9 @@ def check_basics(measured: Measurements) -> list[Finding]:
     found: list[Finding] = []
     plain = measured.get("plain")
     if plain is not None and not plain.comes_back:
-        found.append(
-            Finding(
-                "blocking",
-                "this machine does not bring back even a plain CUDA program",
-                f"canary plain, {plain}",
-                "the job would be lost, or refused by the driver",
-                "`gpucr doctor --probe` measures again; the driver may need an update or the GPU a reset",
-                code="GPUCR-PROBE",
-            )
-        )
+        found.append(facts.PLAIN_LOST.seen(f"canary plain, {plain}"))
     for name, what in _BASICS.items():
         one = measured.get(name)
         if one is not None and not one.comes_back:
-            found.append(
-                Finding(
-                    "warning",
-                    f"this machine does not bring back {what}",
-                    f"canary {name}, {one}",
-                    "a job that uses it would be lost, and whether one does cannot be seen from outside",
-                    "`gpucr doctor --probe` measures again",
-                    code="GPUCR-PROBE",
-                )
-            )
+            found.append(facts.BASIC_LOST.seen(f"canary {name}, {one}", what=what))
     return found

@@ -9,6 +9,7 @@ from collections.abc import Iterable
 from pathlib import Path
 
 from gpucr.diagnosis.preflight.findings import Finding
+from gpucr.diagnosis.preflight.support import gpu_use as facts
 from gpucr.diagnosis.preflight.traits import CudaTraits, JobTraits
 from gpucr.driver.api import DriverCapabilities
 from gpucr.linux import processes
@@ -33,30 +34,21 @@ def check_mig(job: JobTraits) -> list[Finding]:
     known = [each.gpus for each in job.processes if each.gpus is not None]
     used = sorted(frozenset().union(*known) & set(partitioned)) if known else []
     if used:
-        return [_mig(partitioned[uuid], "the job holds memory on it", "blocking") for uuid in used]
+        return [_mig(partitioned[uuid], "the job holds memory on it") for uuid in used]
     if len(known) == len(job.processes):
         return []
-    severity = "blocking" if len(partitioned) == len(job.machine) else "warning"
-    return [_mig(gpu, "NVML does not tell which GPUs the job uses", severity) for gpu in partitioned.values()]
+    others = len(partitioned) < len(job.machine)
+    return [_mig(gpu, "NVML does not tell which GPUs the job uses", as_warning=others) for gpu in partitioned.values()]
 
 
 def check_mig_targets(uuids: Iterable[str], machine: Iterable[Gpu]) -> list[Finding]:
     """Partitioned GPUs to which a restore would go."""
     wanted = set(uuids)
-    return [
-        _mig(gpu, "the restore goes to it", "blocking") for gpu in machine if gpu.uuid in wanted and gpu.mig_enabled
-    ]
+    return [_mig(gpu, "the restore goes to it") for gpu in machine if gpu.uuid in wanted and gpu.mig_enabled]
 
 
-def _mig(gpu: Gpu, why: str, severity: str) -> Finding:
-    return Finding(
-        "blocking" if severity == "blocking" else "warning",
-        f"GPU {gpu.uuid} is partitioned (MIG)",
-        f"NVML; {why}",
-        "no driver is known to checkpoint or restore on a MIG GPU",
-        f"use a GPU without MIG (`nvidia-smi -i {gpu.index} -mig 0` turns it off)",
-        code="GPUCR-MIG",
-    )
+def _mig(gpu: Gpu, why: str, *, as_warning: bool = False) -> Finding:
+    return facts.MIG.seen(f"NVML; {why}", as_warning=as_warning, gpu=gpu.uuid, index=gpu.index)
 
 
 def check_mps(job: JobTraits) -> list[Finding]:
@@ -74,15 +66,7 @@ def check_mps(job: JobTraits) -> list[Finding]:
 
 
 def _mps(process: CudaTraits, evidence: str) -> Finding:
-    return Finding(
-        "blocking",
-        f"process {process.pid} ({process.process.name}) uses its GPU through MPS",
-        evidence,
-        "no driver is known to checkpoint a client of MPS",
-        "start the job without MPS, for example with an empty folder as CUDA_MPS_PIPE_DIRECTORY",
-        process.pid,
-        code="GPUCR-MPS",
-    )
+    return facts.MPS.seen(evidence, process.pid, process=f"process {process.pid} ({process.process.name})")
 
 
 def mps_programs() -> tuple[str, ...]:
@@ -115,16 +99,7 @@ def check_profilers(job: JobTraits) -> list[Finding]:
         if library is None and variable is None:
             continue
         evidence = f"{library} is mapped" if library is not None else f"{variable}={each.setting(str(variable))}"
-        found.append(
-            Finding(
-                "warning",
-                f"process {each.pid} ({each.process.name}) runs under a profiler or checker",
-                evidence,
-                "nobody has measured whether such a process comes back, and its measurements would be wrong if it does",
-                "start the job without it",
-                each.pid,
-            )
-        )
+        found.append(facts.PROFILER.seen(evidence, each.pid, process=f"process {each.pid} ({each.process.name})"))
     return found
 
 
@@ -133,12 +108,7 @@ def check_driver(capabilities: DriverCapabilities, gpu_map: GpuMap | None) -> li
     if gpu_map is None or not gpu_map.pairs or capabilities.gpu_map:
         return []
     return [
-        Finding(
-            "blocking",
-            "this driver cannot restore to other GPUs",
-            f"it is of CUDA {capabilities.cuda_version // 1000}.{capabilities.cuda_version % 1000 // 10}",
-            "it would ignore the GPU map in silence, or refuse it after the job was started",
-            "install NVIDIA driver 580 (CUDA 13.0) or newer, or restore without a GPU map",
-            code="GPUCR-OLD-DRIVER",
+        facts.OLD_DRIVER.seen(
+            f"it is of CUDA {capabilities.cuda_version // 1000}.{capabilities.cuda_version % 1000 // 10}"
         )
     ]

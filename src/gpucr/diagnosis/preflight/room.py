@@ -10,6 +10,7 @@ from types import MappingProxyType
 from msgspec import Struct
 
 from gpucr.diagnosis.preflight.findings import Finding
+from gpucr.diagnosis.preflight.support import machine as facts
 from gpucr.linux import cgroups, memory
 from gpucr.model import Job
 from gpucr.quantities import format_bytes
@@ -39,15 +40,15 @@ def check_disk(job: Job, folder: Path, device_bytes: int, *, surely_bytes: int |
     likely = device_bytes + resident + _DISK_MARGIN_BYTES
     if free >= likely:
         return []
+    fact = facts.DISK if surely_bytes is None else facts.DISK_OF_STORE
     return [
-        Finding(
-            "blocking" if free < surely else "warning",
-            f"{folder} has {format_bytes(free)} free",
+        fact.seen(
             f"device memory {format_bytes(device_bytes)}, resident memory {format_bytes(resident)}",
-            f"the snapshot needs up to {format_bytes(likely)}, {format_bytes(likely - free)} more"
-            + ("" if surely_bytes is None else "; less what the store has already, and what compression saves"),
-            "free some space, or name a folder on another disk with --to",
-            code="GPUCR-NO-SPACE",
+            as_warning=free >= surely,
+            folder=folder,
+            free=format_bytes(free),
+            needed=format_bytes(likely),
+            missing=format_bytes(likely - free),
         )
     ]
 
@@ -132,13 +133,10 @@ def check_host_memory(needs: Sequence[MemoryNeed]) -> list[Finding]:
     found: list[Finding] = []
     if total > available:
         found.append(
-            Finding(
-                "blocking",
-                f"{format_bytes(available)} of host memory are available",
+            facts.HOST_MEMORY.seen(
                 f"MemAvailable in /proc/meminfo; the operation needs {format_bytes(total)}",
-                f"{format_bytes(total - available)} are missing, and the kernel would kill processes",
-                "end other programs, or add memory",
-                code="GPUCR-HOST-MEMORY",
+                free=format_bytes(available),
+                missing=format_bytes(total - available),
             )
         )
     # Processes often share a cgroup, and all of them one further up: a limit is charged for all below it.
@@ -154,14 +152,10 @@ def check_host_memory(needs: Sequence[MemoryNeed]) -> list[Finding]:
 
 
 def _limit_finding(limit: cgroups.MemoryLimit, needed_bytes: int) -> Finding:
-    missing = format_bytes(needed_bytes - limit.available_bytes)
-    return Finding(
-        "blocking" if limit.is_hard else "warning",
-        f"a cgroup has {format_bytes(limit.available_bytes)} of its host memory left",
+    return facts.CGROUP_MEMORY.seen(
         f"{limit.path} is {format_bytes(limit.limit_bytes)}; the operation needs {format_bytes(needed_bytes)}",
-        f"{missing} are missing, and the kernel would kill processes of the cgroup"
-        if limit.is_hard
-        else f"{missing} are missing, and the kernel slows the processes of the cgroup down, perhaps to a standstill",
-        f"raise {limit.path.name}, in a container its memory limit, or end other programs of that cgroup",
-        code="GPUCR-HOST-MEMORY",
+        as_warning=not limit.is_hard,
+        free=format_bytes(limit.available_bytes),
+        missing=format_bytes(needed_bytes - limit.available_bytes),
+        limit=limit.path.name,
     )

@@ -7,6 +7,7 @@ import os
 from collections.abc import Iterator
 
 from gpucr.diagnosis.preflight.findings import Finding
+from gpucr.diagnosis.preflight.support import processes as facts
 from gpucr.linux import memory, processes
 from gpucr.linux.processes import PROC
 from gpucr.model import Job, ProcessInfo
@@ -64,12 +65,9 @@ def _named(path: str, inode: int) -> tuple[str, tuple[str]]:
 
 
 def _finding(process: ProcessInfo, other: ProcessInfo, name: str, remedy: str) -> Finding:
-    return Finding(
-        "blocking",
-        f"processes {other.pid} ({other.name}) and {process.pid} ({process.name}), of different trees, share something",
+    return facts.TREES_SHARE.seen(
         name,
-        "CRIU dumps each tree by itself, and after a restore each would have its own",
-        remedy,
         process.pid,
-        code="GPUCR-SEVERAL-TREES",
+        processes=f"processes {other.pid} ({other.name}) and {process.pid} ({process.name})",
+        how_to_dump_one_tree=remedy,
     )

@@ -10,14 +10,14 @@ from collections.abc import Sequence
 
 from gpucr.diagnosis.preflight.findings import Finding
 from gpucr.diagnosis.preflight.measured import Measurements, all_come_back, say
+from gpucr.diagnosis.preflight.support import gpu_memory as facts
+from gpucr.diagnosis.preflight.support.fact import Fact
 from gpucr.diagnosis.preflight.traits import CudaTraits, JobTraits
 
 _LIBRARY = "libnccl"
 SHARED_FILES = "/dev/shm/nccl-"  # noqa: S108 - where NCCL has its shared memory
 _SETTINGS = ("NCCL_P2P_DISABLE", "NCCL_P2P_LEVEL", "NCCL_CUMEM_ENABLE", "NCCL_CUMEM_HOST_ENABLE", "NCCL_SHM_DISABLE")
-_START_WITH = "NCCL_P2P_DISABLE=1 NCCL_CUMEM_ENABLE=0 NCCL_CUMEM_HOST_ENABLE=0"
 _IMEX_CHANNEL = "/dev/nvidia-caps-imex-channels/"
-LOSS = "the checkpoint would succeed and the restore lose the job"
 
 
 def check_nccl(job: JobTraits, measured: Measurements) -> list[Finding]:
@@ -77,50 +77,40 @@ def _check_shared_memory(ranks: Sequence[CudaTraits], measured: Measurements) ->
     if all_come_back(measured, ("shared_memory_ranks",)) is not False:
         return []
     return [
-        Finding(
-            "blocking",
-            f"{name_processes(ranks)} exchange data through NCCL's shared host memory",
+        facts.NCCL_HOST_MEMORY.seen(
             f"NCCL settings and mappings; {say(measured, ('shared_memory_ranks',))}",
-            "this machine does not bring back such processes: " + LOSS,
-            "`gpucr doctor --probe --only shared_memory_ranks` measures again",
-            code="GPUCR-NCCL",
+            processes=name_processes([rank.pid for rank in ranks]),
         )
     ]
 
 
 def _only_files_seen(ranks: Sequence[CudaTraits]) -> Finding:
-    return Finding(
-        "warning",
-        f"{name_processes(ranks)} seem to use NCCL over shared memory",
+    return facts.NCCL_ON_FILES.seen(
         f"both have {SHARED_FILES}* mapped, which P2P has not; {_settings_seen(ranks)}",
-        "should they use P2P as well, " + LOSS,
-        f"start the job with {_START_WITH}, as `gpucr run` does, to be sure",
-        code="GPUCR-NCCL",
+        processes=name_processes([rank.pid for rank in ranks]),
     )
 
 
 def _blocking(job: JobTraits, ranks: Sequence[CudaTraits], measured: Measurements, *, p2p_off: bool) -> Finding:
-    canaries: tuple[str, ...]
-    if p2p_off:
-        canaries, how = ("vmm_export",), "without P2P, but with memory that NCCL exports"
-    elif all(rank.setting("NCCL_CUMEM_ENABLE") == "0" for rank in ranks):
-        canaries, how = ("legacy_ipc", "peer_access"), "over P2P with CUDA IPC"
-    else:
-        canaries, how = ("vmm_export", "peer_access"), "over P2P"
-    come_back = all_come_back(measured, canaries)
+    fact = _kind_of_nccl(ranks, p2p_off=p2p_off)
     files = [rank.pid for rank in ranks if rank.mapped_with(SHARED_FILES) is not None]
     seen = f"{SHARED_FILES}* is mapped in {name_pids(files)}" if files else f"no {SHARED_FILES}* is mapped"
     library = ranks[0].mapped_with(_LIBRARY)
     gpus = f"they hold memory on {_count_gpus(ranks)} GPUs" if _count_gpus(ranks) else f"{len(job.machine)} GPUs"
-    return Finding(
-        "warning" if come_back else "blocking",
-        f"{name_processes(ranks)} may exchange data through NCCL {how}",
-        f"{library} is mapped, {seen}, {gpus}; {_settings_seen(ranks)}; {say(measured, canaries)}",
-        "NCCL itself was not measured here: should something of it not come back, " + LOSS if come_back else LOSS,
-        f"start the job with {_START_WITH}, as `gpucr run` does",
+    return fact.seen(
+        f"{library} is mapped, {seen}, {gpus}; {_settings_seen(ranks)}; {say(measured, fact.unless)}",
         ranks[0].pid,
-        code="GPUCR-NCCL",
+        as_warning=bool(all_come_back(measured, fact.unless)),
+        processes=name_processes([rank.pid for rank in ranks]),
     )
+
+
+def _kind_of_nccl(ranks: Sequence[CudaTraits], *, p2p_off: bool) -> Fact:
+    if p2p_off:
+        return facts.NCCL_EXPORTS
+    if all(rank.setting("NCCL_CUMEM_ENABLE") == "0" for rank in ranks):
+        return facts.NCCL_P2P_OVER_IPC
+    return facts.NCCL_P2P
 
 
 def check_shared_gpus(job: JobTraits) -> list[Finding]:
@@ -137,13 +127,11 @@ def check_shared_gpus(job: JobTraits) -> list[Finding]:
             continue  # one rank, or what it has started
         hosts = [rank.setting("NCCL_HOSTID") for rank in sharing]
         found.append(
-            Finding(
-                "blocking" if any(hosts) else "warning",
-                f"{name_processes(sharing)} are ranks of one job and share GPU {uuid}",
+            facts.RANKS_SHARE_GPU.seen(
                 f"NVML; {_LIBRARY} is mapped; NCCL_HOSTID is {', '.join(host or 'not set' for host in hosts)}",
-                "if they use NCCL among each other, their next step after a resume or restore fails",
-                "give each rank a GPU of its own",
-                code="GPUCR-NCCL",
+                as_warning=not any(hosts),
+                processes=name_processes([rank.pid for rank in sharing]),
+                gpu=uuid,
             )
         )
     return found
@@ -166,9 +154,9 @@ def _count_gpus(ranks: Sequence[CudaTraits]) -> int:
     return len(frozenset().union(*known)) if len(known) == len(ranks) else 0
 
 
-def name_processes(ranks: Sequence[CudaTraits]) -> str:
+def name_processes(pids: Sequence[int]) -> str:
     """How many there are, and which: ``2 processes (7001, 7002)``."""
-    return f"{len(ranks)} process{'es' if len(ranks) > 1 else ''} ({name_pids([rank.pid for rank in ranks])})"
+    return f"{len(pids)} process{'es' if len(pids) > 1 else ''} ({name_pids(pids)})"
 
 
 def name_pids(pids: Sequence[int]) -> str:
@@ -183,18 +171,16 @@ def check_peer_access(job: JobTraits, measured: Measurements) -> list[Finding]:
     Whether peer access is enabled and used, which decides, has not been found to show from outside. PyTorch enables it
     at the first copy between two GPUs.
     """
-    if all_come_back(measured, ("peer_access",)):
+    fact = facts.PEER_POSSIBLE
+    if all_come_back(measured, fact.unless):
         return []
     return [
-        Finding(
-            "blocking",
-            f"process {each.pid} ({each.process.name}) holds memory on {len(each.gpus)} GPUs that may use peer access",
+        fact.seen(
             f"NVML: {', '.join(sorted(each.gpus))}; peer access itself cannot be seen from outside; "
-            + say(measured, ("peer_access",)),
-            "if it has copied between its GPUs with peer access, " + LOSS,
-            "use --force if the program never copies between its GPUs, or give each GPU a process of its own",
+            + say(measured, fact.unless),
             each.pid,
-            code="GPUCR-PEER-ACCESS",
+            process=f"process {each.pid} ({each.process.name})",
+            count=len(each.gpus),
         )
         for each in job.processes
         if each.gpus is not None and len(each.gpus) > 1 and job.can_reach(each.gpus)
@@ -204,14 +190,7 @@ def check_peer_access(job: JobTraits, measured: Measurements) -> list[Finding]:
 def check_imex(job: JobTraits) -> list[Finding]:
     """Channels over which processes share device memory across machines (IMEX)."""
     return [
-        Finding(
-            "warning",
-            f"process {each.pid} ({each.process.name}) can share device memory with other machines",
-            f"it has {channel} open",
-            "memory that is shared so has not been measured; if it does not come back, the job is lost",
-            "set NCCL_MNNVL_ENABLE=0 for a job on one machine",
-            each.pid,
-        )
+        facts.IMEX.seen(f"it has {channel} open", each.pid, process=f"process {each.pid} ({each.process.name})")
         for each in job.processes
         for channel in sorted(path for path in each.open_paths if path.startswith(_IMEX_CHANNEL))[:1]
     ]

@@ -10,6 +10,8 @@ from typing import Literal
 
 from gpucr.diagnosis.preflight.databases import spared_by_rewind
 from gpucr.diagnosis.preflight.findings import Finding
+from gpucr.diagnosis.preflight.support import outside as facts
+from gpucr.diagnosis.preflight.support.fact import Fact
 from gpucr.linux import files_in_use, processes, sock_diag
 from gpucr.model import Connection, Endpoint, Job, JobFile
 
@@ -28,12 +30,8 @@ def check_outside_connections(job: Job) -> list[Finding]:
     if not found:
         return []
     return [
-        Finding(
-            "warning",
-            f"the job has {_count(len(found), 'connection')} to programs outside it",
-            _some([str(each.connection) for each in found]),
-            "a restore closes them, and the job sees that as a network failure",
-            "--tcp keep on the restore takes them up again, if the other ends still wait on this host",
+        facts.CONNECTIONS.seen(
+            _some([str(each.connection) for each in found]), connections=_count(len(found), "connection")
         )
     ]
 
@@ -43,33 +41,15 @@ def check_kept_connections(connections: Sequence[Connection], tcp: TcpMode, *, l
     if not connections:
         return []
     some = _some([str(each) for each in connections])
-    what = f"the job had {_count(len(connections), 'connection')} to programs outside it"
+    count = _count(len(connections), "connection")
     if tcp == "close":
-        return [Finding("warning", f"{what}; they are closed", some, "the job sees a network failure", "--tcp keep")]
+        return [facts.CONNECTIONS_CLOSED.seen(some, connections=count)]
     if left_running:
-        return [
-            Finding(
-                "blocking",
-                f"{what}, which kept running after the dump",
-                some,
-                "what the restored job sends is taken for old data: the other ends would see it garbled or not at all",
-                "restore with --tcp close, the default",
-                code="GPUCR-CONNECTIONS",
-            )
-        ]
+        return [facts.CONNECTIONS_STALE.seen(some, connections=count)]
     absent = [str(each) for each in connections if not _is_address_here(each.local)]
     if absent:
-        return [
-            Finding(
-                "blocking",
-                "connections of the job have addresses that this machine lacks",
-                _some(absent),
-                "they can only be kept where they were",
-                "restore with --tcp close, the default, or on the machine of the dump",
-                code="GPUCR-CONNECTIONS",
-            )
-        ]
-    return [Finding("warning", f"{what}; they are taken up again", some, "the other ends may be gone", "--tcp close")]
+        return [facts.ADDRESSES_ABSENT.seen(_some(absent))]
+    return [facts.CONNECTIONS_KEPT.seen(some, connections=count)]
 
 
 def check_ports(endpoints: Collection[Endpoint]) -> list[Finding]:
@@ -79,14 +59,10 @@ def check_ports(endpoints: Collection[Endpoint]) -> list[Finding]:
         return []
     owners = _owners({each.inode for each in taken})
     return [
-        Finding(
-            "blocking",
-            f"{endpoint} is in use",
+        facts.PORT_IN_USE.seen(
             f"by process {owners[each.inode]}" if each.inode in owners else f"inode {each.inode} of sock_diag",
-            "the job's socket cannot be bound there again",
-            "end that program; if it is the job itself, it is still running and needs no restore",
             owners.get(each.inode),
-            code="GPUCR-ADDRESS-IN-USE",
+            port=endpoint,
         )
         for endpoint, each in {each.local: each for each in taken}.items()
     ]
@@ -108,16 +84,8 @@ def check_files(files: Sequence[JobFile], folders: Sequence[str], mode: FilesMod
         elif size_bytes != file.size_bytes and (file.path not in databases or size_bytes < file.size_bytes):
             changed.append((file, size_bytes))
     if missing:
-        found.append(
-            Finding(
-                "blocking",
-                f"{_count(len(missing), 'file or folder', 'files or folders')} of the job are missing",
-                _some(missing),
-                "the job had them open, and CRIU restores no job without them",
-                "put them where they were",
-                code="GPUCR-FILE-MISSING",
-            )
-        )
+        count = _count(len(missing), "file or folder", "files or folders")
+        found.append(facts.FILES_MISSING.seen(_some(missing), files=count))
     found += [_judge(file, size_bytes, mode) for file, size_bytes in changed]
     if mode == "rewind":
         found += _check_writers([file.path for file, size_bytes in changed if _is_cut_back(file, size_bytes)])
@@ -130,14 +98,8 @@ def check_shared_files(in_use: Mapping[str, tuple[int, int]]) -> list[Finding]:
         return []
     owners = files_in_use.holders(set(in_use.values()))
     return [
-        Finding(
-            "blocking",
-            f"the shared memory file {name} is in use",
-            f"by process {owners[inode]} ({_name(owners[inode])})",
-            "the job needs that name, with the content of the dump",
-            "end that program; if it is the job itself, it is still running and needs no restore",
-            owners[inode],
-            code="GPUCR-FILE-IN-USE",
+        facts.SHARED_MEMORY_IN_USE.seen(
+            f"by process {owners[inode]} ({_name(owners[inode])})", owners[inode], file=name
         )
         for name, inode in in_use.items()
         if inode in owners
@@ -146,48 +108,21 @@ def check_shared_files(in_use: Mapping[str, tuple[int, int]]) -> list[Finding]:
 
 def _judge(file: JobFile, size_bytes: int, mode: FilesMode) -> Finding:
     grown = size_bytes > file.size_bytes
-    change = f"{abs(size_bytes - file.size_bytes)} bytes {'longer' if grown else 'shorter'}"
-    what = f"{file.path} is {change} than at the dump"
-    evidence = f"{size_bytes} bytes, {file.size_bytes} then"
-    if not file.is_written:
-        return Finding(
-            "blocking",
-            what,
-            evidence,
-            "the job only read it: it may be another file by now, and positions in it mean something else",
-            "put the file back as it was"
-            + ("" if file.is_mapped else ", or insist if what is new was added at its end"),
-            code="GPUCR-FILE-CHANGED",
-        )
-    if file.is_mapped and not grown:
-        return Finding(
-            "blocking",
-            what,
-            evidence,
-            "memory of the job is pages of it that are gone",
-            "put the file back as it was",
-            code="GPUCR-FILE-CHANGED",
-        )
-    if mode == "keep":
-        return Finding(
-            "warning",
-            what,
-            evidence,
-            "it is left as it is, and the job appends to it",
-            "--files rewind cuts it back to what it was" if grown else "put the file back as it was",
-        )
-    if grown:
-        return Finding(
-            "warning", what, evidence, "it is cut back, and what is cut off is kept beside it", "--files keep"
-        )
-    return Finding(
-        "blocking",
-        what,
-        evidence,
-        "what is missing cannot be brought back",
-        "restore with --files keep",
-        code="GPUCR-FILE-CHANGED",
+    return _kind_of_change(file, mode, grown=grown).seen(
+        f"{size_bytes} bytes, {file.size_bytes} then",
+        file=file.path,
+        change=f"{abs(size_bytes - file.size_bytes)} bytes {'longer' if grown else 'shorter'}",
     )
+
+
+def _kind_of_change(file: JobFile, mode: FilesMode, *, grown: bool) -> Fact:
+    if not file.is_written:
+        return facts.PROGRAM_CHANGED if file.is_mapped else facts.READ_ONLY_CHANGED
+    if file.is_mapped and not grown:
+        return facts.MAPPED_SHORTER
+    if mode == "keep":
+        return facts.KEPT_LONGER if grown else facts.KEPT_SHORTER
+    return facts.CUT_BACK if grown else facts.REWIND_SHORTER
 
 
 def _is_cut_back(file: JobFile, size_bytes: int) -> bool:
@@ -200,15 +135,7 @@ def _check_writers(paths: Sequence[str]) -> list[Finding]:
         status = os.stat(path)
         inodes[(status.st_dev, status.st_ino)] = path
     return [
-        Finding(
-            "blocking",
-            f"{inodes[inode]} is to be cut back and is in use",
-            f"by process {pid} ({_name(pid)})",
-            "that program may be writing to it",
-            "end that program, or restore with --files keep",
-            pid,
-            code="GPUCR-FILE-IN-USE",
-        )
+        facts.REWIND_IN_USE.seen(f"by process {pid} ({_name(pid)})", pid, file=inodes[inode])
         for inode, pid in (files_in_use.holders(set(inodes)) if inodes else {}).items()
     ]
 

@@ -4,10 +4,14 @@ from __future__ import annotations
 
 import contextlib
 import os
+import re
 from collections.abc import Collection, Iterator, Sequence
 
 from gpucr.diagnosis.preflight.findings import Finding
+from gpucr.diagnosis.preflight.support import processes as facts
+from gpucr.diagnosis.preflight.support.fact import Fact
 from gpucr.errors import CriuUnavailable, NotPermitted
+from gpucr.helper.place import socket_path
 from gpucr.linux import capabilities, processes
 from gpucr.linux.files_in_use import files_in_use
 from gpucr.linux.inherited import NVIDIA_DEVICE, UNDUMPABLE, find_inherited
@@ -16,10 +20,14 @@ from gpucr.linux.processes import PROC, OpenFile
 from gpucr.linux.sockets import sees_our_files
 from gpucr.model import CudaState, Job, ProcessInfo
 
+_IO_URING = re.compile("io_uring")
+
 
 def require_privileges(job_pid: int) -> None:
-    """Raise NotPermitted where the caller can have no CRIU work: he is not root, and root has granted him none."""
+    """Raise NotPermitted where the caller can have no CRIU work: he is not root, and root lets him use none."""
     if processes.can_checkpoint_processes():
+        return
+    if socket_path() is not None:
         return
     from gpucr.criu.granted import find_grant  # a suspend does without CRIU
     from gpucr.criu.install import find_criu
@@ -63,11 +71,10 @@ def _require_capabilities_of_files(job_pid: int) -> None:
         )
 
 
-_BEGUN = "wait until the tool that has begun this with the driver completes it; if that tool has died, end the process"
-_REMEDIES = {
-    CudaState.FAILED: "end and start the process again",
-    CudaState.CHECKPOINTING: _BEGUN,
-    CudaState.RESTORING: _BEGUN,
+_STATES = {
+    CudaState.FAILED: facts.STATE_FAILED,
+    CudaState.CHECKPOINTING: facts.STATE_BEGUN,
+    CudaState.RESTORING: facts.STATE_BEGUN,
 }
 
 
@@ -75,14 +82,11 @@ def check_states(job: Job) -> list[Finding]:
     """CUDA states from which no action leads anywhere."""
     known = (CudaState.RUNNING, CudaState.LOCKED, CudaState.CHECKPOINTED)
     return [
-        Finding(
-            "blocking",
-            f"process {member.pid} is in the CUDA state {member.found.word}",
+        _STATES.get(member.found, facts.STATE_UNKNOWN).seen(
             "cuCheckpointProcessGetState",
-            "the driver accepts no checkpoint or restore in it",
-            _REMEDIES.get(member.found, "wait until the other tool that works on this process has finished"),
             member.pid,
-            code="GPUCR-CUDA-STATE",
+            process=f"process {member.pid}",
+            state=member.found.word,
         )
         for member in job.gang
         if member.found not in known
@@ -96,14 +100,11 @@ def check_tracers(job: Job) -> list[Finding]:
         tracer = processes.tracer_pid(process.pid)
         if tracer:
             found.append(
-                Finding(
-                    "blocking",
-                    f"process {process.pid} ({process.name}) is being traced",
+                facts.TRACED.seen(
                     f"TracerPid {tracer} in /proc/{process.pid}/status",
-                    "CRIU cannot attach to it",
-                    f"detach the debugger, strace or profiler with pid {tracer}",
                     process.pid,
-                    code="GPUCR-TRACED",
+                    process=_name(process),
+                    tracer=tracer,
                 )
             )
     return found
@@ -114,32 +115,25 @@ def check_session(job: Job) -> list[Finding]:
     outside = next((each for each in job.processes if processes.innermost_session_id(each.pid) == 0), None)
     if outside is not None:
         return [
-            Finding(
-                "blocking",
-                f"the session of process {outside.pid} ({outside.name}) began outside the job's pid namespace",
+            facts.SESSION_OUTSIDE.seen(
                 f"NSsid ends with 0 in /proc/{outside.pid}/status; a shell entered through `docker exec`, nsenter or "
                 "unshare has such a session",
-                "CRIU cannot dump it",
-                "start the job with `gpucr run` or setsid",
                 outside.pid,
-                code="GPUCR-SESSION-OUTSIDE",
+                process=_name(outside),
             )
         ]
     return [
-        Finding(
-            "blocking",
-            f"process {adopted.pid} ({adopted.name}) is in another session than its parent {adopted.parent_pid}",
+        fact.seen(
             f"session {adopted.session_id} in /proc/{adopted.pid}/stat: usually because what started it has ended",
-            consequence,
-            "end it before the dump, or have it started by a process that stays, without a double fork",
             adopted.pid,
-            code="GPUCR-ADOPTED",
+            process=_name(adopted),
+            parent=adopted.parent_pid,
         )
-        for adopted, consequence in _adopted(job)
+        for adopted, fact in _adopted(job)
     ]
 
 
-def _adopted(job: Job) -> Iterator[tuple[ProcessInfo, str]]:
+def _adopted(job: Job) -> Iterator[tuple[ProcessInfo, Fact]]:
     """Processes whose session is not to be had where they are in the tree, and what a restore makes of them.
 
     A process gets its session from the one that forks it. CRIU forks each from its parent, before or after that leaves
@@ -158,9 +152,9 @@ def _adopted(job: Job) -> Iterator[tuple[ProcessInfo, str]]:
             continue
         if parent is job.root:
             if parent.ns_pids[-1] != 1:
-                yield process, "a restore would leave it outside the job's tree: the next dump would not have it"
+                yield process, facts.ADOPTED_BY_ROOT
         elif session not in ancestors[process.pid]:
-            yield process, "CRIU could not restore the snapshot"
+            yield process, facts.ADOPTED
 
 
 def check_namespace_init(job: Job) -> list[Finding]:
@@ -169,15 +163,10 @@ def check_namespace_init(job: Job) -> list[Finding]:
     if len(root.ns_pids) == 1 or root.ns_pids[-1] == 1:
         return []
     return [
-        Finding(
-            "blocking",
-            f"process {root.pid} ({root.name}) is in another pid namespace than gpucr, and is not the first one there",
+        facts.NO_KEEPER.seen(
             f"NSpid in /proc/{root.pid}/status; no keeper of it is noted in /run/gpucr/keepers",
-            "CRIU dumps a pid namespace only as a whole",
-            "if gpucr started it, run gpucr as the same user, with the same /run: only keepers noted there are "
-            "believed; if it is a container's, dump the container or run gpucr in it",
             root.pid,
-            code="GPUCR-NO-KEEPER",
+            process=_name(root),
         )
     ]
 
@@ -186,16 +175,7 @@ def check_terminal(job: Job) -> list[Finding]:
     """A terminal, whose shell notices that the job is stopped while CRIU dumps it."""
     if not processes.has_terminal(job.root.pid):
         return []
-    return [
-        Finding(
-            "warning",
-            f"process {job.root.pid} ({job.root.name}) has a controlling terminal",
-            f"tty_nr in /proc/{job.root.pid}/stat",
-            "it is stopped for the dump; an interactive shell then moves it to the background, where it continues",
-            "`fg` in that shell brings it back; jobs started with setsid have no terminal",
-            job.root.pid,
-        )
-    ]
+    return [facts.TERMINAL.seen(f"tty_nr in /proc/{job.root.pid}/stat", job.root.pid, process=_name(job.root))]
 
 
 def check_open_files(job: Job, *, is_sandboxed: bool = False) -> list[Finding]:
@@ -234,86 +214,39 @@ def _linked_files(process: ProcessInfo, *, is_sandboxed: bool) -> list[Finding]:
                 elif file.is_written:
                     written.add(file.path)
     findings = [
-        _linked_file(
-            process,
-            written,
-            "writes to",
-            "what the restored job writes would go to a copy of it that has no name",
-            "let the process close it, or open it again under the name that it has now",
-        ),
-        _linked_file(
-            process,
-            not_saved,
-            "uses",
-            "the snapshot would not have its content: it could be restored once, or after --leave-running never",
-            "restart the process (after an upgrade of its libraries, say), or remove the other hard links too "
-            "(find / -samefile names them): what has no name at all goes into the snapshot",
-        ),
+        _linked_file(process, written, facts.LINKED_WRITTEN),
+        _linked_file(process, not_saved, facts.LINKED_NOT_SAVED),
     ]
     return [finding for finding in findings if finding is not None]
 
 
-def _linked_file(
-    process: ProcessInfo, paths: Collection[str], verb: str, consequence: str, remedy: str
-) -> Finding | None:
+def _linked_file(process: ProcessInfo, paths: Collection[str], fact: Fact) -> Finding | None:
     if not paths:
         return None
     more = f", and {len(paths) - 1} more" if len(paths) > 1 else ""
-    return Finding(
-        "blocking",
-        f"process {process.pid} ({process.name}) {verb} a file whose name is gone, but which has another one",
+    return fact.seen(
         f"{min(paths).removesuffix(' (deleted)')} was deleted or replaced{more}; other hard links of it are left",
-        consequence,
-        remedy,
         process.pid,
-        code="GPUCR-LINKED-FILE",
+        process=_name(process),
     )
 
 
 def _judge(process: ProcessInfo, files: Sequence[OpenFile], *, in_gang: bool) -> list[Finding]:
-    found = [
-        _blocking_file(
-            process,
-            [file for file in files if "io_uring" in file.target],
-            "has an io_uring ring",
-            "CRIU cannot dump one",
-            "start the job without io_uring; for torch's TCPStore set USE_LIBUV=0",
-            "GPUCR-IO-URING",
-        )
-    ]
+    kinds = [(facts.IO_URING, _IO_URING)]
     if not in_gang:
-        found += [
-            _blocking_file(
-                process,
-                [file for file in files if UNDUMPABLE.match(file.target)],
-                "has a descriptor that CRIU cannot dump",
-                "the dump would fail",
-                "close it, or dump without the part of the program that needs it",
-                "GPUCR-UNSUPPORTED-FILE",
-            ),
-            _blocking_file(
-                process,
-                [file for file in files if NVIDIA_DEVICE.match(file.target)],
-                "holds an NVIDIA device without a CUDA context",
-                "CRIU cannot dump it",
-                "leave programs that draw with GPUs, or watch them, out of the tree; restart a worker that was "
-                "forked from a CUDA process which another tool than gpucr has checkpointed since",
-                "GPUCR-GPU-HELD",
-            ),
-        ]
-    return [finding for finding in found if finding is not None]
+        kinds += [(facts.UNDUMPABLE, UNDUMPABLE), (facts.GPU_HELD, NVIDIA_DEVICE)]
+    found: list[Finding] = []
+    for fact, pattern in kinds:
+        mine = [file for file in files if pattern.search(file.target)]
+        if mine:
+            more = f", and {len(mine) - 1} more" if len(mine) > 1 else ""
+            evidence = f"/proc/{process.pid}/fd/{mine[0].fd} is {mine[0].target}{more}"
+            found.append(fact.seen(evidence, process.pid, process=_name(process)))
+    return found
 
 
-def _blocking_file(
-    process: ProcessInfo, files: Sequence[OpenFile], what: str, consequence: str, remedy: str, code: str
-) -> Finding | None:
-    if not files:
-        return None
-    evidence = f"/proc/{process.pid}/fd/{files[0].fd} is {files[0].target}"
-    if len(files) > 1:
-        evidence += f", and {len(files) - 1} more"
-    what = f"process {process.pid} ({process.name}) {what}"
-    return Finding("blocking", what, evidence, consequence, remedy, process.pid, code=code)
+def _name(process: ProcessInfo) -> str:
+    return f"process {process.pid} ({process.name})"
 
 
 def check_free_pids(uses: Sequence[PidUse]) -> list[Finding]:
@@ -326,27 +259,24 @@ def check_free_pids(uses: Sequence[PidUse]) -> list[Finding]:
         stat = processes.read_stat(use.holder)
         if stat is None:
             continue
-        zombie = stat.status in "ZX"
-        name = f"the zombie of {stat.name}" if zombie else stat.name
-        if use.kind == "process":
-            what = f"pid {use.pid} is taken by {name}"
-            remedy = "end that process; if it is the job itself, it is still running and needs no restore"
-        else:
-            what = f"pid {use.pid} is still the {use.kind} of process {use.holder} ({name})"
-            remedy = f"end process {use.holder}"
-            if use.kind == "session":  # else the job may have been in a terminal's, and no sandbox can take it in
-                remedy += ", or restore with --isolate: a sandbox has pids of its own"
-        if zombie:
-            remedy = f"let process {stat.parent_pid} collect (wait for) its child, or end that parent"
         found.append(
-            Finding(
-                "blocking",
-                what,
+            _kind_of_use(use, is_zombie=stat.status in "ZX").seen(
                 f"/proc/{use.holder}/stat, parent {stat.parent_pid}",
-                "the restored process needs that very pid",
-                remedy,
                 use.holder,
-                code="GPUCR-PID-IN-USE",
+                pid=use.pid,
+                use=use.kind,
+                holder=use.holder,
+                name=stat.name,
+                parent=stat.parent_pid,
             )
         )
     return found
+
+
+def _kind_of_use(use: PidUse, *, is_zombie: bool) -> Fact:
+    if use.kind == "process":
+        return facts.PID_OF_ZOMBIE if is_zombie else facts.PID_TAKEN
+    if is_zombie:
+        return facts.GROUP_OF_ZOMBIE
+    # The job may have been in a terminal's process group, and no sandbox can take it in.
+    return facts.PID_OF_SESSION if use.kind == "session" else facts.PID_OF_GROUP

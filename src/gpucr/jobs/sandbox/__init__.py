@@ -10,17 +10,29 @@ from __future__ import annotations
 TYPE_CHECKING = False
 if TYPE_CHECKING:
     from gpucr.jobs.sandbox.lookup import Sandbox, copies, is_keeper, keeper_root, of
-    from gpucr.jobs.sandbox.spawn import BareKeeper, EmptySandbox, Network, Started, bare_keeper, empty, start
+    from gpucr.jobs.sandbox.spawn import (
+        BareKeeper,
+        EmptySandbox,
+        HelpedKeeper,
+        Network,
+        Started,
+        bare_keeper,
+        empty,
+        helped_keeper,
+        start,
+    )
 
 __all__ = [
     "BareKeeper",
     "EmptySandbox",
+    "HelpedKeeper",
     "Network",
     "Sandbox",
     "Started",
     "bare_keeper",
     "copies",
     "empty",
+    "helped_keeper",
     "is_keeper",
     "keeper_root",
     "of",

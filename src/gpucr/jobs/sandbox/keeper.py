@@ -15,6 +15,9 @@ Started by spawn.py, with a specification and a socket to its gpucr. Messages on
 - ``{"started": PID}``: the job runs, and from now on it does not depend on its gpucr any more;
 - ``{"error": TEXT, "part": PART}``: there is no job.
 
+The privileged helper (gpucr.helper) becomes the keeper of what it has restored, as the user: it starts at ``empty``,
+and is asked for no CRIU.
+
 Until the job runs, the keeper ends when its gpucr does, and everything below it with it: a sandbox's keeper is its pid
 1, any other one kills it. The keeper ends when the job's first process has ended; in a sandbox when the roots of its
 other trees have, too, and up to 5 s later if somebody from outside is at work there (CRIU, `gpucr exec`). That ends the
@@ -58,8 +61,11 @@ class SetUpError(Exception):
         self.part = part
 
 
-def main(specification_fd: str, socket_fd: str, operation_fd: str) -> NoReturn:
-    """Make what the specification wants, fork the keeper, and end: so the keeper is a child of no gpucr."""
+def main(specification_fd: str, socket_fd: str, operation_fd: str, has_children: str = "") -> NoReturn:
+    """Make what the specification wants, fork the keeper, and end: so the keeper is a child of no gpucr.
+
+    ``has_children``: the calling process becomes the keeper itself, as CRIU has made the job below it already.
+    """
     specification = json.loads(os.pread(int(specification_fd), _SPECIFICATION_LIMIT_BYTES, 0))
     os.close(int(specification_fd))
     os.set_inheritable(int(operation_fd), False)
@@ -78,7 +84,7 @@ def main(specification_fd: str, socket_fd: str, operation_fd: str) -> NoReturn:
                 if specification["isolate"]:
                     own_network = ("net",) if specification["network"] == "own" else ()
                     namespaces.make_new("pid", "mnt", "ipc", *own_network)
-                child = os.fork()
+                child = 0 if has_children else os.fork()
             if child == 0:
                 if not specification["own_session"]:
                     os.setpgid(0, 0)  # a parent in the job's process group would not help, and no Ctrl-C is for it

@@ -9,7 +9,7 @@ import socket
 import struct
 import subprocess
 import uuid
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from types import TracebackType
 from typing import Any, Literal, TypeVar
 
@@ -142,6 +142,24 @@ def bare_keeper(*, log_path: str | None, status_path: str | None, own_session: b
     )
 
 
+def helped_keeper(*, log_path: str | None, status_path: str | None) -> HelpedKeeper:
+    """A keeper that the privileged helper will become, for a restore by it. Nothing is started yet."""
+    return HelpedKeeper(
+        _HelpedKeeper(
+            {
+                "command": [],
+                "log_path": log_path or "",
+                "status_path": status_path,
+                "network": "host",
+                "isolate": False,
+                "lineage": uuid.uuid4().hex,
+                "last_pid": 0,
+                "own_session": True,
+            }
+        )
+    )
+
+
 W = TypeVar("W", bound="_Waiting")
 
 
@@ -247,6 +265,31 @@ class BareKeeper(_Waiting):
         return int(self._keeper.receive("exit_code")["exit_code"])
 
 
+class HelpedKeeper(_Waiting):
+    """The keeper of what the privileged helper has restored (`helper.client.Keeper`)."""
+
+    def __init__(self, keeper: _HelpedKeeper) -> None:
+        super().__init__(keeper)
+        self._helped = keeper
+        self._is_begun = False
+
+    def given(self) -> contextlib.AbstractContextManager[tuple[int, int, int]]:
+        """The descriptors that it is started with, for a block."""
+        return self._helped.given()
+
+    def begun(self) -> None:
+        """Take note of it: the helper has become it. Raises BrokenInstall."""
+        self._helped.begin()
+        self._is_begun = True
+
+    def end(self) -> bool:
+        """End everything below it; before it has begun there is nothing."""
+        if self._is_begun:
+            return super().end()
+        self._keeper.close()
+        return True
+
+
 class _Keeper:
     """A keeper that is being started, and the socket to it. Closing the socket early ends it.
 
@@ -254,12 +297,7 @@ class _Keeper:
     """
 
     def __init__(self, specification: Mapping[str, Any]) -> None:
-        self._specification = {**specification, "open_files": descriptor_limit.of_others()}
-        self._output_fd = os.memfd_create("gpucr-keeper-output", os.MFD_CLOEXEC)
-        self._socket, theirs = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
-        self._socket.settimeout(ANSWER_LIMIT_S)
-        # The kernel says who sent a message, and translates the pid: the keeper itself knows only its inner one.
-        self._socket.setsockopt(socket.SOL_SOCKET, socket.SO_PASSCRED, 1)
+        theirs = self._make_ready(specification)
         try:
             with theirs:
                 self._starter = self._spawn(theirs.fileno())
@@ -267,14 +305,27 @@ class _Keeper:
                 self.answer = self.receive()
             finally:
                 self._starter.wait()
-            found = _identity(self._sender_pid)
-            if found is None:
-                raise self.lost()
-            self.id = found
-            self._note()
+            self._identify()
         except BaseException:
             self.close()
             raise
+
+    def _make_ready(self, specification: Mapping[str, Any]) -> socket.socket:
+        """Returns its end of the socket."""
+        self._specification = {**specification, "open_files": descriptor_limit.of_others()}
+        self._output_fd = os.memfd_create("gpucr-keeper-output", os.MFD_CLOEXEC)
+        self._socket, theirs = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
+        self._socket.settimeout(ANSWER_LIMIT_S)
+        # The kernel says who sent a message, and translates the pid: the keeper itself knows only its inner one.
+        self._socket.setsockopt(socket.SOL_SOCKET, socket.SO_PASSCRED, 1)
+        return theirs
+
+    def _identify(self) -> None:
+        found = _identity(self._sender_pid)
+        if found is None:
+            raise self.lost()
+        self.id = found
+        self._note()
 
     def _note(self) -> None:
         try:
@@ -352,7 +403,9 @@ class _Keeper:
             code="GPUCR-KEEPER",
         )
 
-    def _spawn(self, socket_fd: int) -> subprocess.Popen[bytes]:
+    @contextlib.contextmanager
+    def _fds(self, socket_fd: int) -> Iterator[tuple[int, int, int]]:
+        """What a keeper is started with."""
         with contextlib.ExitStack() as opened:
             specification_fd = os.memfd_create("gpucr-specification", os.MFD_CLOEXEC)
             opened.callback(os.close, specification_fd)
@@ -360,7 +413,10 @@ class _Keeper:
                 file.write(json.dumps(self._specification).encode())
             operation_fd = os.pidfd_open(os.getpid())
             opened.callback(os.close, operation_fd)
-            fds = (specification_fd, socket_fd, operation_fd)
+            yield specification_fd, socket_fd, operation_fd
+
+    def _spawn(self, socket_fd: int) -> subprocess.Popen[bytes]:
+        with self._fds(socket_fd) as fds:
             own_session = self._specification["own_session"]
             try:
                 return subprocess.Popen(
@@ -398,6 +454,25 @@ class _Keeper:
             hint="see its mode, and its interpreter's if a script",
             code="GPUCR-NO-PROGRAM",
         )
+
+
+class _HelpedKeeper(_Keeper):
+    """A keeper that somebody else starts, with what `given` gives."""
+
+    def __init__(self, specification: Mapping[str, Any]) -> None:
+        self._theirs = self._make_ready(specification)
+
+    def given(self) -> contextlib.AbstractContextManager[tuple[int, int, int]]:
+        return self._fds(self._theirs.fileno())
+
+    def begin(self) -> None:
+        self._theirs.close()
+        self.answer = self.receive()
+        self._identify()
+
+    def close(self) -> None:
+        self._theirs.close()
+        super().close()
 
 
 def _identity(pid: int) -> ProcessId | None:

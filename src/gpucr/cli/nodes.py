@@ -1,0 +1,257 @@
+"""`gpucr nodes`: a job whose parts are on several nodes."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Callable
+from pathlib import Path
+from typing import TYPE_CHECKING, Any, TypeVar, get_args
+
+import click
+
+from gpucr.cli.durations import Duration
+from gpucr.cli.keys import key_file_option, with_key
+from gpucr.cli.options import (
+    complete_file,
+    complete_place,
+    force_option,
+    gpu_map_option,
+    gpu_option,
+    gpu_state_option,
+    job_argument,
+    json_option,
+    quiet_option,
+    verbose_option,
+)
+from gpucr.cli.output import print_json
+from gpucr.cli.progress import progress_printer
+from gpucr.cli.reports import gpu_fields, print_phases, report_fields, say_gpu_reasons, say_warnings
+from gpucr.cli.suggesting import SuggestingGroup
+from gpucr.diagnosis.preflight import FilesMode
+from gpucr.gpu_state.ways import GpuState
+from gpucr.jobs.selector import JobSelector
+from gpucr.nodes.secret import given_secret
+from gpucr.quantities import counted
+from gpucr.snapshot.location import Compress
+
+if TYPE_CHECKING:
+    from gpucr.nodes.parts import PartReport
+    from gpucr.nodes.rendezvous import Rendezvous
+
+F = TypeVar("F", bound=Callable[..., Any])
+
+
+@click.group("nodes", cls=SuggestingGroup)
+def command() -> None:
+    """Dump and restore one job whose parts are on several nodes: all of them, or none.
+
+    Run the same command on every node, as `srun` does. Node 0 listens at HOST:PORT, the others connect to it; who has
+    another secret is not let in.
+
+    \b
+    Example:
+      head -c 32 /dev/urandom > ~/nodes.secret; chmod 600 ~/nodes.secret
+      srun gpucr nodes dump train --to /shared/store#step-100 --rendezvous n1:7788 --secret-file ~/nodes.secret
+      srun gpucr nodes restore /shared/store#step-100 --rendezvous n1:7788 --secret-file ~/nodes.secret
+    """
+
+
+def _meeting_options(function: F) -> F:
+    options = (
+        click.option(
+            "--rendezvous", required=True, metavar="HOST:PORT", help="Where node 0 listens, as the others reach it."
+        ),
+        click.option(
+            "--secret-file",
+            type=click.Path(path_type=Path),
+            metavar="FILE",
+            shell_complete=complete_file,
+            help="The secret that all nodes have. Else GPUCR_NODES_SECRET_FILE names it, or GPUCR_NODES_SECRET has it.",
+        ),
+        click.option(
+            "--node", type=int, envvar="SLURM_PROCID", metavar="K", help="Which node this is. Default: SLURM_PROCID."
+        ),
+        click.option(
+            "--nodes", "node_count", type=int, envvar="SLURM_NTASKS", metavar="N",
+            help="How many there are. Default: SLURM_NTASKS.",
+        ),
+        click.option(
+            "--meet-within", "meet_s", type=Duration(), default="1m", show_default=True, metavar="TIME",
+            help="How long the nodes wait for each other at first.",
+        ),
+        click.option(
+            "--timeout", "timeout_s", type=click.FloatRange(min=0, min_open=True), default=600.0, show_default=True,
+            metavar="S", help="Give up after S seconds, counted from the meeting, and undo on all nodes.",
+        ),
+    )  # fmt: skip
+    for option in reversed(options):
+        function = option(function)
+    return function
+
+
+@command.command("dump")
+@job_argument(with_container=False)
+@click.option(
+    "--to", required=True, metavar="STORE#NAME", shell_complete=complete_place, help="The set, in a store of all nodes."
+)
+@_meeting_options
+@click.option("--leave-running", is_flag=True, help="Keep the job running instead of ending it.")
+@click.option(
+    "--compress", type=click.Choice(get_args(Compress)), default="auto", show_default=True, help="As for `gpucr dump`."
+)
+@click.option("--encrypt", is_flag=True, help="Refuse stores that are not encrypted.")
+@click.option("--trust-store", is_flag=True, help="Do not read and check what the store has already.")
+@key_file_option
+@gpu_state_option
+@force_option
+@json_option
+@quiet_option
+@verbose_option
+def dump(
+    *,
+    job: int | str | JobSelector,
+    to: str,
+    rendezvous: str,
+    secret_file: Path | None,
+    node: int | None,
+    node_count: int | None,
+    meet_s: float,
+    timeout_s: float,
+    leave_running: bool,
+    compress: Compress,
+    encrypt: bool,
+    trust_store: bool,
+    key_file: Path | None,
+    gpu_state: GpuState,
+    force: bool,
+    as_json: bool,
+    quiet: bool,
+    verbose: bool,
+) -> None:
+    """Dump this node's part of a job into the set STORE#NAME, together with all other nodes, and end it. Needs root.
+
+    All parts stand still before the first is saved, and all are saved before the first ends. If a node fails, times out
+    or dies before that, the parts on all nodes keep running, and no set comes into being.
+
+    \b
+    Example:
+      gpucr nodes dump train --to /shared/store#step-100 --rendezvous n1:7788 --secret-file s --node 0 --nodes 2
+      srun gpucr nodes dump train --to /shared/store#step-100 --rendezvous n1:7788 --secret-file s --leave-running
+    """
+    from gpucr.nodes.dump import dump_part
+
+    where = _rendezvous(rendezvous, secret_file, node, node_count, meet_s)
+    listener = progress_printer(quiet=quiet or as_json, verbose=verbose)
+    made = with_key(
+        key_file,
+        lambda key: dump_part(
+            job, to, where, leave_running=leave_running, gpu_state=gpu_state, compress=compress, encrypt=encrypt,
+            trust_store=trust_store, key=key, timeout_s=timeout_s, force=force, on_progress=listener,
+        ),
+        place=to,
+    )  # fmt: skip
+    report = made.report
+    if not quiet:
+        say_warnings(report)
+    if as_json:
+        print_json("nodes.dump", {**report_fields(report), **_set_fields(made), "left_running": leave_running})
+    if as_json or quiet:
+        return
+    after = "keeps running" if leave_running else "was ended"
+    headline = f"{_name(made)}: part {made.part.node} of {made.part.node_count} dumped; the job {after}"
+    print_phases(headline, report.phases, ("total", made.seconds))
+
+
+@command.command("restore")
+@click.argument("snapshot", metavar="STORE#NAME", shell_complete=complete_place)
+@_meeting_options
+@gpu_map_option
+@gpu_option
+@click.option(
+    "--files", type=click.Choice(get_args(FilesMode)), default="keep", show_default=True, help="As for `gpucr restore`."
+)
+@click.option("--isolate", is_flag=True, help="Put the part into a sandbox, where its pids and ports are free.")
+@click.option("--name", metavar="NAME", help="The name of this node's part. Default: the old one, or NAME-2.")
+@key_file_option
+@force_option
+@json_option
+@quiet_option
+@verbose_option
+def restore(
+    *,
+    snapshot: str,
+    rendezvous: str,
+    secret_file: Path | None,
+    node: int | None,
+    node_count: int | None,
+    meet_s: float,
+    timeout_s: float,
+    gpu_map: str | None,
+    gpu: str | None,
+    files: FilesMode,
+    isolate: bool,
+    name: str | None,
+    key_file: Path | None,
+    force: bool,
+    as_json: bool,
+    quiet: bool,
+    verbose: bool,
+) -> None:
+    """Restore this node's part of the set STORE#NAME, together with all other nodes. Needs root.
+
+    Node 0 says which set it is: the latest of the name. No part runs before all are there; if a node fails until then,
+    what was restored is ended on all nodes, and the set stays.
+
+    \b
+    Example:
+      gpucr nodes restore /shared/store#step-100 --rendezvous n1:7788 --secret-file s --node 1 --nodes 2
+      srun gpucr nodes restore /shared/store#step-100 --rendezvous n1:7788 --secret-file s --gpu auto
+    """
+    from gpucr.nodes.restore import restore_part
+    from gpucr.operations.restore import RestoreReport
+
+    where = _rendezvous(rendezvous, secret_file, node, node_count, meet_s)
+    listener = progress_printer(quiet=quiet or as_json, verbose=verbose)
+    made = with_key(
+        key_file,
+        lambda key: restore_part(
+            snapshot, where, gpu_map=gpu_map, gpu=gpu, files=files, isolate=isolate, name=name, key=key,
+            timeout_s=timeout_s, force=force, on_progress=listener,
+        ),
+        place=snapshot,
+    )  # fmt: skip
+    report = made.report
+    assert isinstance(report, RestoreReport)  # noqa: S101 - a restore's
+    if not quiet:
+        say_warnings(report)
+        say_gpu_reasons(report)
+    if as_json:
+        fields = {**report_fields(report), **_set_fields(made), **gpu_fields(report)}
+        print_json("nodes.restore", {**fields, "name": report.name, "process_count": report.processes})
+    if as_json or quiet:
+        return
+    known_as = f"{report.name} ({report.pid})" if report.name is not None else str(report.pid)
+    part = f"part {made.part.node} of {made.part.node_count} of {_name(made)}"
+    headline = f"{part} runs again as {known_as} ({counted(report.processes, 'process')})"
+    print_phases(headline, report.phases, ("total", made.seconds))
+
+
+def _rendezvous(
+    address: str, secret_file: Path | None, node: int | None, node_count: int | None, meet_s: float
+) -> Rendezvous:
+    from gpucr.nodes.rendezvous import Rendezvous
+
+    secret = given_secret(secret_file, os.environ)
+    if node is None or node_count is None:
+        raise click.UsageError("say which node this is, and of how many: --node K --nodes N, or start it with srun")
+    return Rendezvous.at(address, node=node, node_count=node_count, secret=secret, meet_s=meet_s)
+
+
+def _set_fields(made: PartReport) -> dict[str, Any]:
+    part = made.part
+    about = {"set_id": part.set_id, "set_name": made.name, "node": part.node, "node_count": part.node_count}
+    return {**about, "seconds": made.seconds}
+
+
+def _name(made: PartReport) -> str:
+    return f"set {made.name} ({made.part.set_id[:8]})"

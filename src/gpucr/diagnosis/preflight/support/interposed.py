@@ -1,0 +1,69 @@
+"""What the interposers of a job's processes count, where all of them answer."""
+
+from __future__ import annotations
+
+from gpucr.diagnosis.preflight.support.fact import Fact
+from gpucr.diagnosis.preflight.support.gpu_memory import DRIVER_REFUSES, LOSS, NOT_MANAGED
+
+IPC_OPEN = Fact(
+    what="{process} has {count} of other processes open over CUDA IPC",
+    consequence=LOSS,
+    remedy="send tensors through host memory (`tensor.cpu()`), or end the process that opened them",
+    code="GPUCR-CUDA-IPC",
+    unless=("legacy_ipc",),
+)
+PEER_ENABLED = Fact(
+    what="{process} has peer access between its GPUs enabled",
+    consequence=LOSS,
+    remedy="give each GPU a process of its own",
+    code="GPUCR-PEER-ACCESS",
+    unless=("peer_access",),
+)
+IMPORTED = Fact(
+    what="{process} has {count} of device memory of other processes mapped",
+    consequence="by the driver alone " + LOSS,
+    remedy="leave the way to gpucr (`--gpu-state auto`), or send tensors through host memory",
+    code="GPUCR-CUDA-IPC",
+    unless=("vmm_export",),
+    case="with `--gpu-state driver` or `captured`",
+)
+UNOWNED = Fact(
+    what="{process} has device memory of a process outside of the job mapped",
+    consequence="what shares memory has to stand still, and come back, together",
+    remedy="name a process above both, or end one of them",
+    code="GPUCR-CUDA-IPC",
+)
+TORN = Fact(
+    what="{process} shares device memory with process {other}, which is not a part of the job",
+    consequence=UNOWNED.consequence,
+    remedy=UNOWNED.remedy,
+    code="GPUCR-CUDA-IPC",
+)
+SUSPENDED_SHARING = Fact(
+    what="{process} is suspended, and has {count} of device memory of other processes",
+    consequence="whose they are is known to the suspended processes alone, by pids that others may have after a "
+    "restore",
+    remedy="resume the job before its dump (`gpucr resume {root}`)",
+    code="GPUCR-GPU-STATE",
+)
+MULTICAST = Fact(
+    what="{process} has {count} (NCCL's NVLS)",
+    consequence="no driver checkpoints multicast memory",
+    remedy="start the job with NCCL_NVLS_ENABLE=0, as `gpucr run` does",
+    code="GPUCR-MEMORY-OUTSIDE",
+)
+DMA_BUF = Fact(
+    what="{process} has device memory registered with a network card or another device (dma-buf)",
+    consequence="the device would keep writing to memory that the process no longer has",
+    remedy="end the connections between machines first, or keep NCCL from GPUDirect RDMA with NCCL_NET_GDR_LEVEL=LOC",
+    code="GPUCR-MEMORY-OUTSIDE",
+)
+EXTERNAL = Fact(
+    what="{process} has memory of a graphics or video program imported",
+    consequence=LOSS,
+    remedy="end the part of the program that uses it",
+    code="GPUCR-MEMORY-OUTSIDE",
+)
+MANAGED_COUNTED = Fact(
+    what="{process} uses managed memory", consequence=DRIVER_REFUSES, remedy=NOT_MANAGED, severity="warning"
+)

@@ -1,0 +1,143 @@
+"""What a job needs outside its processes: files, databases, ports and connections."""
+
+from __future__ import annotations
+
+from gpucr.diagnosis.preflight.support.fact import Fact
+
+CONNECTIONS = Fact(
+    what="the job has {connections} to programs outside it",
+    consequence="a restore closes them, and the job sees that as a network failure",
+    remedy="--tcp keep on the restore takes them up again, if the other ends still wait on this host",
+    severity="warning",
+)
+_HAD = "the job had {connections} to programs outside it"
+CONNECTIONS_CLOSED = Fact(
+    what=_HAD + "; they are closed",
+    consequence="the job sees a network failure",
+    remedy="--tcp keep",
+    severity="warning",
+)
+CONNECTIONS_KEPT = Fact(
+    what=_HAD + "; they are taken up again",
+    consequence="the other ends may be gone",
+    remedy="--tcp close",
+    severity="warning",
+    case="with `--tcp keep`",
+)
+CONNECTIONS_STALE = Fact(
+    what=_HAD + ", which kept running after the dump",
+    consequence="what the restored job sends is taken for old data: the other ends would see it garbled or not at all",
+    remedy="restore with --tcp close, the default",
+    code="GPUCR-CONNECTIONS",
+    case="with `--tcp keep`",
+)
+ADDRESSES_ABSENT = Fact(
+    what="connections of the job have addresses that this machine lacks",
+    consequence="they can only be kept where they were",
+    remedy="restore with --tcp close, the default, or on the machine of the dump",
+    code="GPUCR-CONNECTIONS",
+    case="with `--tcp keep`",
+)
+PORT_IN_USE = Fact(
+    what="{port} is in use",
+    consequence="the job's socket cannot be bound there again",
+    remedy="end that program; if it is the job itself, it is still running and needs no restore",
+    code="GPUCR-ADDRESS-IN-USE",
+)
+CLONE_SOCKETS = Fact(
+    what="the clone takes over the names of the job's local sockets",
+    consequence="who connects to one from now on reaches the clone",
+    remedy="let programs that are to be cloned use sockets of the network, or names of their own",
+    severity="warning",
+)
+
+FILES_MISSING = Fact(
+    what="{files} of the job are missing",
+    consequence="the job had them open, and CRIU restores no job without them",
+    remedy="put them where they were",
+    code="GPUCR-FILE-MISSING",
+)
+_CHANGED = "{file} is {change} than at the dump"
+_PUT_BACK = "put the file back as it was"
+READ_ONLY_CHANGED = Fact(
+    what=_CHANGED,
+    consequence="the job only read it: it may be another file by now, and positions in it mean something else",
+    remedy=_PUT_BACK + ", or insist if what is new was added at its end",
+    code="GPUCR-FILE-CHANGED",
+    case="the job only read it",
+)
+PROGRAM_CHANGED = Fact(
+    what=_CHANGED,
+    consequence=READ_ONLY_CHANGED.consequence,
+    remedy=_PUT_BACK,
+    code="GPUCR-FILE-CHANGED",
+    case="the job had it mapped and only read it: programs, libraries",
+)
+MAPPED_SHORTER = Fact(
+    what=_CHANGED,
+    consequence="memory of the job is pages of it that are gone",
+    remedy=_PUT_BACK,
+    code="GPUCR-FILE-CHANGED",
+    case="shorter; the job had it mapped and wrote to it",
+)
+KEPT_LONGER = Fact(
+    what=_CHANGED,
+    consequence="it is left as it is, and the job appends to it",
+    remedy="--files rewind cuts it back to what it was",
+    severity="warning",
+    case="longer; the job wrote to it",
+)
+KEPT_SHORTER = Fact(
+    what=_CHANGED,
+    consequence=KEPT_LONGER.consequence,
+    remedy=_PUT_BACK,
+    severity="warning",
+    case="shorter; the job wrote to it",
+)
+CUT_BACK = Fact(
+    what=_CHANGED,
+    consequence="it is cut back, and what is cut off is kept beside it",
+    remedy="--files keep",
+    severity="warning",
+    case="longer; the job wrote to it; with `--files rewind`",
+)
+REWIND_SHORTER = Fact(
+    what=_CHANGED,
+    consequence="what is missing cannot be brought back",
+    remedy="restore with --files keep",
+    code="GPUCR-FILE-CHANGED",
+    case="shorter; the job wrote to it; with `--files rewind`",
+)
+REWIND_IN_USE = Fact(
+    what="{file} is to be cut back and is in use",
+    consequence="that program may be writing to it",
+    remedy="end that program, or restore with --files keep",
+    code="GPUCR-FILE-IN-USE",
+)
+SHARED_MEMORY_IN_USE = Fact(
+    what="the shared memory file {file} is in use",
+    consequence="the job needs that name, with the content of the dump",
+    remedy="end that program; if it is the job itself, it is still running and needs no restore",
+    code="GPUCR-FILE-IN-USE",
+)
+DATABASE = Fact(
+    what="the job has the SQLite database {file} open",
+    consequence="the job keeps changing it: a later restore finds it newer than the job's memory",
+    remedy="to have it as it was in a restore, copy it together with the snapshot (`sqlite3 FILE .backup`)",
+    severity="warning",
+    case="a dump that leaves the job running",
+)
+DATABASE_CHANGED = Fact(
+    what="the SQLite database {file} was changed after the dump",
+    consequence="it stays as it is, and the job takes what is new for the work of another program",
+    remedy="to have it as it was, put back a copy of all its files from the time of the dump",
+    severity="warning",
+)
+DATABASE_REWIND = Fact(
+    what=DATABASE_CHANGED.what,
+    consequence="its pages are changed in place, so that cutting its files back would only damage it",
+    remedy="restore with --files keep, or put back a copy of all its files from the time of the dump (--force rewinds "
+    "the other files, and leaves the database as it is)",
+    code="GPUCR-DATABASE",
+    case="with `--files rewind`",
+)

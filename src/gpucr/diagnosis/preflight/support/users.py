@@ -1,0 +1,71 @@
+"""What only root can dump and restore."""
+
+from __future__ import annotations
+
+from gpucr.diagnosis.preflight.support.fact import Fact
+
+_REMEDY = "let root dump it: the same command with sudo"
+YAMA = Fact(
+    what="this machine lets nobody but root attach to process {pid}, which gpucr has not started itself",
+    consequence="neither gpucr nor CRIU can stop its threads",
+    remedy="root can allow it with `sysctl kernel.yama.ptrace_scope=0`, which lets each program of a user look into "
+    "his others; or run the same command with sudo. With 1, a CUDA process that was started with "
+    "`gpucr run` gives its own leave",
+    code="GPUCR-ONLY-ROOT",
+)
+CONNECTION = Fact(
+    what="the job has a TCP connection",
+    consequence="CRIU takes connections apart with CAP_NET_ADMIN, which root has not granted to this user",
+    remedy="let it use local (AF_UNIX) sockets, or wait until it has closed them; have root grant it to a group of "
+    "yours (`sudo gpucr criu --grant --network --group GROUP`); or " + _REMEDY,
+    code="GPUCR-ONLY-ROOT",
+)
+OTHER_USER = Fact(
+    what="{process} runs as uid {uid}",
+    consequence="an ordinary user can dump processes of his own only",
+    remedy=_REMEDY,
+    code="GPUCR-ONLY-ROOT",
+)
+SYSTEM_CALL_FILTER = Fact(
+    what="{process} has a system call filter",
+    consequence="only root can read it out of the kernel (CAP_SYS_ADMIN)",
+    remedy="start the job without one, outside sandboxes of containers and browsers; or " + _REMEDY,
+    code="GPUCR-ONLY-ROOT",
+)
+NAMESPACES = Fact(
+    what="{process} is in namespaces of its own ({namespaces})",
+    consequence="only root can make them again",
+    remedy=_REMEDY,
+    code="GPUCR-ONLY-ROOT",
+)
+HAD_CONNECTION = Fact(
+    what="the job had a TCP connection",
+    consequence="CRIU puts connections together with CAP_NET_ADMIN, which root has not granted to this user",
+    remedy="restore it with sudo, or have root grant it to a group of yours (`sudo gpucr criu --grant --network "
+    "--group GROUP`)",
+    code="GPUCR-ONLY-ROOT",
+)
+RAN_AS_OTHER_USER = Fact(
+    what="the job ran as uid {uids}",
+    consequence="uid {own} cannot start processes of another user",
+    remedy="restore it as that user, or with sudo",
+    code="GPUCR-ONLY-ROOT",
+)
+SANDBOX = Fact(
+    what="the job needs namespaces of its own",
+    consequence="only root can make them (CAP_SYS_ADMIN)",
+    remedy="restore it with sudo, or leave out --isolate",
+    code="GPUCR-ONLY-ROOT",
+)
+TREES_BY_HELPER = Fact(
+    what="the job has several trees",
+    consequence="the privileged helper dumps one tree",
+    remedy=_REMEDY,
+    code="GPUCR-HELPER-REFUSED",
+)
+SESSION_BY_HELPER = Fact(
+    what="the job belongs to a session whose leader is not part of it",
+    consequence="the privileged helper dumps a tree that has a session of its own",
+    remedy="start it with `gpucr run`, or " + _REMEDY,
+    code="GPUCR-HELPER-REFUSED",
+)

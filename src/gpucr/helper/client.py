@@ -1,0 +1,302 @@
+"""The user's side: a CRIU that is root's, behind the helper's socket."""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import socket
+import struct
+import time
+from collections.abc import Iterator, Mapping, Sequence
+from pathlib import Path
+from typing import Protocol
+
+from gpucr.criu.engine import Check, Criu, OnNotify, OnStart
+from gpucr.criu.images import FilesImage
+from gpucr.criu.install import CriuInstall
+from gpucr.criu.options import DumpOptions, RestoreOptions
+from gpucr.errors import BrokenInstall, CriuError, DeadlineExceeded, ProcessNotFound, Unsupported
+from gpucr.helper.keys import SIGNATURE_NAME
+from gpucr.helper.messages import (
+    MAX_CLOSED,
+    MAX_DESCRIPTORS,
+    MAX_FILES,
+    Answer,
+    Ask,
+    BadMessage,
+    Connection,
+    Done,
+    Dump,
+    Failed,
+    Files,
+    Here,
+    Hook,
+    HungUp,
+    Restore,
+    Stop,
+)
+from gpucr.helper.opened import OpenedFiles
+from gpucr.helper.place import socket_path
+from gpucr.linux import processes
+from gpucr.model import ProcessId
+
+REFUSED = "GPUCR-HELPER-REFUSED"
+_ANSWER_S, _CHECK_EVERY_S = 30.0, 0.1
+_CREDENTIALS = struct.Struct("3i")
+
+
+def find_helper() -> CriuInstall | None:
+    """Root's CRIU by the helper; None where there is no helper for this user. Raises BrokenInstall, Unsupported."""
+    path = socket_path()
+    if path is None:
+        return None
+    with _connected(path) as connection:
+        reply = _converse(connection, Ask(), ())
+    return CriuInstall((), reply.version, "helper", path, is_unprivileged=True, has_network=True)
+
+
+def is_signed(images_dir: Path) -> bool:
+    """Whether the helper has written these images."""
+    return (images_dir / SIGNATURE_NAME).exists()
+
+
+class Keeper(Protocol):
+    """The keeper that the helper's process becomes when CRIU has restored a job."""
+
+    def given(self) -> contextlib.AbstractContextManager[tuple[int, int, int]]:
+        """What it is started with."""
+
+    def begun(self) -> None:
+        """It has been started. Raises BrokenInstall where it has not."""
+
+
+class HelperCriu(Criu):
+    """As `Criu`, for the caller's own processes. ``signed``: where the images lie that the helper has written.
+
+    A restore may be told of other ones, in which files have other sizes, or connections are closed.
+    """
+
+    def __init__(self, install: CriuInstall, *, keeper: Keeper | None = None) -> None:
+        super().__init__(install)
+        self._keeper = keeper
+        self.signed: Path | None = None
+
+    def dump(
+        self,
+        pid: int,
+        images_dir: Path,
+        options: DumpOptions,
+        *,
+        log_path: Path,
+        on_start: OnStart | None = None,
+        on_notify: OnNotify | None = None,
+        check: Check | None = None,
+        deadline: float | None = None,
+    ) -> None:
+        """As `Criu.dump`. Raises Unsupported where the helper does not dump this tree."""
+        stat = processes.read_stat(pid)
+        if stat is None:
+            raise ProcessNotFound(f"there is no process {pid}", pid=pid)
+        request = Dump(pid, stat.start_time_ticks, options.leave_running, options.ghost_limit_bytes)
+        with _connected(self.install.path) as connection, _opened(images_dir, log_path) as fds:
+            here = _converse(connection, request, fds)
+            if on_start is not None:
+                on_start(ProcessId(here.pid, here.start_time_ticks))
+            _Conversation(connection, "dump", log_path, on_notify, check, deadline, hook_pid=pid).run()
+
+    def restore(
+        self,
+        images_dir: Path,
+        options: RestoreOptions,
+        *,
+        log_path: Path,
+        leave_stopped: bool = False,
+        outputs: Mapping[Path, Path] | None = None,
+        inherited: Mapping[str, int] | None = None,
+        on_start: OnStart | None = None,
+        on_notify: OnNotify | None = None,
+        check: Check | None = None,
+        deadline: float | None = None,
+    ) -> int:
+        """As `Criu.restore`, outside of sandboxes. The tree becomes the keeper's."""
+        if self._keeper is None or outputs or inherited:
+            raise AssertionError("the helper restores below a keeper, and has its own way with files")
+        signed = self.signed or images_dir
+        closed = _closed(FilesImage.read(signed), FilesImage.read(images_dir))
+        with (
+            OpenedFiles.of(images_dir) as files,
+            _connected(self.install.path) as connection,
+            _opened(signed, log_path) as fds,
+            self._keeper.given() as keeper_fds,
+        ):
+            if len(closed) > MAX_CLOSED or len(files.fds) > MAX_FILES:
+                raise Unsupported("the job has more connections or files than the helper restores", code=REFUSED)
+            here = _converse(connection, Restore(leave_stopped, closed, len(files.fds)), (*fds, *keeper_fds), files.fds)
+            if on_start is not None:
+                on_start(ProcessId(here.pid, here.start_time_ticks))
+            root_pid = _Conversation(connection, "restore", log_path, on_notify, check, deadline).run()
+        self._keeper.begun()
+        return root_pid
+
+
+def _closed(signed: FilesImage, wanted: FilesImage) -> tuple[int, ...]:
+    kept = {each.inode for each in wanted.tcp_sockets() if each.is_connection}
+    return tuple(each.inode for each in signed.tcp_sockets() if each.is_connection and each.inode not in kept)
+
+
+@contextlib.contextmanager
+def _opened(images_dir: Path, log_path: Path) -> Iterator[tuple[int, int]]:
+    log_path.parent.mkdir(parents=True, exist_ok=True)
+    images = os.open(images_dir, os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC)
+    try:
+        log = os.open(log_path, os.O_WRONLY | os.O_CREAT | os.O_CLOEXEC | os.O_NOFOLLOW, 0o600)
+        try:
+            yield images, log
+        finally:
+            os.close(log)
+    finally:
+        os.close(images)
+
+
+def _connected(path: Path) -> Connection:
+    connected = socket.socket(socket.AF_UNIX, socket.SOCK_SEQPACKET | socket.SOCK_CLOEXEC)
+    try:
+        connected.settimeout(_ANSWER_S)
+        connected.connect(os.fspath(path))
+        data = connected.getsockopt(socket.SOL_SOCKET, socket.SO_PEERCRED, _CREDENTIALS.size)
+    except OSError as e:
+        connected.close()
+        raise BrokenInstall(
+            f"the privileged helper does not answer at {path}: {e.strerror or 'timed out'}",
+            hint="have root look at it (`gpucr helper status`), or do without: GPUCR_HELPER=off",
+            code="GPUCR-HELPER",
+        ) from e
+    if _CREDENTIALS.unpack(data)[1] != 0:
+        connected.close()
+        raise BrokenInstall(
+            f"what listens at {path} is not root's",
+            hint="unset GPUCR_HELPER, or name root's socket",
+            code="GPUCR-HELPER",
+        )
+    return Connection(connected)
+
+
+def _converse(
+    connection: Connection, request: Ask | Dump | Restore, fds: Sequence[int], files: Mapping[int, int] | None = None
+) -> Here:
+    """Send a request, and wait for the helper to say that it is at work on it. Raises Unsupported, BrokenInstall."""
+    try:
+        connection.send(request, fds)
+        items = list((files or {}).items())
+        for start in range(0, len(items), MAX_DESCRIPTORS):
+            part = items[start : start + MAX_DESCRIPTORS]
+            connection.send(Files(tuple(number for number, _ in part)), [fd for _, fd in part])
+        reply, _ = connection.receive(Here, Failed, until=time.monotonic() + _ANSWER_S)
+    except (HungUp, BadMessage, TimeoutError) as e:
+        raise _lost() from e
+    if isinstance(reply, Failed):
+        raise _failure(reply, "dump" if isinstance(request, Dump) else "restore", None)
+    here: Here = reply
+    return here
+
+
+class _Conversation:
+    """One request at work: its hooks are answered, and it is told to end where it must not go on."""
+
+    def __init__(
+        self,
+        connection: Connection,
+        phase: str,
+        log_path: Path,
+        on_notify: OnNotify | None,
+        check: Check | None,
+        deadline: float | None,
+        *,
+        hook_pid: int | None = None,
+    ) -> None:
+        self._connection = connection
+        self._phase = phase
+        self._log_path = log_path
+        self._on_notify = on_notify
+        self._check = check
+        self._deadline = deadline
+        self._hook_pid = hook_pid
+        self._reason: BaseException | None = None
+
+    def run(self) -> int:
+        """Until it is done. Returns the root's pid. Raises what a hook or the check raised, or why it failed."""
+        while True:
+            try:
+                reply, _ = self._connection.receive(Hook, Done, Failed, until=time.monotonic() + _CHECK_EVERY_S)
+                if not isinstance(reply, Hook):
+                    break
+                proceed = self._answer(reply)
+                self._connection.send(Answer(proceed))
+            except TimeoutError:
+                self._look()
+            except KeyboardInterrupt as e:
+                self._stop(e)
+            except (HungUp, BadMessage) as e:
+                raise self._reason or _lost() from e
+        if self._reason is not None:
+            raise self._reason
+        if isinstance(reply, Failed):
+            raise _failure(reply, self._phase, self._log_path)
+        return int(reply.pid)
+
+    def _answer(self, hook: Hook) -> bool:
+        if self._reason is not None:
+            return False
+        try:
+            if self._on_notify is not None:
+                self._on_notify(hook.name, hook.pid if self._hook_pid is None else self._hook_pid)
+        except BaseException as e:  # noqa: BLE001 - whatever it is, CRIU must undo before it goes on to the caller
+            self._reason = e
+            return False
+        return True
+
+    def _look(self) -> None:
+        if self._reason is not None:
+            return
+        if self._deadline is not None and time.monotonic() >= self._deadline:
+            self._stop(
+                DeadlineExceeded(
+                    f"timed out while CRIU was at work on the {self._phase}", hint="allow more time with --timeout"
+                )
+            )
+        elif self._check is not None:
+            try:
+                self._check()
+            except BaseException as e:  # noqa: BLE001 - as what a hook raises
+                self._stop(e)
+
+    def _stop(self, reason: BaseException) -> None:
+        if self._reason is None:
+            self._reason = reason
+            with contextlib.suppress(HungUp):
+                self._connection.send(Stop())
+
+
+def _lost() -> BrokenInstall:
+    return BrokenInstall(
+        "the privileged helper has ended without an answer",
+        hint="have root look into its journal: journalctl -u 'gpucr-helper@*'",
+        code="GPUCR-HELPER",
+    )
+
+
+def _failure(reply: Failed, phase: str, log_path: Path | None) -> Exception:
+    if reply.because == "refused":
+        return Unsupported(
+            f"the privileged helper does not do it: {reply.message}",
+            hint="`gpucr explain GPUCR-HELPER-REFUSED` lists what it does; root can run the same command with sudo",
+            code=REFUSED,
+        )
+    return CriuError(
+        reply.message,
+        phase=phase,
+        reason=reply.reason,
+        log_path=str(log_path) if log_path is not None else None,
+        hint=reply.hint,
+        code=reply.code,
+    )

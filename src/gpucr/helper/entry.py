@@ -1,0 +1,68 @@
+"""The program of the helper's processes: the connection is its standard input, as systemd and `listener` give it."""
+
+from __future__ import annotations
+
+import contextlib
+import fcntl
+import os
+import socket
+import sys
+from collections.abc import Callable
+from pathlib import Path
+
+from gpucr.helper import folders, served
+
+_FIRST_FREE_FD, _MAX_NAME_BYTES = 10, 256
+_REMOVE = b"remove"
+
+
+def main(keys: str, work: str) -> None:
+    """Serve the request of this connection. Returns when it is served: the child may be the keeper of a job then."""
+    connected = socket.socket(fileno=fcntl.fcntl(0, fcntl.F_DUPFD_CLOEXEC, _FIRST_FREE_FD))
+    null = os.open(os.devnull, os.O_RDONLY | os.O_CLOEXEC)
+    os.dup2(null, 0)
+    served.prepare_process()
+    ours, theirs = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
+    child = os.fork()  # a service manager counts requests at work, not jobs that were restored
+    if child == 0:
+        ours.close()
+        try:
+            os.setsid()
+            settings = served.Settings(Path(keys), Path(work))
+            served.serve(connected, settings, lambda fd, name: _announce(theirs, fd, name))
+        finally:
+            os._exit(0)
+    connected.close()
+    theirs.close()
+    _clean_up_after(ours)
+    with contextlib.suppress(ChildProcessError):
+        os.waitpid(child, os.WNOHANG)
+
+
+def _announce(parent: socket.socket, fd: int, name: str) -> Callable[[], None]:
+    def remove() -> None:
+        parent.send(_REMOVE)
+        parent.recv(len(_REMOVE))
+
+    socket.send_fds(parent, [name.encode("ascii")], [fd])
+    return remove
+
+
+def _clean_up_after(child: socket.socket) -> None:
+    """Remove the folder that the child has made when it says so, and when it is done: its user can kill it."""
+    made: list[tuple[int, str]] = []
+    while True:
+        data, fds, _, _ = socket.recv_fds(child, _MAX_NAME_BYTES, 1)
+        if fds:
+            made.append((fds[0], data.decode("ascii")))
+            continue
+        for fd, name in made:
+            folders.remove_within(fd, name)
+        if not data:
+            return
+        with contextlib.suppress(OSError):
+            child.send(_REMOVE, socket.MSG_NOSIGNAL)
+
+
+if __name__ == "__main__":
+    main(*sys.argv[1:])

@@ -1,0 +1,98 @@
+"""What a restored job would inherit from the helper's process, and how that becomes an ordinary one of the user's."""
+
+from __future__ import annotations
+
+import contextlib
+import ctypes
+import errno
+import fcntl
+import os
+import resource
+from collections.abc import Iterator, Sequence
+from typing import NoReturn
+
+from gpucr.helper.peer import Peer
+from gpucr.helper.rights import Refused
+from gpucr.linux import capabilities, cgroups, credentials, libc, own_python
+
+_PR_SET_DUMPABLE, _PR_SET_CHILD_SUBREAPER = 4, 36  # include/uapi/linux/prctl.h
+_KEYCTL = {"x86_64": 250, "aarch64": 219}  # the number of keyctl(2)
+_JOIN_SESSION_KEYRING = 1  # include/uapi/linux/keyctl.h
+_FIRST_FREE_FD = 10
+_ALWAYS = ("CHECKPOINT_RESTORE", "NET_ADMIN", "SETPCAP", "SYS_PTRACE", "SYS_RESOURCE")
+_WITH_FILTERS = (*_ALWAYS, "SYS_ADMIN")  # also before Linux 5.9, which has no CAP_CHECKPOINT_RESTORE
+_prctl = libc.function("prctl", ctypes.c_int, *(ctypes.c_ulong,) * 4)
+KEEPER_MODULE = "gpucr.jobs.sandbox.keeper"
+
+
+def join_cgroups_of(pid: int) -> None:
+    """The helper, and all that it starts, count as the peer's: its memory, its processes. Raises Refused."""
+    try:
+        cgroups.join(pid)
+    except OSError as e:
+        raise Refused(f"the helper cannot join the caller's cgroups: {e.strerror} ({e.filename})") from e
+
+
+def needed(*, has_filter: bool) -> int:
+    """The capabilities that CRIU gets, of those that the helper has, as a bit mask."""
+    own = capabilities.own()
+    names = _ALWAYS if own.permitted & capabilities.mask("CHECKPOINT_RESTORE") and not has_filter else _WITH_FILTERS
+    return capabilities.mask(*names) & own.permitted
+
+
+@contextlib.contextmanager
+def as_peer_with(peer: Peer, wanted: int) -> Iterator[None]:
+    """In the block this process, and what it starts, is the peer's, with the capabilities ``wanted`` and no others.
+
+    So CRIU opens and makes files with the peer's rights, and counts as his. It cannot be traced by him, who lacks these
+    capabilities. The saved user stays root's, to which this process, but nothing that it starts, returns.
+    """
+    libc.check(_prctl(_PR_SET_DUMPABLE, 1, 0, 0, 0), "prctl")  # CRIU opens folders by /proc/PID/fd, as the peer
+    resource.setrlimit(resource.RLIMIT_CORE, (0, 0))
+    os.setgroups(sorted(peer.supplementary))
+    os.setresgid(peer.gid, peer.gid, 0)
+    os.setresuid(peer.uid, peer.uid, 0)
+    libc.check(_prctl(_PR_SET_DUMPABLE, 1, 0, 0, 0), "prctl")  # the kernel has taken it away
+    credentials.set_ambient(wanted)
+    try:
+        yield
+    finally:
+        credentials.set_ambient(0)
+        os.setresuid(0, 0, 0)
+        os.setresgid(0, 0, 0)
+        os.setgroups([])
+
+
+def leave_keyring() -> None:
+    """A new session keyring, with no key in it. Raises Refused; a kernel without keys has none to give away."""
+    syscall = libc.function("syscall", ctypes.c_long, ctypes.c_long, ctypes.c_char_p, result=ctypes.c_long)
+    if syscall(_KEYCTL[os.uname().machine], _JOIN_SESSION_KEYRING, None) < 0:
+        error = libc.last_error("keyctl")
+        if error.errno != errno.ENOSYS:
+            raise Refused(f"the kernel gives the helper no new keyring: {error}")
+
+
+def adopt_descendants() -> None:
+    """What CRIU makes below this process becomes its child when CRIU ends."""
+    libc.check(_prctl(_PR_SET_CHILD_SUBREAPER, 1, 0, 0, 0), "prctl")
+
+
+def _lower(limit: int, other: int) -> int:
+    return min((each for each in (limit, other) if each != resource.RLIM_INFINITY), default=resource.RLIM_INFINITY)
+
+
+def become_keeper(peer: Peer, fds: Sequence[int]) -> NoReturn:
+    """This process becomes the peer's for good, and the keeper of its children. ``fds``: what starts a keeper."""
+    given = [fcntl.fcntl(fd, fcntl.F_DUPFD_CLOEXEC, _FIRST_FREE_FD) for fd in fds]
+    null = os.open(os.devnull, os.O_RDWR | os.O_CLOEXEC)
+    for fd in (0, 1, 2):
+        os.dup2(null, fd)
+    for each, *wanted in peer.limits:
+        most = resource.getrlimit(each)[1]
+        soft, hard = (_lower(limit, most) for limit in wanted)
+        resource.setrlimit(each, (soft, hard))
+    credentials.take_on(peer.credentials)
+    for fd in given:
+        os.set_inheritable(fd, True)
+    command = own_python.command(KEEPER_MODULE, *given, "with-children")
+    os.execve(command[0], command, {"PATH": os.defpath})  # noqa: S606 - an argument list, no shell

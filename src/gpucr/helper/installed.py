@@ -1,0 +1,118 @@
+"""Turning the helper on and off: root's key, and the units of systemd's that start a process for each request."""
+
+from __future__ import annotations
+
+import sys
+from collections.abc import Mapping
+from pathlib import Path
+
+from gpucr.criu import granted
+from gpucr.criu.install import find_criu
+from gpucr.errors import InvalidRequest
+from gpucr.helper.folders import WORK_FOLDER
+from gpucr.helper.keys import KEYS_FOLDER, Keys
+from gpucr.helper.listener import MAX_REQUESTS, MAX_REQUESTS_PER_USER, group_id
+from gpucr.helper.place import SOCKET
+from gpucr.helper.served import COPY_FOLDER
+from gpucr.linux.unit_files import (
+    UNITS_FOLDER,
+    UnitFile,
+    is_live,
+    quoted,
+    require_no_others,
+    require_root,
+    systemctl,
+    write_all,
+)
+
+_SOCKET_UNIT, _SERVICE_UNIT = "gpucr-helper.socket", "gpucr-helper@.service"
+_MARK = "# Made by `gpucr helper install`."
+
+
+def units(*, keys: Path = KEYS_FOLDER, group: str | None = None) -> Mapping[str, str]:
+    """The units by name, for this Python."""
+    words = (sys.executable, "-I", "-m", "gpucr.helper.entry", str(keys), str(WORK_FOLDER))
+    who = f"SocketMode=0660\nSocketGroup={group}" if group is not None else "SocketMode=0666"
+    listens = f"""{_MARK}
+[Unit]
+Description=Root's CRIU for jobs of ordinary users (gpucr)
+
+[Socket]
+ListenSequentialPacket={SOCKET}
+DirectoryMode=0755
+{who}
+Accept=yes
+MaxConnections={MAX_REQUESTS}
+MaxConnectionsPerSource={MAX_REQUESTS_PER_USER}
+RemoveOnStop=yes
+
+[Install]
+WantedBy=sockets.target
+"""
+    serves = f"""{_MARK}
+[Unit]
+Description=A dump or restore by root's CRIU for an ordinary user (gpucr)
+CollectMode=inactive-or-failed
+
+[Service]
+ExecStart={" ".join(map(quoted, words))}
+StandardInput=socket
+StandardOutput=null
+StandardError=journal
+# What it has restored is the user's, and in the user's control group.
+KillMode=process
+"""
+    return {_SOCKET_UNIT: listens, _SERVICE_UNIT: serves}
+
+
+def install(
+    folder: Path = UNITS_FOLDER, *, keys: Path = KEYS_FOLDER, group: str | None = None, enable: bool = True
+) -> list[UnitFile]:
+    """Make the key, write the units, and where systemd runs, start the socket. Doing it again brings them up to date.
+
+    ``group``: who may use it; None: everybody. Needs root. Raises as `unit_files.write_all`, InvalidRequest for a group
+    that is not there, or keys that others can change.
+    """
+    require_root()
+    if group is not None:
+        group_id(group)
+    make_key(keys)
+    place_criu()
+    found = write_all(folder, units(keys=keys, group=group), _MARK, (Path(sys.executable), Path(__file__)))
+    if enable and is_live(folder):
+        systemctl("daemon-reload")
+        systemctl("enable", _SOCKET_UNIT)
+        systemctl("restart", _SOCKET_UNIT)
+    return found
+
+
+def uninstall(folder: Path = UNITS_FOLDER) -> list[UnitFile]:
+    """Take the units away. Requests that are at work finish, and the keys stay. Needs root. Raises as `install`."""
+    require_root()
+    paths = [folder / name for name in units()]
+    for path in paths:
+        require_no_others(path, _MARK)
+    there = [path for path in paths if path.exists()]
+    if there and is_live(folder):
+        systemctl("disable", "--now", _SOCKET_UNIT)
+    for path in there:
+        path.unlink(missing_ok=True)
+    if there and is_live(folder):
+        systemctl("daemon-reload")
+    return [UnitFile(path, "removed" if path in there else "unchanged") for path in paths]
+
+
+def place_criu() -> Path:
+    """Put a copy of root's CRIU where the helper starts it, as the user. Raises CriuUnavailable."""
+    return granted.place_copy(find_criu(), COPY_FOLDER)
+
+
+def make_key(folder: Path) -> None:
+    """Make the machine's key there, unless it has one. Raises InvalidRequest."""
+    try:
+        Keys(folder).make()
+    except OSError as e:
+        raise InvalidRequest(
+            f"root's key cannot be made in {folder}: {e.strerror}",
+            hint="name a folder with --keys that only root can change",
+        ) from e

@@ -1,0 +1,116 @@
+"""Who is at the other end of the socket, and whether the helper works for such a one."""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import resource
+import signal
+import socket
+import struct
+from pathlib import Path
+
+from msgspec import Struct
+
+from gpucr.helper.rights import Refused, Rights, label_of, require_no_special, rights_of
+from gpucr.linux.capabilities import Capabilities
+from gpucr.linux.credentials import Credentials
+
+_SO_PEERPIDFD = 77  # include/uapi/asm-generic/socket.h, from Linux 6.5 on
+_CREDENTIALS = struct.Struct("3i")
+_LIMIT_NAME_COLUMNS = 26  # of a line in /proc/PID/limits
+KINDS = ("user", "pid", "mnt", "net", "ipc", "uts", "cgroup")
+"""Namespaces in which the peer and its jobs must be where the helper is. (CRIU gives a job a time namespace.)"""
+
+
+class Peer(Struct, frozen=True):
+    """``supplementary``: its further groups. ``label``: of the LSM, empty where it has none.
+
+    ``limits``: each resource with its soft and its hard limit.
+    """
+
+    pid: int
+    uid: int
+    gid: int
+    supplementary: frozenset[int]
+    bounding: int
+    label: str
+    limits: tuple[tuple[int, int, int], ...]
+
+    @property
+    def groups(self) -> frozenset[int]:
+        """All that it is in."""
+        return self.supplementary | {self.gid}
+
+    @property
+    def credentials(self) -> Credentials:
+        """For a process that is to become one of the peer's."""
+        capabilities = Capabilities(
+            permitted=0,
+            effective=0,
+            inheritable=0,
+            bounding=self.bounding,
+            ambient=0,
+            is_root=False,
+            no_new_privs=False,
+        )
+        return Credentials((self.uid,) * 3, (self.gid,) * 3, tuple(sorted(self.supplementary)), capabilities)
+
+
+def of(connected: socket.socket) -> Peer:
+    """Who connected, as the kernel noted it then, and what that process is now. Raises Refused."""
+    pid, uid, gid = _CREDENTIALS.unpack(connected.getsockopt(socket.SOL_SOCKET, socket.SO_PEERCRED, _CREDENTIALS.size))
+    if pid <= 0:
+        raise Refused("the caller is in another pid namespace")
+    if uid == 0:
+        raise Refused("root needs no helper")
+    pidfd = _pidfd(connected, pid)
+    try:
+        rights, label = rights_of(pid, pid), label_of(pid)
+        limits = _limits(pid)
+        require_here(pid, "the caller")
+        signal.pidfd_send_signal(pidfd, 0)  # what was read was read of this very process
+    except OSError as e:
+        raise Refused("the caller has ended") from e
+    finally:
+        os.close(pidfd)
+    peer = Peer(pid, uid, gid, rights.groups, rights.bounding, label, limits)
+    _require_ordinary(rights, peer)
+    return peer
+
+
+def _limits(pid: int) -> tuple[tuple[int, int, int], ...]:
+    """From /proc, in the order of the numbers of the limits: prlimit(2) takes CAP_SYS_RESOURCE for another user's."""
+    found = []
+    for number, line in enumerate(Path(f"/proc/{pid}/limits").read_text().splitlines()[1:]):
+        soft, hard = line[_LIMIT_NAME_COLUMNS:].split()[:2]
+        found.append((number, _limit(soft), _limit(hard)))
+    return tuple(found)
+
+
+def _limit(text: str) -> int:
+    return resource.RLIM_INFINITY if text == "unlimited" else int(text)
+
+
+def require_here(pid: int, who: str) -> None:
+    """Raise Refused unless the process sees this machine as the helper does; OSError where it has ended."""
+    for kind in KINDS:
+        if os.stat(f"/proc/{pid}/ns/{kind}").st_ino != os.stat(f"/proc/self/ns/{kind}").st_ino:
+            raise Refused(f"{who} is in a namespace of its own ({kind})")
+    if not os.path.samestat(os.stat(f"/proc/{pid}/root"), os.stat("/")) or os.readlink(f"/proc/{pid}/root") != "/":
+        raise Refused(f"{who} has a root folder of its own")
+
+
+def _require_ordinary(rights: Rights, peer: Peer) -> None:
+    require_no_special(rights, peer.uid, peer.groups, peer.bounding, "the caller")
+    if rights.no_new_privs or rights.has_filter:
+        raise Refused("the caller has no_new_privs or a system call filter, which a job would get out of by this")
+
+
+def _pidfd(connected: socket.socket, pid: int) -> int:
+    with contextlib.suppress(OSError):
+        return connected.getsockopt(socket.SOL_SOCKET, _SO_PEERPIDFD)
+    try:
+        return os.pidfd_open(pid)
+    except OSError as e:
+        raise Refused("the caller has ended") from e

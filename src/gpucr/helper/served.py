@@ -1,0 +1,331 @@
+"""The helper's process for one request: from the accepted socket to the answer."""
+
+from __future__ import annotations
+
+import contextlib
+import fcntl
+import os
+import signal
+import socket
+import sys
+import time
+from collections.abc import Iterator, Mapping, Sequence
+from pathlib import Path
+
+from msgspec import Struct
+from msgspec.structs import replace
+
+from gpucr.criu.engine import Criu
+from gpucr.criu.image_entries import ImageError, images_in
+from gpucr.criu.images import NAME as FILES_IMAGE
+from gpucr.criu.images import FilesImage
+from gpucr.criu.install import GRANTED_NAME, CriuInstall, least_version, probe
+from gpucr.criu.linked_files import REMAP_IMAGE
+from gpucr.criu.options import DumpOptions, RestoreOptions
+from gpucr.errors import CriuError, CriuUnavailable, GpucrError
+from gpucr.helper import folders, inspected, peer
+from gpucr.helper.inheritance import (
+    adopt_descendants,
+    as_peer_with,
+    become_keeper,
+    join_cgroups_of,
+    leave_keyring,
+    needed,
+)
+from gpucr.helper.keys import KEYS_FOLDER, SIGNATURE_NAME, Keys, SignedFile, signature
+from gpucr.helper.messages import (
+    Answer,
+    Ask,
+    BadMessage,
+    Connection,
+    Done,
+    Dump,
+    Failed,
+    Files,
+    Here,
+    Hook,
+    HungUp,
+    Restore,
+    Stop,
+    close_all,
+)
+from gpucr.helper.owned import require_owned
+from gpucr.helper.peer import Peer
+from gpucr.helper.rights import Refused
+from gpucr.linux import descriptor_limit, processes
+from gpucr.linux.held_folder import HeldFolder
+
+REQUEST_LIMIT_S = 60.0
+"""How long a client may take for its request."""
+
+MAX_LOG_BYTES = 16 << 20
+COPY_FOLDER = Path("/opt/gpucr/helper")
+"""Where the CRIU is that it starts."""
+
+_FIRST_FREE_FD = 10
+_DESCRIPTORS = {"Ask": 0, "Dump": 2, "Restore": 5}
+_LOG_AT, _KEEPER_AT = 1, 2
+
+
+class Stopped(Exception):
+    """The client wants it to end, or is gone."""
+
+
+class Settings(Struct, frozen=True):
+    """Where root's keys are, and where it works."""
+
+    keys: Path = KEYS_FOLDER
+    work: Path = folders.WORK_FOLDER
+
+
+def serve(connected: socket.socket, settings: Settings, announce: folders.Announce) -> None:
+    """Serve the one request of this connection. After a restore it becomes the job's keeper, and does not return."""
+    with Connection(connected) as connection:
+        try:
+            with descriptor_limit.raised():
+                _Request(connection, settings, announce).run()
+        except (HungUp, BadMessage, Stopped, TimeoutError) as e:
+            _tell(connection, Failed("stopped", str(e) or type(e).__name__))
+        except Refused as e:
+            _tell(connection, Failed("refused", str(e)))
+        except CriuError as e:
+            hint = e.hint if e.log_path is None or e.log_path not in (e.hint or "") else None  # a path of the helper's
+            _tell(connection, Failed("criu", _cut(e.message), _cut(e.reason or ""), _cut(hint or "") or None, e.code))
+        except (GpucrError, OSError, ImageError) as e:
+            print(f"gpucr helper: {e!r}", file=sys.stderr)  # noqa: T201 - the journal
+            _tell(connection, Failed("criu", f"the helper failed: {_cut(str(e))}"))
+
+
+def _tell(connection: Connection, reply: Failed) -> None:
+    with contextlib.suppress(HungUp, OSError):
+        connection.send(reply)
+
+
+def _cut(text: str) -> str:
+    return text[:4000]
+
+
+class _Request:
+    """A request, from the look at its peer on."""
+
+    def __init__(self, connection: Connection, settings: Settings, announce: folders.Announce) -> None:
+        self._connection = connection
+        self._settings = settings
+        self._announce = announce
+        self._keys = Keys(settings.keys)
+
+    def run(self) -> None:
+        until = time.monotonic() + REQUEST_LIMIT_S
+        request, fds = self._connection.receive(Ask, Dump, Restore, until=until)
+        try:
+            if len(fds) != _DESCRIPTORS[type(request).__name__]:
+                raise BadMessage("another number of descriptors")
+            self._peer = peer.of(self._connection.socket)
+            if isinstance(request, Ask):
+                self._here()
+                return
+            folders.require_users_folder(fds[0], self._peer)
+            folders.require_log(fds[_LOG_AT])
+            join_cgroups_of(self._peer.pid)
+            peer.of(self._connection.socket)  # it has not ended meanwhile: those were its own cgroups
+            leave_keyring()
+            self._criu = found_copy()
+            self._key = self._keys.own()
+            if isinstance(request, Dump):
+                self._dump(request, fds)
+            elif isinstance(request, Restore):
+                self._restore(request, fds, until)
+        finally:
+            close_all(fds)
+
+    def _here(self) -> None:
+        self._keys.own()
+        self._connection.send(self._myself())
+
+    @staticmethod
+    def _myself() -> Here:
+        stat = processes.read_stat(os.getpid())
+        return Here(found_copy().version, os.getpid(), max(stat.start_time_ticks, 0) if stat is not None else 0)
+
+    # --- dump ---
+
+    def _dump(self, request: Dump, fds: Sequence[int]) -> None:
+        stat = processes.read_stat(request.pid)
+        if stat is None or stat.start_time_ticks != request.start_time_ticks:
+            raise Refused(f"there is no process {request.pid}")
+        rights = require_owned(request.pid, self._peer)
+        self._connection.send(self._myself())
+        wanted = needed(has_filter=any(each.has_filter for each in rights.values()))
+        options = DumpOptions(
+            leave_running=request.leave_running,
+            shell_job=False,
+            ghost_limit_bytes=request.ghost_limit_bytes,
+            network_lock="skip",  # which changes the packet filter of the machine
+            link_remap=False,  # which makes names, as root, in folders of the job's
+        )
+        with (
+            folders.private_folder(self._settings.work) as private,
+            _log_given(private, self._peer, fds[_LOG_AT]) as log_path,
+            folders.folder_within(fds[0], self._peer, self._announce) as (own, remove),
+            as_peer_with(self._peer, wanted),
+        ):
+
+            def on_notify(hook: str, pid: int) -> None:
+                if hook == "post-dump":
+                    self._sign_and_hand_over(request.pid, own, fds[0])
+                    remove()  # what is left is empty, and would be in the way of whoever reads the user's folder
+                self._ask(hook, pid)
+
+            Criu(self._criu).dump(
+                request.pid,
+                Path(f"/proc/self/fd/{own}"),
+                options,
+                log_path=log_path,
+                on_notify=on_notify,
+                check=self._check,
+            )
+        self._connection.send(Done(request.pid))
+
+    def _sign_and_hand_over(self, root_pid: int, own: int, users: int) -> None:
+        """CRIU holds the tree, and has written all of its images; nobody but root has seen them yet."""
+        folder = Path(f"/proc/self/fd/{own}")
+        inspected.require_inspected(folder, self._peer, require_owned(root_pid, self._peer))
+        names = inspected.image_names(folder)
+        described = folders.described(own, names, self._check)
+        (folder / SIGNATURE_NAME).write_bytes(signature(described, self._peer.uid, self._key))
+        folders.hand_over(own, (*names, SIGNATURE_NAME), users)
+
+    # --- restore ---
+
+    def _restore(self, request: Restore, fds: Sequence[int], until: float) -> None:
+        given = self._receive_files(request.files, until)
+        signed = self._keys.verified(folders.read_signature(fds[0]), self._peer.uid)
+        self._connection.send(self._myself())
+        with (
+            folders.private_folder(self._settings.work) as private,
+            _log_given(private, self._peer, fds[_LOG_AT]) as log_path,
+        ):
+            images = private / "images"
+            images.mkdir(0o755)
+            images.chmod(0o755)  # to the peer's CRIU, by its descriptor; its path leads through a folder of root's
+            folders.copy_verified(fds[0], signed.files, images, self._check)
+            has_filter = inspected.require_inspected(images, self._peer)
+            inherited = self._fit(images, signed.files, request, given)
+            adopt_descendants()
+            held = HeldFolder.open(images)
+            with as_peer_with(self._peer, needed(has_filter=has_filter)):
+                root_pid = Criu(self._criu).restore(
+                    held.path,
+                    RestoreOptions(shell_job=False, network_lock="skip", link_remap=False),
+                    log_path=log_path,
+                    leave_stopped=request.leave_stopped,
+                    inherited=inherited,
+                    on_notify=self._on_restoring,
+                    check=self._check,
+                )
+            held.close()
+        close_all(tuple({*given.values(), *inherited.values()}))
+        try:
+            self._connection.send(Done(root_pid))
+            become_keeper(self._peer, fds[_KEEPER_AT:])
+        except BaseException:
+            processes.kill_tree(root_pid, including_root=True)
+            raise
+
+    def _receive_files(self, count: int, until: float) -> Mapping[int, int]:
+        """The job's files, by their numbers in the images, at numbers that CRIU can inherit."""
+        given: dict[int, int] = {}
+        while len(given) < count:
+            message, fds = self._connection.receive(Files, until=until)
+            try:
+                if len(fds) != len(message.ids) or set(message.ids) & set(given):
+                    raise BadMessage("files without descriptors, or twice")
+                for number, fd in zip(message.ids, fds, strict=True):
+                    given[number] = fcntl.fcntl(fd, fcntl.F_DUPFD_CLOEXEC, _FIRST_FREE_FD)
+            finally:
+                close_all(fds)
+        return given
+
+    @staticmethod
+    def _fit(
+        images: Path, files: tuple[SignedFile, ...], request: Restore, given: Mapping[int, int]
+    ) -> Mapping[str, int]:
+        """Have the images name no path of the user's: his descriptors take the place of all, root's that of the root.
+
+        Deleted files are among them, so that CRIU makes none.
+        """
+        image = FilesImage.read(images)
+        roots = inspected.roots_in([each.name for each in files], images_in(images))
+        wanted = set(image.paths())
+        if set(given) | roots != wanted | roots or not roots <= wanted:
+            raise Refused("the files that came are not those of the job")
+        root_fd = os.open("/", os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC)
+        high = fcntl.fcntl(root_fd, fcntl.F_DUPFD_CLOEXEC, _FIRST_FREE_FD)
+        os.close(root_fd)
+        names = {number: f"/gpucr-helper/{number}" for number in wanted}
+        image.rename(names)
+        image.close_connections([each for each in image.tcp_sockets() if each.inode in request.closed])
+        for name in (FILES_IMAGE, REMAP_IMAGE):
+            (images / name).unlink(missing_ok=True)
+        (images / FILES_IMAGE).write_bytes(image.encode())
+        (images / FILES_IMAGE).chmod(0o444)
+        inherited = {names[number]: high if number in roots else given[number] for number in wanted}
+        for fd in inherited.values():
+            os.set_inheritable(fd, True)
+        return inherited
+
+    def _on_restoring(self, hook: str, pid: int) -> None:
+        """Before the first instruction of the job is run, the kernel is asked what it may do."""
+        if hook == "pre-resume":
+            require_owned(pid, self._peer)
+        self._ask(hook, pid)
+
+    # --- both ---
+
+    def _ask(self, hook: str, pid: int) -> None:
+        """Tell the client of a hook, and wait for its answer, which may take as long as the client lives."""
+        self._connection.send(Hook(hook, pid))
+        message, fds = self._connection.receive(Answer, Stop)
+        close_all(fds)
+        if not isinstance(message, Answer) or not message.proceed:
+            raise Stopped("the client has given up")
+
+    def _check(self) -> None:
+        """Raise Stopped where the client has said so, or is gone. Called several times a second."""
+        try:
+            message, fds = self._connection.receive(Stop, until=time.monotonic())
+        except TimeoutError:
+            return
+        close_all(fds)
+        raise Stopped(f"the client has sent {type(message).__name__}")
+
+
+@contextlib.contextmanager
+def _log_given(private: Path, peer: Peer, fd: int) -> Iterator[Path]:
+    """A path for CRIU's log, for a block; it is given to the user in the end, through the file that he has opened."""
+    folder = folders.make_log_folder(private, peer)
+    path = Path(f"/proc/self/fd/{folder}/criu.log")
+    try:
+        yield path
+    finally:
+        with contextlib.suppress(OSError):
+            data = path.read_bytes()[-MAX_LOG_BYTES:]
+            while data:
+                data = data[os.write(fd, data) :]
+        os.close(folder)
+
+
+def found_copy() -> CriuInstall:
+    """The CRIU that users can start, without any capability of its own. Raises CriuUnavailable."""
+    for program in sorted(COPY_FOLDER.glob(f"*/{GRANTED_NAME}")):
+        found = probe((str(program),), "helper", program, least_version())
+        return replace(found, is_unprivileged=True, has_network=True)
+    raise CriuUnavailable("the helper has no CRIU", hint="have root run: gpucr helper install")
+
+
+def prepare_process() -> None:
+    """For a process that serves: signals that ask to end are for the client to send, by hanging up."""
+    for number in (signal.SIGINT, signal.SIGHUP, signal.SIGPIPE):
+        signal.signal(number, signal.SIG_IGN)
+    os.umask(0o077)
+    os.chdir("/")

@@ -1,0 +1,129 @@
+"""Files of systemd units that gpucr writes: made, checked, removed, with a mark that tells them from others."""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import shlex
+import shutil
+import subprocess
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from typing import Literal
+
+from msgspec import Struct
+
+from gpucr.errors import BrokenInstall, InvalidRequest, NotPermitted, Unsupported
+from gpucr.linux import durable, trusted_paths
+
+UNITS_FOLDER = Path("/etc/systemd/system")
+RUNNING = Path("/run/systemd/system")
+"""It is there where systemd runs (sd_booted(3))."""
+_LIMIT_S = 120.0
+
+What = Literal["made", "changed", "removed", "unchanged"]
+
+
+class UnitFile(Struct, frozen=True):
+    """A file of a unit, and what was done with it."""
+
+    path: Path
+    what: What
+
+
+def write_all(folder: Path, units: Mapping[str, str], mark: str, runs: Sequence[Path]) -> list[UnitFile]:
+    """Write units by name, and have systemd look at them. ``runs``: what they start as root.
+
+    Needs root. Raises NotPermitted, InvalidRequest for a file of somebody else in their place, Unsupported where others
+    than root can change what would run as root, BrokenInstall where systemd finds fault with a unit.
+    """
+    require_root()
+    for path in runs:
+        require_ours(path)
+    for name in units:
+        require_no_others(folder / name, mark)
+    found = [write(folder / name, text) for name, text in units.items()]
+    verify([folder / name for name in units])
+    return found
+
+
+def is_live(folder: Path) -> bool:
+    """Whether systemd runs, and reads this folder."""
+    return RUNNING.exists() and folder == UNITS_FOLDER
+
+
+def verify(paths: Sequence[Path]) -> bool:
+    """Have systemd-analyze read the units. False where it is not there. Raises BrokenInstall with what it says."""
+    program = shutil.which("systemd-analyze")
+    if program is None:
+        return False
+    # Units that these refer to and the machine lacks (a driver's service) are no fault of theirs.
+    done = subprocess.run(
+        [program, "verify", "--recursive-errors=no", "--man=no", *map(str, paths)],
+        stdin=subprocess.DEVNULL, capture_output=True, text=True, timeout=_LIMIT_S, check=False,
+    )  # fmt: skip
+    if done.returncode != 0:
+        raise BrokenInstall(
+            f"systemd-analyze finds fault with the units: {done.stderr.strip()}",
+            hint="the files are written, and were not enabled",
+        )
+    return True
+
+
+def write(path: Path, text: str) -> UnitFile:
+    """Make it, or bring it up to date. Raises InvalidRequest."""
+    before: str | None = None
+    with contextlib.suppress(FileNotFoundError):
+        before = path.read_text()
+    if before == text:
+        return UnitFile(path, "unchanged")
+    try:
+        durable.write(path, text.encode(), mode=0o644)
+    except OSError as e:
+        raise InvalidRequest(f"{path} cannot be written: {e.strerror}", hint="name a folder with --units-dir") from e
+    return UnitFile(path, "made" if before is None else "changed")
+
+
+def require_root() -> None:
+    """Raise NotPermitted."""
+    if os.geteuid() != 0:
+        raise NotPermitted("system units are root's", pid=os.getpid(), hint="run the same command with sudo -H")
+
+
+def require_no_others(path: Path, mark: str) -> None:
+    """Raise InvalidRequest where this is a file without the mark of those that gpucr makes."""
+    with contextlib.suppress(FileNotFoundError, NotADirectoryError):
+        if path.is_symlink() or not path.read_text(errors="replace").startswith(mark):
+            raise InvalidRequest(
+                f"{path} is there, and gpucr has not made it", hint="move it away, or name another folder: --units-dir"
+            )
+
+
+def require_ours(path: Path) -> None:
+    """Raise Unsupported where others could change what systemd would run as root."""
+    try:
+        trusted_paths.require_ours(path)
+    except PermissionError as e:
+        raise Unsupported(
+            f"{path} can be changed by others than root, and systemd would run it as root: {e.strerror}",
+            hint="install gpucr where only root can write: a virtual environment in /opt, say",
+            code="GPUCR-UNTRUSTED-PATH",
+        ) from e
+
+
+def systemctl(*arguments: str) -> None:
+    """Raises BrokenInstall."""
+    done = subprocess.run(
+        ["systemctl", *arguments],
+        stdin=subprocess.DEVNULL, capture_output=True, text=True, timeout=_LIMIT_S, check=False,
+    )  # fmt: skip
+    if done.returncode != 0:
+        raise BrokenInstall(
+            f"systemctl {shlex.join(arguments)} failed: {done.stderr.strip()}", hint="journalctl -xe says more"
+        )
+
+
+def quoted(word: str) -> str:
+    """As systemd.syntax(7) wants a word that may have spaces; ``%`` begins a specifier there, ``$`` a variable."""
+    escaped = word.replace("\\", "\\\\").replace('"', '\\"').replace("%", "%%").replace("$", "$$")
+    return escaped if escaped == word and " " not in word else f'"{escaped}"'

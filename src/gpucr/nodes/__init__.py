@@ -1,0 +1,1 @@
+"""One job on several nodes: all of its parts are dumped, or restored, together or not at all."""

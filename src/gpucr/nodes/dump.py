@@ -1,0 +1,202 @@
+"""Dump a job whose parts are on several nodes: frozen everywhere, saved everywhere, then ended or thawed everywhere.
+
+What decides is one object in the store, created once (store/sets.py). Node 0 creates it when all have saved. A node
+that has saved, and hears no more of node 0, tries to create a tombstone in its place: either it succeeds, and the set
+is given up, or it learns that the set is complete. So every node that reaches the store comes to the same end, whoever
+dies.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import time
+from collections.abc import Callable
+from typing import TypeVar
+
+from msgspec import structs
+
+from gpucr.diagnosis import preflight
+from gpucr.errors import GpucrError, Interrupted, InvalidRequest, NodeFailed, StoreError
+from gpucr.gpu_state.ways import GpuState
+from gpucr.jobs import selection
+from gpucr.jobs.selector import JobSelector
+from gpucr.nodes.guest import Guest
+from gpucr.nodes.host import Host
+from gpucr.nodes.parts import TIMEOUT_S, PartReport, left_s, meeting_for, require_limit
+from gpucr.nodes.rendezvous import Rendezvous
+from gpucr.operations.dump import DumpReport
+from gpucr.operations.freeze import forget_saved, freeze, save_frozen
+from gpucr.snapshot.in_store import SnapshotInStore
+from gpucr.snapshot.location import Compress, InStore, Place, find_target
+from gpucr.store import sets, snapshots
+from gpucr.store.keys import Secret
+from gpucr.store.sets import StoredSet
+from gpucr.store.stored_snapshot import SetPart
+from gpucr.undo.cancellation import Cancellation
+from gpucr.undo.events import OnProgress
+from gpucr.undo.interrupts import Interrupts, not_over_yet
+from gpucr.undo.operation import all_or_nothing
+
+Answer = TypeVar("Answer")
+
+_FREEZE_S = 60.0
+"""The parts that are frozen already wait for the one that cannot be."""
+_PAUSES_S = (0.2, 0.5, 1.0, 2.0, 4.0)
+
+
+def dump_part(
+    pid: int | str | JobSelector,
+    to: Place,
+    rendezvous: Rendezvous,
+    *,
+    leave_running: bool = False,
+    gpu_state: GpuState = "auto",
+    compress: Compress = "auto",
+    encrypt: bool = False,
+    trust_store: bool = False,
+    key: Secret | None = None,
+    timeout_s: float = TIMEOUT_S,
+    force: bool = False,
+    on_progress: OnProgress | None = None,
+    cancel: Cancellation | None = None,
+) -> PartReport:
+    """Dump this node's part of a job into the set ``STORE#NAME``, together with the other nodes, and end it.
+
+    Every node calls this with the same store and name, and its own part. All parts stand still before the first is
+    saved. Only when all are saved is the set complete, and only then do the parts end, or with ``leave_running`` run
+    again. Where one node fails before that, all parts run as before, and nothing of it stays in the store.
+
+    ``timeout_s``: how long all of it may take, once the nodes are there; a freeze at most a minute of that. The other
+    arguments are those of `gpucr.dump`. Needs what `gpucr.dump` needs.
+
+    Raises NodeFailed (another node did, or cannot be reached), DeadlineExceeded, Interrupted and as `gpucr.freeze` and
+    `gpucr.dump` (the job is as it was found); StoreError where it is not known whether the set is complete (the job
+    runs); JobDamaged.
+    """
+    place = find_target(to, compress=compress, encrypt=encrypt, trust_store=trust_store, key=key)
+    if not isinstance(place, InStore) or place.name is None:
+        raise InvalidRequest(
+            f"{to} does not name a set", hint="name a store that all nodes reach, and a name in it: STORE#NAME"
+        )
+    snapshots.check_name(place.name)
+    require_limit(timeout_s)
+    action = "dump and keep running" if leave_running else "dump and end"
+    with all_or_nothing("dump-part", pid, cancel, state="the job is as it was found") as interrupts:
+        with meeting_for(rendezvous, action, place.store, place.name, cancel) as meeting:
+            try:
+                part = SetPart(meeting.arrive(sets.new_id), rendezvous.node, rendezvous.node_count)
+                begin = time.monotonic()
+                dump = _Dump(meeting, structs.replace(place, part=part), part, interrupts)
+                report = dump.run(
+                    pid,
+                    begin + timeout_s,
+                    leave_running=leave_running,
+                    gpu_state=gpu_state,
+                    force=force,
+                    tell=on_progress,
+                )
+            except Interrupted:
+                if meeting.error is not None:  # the reason for which it was cancelled here
+                    raise meeting.error from None
+                raise
+        return PartReport(part, place.name, report, time.monotonic() - begin)
+
+
+class _Dump:
+    def __init__(self, meeting: Host | Guest, place: InStore, part: SetPart, interrupts: Interrupts) -> None:
+        self._meeting = meeting
+        self._place = place
+        self._part = part
+        self._interrupts = interrupts
+        self._saved: SnapshotInStore | None = None
+        self._may_count = False
+        """Whether what was saved may be part of a complete set."""
+
+    def run(
+        self,
+        pid: int | str | JobSelector,
+        deadline: float,
+        *,
+        leave_running: bool,
+        gpu_state: GpuState,
+        force: bool,
+        tell: OnProgress | None,
+    ) -> DumpReport:
+        meeting = self._meeting
+        found = selection.find_job(pid, force=force)
+        preflight.require_no_blocking(preflight.check_between_nodes(found.job), force=force)
+        not_over_yet()
+        frozen = freeze(
+            pid,
+            gpu_state=gpu_state,
+            timeout_s=min(left_s(deadline), _FREEZE_S),
+            force=force,
+            on_progress=tell,
+            cancel=meeting.cancellation,
+        )
+        try:
+            with frozen:
+                not_over_yet()
+                meeting.together("frozen", deadline)
+                report = save_frozen(
+                    frozen,
+                    self._place,
+                    timeout_s=left_s(deadline),
+                    force=force,
+                    on_progress=tell,
+                    cancel=meeting.cancellation,
+                )
+                assert isinstance(report.snapshot, SnapshotInStore)  # noqa: S101 - it was saved to a store
+                self._saved = report.snapshot
+                not_over_yet()
+                self._settle(self._saved.stored.id, deadline)
+                if leave_running:
+                    frozen.thaw(on_progress=tell)
+                else:
+                    frozen.end()
+        except BaseException:
+            if self._saved is not None and not self._may_count:
+                forget_saved(frozen)
+                with contextlib.suppress(GpucrError):  # a prune removes it: its set was given up
+                    snapshots.remove(self._place.store, self._saved.stored.id)
+            raise
+        return report
+
+    def _settle(self, snapshot_id: str, deadline: float) -> None:
+        """Return when the set is complete.
+
+        Raises where it was given up, and StoreError where that cannot be known.
+        """
+        meeting, store, part = self._meeting, self._place.store, self._part
+        if isinstance(meeting, Host):
+            ids = meeting.gather("saved", snapshot_id, deadline)
+            self._interrupts.postpone()
+            self._may_count = True
+            made = StoredSet(part.set_id, self._place.name or "", ids)
+            if not _persistently(lambda: sets.complete(store, made)):
+                self._may_count = False
+                raise NodeFailed("another node has given the set up", hint="see what the others say, and try again")
+            meeting.announce("complete")
+        else:
+            self._may_count = True  # node 0 may complete the set as soon as it knows of this
+            try:
+                meeting.say("saved", snapshot_id)
+                meeting.wait("complete", deadline)
+                self._interrupts.postpone()
+            except BaseException:
+                self._interrupts.postpone()
+                if _persistently(lambda: sets.abandon(store, part.set_id)) is None:
+                    self._may_count = False
+                    raise
+        self._interrupts.commit()
+        meeting.conclude()
+
+
+def _persistently(ask: Callable[[], Answer]) -> Answer:
+    """Ask the store, again where it does not work: the answer decides what becomes of the job. Raises StoreError."""
+    for pause_s in _PAUSES_S:
+        try:
+            return ask()
+        except StoreError:
+            time.sleep(pause_s)
+    return ask()

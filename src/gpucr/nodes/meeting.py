@@ -1,0 +1,152 @@
+"""A meeting of all nodes: each says how far it has got, and hears when all have; when one fails, all know it at once.
+
+Node 0 is the host, to which all others, the guests, have a connection. A meeting agrees on nothing: what was decided
+stands in the store. It makes nodes wait for each other, and end early what cannot succeed any more.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import threading
+import time
+from abc import ABC, abstractmethod
+from collections.abc import Callable
+from types import TracebackType
+from typing import Literal, TypeVar
+
+from gpucr.errors import DeadlineExceeded, NodeFailed
+from gpucr.nodes.rendezvous import Rendezvous
+from gpucr.nodes.wire import Channel, Failed
+from gpucr.undo.cancellation import Cancellation
+
+Side = TypeVar("Side", bound="Meeting")
+Step = Literal["frozen", "saved", "complete", "ready"]
+LAST_STEPS = frozenset({"complete", "ready"})
+"""Once all are there, whoever leaves changes nothing for the others."""
+LOOK_S = 0.1
+_MOST_TEXT = 1500
+
+
+class Joined(Cancellation):
+    """Cancelled by itself, or with another one."""
+
+    def __init__(self, other: Cancellation | None) -> None:
+        super().__init__()
+        self._other = other
+
+    @property
+    def reason(self) -> str | None:
+        """Its own, or that of the other."""
+        return self._reason or (self._other.reason if self._other is not None else None)
+
+    @property
+    def is_cancelled(self) -> bool:
+        """Whether either is."""
+        return self.reason is not None
+
+
+class Meeting(ABC):
+    """One side of it; a context manager, which tells the others where it ends by an exception.
+
+    ``cancellation`` is cancelled as soon as another node fails, and with the caller's ``cancel``; ``error`` says how.
+    """
+
+    def __init__(self, rendezvous: Rendezvous, cancel: Cancellation | None) -> None:
+        self.rendezvous = rendezvous
+        self.cancellation = Joined(cancel)
+        self.error: NodeFailed | None = None
+        self._changed = threading.Condition()
+        self._is_over = False
+
+    @abstractmethod
+    def arrive(self, choose: Callable[[], str]) -> str:
+        """Wait until all nodes are here. Returns the id of the set that ``choose``, called on node 0, has named.
+
+        Raises NodeFailed where one is not here in time.
+        """
+
+    @abstractmethod
+    def together(self, step: Step, deadline: float) -> None:
+        """Wait until all nodes have got here. Raises NodeFailed, DeadlineExceeded."""
+
+    @abstractmethod
+    def fail(self, why: str) -> None:
+        """Tell all other nodes that this one has failed."""
+
+    def conclude(self) -> None:
+        """It is decided: whoever fails or leaves from here on changes nothing for the others."""
+        with self._changed:
+            self._is_over = True
+
+    @abstractmethod
+    def close(self) -> None:
+        """End the connections."""
+
+    def __enter__(self: Side) -> Side:
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        if error is not None and not self._is_over and self.error is None:
+            self.fail(getattr(error, "message", "") or str(error) or "it was interrupted")
+        self._is_over = True
+        self.close()
+
+    # --- for its two kinds ----------------------------------------------------------------------------------------
+
+    def _lose(self, error: NodeFailed) -> bool:
+        """Another node has failed. Whether it is the first to do so, of a meeting that is not over."""
+        with self._changed:
+            if self._is_over or self.error is not None:
+                return False
+            self.error = error
+            self._changed.notify_all()
+        self.cancellation.cancel(error.message)
+        return True
+
+    def _wait(self, is_so: Callable[[], bool], deadline: float, late: Callable[[], Exception]) -> None:
+        with self._changed:
+            while not is_so():
+                if self.error is not None:
+                    raise self.error
+                if self.cancellation.is_cancelled:
+                    raise KeyboardInterrupt(self.cancellation.reason)
+                if time.monotonic() > deadline:
+                    raise late()
+                self._changed.wait(LOOK_S)
+
+
+def node_failed(failed: Failed) -> NodeFailed:
+    """The error for what another node has told."""
+    who = "another node" if failed.node is None else f"node {failed.node}"
+    return NodeFailed(f"{who} failed: {failed.why}", node=failed.node, hint=f"{who} has said more where it was started")
+
+
+def lost(node: int) -> NodeFailed:
+    """The error for a connection that has ended."""
+    return NodeFailed(
+        f"the connection to node {node} was lost: its gpucr, or the whole node, has ended",
+        node=node,
+        hint="see what it printed; try again when the node is there",
+    )
+
+
+def too_late(step: Step, nodes: str) -> DeadlineExceeded:
+    """The error for a time limit that was reached while others are not ready."""
+    words = {"frozen": "frozen its part", "saved": "saved its part", "complete": "completed the set"}
+    return DeadlineExceeded(
+        f"timed out before {nodes} had {words.get(step, 'restored its part')}",
+        hint="give a longer --timeout, or see what that node does",
+    )
+
+
+def as_text(why: str) -> str:
+    """What fits into a message."""
+    return why[:_MOST_TEXT]
+
+
+def tell(channel: Channel, failed: Failed) -> None:
+    """Say it where that is still possible."""
+    with contextlib.suppress(OSError):
+        channel.send(failed)

@@ -1,0 +1,111 @@
+"""Restore a job whose parts are on several nodes: none of them runs before all are there."""
+
+from __future__ import annotations
+
+import time
+
+from gpucr.diagnosis.preflight.surroundings import FilesMode
+from gpucr.errors import Interrupted, InvalidRequest, StoreError
+from gpucr.model import GpuMap
+from gpucr.nodes.parts import TIMEOUT_S, PartReport, left_s, meeting_for, require_limit
+from gpucr.nodes.rendezvous import Rendezvous
+from gpucr.operations.restore import restore
+from gpucr.snapshot.in_store import SnapshotInStore, snapshot_url
+from gpucr.snapshot.location import Place, open_store_for_jobs, place_of_store
+from gpucr.store import snapshots
+from gpucr.store.keys import Secret
+from gpucr.store.opened import Store
+from gpucr.store.stored_snapshot import StoredSnapshot
+from gpucr.undo.cancellation import Cancellation
+from gpucr.undo.events import OnProgress
+from gpucr.undo.interrupts import not_over_yet
+from gpucr.undo.operation import all_or_nothing
+
+
+def restore_part(
+    place: Place,
+    rendezvous: Rendezvous,
+    *,
+    gpu_map: GpuMap | str | None = None,
+    gpu: str | None = None,
+    files: FilesMode = "keep",
+    isolate: bool = False,
+    name: str | None = None,
+    key: Secret | None = None,
+    timeout_s: float = TIMEOUT_S,
+    force: bool = False,
+    on_progress: OnProgress | None = None,
+    cancel: Cancellation | None = None,
+) -> PartReport:
+    """Restore this node's part of the set ``STORE#NAME`` (the latest of this name), together with the other nodes.
+
+    Node 0 says which set it is. No part runs before all are there: where one node fails until then, what all have
+    restored is ended, and the set stays. The arguments are those of `gpucr.restore` and `dump_part`.
+
+    Raises NodeFailed (another node did, or cannot be reached), DeadlineExceeded, Interrupted, and as `gpucr.restore`
+    (nothing of the job is left); JobDamaged.
+    """
+    location = place_of_store(place)
+    if location.snapshot is None:
+        raise InvalidRequest(f"{place} names no set", hint=f"name one: {place}#NAME (gpucr ls {place})")
+    wanted = location.snapshot
+    store = open_store_for_jobs(place, key)
+    require_limit(timeout_s)
+    with all_or_nothing("restore-part", place, cancel, state="nothing of the job is left here"):
+        with meeting_for(rendezvous, "restore", store, wanted, cancel) as meeting:
+            try:
+                set_id = meeting.arrive(lambda: _set_id(store, wanted, rendezvous.node_count))
+                begin = time.monotonic()
+                deadline = begin + timeout_s
+                stored = _part_of(store, set_id, rendezvous.node)
+                not_over_yet()
+
+                report = restore(
+                    SnapshotInStore.of(store, stored),
+                    gpu_map=gpu_map,
+                    gpu=gpu,
+                    files=files,
+                    isolate=isolate,
+                    name=name,
+                    timeout_s=left_s(deadline),
+                    force=force,
+                    before_it_runs=lambda: meeting.together("ready", deadline),
+                    on_progress=on_progress,
+                    cancel=meeting.cancellation,
+                )
+            except Interrupted:
+                if meeting.error is not None:  # the reason for which it was cancelled here
+                    raise meeting.error from None
+                raise
+        assert stored.part is not None  # noqa: S101 - it was found as one
+        return PartReport(stored.part, stored.name or "", report, time.monotonic() - begin)
+
+
+def _set_id(store: Store, wanted: str, node_count: int) -> str:
+    """The set that is meant. Raises InvalidRequest for anything else, or one of another size, StoreError."""
+    parts = snapshots.find_parts(store, wanted)
+    part = parts[0].part
+    where = snapshot_url(store, wanted)
+    if part is None:
+        raise InvalidRequest(
+            f"{where} is no set of several nodes, but one snapshot", hint=f"restore it alone: gpucr restore {where}"
+        )
+    if part.node_count != node_count:
+        raise InvalidRequest(
+            f"the set {where} is of {part.node_count} nodes, and {node_count} are to restore it",
+            hint=f"run it on {part.node_count} nodes",
+        )
+    return part.set_id
+
+
+def _part_of(store: Store, set_id: str, node: int) -> StoredSnapshot:
+    listing = snapshots.list_all(store)
+    made = listing.sets.get(set_id)
+    found = [each for each in listing.snapshots if made is not None and each.id == made.snapshot_ids[node]]
+    if not found:
+        raise StoreError(
+            f"the store {store.backend.url} does not have the part of node {node} in the set {set_id}",
+            path=store.backend.url,
+            hint="do all nodes see the same store? gpucr ls shows what is in it",
+        )
+    return found[0]

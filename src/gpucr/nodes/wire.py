@@ -1,0 +1,183 @@
+"""What nodes say to each other: messages on a TCP connection between two who know the same secret.
+
+Each side sends 32 random bytes first. With these and the secret both make the connection's key (HMAC-SHA256), with
+which every message is authenticated, by its direction and number in it: none can be forged, repeated, left out or
+turned around. Nothing is encrypted: there is nothing to hide in it. Node 0 proves itself first, so that a node with
+another secret can tell.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import hashlib
+import hmac
+import os
+import socket
+import struct
+from typing import Annotated
+
+from msgspec import Meta
+
+from gpucr import records
+from gpucr.records import Record, RecordError
+from gpucr.store.stored_snapshot import MAX_NODES
+
+MAGIC = b"gpucr nodes 1\n\0\0"
+_NONCE_BYTES = 32
+_MAC_BYTES = 32
+_MAX_BYTES = 64 << 10
+_LENGTH = struct.Struct("!I")
+MAX_MEETING = 1 << 10
+"""How many nodes can meet: each has one connection to node 0."""
+
+Node = Annotated[int, Meta(ge=0, lt=MAX_NODES)]
+_Text = Annotated[str, Meta(max_length=2000)]
+
+
+class WrongSecret(Exception):
+    """The other side has another secret, or is no gpucr."""
+
+
+class Hello(Record, frozen=True, tag=True):
+    """A node introduces itself: which it is of how many, what it wants to do, and with what."""
+
+    node: Node
+    node_count: Annotated[int, Meta(ge=1, le=MAX_NODES)]
+    action: _Text
+    subject: _Text
+    version: _Text
+
+
+class Welcome(Record, frozen=True, tag=True):
+    """Node 0 has let it in: the set that all of this is about."""
+
+    set_id: Annotated[str, Meta(pattern=r"\A[0-9a-f]{32}\Z")]
+
+
+class Here(Record, frozen=True, tag=True):
+    """A node has got as far as ``step``, and what came of it."""
+
+    step: _Text
+    value: _Text
+
+
+class Together(Record, frozen=True, tag=True):
+    """All nodes have got as far as ``step``."""
+
+    step: _Text
+
+
+class Failed(Record, frozen=True, tag=True):
+    """A node has failed, and so has the whole."""
+
+    node: Node | None
+    why: _Text
+
+
+Message = Hello | Welcome | Here | Together | Failed
+_KINDS: dict[str, type[Message]] = {each.__name__: each for each in (Hello, Welcome, Here, Together, Failed)}
+
+
+class Channel:
+    """A connection on which both have proved that they know the secret. Made by `open_as_host` and `open_as_guest`."""
+
+    def __init__(self, connection: socket.socket, key: bytes, *, is_host: bool) -> None:
+        self._connection = connection
+        self._keys = {each: hmac.digest(key, each, hashlib.sha256) for each in (b"host", b"guest")}
+        self._own, self._other = (b"host", b"guest") if is_host else (b"guest", b"host")
+        self._counts = {b"host": 0, b"guest": 0}
+
+    def prove(self) -> None:
+        """Show that this side has the secret. Raises OSError."""
+        self._connection.sendall(self._mac(self._own, b""))
+
+    def expect_proof(self) -> None:
+        """Raises WrongSecret, EOFError, OSError."""
+        if not hmac.compare_digest(_read(self._connection, _MAC_BYTES), self._mac(self._other, b"")):
+            raise WrongSecret
+
+    def send(self, message: Message) -> None:
+        """Send it whole. One thread at a time. Raises OSError."""
+        body = records.encode(message)
+        if len(body) > _MAX_BYTES:
+            raise ValueError("a message is too long")
+        self._connection.sendall(_LENGTH.pack(len(body)) + body + self._mac(self._own, body))
+
+    def receive(self) -> Message:
+        """The next one. One thread at a time. Raises WrongSecret for a forged one, RecordError, EOFError, OSError."""
+        (length,) = _LENGTH.unpack(_read(self._connection, _LENGTH.size))
+        if length > _MAX_BYTES:
+            raise RecordError(f"a message of {length} bytes is too long")
+        body = _read(self._connection, length)
+        if not hmac.compare_digest(_read(self._connection, _MAC_BYTES), self._mac(self._other, body)):
+            raise WrongSecret
+        return _decode(body)
+
+    def limit(self, timeout_s: float | None) -> None:
+        """How long each read and write may wait; None: for ever."""
+        self._connection.settimeout(timeout_s)
+
+    def end(self) -> None:
+        """Nothing more is said on this side."""
+        with contextlib.suppress(OSError):
+            self._connection.shutdown(socket.SHUT_WR)
+
+    def close(self) -> None:
+        """End the connection, also for a thread that waits for a message."""
+        with contextlib.suppress(OSError):
+            self._connection.shutdown(socket.SHUT_RDWR)
+        self._connection.close()
+
+    def _mac(self, side: bytes, body: bytes) -> bytes:
+        number = self._counts[side]
+        self._counts[side] += 1
+        return hmac.digest(self._keys[side], struct.pack("!QI", number, len(body)) + body, hashlib.sha256)
+
+
+def open_as_host(connection: socket.socket, secret: bytes) -> Channel:
+    """The side of node 0. Raises WrongSecret, EOFError, OSError."""
+    channel = Channel(connection, _key(connection, secret, is_host=True), is_host=True)
+    channel.prove()
+    channel.expect_proof()
+    return channel
+
+
+def open_as_guest(connection: socket.socket, secret: bytes) -> Channel:
+    """The side of any other node. Raises WrongSecret, EOFError, OSError."""
+    channel = Channel(connection, _key(connection, secret, is_host=False), is_host=False)
+    try:
+        channel.expect_proof()
+    except WrongSecret:
+        connection.sendall(os.urandom(_MAC_BYTES))  # so that the host can tell, and learns nothing of this secret
+        raise
+    channel.prove()
+    return channel
+
+
+def _key(connection: socket.socket, secret: bytes, *, is_host: bool) -> bytes:
+    own = os.urandom(_NONCE_BYTES)
+    connection.sendall(MAGIC + own)
+    if _read(connection, len(MAGIC)) != MAGIC:
+        raise WrongSecret
+    other = _read(connection, _NONCE_BYTES)
+    host, guest = (own, other) if is_host else (other, own)
+    return hmac.digest(secret, MAGIC + host + guest, hashlib.sha256)
+
+
+def _read(connection: socket.socket, length: int) -> bytes:
+    data = bytearray()
+    while len(data) < length:
+        part = connection.recv(length - len(data))
+        if not part:
+            raise EOFError
+        data += part
+    return bytes(data)
+
+
+def _decode(body: bytes) -> Message:
+    value = records.read_json(body)
+    kind = value.get("type") if isinstance(value, dict) else None
+    known = _KINDS.get(kind) if isinstance(kind, str) else None
+    if known is None:
+        raise RecordError("a message is of no known kind")
+    return records.convert(value, known)

@@ -1,0 +1,58 @@
+"""Which CRIU works on a job: the caller's own, one that root has granted, or root's by the privileged helper."""
+
+from __future__ import annotations
+
+import contextlib
+
+from gpucr.criu.engine import Criu
+from gpucr.criu.image_entries import OpenImage
+from gpucr.criu.install import CriuInstall, find_criu
+from gpucr.diagnosis import preflight
+from gpucr.errors import CriuUnavailable, Unsupported
+from gpucr.helper.client import REFUSED, HelperCriu, find_helper
+from gpucr.helper.keys import SIGNATURE_NAME
+from gpucr.jobs.selection import FoundJob
+from gpucr.linux import processes
+from gpucr.snapshot.origin import RestoreSource
+
+
+def criu_for_dump(found: FoundJob) -> Criu:
+    """The helper's only where the caller's own cannot dump this job. Raises CriuUnavailable, BrokenInstall."""
+    sandbox = found.sandbox.pids if found.sandbox is not None else None
+    granted = _granted()
+    if processes.can_checkpoint_processes() or (
+        granted is not None and not preflight.check_dump_by_user(found.job, granted)
+    ):
+        return Criu(granted or find_criu(), sandbox)
+    helper = find_helper() if sandbox is None else None
+    return HelperCriu(helper) if helper is not None else Criu(granted or find_criu(), sandbox)
+
+
+def install_for_restore(source: RestoreSource) -> CriuInstall:
+    """The helper's for what it has dumped. Raises Unsupported where nothing else is the caller's, and as above."""
+    if processes.can_checkpoint_processes():
+        return find_criu()
+    helper = find_helper() if all(map(_is_signed, source.openers)) else None
+    install = helper or _granted()
+    if install is not None:
+        return install
+    raise Unsupported(
+        f"the privileged helper has not dumped {source.snapshot.where}, and restores only what it has dumped itself",
+        hint="restore it with sudo",
+        code=REFUSED,
+    )
+
+
+def _granted() -> CriuInstall | None:
+    with contextlib.suppress(CriuUnavailable):
+        install = find_criu()
+        return install if install.is_unprivileged else None
+    return None
+
+
+def _is_signed(open_image: OpenImage) -> bool:
+    try:
+        open_image(SIGNATURE_NAME).close()
+    except OSError:
+        return False
+    return True

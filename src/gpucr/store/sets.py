@@ -1,0 +1,204 @@
+"""Sets: snapshots of the parts of one job, one for each node, that exist together or not at all.
+
+The parts are snapshots like any other, each with its `SetPart`. ``sets/ID`` is a sealed object, written once and last:
+with it the set is complete, and only then are its parts restored. In its place there may be a tombstone: the set was
+given up, and never will be complete. Both are creates of one name, so exactly one of them happens. That makes it the
+place where nodes that have lost each other still agree.
+"""
+
+from __future__ import annotations
+
+import os
+import re
+from collections.abc import Iterable, Mapping
+from typing import Annotated
+
+from msgspec import Meta, Struct
+
+from gpucr import records
+from gpucr.errors import StoreError
+from gpucr.records import Record, RecordError
+from gpucr.store import writers
+from gpucr.store.backend import Exists, Missing
+from gpucr.store.crypto import SEALED_OVERHEAD_BYTES
+from gpucr.store.opened import Store
+from gpucr.store.stored_snapshot import MAX_NODES, NAME, SHORT_ID, StoredSnapshot
+
+SETS_PREFIX = "sets/"
+FORMAT, VERSION = "gpucr-stored-set", 1
+_MAX_BYTES = 1 << 20
+_OBJECT = re.compile(r"sets/([0-9a-f]{32})")
+
+
+class StoredSet(Struct, frozen=True):
+    """A complete set. ``snapshot_ids`` are those of its parts, in the order of their nodes."""
+
+    id: str
+    name: str
+    snapshot_ids: tuple[str, ...]
+
+    @property
+    def label(self) -> str:
+        """How it is called in messages."""
+        return f"{self.name} ({self.id[:SHORT_ID]})"
+
+
+class _Body(Record, frozen=True):
+    name: Annotated[str, Meta(pattern=rf"\A{NAME.pattern}\Z")]
+    snapshot_ids: Annotated[
+        tuple[Annotated[str, Meta(pattern=r"\A[0-9a-f]{32}\Z")], ...], Meta(min_length=1, max_length=MAX_NODES)
+    ]
+    format: str = FORMAT
+    version: int = VERSION
+
+    def __post_init__(self) -> None:
+        if len(set(self.snapshot_ids)) != len(self.snapshot_ids):
+            raise RecordError("it names a snapshot twice")
+
+
+def new_id() -> str:
+    """An id that no other set has."""
+    return os.urandom(16).hex()
+
+
+def complete(store: Store, made: StoredSet) -> bool:
+    """Make the set complete. False: somebody has given it up before. Raises StoreError where that cannot be known."""
+    name = _object(made.id)
+    sealed = store.seal(name, encode(made))
+    try:
+        store.backend.create(name, sealed)
+    except Exists:
+        return _decided(store, made.id) == made
+    except OSError:
+        # It may have been created, or be yet: what is there now decides.
+        return abandon(store, made.id) == made
+    return True
+
+
+def abandon(store: Store, set_id: str) -> StoredSet | None:
+    """Give the set up for good. Returns it where it was complete before, and stays so.
+
+    Raises StoreError where it is not known what became of it.
+    """
+    try:
+        writers.put_tombstone(store, _object(set_id))
+    except Exists:
+        return _decided(store, set_id)
+    except OSError as e:
+        raise _not_known(store, set_id, store.not_usable(e)) from e
+    return None
+
+
+def _decided(store: Store, set_id: str) -> StoredSet | None:
+    try:
+        return _read(store, set_id)
+    except StoreError as e:
+        raise _not_known(store, set_id, e) from e
+
+
+def _not_known(store: Store, set_id: str, why: StoreError) -> StoreError:
+    return StoreError(
+        f"it is not known whether the set {set_id} was completed: {why.message}",
+        path=store.path(_object(set_id)),
+        hint="list the store when it works again: gpucr ls shows which sets are not complete",
+    )
+
+
+def find(store: Store, set_id: str) -> StoredSet | None:
+    """The set, if it is complete. Raises StoreDamaged, StoreError."""
+    return _read(store, set_id)
+
+
+def is_abandoned(store: Store, set_id: str) -> bool:
+    """Whether it was given up. Raises StoreDamaged, StoreError."""
+    body = _body(store, set_id)
+    return body is not None and writers.is_tombstone(body)
+
+
+def of_snapshots(store: Store, found: Iterable[StoredSnapshot]) -> Mapping[str, StoredSet]:
+    """The complete sets that these snapshots are parts of, by their ids. Raises StoreDamaged, StoreError."""
+    ids = {each.part.set_id for each in found if each.part is not None}
+    sets = {set_id: _read(store, set_id) for set_id in sorted(ids)}
+    return {set_id: made for set_id, made in sets.items() if made is not None}
+
+
+def is_part(snapshot: StoredSnapshot, sets: Mapping[str, StoredSet]) -> bool:
+    """Whether the snapshot is the part of a complete set that it says it is."""
+    part = snapshot.part
+    made = sets.get(part.set_id) if part is not None else None
+    return (
+        part is not None
+        and made is not None
+        and len(made.snapshot_ids) == part.node_count
+        and made.snapshot_ids[part.node] == snapshot.id
+    )
+
+
+def require_complete(store: Store, snapshot: StoredSnapshot) -> None:
+    """Raise StoreError for a part of a set that is not complete: the other parts may have run on."""
+    part = snapshot.part
+    if part is None or is_part(snapshot, of_snapshots(store, [snapshot])):
+        return
+    raise StoreError(
+        f"the snapshot {snapshot.label} is the part of node {part.node} in a set of {part.node_count} that is not "
+        "complete: the other nodes did not all save theirs, and their parts of the job ran on",
+        path=store.path(writers.snapshot_object(snapshot.id)),
+        hint="restore a complete set; gpucr ls shows which are",
+        code="GPUCR-SET-UNFINISHED",
+    )
+
+
+def remove(store: Store, set_id: str) -> None:
+    """Remove what tells that it is complete: none of its parts is restored any more. Raises StoreError."""
+    try:
+        store.backend.delete(_object(set_id))
+    except OSError as e:
+        raise store.not_usable(e) from e
+
+
+def all_ids(store: Store) -> Mapping[str, float]:
+    """Those of all sets that were completed or given up, and when, by the clock of the store. Raises StoreError."""
+    try:
+        found = list(store.backend.list(SETS_PREFIX))
+    except OSError as e:
+        raise store.not_usable(e) from e
+    return {match.group(1): info.modified_s for info in found if (match := _OBJECT.fullmatch(info.name))}
+
+
+def encode(made: StoredSet) -> bytes:
+    """The content of its object, before it is sealed."""
+    return records.encode(_Body(made.name, made.snapshot_ids))
+
+
+def decode(set_id: str, data: bytes) -> StoredSet:
+    """What `encode` was given. Raises RecordError."""
+    members = records.of_format(records.read_json(data), format=FORMAT, version=VERSION)
+    body = records.convert(members, _Body)
+    return StoredSet(set_id, body.name, body.snapshot_ids)
+
+
+def _object(set_id: str) -> str:
+    return f"{SETS_PREFIX}{set_id}"
+
+
+def _read(store: Store, set_id: str) -> StoredSet | None:
+    body = _body(store, set_id)
+    if body is None or writers.is_tombstone(body):
+        return None
+    try:
+        return decode(set_id, body)
+    except RecordError as e:
+        raise store.damaged(_object(set_id), f"is no valid set: {e}") from e
+
+
+def _body(store: Store, set_id: str) -> bytes | None:
+    name = _object(set_id)
+    try:
+        sealed = store.backend.read(name, 0, _MAX_BYTES + SEALED_OVERHEAD_BYTES + 1)
+    except Missing:
+        return None
+    except OSError as e:
+        raise store.unreadable(name, e) from e
+    if len(sealed) > _MAX_BYTES + SEALED_OVERHEAD_BYTES:
+        raise store.damaged(name, f"is larger than {_MAX_BYTES} bytes")
+    return store.unseal(name, sealed)

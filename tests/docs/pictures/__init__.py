@@ -1,0 +1,1 @@
+"""The pictures of the documentation: ``python -m tests.docs.pictures`` makes them all again."""

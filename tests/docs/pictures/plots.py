@@ -1,0 +1,120 @@
+"""Plots of what was measured: each is drawn from a file of benchmarks/results, and from nothing else."""
+
+from __future__ import annotations
+
+import json
+import math
+from decimal import Decimal
+from typing import Any
+
+from tests.docs.pages import ROOT
+from tests.docs.pictures.svg import Drawing
+
+RESULTS = ROOT / "benchmarks" / "results"
+
+_LEFT, _RIGHT = 190, 610  # where bars begin, and where the longest one ends
+_BAR = 17
+_NAMES = {
+    "plain": "plain driver and CRIU",
+    "captured": "gpucr, captured",
+    "interposed": "gpucr, interposed",
+    "gpucr": "gpucr",
+}
+_COLOURS = {"plain": "plain", "captured": "captured", "interposed": "interposed", "gpucr": "interposed"}
+
+
+def read(name: str) -> dict[str, Any]:
+    """What a file of benchmarks/results has; figures with the digits that it gives them."""
+    found: dict[str, Any] = json.loads((RESULTS / f"{name}.json").read_text(), parse_float=Decimal)
+    return found
+
+
+def figures(found: dict[str, Any]) -> list[Decimal]:
+    """Every figure of a file of bars, in seconds."""
+    return [row[tool] for group in found["groups"] for row in group["rows"] for tool in found["tools"] if tool in row]
+
+
+def bars(found: dict[str, Any]) -> str:
+    """A bar for each figure: shorter is better."""
+    tools = found["tools"]
+    rows = [len([tool for tool in tools if tool in row]) for group in found["groups"] for row in group["rows"]]
+    height = 96 + 34 * len(found["groups"]) + sum(_BAR * count + 9 for count in rows) + 48
+    groups = "; ".join(
+        f"{group['name']}: "
+        + ", ".join(f"{row['name']} " + " / ".join(str(row[t]) for t in tools if t in row) for row in group["rows"])
+        for group in found["groups"]
+    )
+    drawing = Drawing(f"{found['title']}, seconds ({' / '.join(tools)}). {groups}", height)
+    drawing.text(20, 32, found["title"], bold=True, size=17)
+    drawing.text(700, 32, "seconds; less is better", anchor="end", kind="soft", size=13)
+    x = 20.0
+    for tool in tools:
+        drawing.bar(x, 51, 16, 14, _COLOURS[tool])
+        drawing.text(x + 24, 63, _NAMES[tool], size=14)
+        x += 56 + 8 * len(_NAMES[tool])
+    longest, y = max(figures(found)), 84
+    for group in found["groups"]:
+        drawing.text(20, y + 18, group["name"], bold=True)
+        y += 34
+        for row in group["rows"]:
+            own = [tool for tool in tools if tool in row]
+            drawing.text(_LEFT - 12, y + _BAR * len(own) / 2 + 5, row["name"], anchor="end", size=14)
+            for tool in own:
+                width = (_RIGHT - _LEFT) * float(row[tool] / longest)
+                drawing.bar(_LEFT, y, width, _BAR - 2, _COLOURS[tool])
+                drawing.text(_LEFT + width + 8, y + 12, str(row[tool]), size=13)
+                y += _BAR
+            y += 9
+    drawing.text(20, height - 36, f"{found['hardware']}, driver {found['driver']}", kind="soft", size=13)
+    drawing.text(20, height - 16, f"{found['statistic']}, {found['date']}", kind="soft", size=13)
+    return drawing.svg()
+
+
+def curves(found: dict[str, Any]) -> str:
+    """What intervals between checkpoints cost, over the mean time between failures; both scales are logarithmic."""
+    drawing = Drawing(
+        "Time lost over the mean time between failures: auto lies on the theoretical optimum, fixed intervals above it",
+        460,
+    )
+    drawing.text(20, 32, "Time lost to checkpoints and failures (simulated)", bold=True, size=17)
+    rows = found["rows"]
+    left, right, top, bottom = 76, 690, 96, 400
+    hours = [math.log(row["mtbf_h"]) for row in rows]
+    low, high = math.log(0.003), math.log(1.0)
+
+    def height(part: float) -> float:
+        return bottom - (bottom - top) * (math.log(part) - low) / (high - low)
+
+    for part in (0.003, 0.01, 0.03, 0.1, 0.3, 1.0):
+        drawing.line((left, height(part)), (right, height(part)), kind="grid", width=1)
+        drawing.text(left - 8, height(part) + 5, f"{100 * part:g} %", anchor="end", kind="soft", size=13)
+    places = [left + (right - left) * (hour - hours[0]) / (hours[-1] - hours[0]) for hour in hours]
+    for x, row in zip(places, rows, strict=True):
+        drawing.text(x, bottom + 20, f"{float(row['mtbf_h']):g}", anchor="middle", kind="soft", size=13)
+    drawing.text(
+        (left + right) / 2, bottom + 44, "mean time between failures, hours", anchor="middle", kind="soft", size=13
+    )
+    lines = [(f"every {name}", [row["fixed"][name] for row in rows]) for name in rows[0]["fixed"]]
+    lines += [("auto", [row["automatic"] for row in rows]), ("optimum in theory", [row["optimum"] for row in rows])]
+    named = 20.0
+    for (name, parts), kind in zip(lines, "abcde", strict=True):
+        is_theory = name == "optimum in theory"
+        thick = 4.0 if name == "auto" else 2.0
+        drawing.line((named, 62), (named + 24, 62), kind=kind, width=thick, dashed=is_theory)
+        drawing.text(named + 32, 67, name, size=14)
+        named += 46 + 7.7 * len(name)
+        points = list(zip(places, [height(float(part)) for part in parts], strict=True))
+        drawing.line(*points, kind=kind, width=thick, dashed=is_theory)
+        if not is_theory:
+            for point in points:
+                drawing.dot(*point, kind)
+    return drawing.svg()
+
+
+PLOTS = {"compare": bars, "interposed": bars, "intervals": curves}
+"""Name of the file in benchmarks/results, and of the picture → what draws it."""
+
+
+def draw(name: str) -> str:
+    """A plot, from its file."""
+    return PLOTS[name](read(name))

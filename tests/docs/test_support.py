@@ -1,0 +1,82 @@
+"""docs/what-comes-back.md and preflight say the same, as both are made of the same facts."""
+
+from __future__ import annotations
+
+import ast
+import re
+from pathlib import Path
+
+import pytest
+
+from gpucr.diagnosis.canaries.results import WHAT
+from gpucr.diagnosis.preflight.support import gpu_memory, gpu_use, interposed, machine
+from gpucr.diagnosis.preflight.support.fact import Fact
+from tests.docs import support
+from tests.docs.pages import SOURCES
+
+_FACTS = {(module, name): fact for module in support.MODULES for name, fact in support.facts(module).items()}
+_SUPPORT = SOURCES / "diagnosis" / "preflight" / "support"
+_ROOMS = ("jobs", "snapshot", "containers", "operations", "diagnosis/preflight")
+
+
+def test_the_page_is_made_of_the_facts() -> None:
+    text = support.PAGE.read_text()
+    assert text == support.with_tables(text), "write it anew: python -m tests.docs.support"
+
+
+def test_a_changed_fact_changes_the_page(monkeypatch: pytest.MonkeyPatch) -> None:
+    text = support.PAGE.read_text()
+    changed = Fact(what="{gpu} is red", consequence="none", remedy="paint it with --gpu auto", code="GPUCR-MIG")
+    monkeypatch.setattr(gpu_use, "MIG", changed)
+    row = "| *gpu* is red | [refuses](../src/gpucr/error_codes.md#gpucr-mig) | none | paint it with `--gpu auto` |"
+    assert row in support.with_tables(text).splitlines()
+
+
+def test_every_file_of_facts_is_on_the_page() -> None:
+    files = {path.stem for path in _SUPPORT.glob("*.py")} - {"__init__", "fact"}
+    assert files == {module.__name__.rpartition(".")[2] for module in support.MODULES}
+
+
+def test_the_program_uses_every_fact() -> None:
+    sources = (path.read_text() for path in SOURCES.rglob("*.py") if _SUPPORT not in path.parents)
+    used = {name for text in sources for name in re.findall(r"(?<=\w\.)\w+", text)}
+    assert [name for _, name in _FACTS if name not in used] == []
+
+
+def test_preflight_says_nothing_else() -> None:
+    """But for what was an error before: `gpucr ps --check` shows it among the findings."""
+    found = {
+        str(file.relative_to(SOURCES))
+        for room in _ROOMS
+        for file in (SOURCES / room).rglob("*.py")
+        if _SUPPORT not in file.parents and _makes_findings(file)
+    }
+    assert found == {"operations/gpu_jobs.py"}
+
+
+def _makes_findings(file: Path) -> bool:
+    calls = [node.func for node in ast.walk(ast.parse(file.read_text())) if isinstance(node, ast.Call)]
+    return any(getattr(call, "attr", getattr(call, "id", "")) == "Finding" for call in calls)
+
+
+def test_what_is_refused_has_a_code_and_only_canaries_overrule() -> None:
+    for (_, name), fact in _FACTS.items():
+        assert fact.code or fact.severity == "warning", name
+        assert set(fact.unless) <= WHAT.keys(), name
+
+
+def test_a_fact_that_was_seen() -> None:
+    found = gpu_use.MIG.seen("NVML", 7, gpu="GPU-1", index=3)
+    assert (found.severity, found.what, found.evidence, found.pid, found.code) == (
+        "blocking", "GPU GPU-1 is partitioned (MIG)", "NVML", 7, "GPUCR-MIG",
+    )  # fmt: skip
+    assert found.remedy == "use a GPU without MIG (`nvidia-smi -i 3 -mig 0` turns it off)"
+    milder = gpu_memory.NCCL_P2P.seen("", as_warning=True, processes="{2 processes}")
+    assert (milder.severity, milder.what) == ("warning", "{2 processes} may exchange data through NCCL over P2P")
+    assert milder.consequence == gpu_memory.NCCL_P2P.warning_consequence
+    assert interposed.DMA_BUF.seen("", process="a").consequence == interposed.DMA_BUF.consequence
+
+
+def test_a_value_that_is_missing_is_a_failure() -> None:
+    with pytest.raises(KeyError):
+        machine.ARCHITECTURE.seen("")

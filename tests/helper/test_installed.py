@@ -1,0 +1,104 @@
+"""Root turns the helper on and off."""
+
+from __future__ import annotations
+
+import configparser
+import os
+import stat
+import sys
+from pathlib import Path
+
+import pytest
+
+from gpucr.errors import InvalidRequest, NotPermitted
+from gpucr.helper import entry, installed, listener
+from gpucr.helper.place import SOCKET
+from gpucr.linux import unit_files
+from tests.helper.conftest import Machine
+from tests.ordinary_user import OrdinaryUser
+
+pytestmark = pytest.mark.criu
+
+
+def parsed(text: str) -> configparser.ConfigParser:
+    found = configparser.ConfigParser(interpolation=None, strict=False)
+    found.optionxform = str  # type: ignore[assignment,method-assign]
+    found.read_string(text)
+    return found
+
+
+def test_the_units_start_a_process_for_each_request_of_those_who_may() -> None:
+    listens, serves = map(parsed, installed.units(group="trainers").values())
+    assert listens["Socket"]["ListenSequentialPacket"] == str(SOCKET)
+    assert (listens["Socket"]["SocketMode"], listens["Socket"]["SocketGroup"]) == ("0660", "trainers")
+    assert listens["Socket"]["Accept"] == "yes"
+    assert listens["Socket"]["MaxConnectionsPerSource"] == str(listener.MAX_REQUESTS_PER_USER)
+    assert serves["Service"]["StandardInput"] == "socket"
+    assert serves["Service"]["KillMode"] == "process"
+    assert serves["Service"]["ExecStart"].startswith(f"{sys.executable} -I -m {entry.__name__} ")
+    everybody = parsed(installed.units()["gpucr-helper.socket"])
+    assert everybody["Socket"]["SocketMode"] == "0666"
+    assert "SocketGroup" not in everybody["Socket"]
+
+
+def test_systemd_finds_no_fault_with_the_units(tmp_path: Path) -> None:
+    for name, text in installed.units().items():
+        (tmp_path / name).write_text(text)
+    unit_files.verify([tmp_path / name for name in installed.units()])
+
+
+def test_it_is_installed_again_without_a_change_and_uninstalled(machine: Machine, user: OrdinaryUser) -> None:
+    folder = machine.folder / "units"
+    folder.mkdir(exist_ok=True)
+    options = ("--units-dir", str(folder), "--keys", str(machine.keys))
+    done = user.as_root("helper", "install", *options)
+    assert done.returncode == 0, done.stderr
+    assert [line.split()[0] for line in done.stdout.splitlines()] == ["made", "made"]
+    assert stat.S_IMODE((machine.keys / "own.key").stat().st_mode) == 0o600
+    assert user.as_root("helper", "install", *options).stdout.count("unchanged") == 2
+    assert user.as_root("helper", "uninstall", "--units-dir", str(folder)).stdout.count("removed") == 2
+    assert list(folder.iterdir()) == []
+    (folder / "gpucr-helper.socket").write_text("somebody's")
+    refused = user.as_root("helper", "install", *options)
+    assert refused.returncode == 2
+    assert "gpucr has not made it" in refused.stderr
+
+
+def test_only_root_can(user: OrdinaryUser, tmp_path: Path) -> None:
+    for arguments in (("install",), ("uninstall",), ("listen", "--socket", str(user.home / "s"))):
+        assert user.refused("helper", *arguments)[0] == "GPUCR-NOT-PERMITTED"
+    with pytest.raises(InvalidRequest, match="no group"):
+        installed.install(tmp_path, keys=tmp_path / "keys", group="nobody-has-this-one")
+
+
+def test_it_listens_only_where_root_alone_can_change_the_folder(tmp_path: Path) -> None:
+    shared = tmp_path / "shared"
+    shared.mkdir()
+    shared.chmod(0o777)
+    from gpucr.helper.served import Settings
+
+    with pytest.raises(InvalidRequest, match="cannot listen"):
+        listener.listen(shared / "socket", Settings(), group=None, on_ready=lambda: None)
+    (tmp_path / "file").write_text("")
+    with pytest.raises(InvalidRequest, match="cannot listen"):
+        listener.listen(tmp_path / "file", Settings(), group=None, on_ready=lambda: None)
+
+
+def test_the_status_and_the_doctor_tell(machine: Machine, user: OrdinaryUser) -> None:
+    assert str(machine.socket) in user.succeeds("helper", "status")
+    assert '"criu_version": "4' in user.succeeds("helper", "status", "--json").replace('":"', '": "')
+    assert "privileged helper" in user.gpucr("doctor").stdout
+    before = user.environment["GPUCR_HELPER"]
+    user.environment["GPUCR_HELPER"] = "off"
+    try:
+        assert "no helper" in user.succeeds("helper", "status")
+        pid = user.start("sleep", "100")
+        assert user.refused("dump", str(pid), "--to", "snap")[0] == "GPUCR-NOT-PERMITTED"
+    finally:
+        user.environment["GPUCR_HELPER"] = before
+
+
+def test_a_caller_without_roots_capabilities_cannot_listen(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(os, "geteuid", lambda: 4711)
+    with pytest.raises(NotPermitted):
+        listener.require_root()

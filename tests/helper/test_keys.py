@@ -1,0 +1,107 @@
+"""Signatures: of these images, of this user, by a key of root's."""
+
+from __future__ import annotations
+
+import json
+import os
+import secrets
+from pathlib import Path
+from typing import Any
+
+import pytest
+from hypothesis import HealthCheck, given, settings
+from hypothesis import strategies as st
+
+from gpucr.helper import keys as signing
+from gpucr.helper.keys import Keys, SignedFile
+from gpucr.helper.rights import Refused
+
+pytestmark = pytest.mark.root
+
+UID = 4711
+FILES = (SignedFile("core-1.img", 5, "0" * 64), SignedFile("files.img", 7, "1" * 64))
+
+
+@pytest.fixture
+def keys(tmp_path: Path) -> Keys:
+    found = Keys(tmp_path / "keys")
+    assert found.make()
+    assert not found.make()
+    return found
+
+
+def test_what_was_signed_is_believed_for_its_user_alone(keys: Keys) -> None:
+    data = signing.signature(FILES, UID, keys.own())
+    assert keys.verified(data, UID).files == FILES
+    with pytest.raises(Refused, match="uid 4711"):
+        keys.verified(data, UID + 1)
+
+
+@pytest.mark.parametrize(
+    "change",
+    [
+        {"uid": UID + 1},
+        {"files": []},
+        {"files": [{"name": "core-1.img", "size_bytes": 5, "blake3": "0" * 64}]},
+        {"files": [{"name": "../x.img", "size_bytes": 5, "blake3": "0" * 64}]},
+        {"mac": "0" * 64},
+        {"mac": ""},
+        {"key": "0" * 64},
+        {"version": 2},
+        {"more": 1},
+    ],
+)
+def test_a_change_to_a_signature_is_found(keys: Keys, change: dict[str, Any]) -> None:
+    data = json.loads(signing.signature(FILES, UID, keys.own()))
+    uid = change.get("uid", UID)
+    with pytest.raises(Refused):
+        keys.verified(json.dumps({**data, **change}).encode(), uid)
+
+
+def test_a_signature_with_a_name_twice_is_refused(keys: Keys) -> None:
+    with pytest.raises(Refused, match="twice"):
+        keys.verified(signing.signature((*FILES, FILES[0]), UID, keys.own()), UID)
+
+
+def test_another_machine_is_believed_when_root_has_put_its_key_there(keys: Keys, tmp_path: Path) -> None:
+    other = Keys(tmp_path / "other")
+    other.make()
+    data = signing.signature(FILES, UID, other.own())
+    with pytest.raises(Refused, match="does not know"):
+        keys.verified(data, UID)
+    copy = tmp_path / "keys" / "other.key"
+    copy.write_bytes((tmp_path / "other" / signing.OWN_NAME).read_bytes())
+    copy.chmod(0o600)
+    assert keys.verified(data, UID).files == FILES
+    assert keys.ids() == (signing.key_id(keys.own()), signing.key_id(other.own()))
+
+
+@pytest.mark.parametrize("mode", [0o640, 0o604, 0o620])
+def test_a_key_that_others_could_read_is_not_used(keys: Keys, tmp_path: Path, mode: int) -> None:
+    (tmp_path / "keys" / signing.OWN_NAME).chmod(mode)
+    with pytest.raises(Refused, match="0600"):
+        keys.own()
+
+
+def test_a_key_that_is_none_or_another_users_or_in_his_folder_is_not_used(keys: Keys, tmp_path: Path) -> None:
+    path = tmp_path / "keys" / signing.OWN_NAME
+    path.write_text("ab" * 31)
+    with pytest.raises(Refused, match="not a key"):
+        keys.own()
+    path.write_text(secrets.token_hex(32))
+    os.chown(path, UID, -1)
+    with pytest.raises(Refused, match="0600"):
+        keys.own()
+    os.chown(path, 0, -1)
+    os.chown(path.parent, UID, -1)
+    with pytest.raises(OSError, match="can change"):
+        keys.own()
+
+
+@given(
+    st.binary(max_size=200) | st.sampled_from(["{}", "[]", "1", "null", '{"format": "gpucr-helper"}']).map(str.encode)
+)
+@settings(suppress_health_check=[HealthCheck.function_scoped_fixture], deadline=None)
+def test_any_bytes_are_no_signature(keys: Keys, data: bytes) -> None:
+    with pytest.raises(Refused):
+        keys.verified(data, UID)

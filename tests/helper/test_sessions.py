@@ -1,0 +1,207 @@
+"""Jobs of an ordinary user that take root's CRIU: dumped and restored by the helper."""
+
+from __future__ import annotations
+
+import json
+import os
+import signal
+import sys
+import textwrap
+import time
+from pathlib import Path
+
+import pytest
+
+from tests.counter import wait_until
+from tests.helper.conftest import Machine
+from tests.ordinary_user import OrdinaryUser
+from tests.storm import sample
+
+pytestmark = pytest.mark.criu
+
+BEAT = """
+while True:
+    count += 1
+    print(count, flush=True)
+    open("alive", "w").close()
+    beat()
+    time.sleep(0.01)
+"""
+CONNECTED = """
+import os, socket, time
+listener = socket.create_server(("127.0.0.1", 0))
+out = socket.create_connection(listener.getsockname())
+inside, _ = listener.accept()
+count = 0
+def beat():
+    out.sendall(b"x")
+    assert inside.recv(1) == b"x"
+"""
+FILTERED = """
+import ctypes, os, time
+from gpucr.linux import seccomp
+assert ctypes.CDLL(None).prctl(38, 1, 0, 0, 0) == 0  # PR_SET_NO_NEW_PRIVS
+seccomp.refuse_io_uring()
+count, beat = 0, os.getpid
+"""
+WITH_FILES = """
+import fcntl, mmap, os, time
+written, deleted = open("written", "wb", buffering=0), open("deleted", "w+b", buffering=0)
+written.write(b"0123456789")
+deleted.write(b"kept" + bytes(1 << 16) + b"end")
+os.unlink("deleted")
+folder = os.open(".", os.O_RDONLY | os.O_DIRECTORY)
+mapped = mmap.mmap(deleted.fileno(), 4)
+shared = mmap.mmap(-1, 4096)
+memory = os.memfd_create("mine")
+os.write(memory, b"in memory")
+reading, writing = os.pipe()
+count = 0
+def beat():
+    os.write(writing, b"x")
+    assert os.read(reading, 1) == b"x"
+    assert mapped[:] == b"kept" == os.pread(deleted.fileno(), 4, 0)
+    assert os.pread(deleted.fileno(), 3, 4 + (1 << 16)) == b"end"
+    assert os.fstat(deleted.fileno()).st_nlink == 0
+    assert os.pread(memory, 9, 0) == b"in memory"
+    written.write(b".")
+    assert os.path.samestat(os.fstat(folder), os.stat("."))
+"""
+
+
+def runs(pid: int) -> bool:
+    return Path(f"/proc/{pid}").exists()
+
+
+def start(user: OrdinaryUser, name: str, program: str) -> int:
+    """A job that counts. Returns its pid."""
+    alive = user.home / "alive"
+    alive.unlink(missing_ok=True)
+    user.succeeds("run", "--name", name, "--", sys.executable, "-c", textwrap.dedent(program) + BEAT)
+    wait_until(alive.exists, "the job to start")
+    return user.pid_of(name)
+
+
+def counted(user: OrdinaryUser, name: str) -> int:
+    return int(user.succeeds("logs", name).split()[-1])
+
+
+def dump(user: OrdinaryUser, name: str, pid: int, to: str = "snap") -> None:
+    user.succeeds("dump", name, "--to", to)
+    wait_until(lambda: not runs(pid), "the dumped job to end")
+
+
+def status_of(pid: int) -> dict[str, str]:
+    lines = Path(f"/proc/{pid}/status").read_text().splitlines()
+    kept = ("Uid", "Gid", "Groups", "NoNewPrivs", "Seccomp")
+    return dict(line.split(":\t") for line in lines if line.startswith(("Cap", *kept)) and ":\t" in line)
+
+
+@pytest.mark.parametrize(
+    "program",
+    sample(
+        [
+            pytest.param(CONNECTED, id="tcp"),
+            pytest.param(FILTERED, id="filter"),
+            pytest.param(CONNECTED + WITH_FILES, id="files"),
+        ],
+        2,
+    ),
+)
+def test_a_job_is_dumped_and_restored_as_it_was(machine: Machine, user: OrdinaryUser, program: str) -> None:
+    pid = start(user, "job", program)
+    plan = user.succeeds("dump", "job", "--to", "snap", "--dry-run")
+    assert "by the privileged helper" in plan
+    before = status_of(pid)
+    dump(user, "job", pid)
+    assert {each.stat().st_uid for each in (user.home / "snap").rglob("*")} == {user.uid}
+    assert machine.left_at_work() == []
+    count = counted(user, "job")
+    user.succeeds("restore", "snap")
+    assert user.pid_of("job") == pid
+    wait_until(lambda: counted(user, "job") > count, "the restored job to count on")
+    assert status_of(pid) == before
+    assert machine.left_at_work() == []
+
+
+def test_its_parent_is_a_keeper_of_the_user_with_nothing_of_roots(machine: Machine, user: OrdinaryUser) -> None:
+    pid = start(user, "job", CONNECTED)
+    dump(user, "job", pid)
+    user.succeeds("restore", "snap")
+    keeper = int(Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[1])
+    status = status_of(keeper)
+    assert status["Uid"].split() == status["Gid"].split() == [str(user.uid)] * 4
+    assert {status[name] for name in ("CapInh", "CapPrm", "CapEff", "CapAmb")} == {"0" * 16}
+    opened = {os.readlink(each) for each in Path(f"/proc/{keeper}/fd").iterdir()}
+    assert all(path.startswith(("/dev/null", "/memfd:gpucr", "pipe:", str(user.home))) for path in opened), opened
+    for each in (pid, keeper):
+        for name in ("cgroup", "limits"):
+            ours = Path(f"/proc/self/{name}").read_text()
+            assert name == "limits" or Path(f"/proc/{each}/{name}").read_text() == ours
+    os.kill(pid, signal.SIGKILL)
+    wait_until(lambda: not runs(keeper), "the keeper to end")
+    (job,) = [each for each in json.loads(user.succeeds("jobs", "--all", "--json"))["jobs"] if each["name"] == "job"]
+    assert "9" in json.dumps(job) or "KILL" in json.dumps(job)
+
+
+def test_a_cuda_job_with_a_store_comes_back(user: OrdinaryUser) -> None:
+    pid = user.start_counter("nj", 7031)
+    assert user.succeeds("sim", "ask", "7031", "inc") == "101\n"
+    user.succeeds("store", "init", "store")
+    dump(user, "nj", pid, "store#a")
+    user.succeeds("restore", "store#a")
+    assert user.pid_of("nj") == pid
+    assert user.succeeds("sim", "ask", "7031", "inc") == "102\n"
+    assert user.succeeds("sim", "ask", "7031", "verify") == "ok\n"
+
+
+def test_a_job_that_keeps_running_and_whose_file_has_grown(user: OrdinaryUser) -> None:
+    pid = start(user, "job", WITH_FILES)
+    user.succeeds("dump", "job", "--leave-running", "--to", "snap")
+    count = counted(user, "job")
+    wait_until(lambda: counted(user, "job") > count, "the job to go on")
+    user.succeeds("kill", "job")
+    wait_until(lambda: not runs(pid), "the job to end")
+    user.succeeds("restore", "snap")
+    size = (user.home / "written").stat().st_size
+    wait_until(lambda: (user.home / "written").stat().st_size > size, "the restored job to write at the end")
+
+
+def test_a_gpucr_that_is_killed_in_a_dump_leaves_the_job_running(machine: Machine, user: OrdinaryUser) -> None:
+    pid = start(user, "job", CONNECTED)
+    command = [sys.executable, "-m", "gpucr", "dump", "job", "--to", "snap"]
+    client = user.start(*command)
+    end = time.monotonic() + 20
+    while machine.left_at_work() == [] and time.monotonic() < end and runs(client):
+        time.sleep(0.002)
+    os.kill(client, signal.SIGKILL)
+    wait_until(lambda: machine.left_at_work() == [], "the helper to end")
+    assert not list((user.home / "snap").rglob(".gpucr-helper*"))
+    count = counted(user, "job")
+    wait_until(lambda: counted(user, "job") > count, "the job to go on")
+    assert runs(pid)
+
+
+def test_the_grant_is_used_where_it_suffices(user: OrdinaryUser) -> None:
+    granted = user.as_root("criu", "--grant")
+    assert granted.returncode == 0, granted.stderr
+    try:
+        start(user, "plain", "import os, time\ncount, beat = 0, os.getpid\n")
+        assert "by the privileged helper" not in user.succeeds("dump", "plain", "--to", "snap", "--dry-run")
+        start(user, "job", CONNECTED)
+        assert "by the privileged helper" in user.succeeds("dump", "job", "--to", "snap", "--dry-run")
+        user.environment["GPUCR_HELPER"], before = "off", user.environment["GPUCR_HELPER"]
+        code, _ = user.refused("dump", "job", "--to", "snap")
+        user.environment["GPUCR_HELPER"] = before
+        assert code == "GPUCR-ONLY-ROOT"
+    finally:
+        user.as_root("criu", "--revoke")
+
+
+def test_a_job_in_another_session_is_refused_before_it_is_stopped(user: OrdinaryUser) -> None:
+    (user.home / "child").unlink(missing_ok=True)
+    user.start("sh", "-c", "sleep 100 & echo $! >child.new; mv child.new child; wait")
+    wait_until((user.home / "child").exists, "the job")
+    code, said = user.refused("dump", (user.home / "child").read_text().strip(), "--to", "snap")
+    assert code == "GPUCR-HELPER-REFUSED"
+    assert "session" in said
