@@ -114,6 +114,22 @@ def test_a_signal_handler_that_calls_cuda_may_come_while_its_thread_waits(start:
     assert (line(process), process.wait(10)) == ("done", 0)
 
 
+def test_what_comes_to_the_closed_gate_again_and_again_is_not_inside(start: Start, gate_program: Path) -> None:
+    """A call is counted for a moment before it waits, in which the agent may look."""
+    process = begin(start, gate_program, "interrupted-threads")
+    assert [line(process), line(process)] == ["ready", "busy"]
+    with Agent(process.pid) as agent:
+        for _ in range(3):
+            assert agent.close_gate(5).is_empty
+            for _ in range(1000):
+                assert list(agent.export()) == [[]]  # one batch, and not refused
+                assert agent.status().inside == 0
+            agent.open_gate()
+    go_on(process)
+    go_on(process)
+    assert (line(process), process.wait(10)) == ("done", 0)
+
+
 def test_64_threads_that_call_all_the_time_are_found_outside(start: Start, gate_program: Path) -> None:
     process = begin(start, gate_program, "busy-threads")
     assert [line(process), line(process)] == ["ready", "busy"]

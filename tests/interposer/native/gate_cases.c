@@ -7,6 +7,7 @@
 #include <pthread.h>
 #include <setjmp.h>
 #include <signal.h>
+#include <stdbool.h>
 #include <stdio.h>
 #include <stdlib.h>
 #include <string.h>
@@ -197,14 +198,32 @@ static void *keeps_calling(void *unused) {
     return unused;
 }
 
-/* Calls begin and end all the time while the gate is closed and opened. */
-static void busy_threads(void) {
+static void nothing(int signal) {
+    (void)signal;
+}
+
+static void *keeps_interrupting(void *threads) {
+    while (!enough)
+        for (int i = 0; i < 64; i++)
+            pthread_kill(((pthread_t *)threads)[i], SIGUSR2);
+    return NULL;
+}
+
+/* Calls begin and end all the time while the gate is closed and opened; interrupted ones come to the gate again and again. */
+static void busy_threads(bool are_interrupted) {
     static pthread_t threads[64];
+    const struct sigaction without_restart = {.sa_handler = nothing};
+    pthread_t interrupting = 0;
+    sigaction(SIGUSR2, &without_restart, NULL);
     for (int i = 0; i < 64; i++)
         pthread_create(&threads[i], NULL, keeps_calling, NULL);
+    if (are_interrupted)
+        pthread_create(&interrupting, NULL, keeps_interrupting, threads);
     say("busy");
     wait_line();
     enough = 1;
+    if (are_interrupted)
+        pthread_join(interrupting, NULL);
     for (int i = 0; i < 64; i++)
         pthread_join(threads[i], NULL);
 }
@@ -292,8 +311,8 @@ int main(int argc, char **argv) {
     say("ready");
     if (strcmp(name, "fork") == 0)
         forks();
-    if (strcmp(name, "busy-threads") == 0)
-        busy_threads();
+    if (strcmp(name, "busy-threads") == 0 || strcmp(name, "interrupted-threads") == 0)
+        busy_threads(name[0] == 'i');
     if (strcmp(name, "signal-in-the-gate") == 0)
         handle(SIGUSR1);
     wait_line();

@@ -172,7 +172,7 @@ static uint32_t do_bring_back(void) {
 static uint32_t on_memory(void) {
     if (!gate_is_closed())
         return GATE_NOT_CLOSED;
-    if (gate_inside() != 0 || captures_open() != 0)
+    if (!gate_wait_empty(0))
         return SOMEBODY_INSIDE;
     if (asked.head.operation == EXPORT)
         return do_export();

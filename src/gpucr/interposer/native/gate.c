@@ -24,6 +24,7 @@
 struct record {
     _Alignas(128) _Atomic pid_t thread; /* 0: free. A record is a cache line of its own */
     _Atomic unsigned depth;
+    volatile bool arrives; /* counted, but has not yet seen the gate open */
     const struct slot *_Atomic slot; /* of the outermost call */
     const struct frame *frames[DEEPEST];
     struct record *next;
@@ -32,6 +33,7 @@ struct record {
 static struct record *_Atomic records; /* only ever grows */
 static _Atomic unsigned uncounted;     /* calls of threads for whose record there was no memory */
 static _Atomic uint32_t closed;        /* futex */
+static bool is_empty; /* the agent's: nobody was inside after the gate was closed, so that nobody is until it opens */
 static pthread_key_t at_thread_end;
 static pthread_once_t key_once = PTHREAD_ONCE_INIT;
 static _Thread_local __attribute__((tls_model("initial-exec"))) struct record *mine;
@@ -59,6 +61,7 @@ static bool take(struct record *record, pid_t thread) {
     if (!atomic_compare_exchange_strong(&record->thread, &owner, thread))
         return false;
     atomic_store(&record->depth, 0);
+    record->arrives = false;
     return true;
 }
 
@@ -118,12 +121,12 @@ static bool must_wait(const struct slot *slot) {
     return captures_open() == 0 || (slot->role == BEGINS_CAPTURE && !capture_is_mine());
 }
 
-static void wait_open(struct record *record, const struct slot *slot) {
+static void wait_open(struct record *record, const struct slot *slot, unsigned depth) {
     int error = errno;
     while (must_wait(slot)) {
         atomic_store(&record->depth, 0);
         syscall(SYS_futex, &closed, FUTEX_WAIT_PRIVATE, 1, NULL, NULL, 0);
-        atomic_store(&record->depth, 1);
+        atomic_store(&record->depth, depth);
     }
     errno = error;
 }
@@ -156,9 +159,14 @@ void *gate_enter(struct slot *slot, struct frame *frame) {
     unsigned depth = live_depth(record, frame);
     if (depth == 0)
         atomic_store_explicit(&record->slot, slot, memory_order_relaxed);
+    bool arrives = depth == 0 || record->arrives; /* a signal handler's call waits as the one that was interrupted at the gate */
+    if (arrives)
+        record->arrives = true;
     note(record, depth, frame);
-    if (depth == 0 && atomic_load(&closed) && !passes)
-        wait_open(record, slot);
+    if (arrives && atomic_load(&closed) && !passes)
+        wait_open(record, slot, depth + 1);
+    if (arrives)
+        record->arrives = depth != 0;
     return target_of(slot);
 }
 
@@ -205,11 +213,12 @@ void gate_close(void) {
 }
 
 void gate_open(void) {
+    is_empty = false;
     atomic_store(&closed, 0);
     syscall(SYS_futex, &closed, FUTEX_WAKE_PRIVATE, INT_MAX, NULL, NULL, 0);
 }
 
-unsigned gate_inside(void) {
+static unsigned counted_now(void) {
     unsigned inside = atomic_load(&uncounted);
     for (struct record *record = atomic_load(&records); record != NULL; record = record->next) {
         pid_t thread = atomic_load(&record->thread);
@@ -221,6 +230,10 @@ unsigned gate_inside(void) {
             inside++;
     }
     return inside;
+}
+
+unsigned gate_inside(void) {
+    return is_empty ? 0 : counted_now();
 }
 
 int gate_who(const char **function) {
@@ -235,14 +248,24 @@ int gate_who(const char **function) {
     return 0;
 }
 
+/* While something is captured calls pass: a call that ends a capture may be counted only after the capture is not. */
+static bool is_empty_now(void) {
+    return captures_open() == 0 && counted_now() == 0 && captures_open() == 0 && counted_now() == 0;
+}
+
+/*
+ * A call is counted before it sees that the gate is closed, for a moment only; so what is counted later says nothing, and
+ * the one moment in which nobody was counted decides.
+ */
 bool gate_wait_empty(unsigned timeout_ms) {
     const struct timespec moment = {.tv_nsec = 50000};
     uint64_t until_ns = now_ns() + (uint64_t)timeout_ms * 1000000;
-    while (captures_open() != 0 || gate_inside() != 0) {
+    while (!is_empty && !is_empty_now()) {
         if (now_ns() >= until_ns)
             return false;
         nanosleep(&moment, NULL);
     }
+    is_empty = true;
     return true;
 }
 
@@ -256,5 +279,6 @@ void gate_in_child(void) {
     if (mine != NULL)
         atomic_store(&mine->thread, (pid_t)syscall(SYS_gettid));
     captures_forget_all();
+    is_empty = false;
     atomic_store(&closed, 0);
 }
