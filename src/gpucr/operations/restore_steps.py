@@ -69,6 +69,7 @@ class LoadDevice:
 
     def run(self, interrupts: Interrupts, meter: Meter) -> int:
         """Make room and start the threads that read."""
+        self._source.begin()
         manifest = self._source.snapshot.manifest
         for part, data in manifest.device_parts.items():
             stays = part.pid in manifest.suspended_pids

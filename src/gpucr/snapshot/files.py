@@ -17,7 +17,7 @@ from gpucr.linux import durable
 from gpucr.snapshot.manifest import FileRecord
 
 PIECE_BYTES = 64 << 20
-_BLOCK_BYTES = 1 << 20
+_BLOCK_BYTES = 4 << 20  # the threads that read device memory want the interpreter's lock as often as these do
 _THREADS = min(16, os.cpu_count() or 1)
 
 

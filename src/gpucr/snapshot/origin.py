@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import contextlib
 from abc import ABC, abstractmethod
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from functools import partial
 from pathlib import Path, PurePosixPath
 from typing import TYPE_CHECKING, BinaryIO
@@ -24,7 +24,11 @@ from gpucr.undo.interrupts import Interrupts
 from gpucr.undo.steps import Meter
 
 if TYPE_CHECKING:  # what only looks at a snapshot needs no driver
+    from concurrent.futures import Future, ThreadPoolExecutor
+
     from gpucr.undo.protection import Protection
+
+_LOOK_S = 0.05
 
 
 def device_bytes_of(manifest: Manifest) -> int:
@@ -91,6 +95,10 @@ class RestoreSource(ABC):
         return sum(file.size_bytes for file in self.snapshot.manifest.files)
 
     @abstractmethod
+    def begin(self) -> None:
+        """`provide` is called next, with something to wait for before it: what it does may begin."""
+
+    @abstractmethod
     def provide(self, protection: Protection | None, interrupts: Interrupts, meter: Meter) -> int:
         """Have all files in ``folder``, checked. Returns their bytes. Raises SnapshotDamaged, StoreDamaged."""
 
@@ -123,12 +131,37 @@ class FolderSource(RestoreSource):
     def __init__(self, snapshot: Snapshot) -> None:
         super().__init__(snapshot, snapshot.held.path, ("verify", f"verify {snapshot.path}"))
         self._snapshot = snapshot
+        self._pool: ThreadPoolExecutor | None = None
+        self._verified: Future[None] | None = None
+        self._is_closed = False
+
+    def begin(self) -> None:
+        """Check the files meanwhile: to make a GPU's context takes about as long."""
+        from concurrent.futures import ThreadPoolExecutor  # a job without device memory need not wait for its import
+
+        self._pool = ThreadPoolExecutor(1, "verify")
+        self._verified = self._pool.submit(self._snapshot.verify_files, self._require_open)
 
     def provide(self, protection: Protection | None, interrupts: Interrupts, meter: Meter) -> int:
         """Check every file."""
         with interrupts.allowed():
-            self._snapshot.verify_files(interrupts.check)
+            if self._verified is None:
+                self._snapshot.verify_files(interrupts.check)
+            else:
+                self._wait(self._verified, interrupts.check)
         return self.files_bytes
+
+    @staticmethod
+    def _wait(verified: Future[None], check: Callable[[], None]) -> None:
+        from concurrent.futures import wait
+
+        while wait([verified], _LOOK_S).not_done:
+            check()
+        verified.result()
+
+    def _require_open(self) -> None:
+        if self._is_closed:
+            raise KeyboardInterrupt("nobody waits for this")
 
     def pieces(self) -> StoredPieces:
         """The device folder."""
@@ -143,7 +176,10 @@ class FolderSource(RestoreSource):
         return images_in(around if is_part else images)(name)
 
     def close(self) -> None:
-        """Nothing: the folder is the snapshot."""
+        """Nothing is to be removed: the folder is the snapshot."""
+        self._is_closed = True
+        if self._pool is not None:
+            self._pool.shutdown()
 
 
 class ProvideFiles:

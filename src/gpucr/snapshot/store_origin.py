@@ -57,6 +57,9 @@ class StoreSource(RestoreSource):
         super().__init__(snapshot, self._working.snapshot, ("fetch", fetching))
         self._small_images: dict[str, bytes] | None = None
 
+    def begin(self) -> None:
+        """Nothing: the files are there before device memory is read."""
+
     def provide(self, protection: Protection | None, interrupts: Interrupts, meter: Meter) -> int:
         """Fetch every file."""
         if protection is not None:
