@@ -122,6 +122,7 @@ def test_a_process_that_was_killed_meanwhile_is_a_loss_whatever_the_failure(
 ) -> None:
     """It uses no CUDA, so no undo looks at it. The reason of the failure is told as well."""
     (child,) = (pid for pid in processes_in(folder) if pid != job.pid)
+    name = Path(f"/proc/{child}/comm").read_text().strip()
 
     def dump(*_: Any, **__: Any) -> None:
         os.kill(child, signal.SIGKILL)
@@ -131,6 +132,6 @@ def test_a_process_that_was_killed_meanwhile_is_a_loss_whatever_the_failure(
     with pytest.raises(JobDamaged) as failure:
         gpucr.dump("job", tmp_path / "s")
     assert failure.value.exit_code == 10
-    assert failure.value.failures == (f"process {child} (python) was ended by SIGKILL",)
+    assert failure.value.failures == (f"process {child} ({name}) was ended by SIGKILL",)
     assert (f"process {child} ended while it was dumped" if code is None else "no space") in failure.value.message
     assert processes.is_alive(job.root)

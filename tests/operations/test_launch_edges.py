@@ -345,7 +345,7 @@ CANCELLED_EXEC = """
 import os, signal, sys, time
 import gpucr
 from gpucr.jobs import visit
-from gpucr.operations.exec_in_job import run_inside
+from gpucr.jobs.exec_in_job import run_inside
 ran, limit_s, slow_s, *words = sys.argv[1:]
 visit._TERM_LIMIT_S = float(limit_s)
 cancel = gpucr.Cancellation()
@@ -413,7 +413,7 @@ def test_exec_passes_signals_on(number: signal.Signals) -> None:
 
 def test_signals_are_passed_on_by_what_could_be_cancelled() -> None:
     code = (
-        "import gpucr, os, sys\nfrom gpucr.operations.exec_in_job import run_inside\n"
+        "import gpucr, os, sys\nfrom gpucr.jobs.exec_in_job import run_inside\n"
         "sys.exit(run_inside(os.getppid(), sys.argv[1:], cancel=gpucr.Cancellation()))"
     )
     script = "trap 'exit 9' TERM; echo ready; while :; do sleep 0.01; done"

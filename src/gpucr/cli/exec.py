@@ -7,7 +7,7 @@ import sys
 import click
 
 from gpucr.cli.options import JobTarget, complete_file
-from gpucr.operations.exec_in_job import run_inside
+from gpucr.jobs.exec_in_job import run_inside
 
 
 @click.command("exec", context_settings={"allow_interspersed_args": False})
