@@ -17,7 +17,7 @@ from tests.conftest import skip_or_fail
 from tests.containers.runtimes import RuntimeMissing
 from tests.counter import processes_in, wait_until
 from tests.ordinary_user import CannotHaveUsers, OrdinaryUser, ordinary_user
-from tests.storm import long
+from tests.storm import later, long
 
 pytestmark = [pytest.mark.criu, pytest.mark.usefixtures("sim_only")]
 
@@ -74,7 +74,7 @@ def test_preempted(jobs: Jobs) -> None:
     assert jobs.output(job_id).count("restored from") == 1
 
 
-@pytest.mark.parametrize("every", ["--every 1s", ""])
+@pytest.mark.parametrize("every", ["--every 1s", later("")])
 def test_a_node_that_fails(jobs: Jobs, every: str) -> None:
     """The job goes on from its last periodic snapshot, on the other node; without one it begins anew."""
     job_id = jobs.submit("--nodelist=n1", options=every)

@@ -26,6 +26,7 @@ from gpucr.linux import processes
 from tests.borrow.at_work import OtherGpucr, checkpoint_of
 from tests.borrow.jobs import Machine, counter_command, phase, waits
 from tests.counter import DEADLINE_S, CounterFactory, wait_until
+from tests.storm import later
 
 pytestmark = pytest.mark.root
 
@@ -56,7 +57,7 @@ def test_nothing_has_to_make_room(shared: Machine) -> None:
 
 
 @pytest.mark.by_user
-@pytest.mark.parametrize("interpose", ["0", "1"])
+@pytest.mark.parametrize("interpose", [later("0"), "1"])
 def test_jobs_of_a_lower_priority_make_room_and_come_back(
     shared: Machine, monkeypatch: pytest.MonkeyPatch, interpose: str
 ) -> None:

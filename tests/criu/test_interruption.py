@@ -19,7 +19,7 @@ from gpucr.criu.engine import Criu
 from gpucr.criu.options import DumpOptions
 from gpucr.errors import CriuError, DeadlineExceeded
 from gpucr.model import ProcessId
-from tests.storm import sample
+from tests.storm import later, sample
 
 from .conftest import StartProgram, Workspace, is_running, join_at_the_latest, wait_for
 
@@ -148,7 +148,7 @@ Criu(find_criu()).dump(
 """
 
 
-@pytest.mark.parametrize("number", [signal.SIGKILL, signal.SIGTERM])
+@pytest.mark.parametrize("number", [signal.SIGKILL, later(signal.SIGTERM)])
 def test_killed_gpucr(workspace: Workspace, start: StartProgram, tmp_path: Path, number: signal.Signals) -> None:
     program = start(TREE + LARGE)
     pids = program.tree()
@@ -210,7 +210,7 @@ def test_failing_restore_hook(workspace: Workspace, start: StartProgram, hook: s
     program.assert_undisturbed(pids)
 
 
-@pytest.mark.parametrize("delay_s", sample([0.0, 0.02, 0.05, 0.1, 0.2], 2))
+@pytest.mark.parametrize("delay_s", sample([0.0, 0.02, 0.05, 0.1, 0.2], 4))
 def test_deadline_of_a_restore(workspace: Workspace, start: StartProgram, delay_s: float) -> None:
     program = start(TREE + LARGE)
     pids = program.tree()

@@ -134,7 +134,7 @@ def test_64_threads_that_call_all_the_time_are_found_outside(start: Start, gate_
     process = begin(start, gate_program, "busy-threads")
     assert [line(process), line(process)] == ["ready", "busy"]
     with Agent(process.pid) as agent:
-        for _ in range(20):
+        for _ in range(8):
             assert agent.close_gate(5).is_empty
             assert agent.status().inside == 0
             agent.open_gate()

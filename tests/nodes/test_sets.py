@@ -72,7 +72,7 @@ UNDECIDED = ["lock", "checkpoint", "prepare", "dump", "save", "before:_settle"]
 """While it is frozen, when all are frozen, while it is saved, and when it has saved but told nobody."""
 
 
-@pytest.mark.parametrize(("moment", "victim"), sample(list(itertools.product(UNDECIDED, [0, 1])), 9))
+@pytest.mark.parametrize(("moment", "victim"), sample(list(itertools.product(UNDECIDED, [0, 1])), 99))
 def test_when_a_node_dies_before_all_have_saved_the_job_goes_on(nodes: TwoNodes, victim: int, moment: str) -> None:
     dead = nodes.drive(victim, moment, "die")
     other = nodes.start_dump(1 - victim)

@@ -26,6 +26,7 @@ from gpucr.undo.protection import Protection
 from gpucr.undo.steps import Meter
 from tests.conftest import skip_or_fail
 from tests.counter import Counter, CounterFactory
+from tests.storm import later
 
 MIB = 1 << 20
 SIZE_BYTES = 9 * MIB + 4096
@@ -276,8 +277,8 @@ def places_of(log: Sequence[tuple[str, int]], action: str) -> list[int]:
 
 
 def assert_in_order(log: Sequence[tuple[str, int]], *actions: str) -> None:
-    for earlier, later in pairwise(actions):
-        assert max(places_of(log, earlier)) < min(places_of(log, later)), f"{later} before all of {earlier}: {log}"
+    for first, second in pairwise(actions):
+        assert max(places_of(log, first)) < min(places_of(log, second)), f"{second} before all of {first}: {log}"
 
 
 def test_none_runs_while_memory_of_another_one_is_away(
@@ -301,7 +302,7 @@ def test_none_runs_while_memory_of_another_one_is_away(
     assert_all_run(job, driver, vault)
 
 
-@pytest.mark.parametrize("fails", ["begin", "checkpoint", "give_back"])
+@pytest.mark.parametrize("fails", [later("begin"), "checkpoint", later("give_back")])
 def test_what_fails_leaves_every_process_as_it_was(
     fails: str, counter: CounterFactory, calls: list[tuple[str, int]], vault: Vault, tmp_path: Path,
     driver: CudaDriver, monkeypatch: pytest.MonkeyPatch,

@@ -16,6 +16,7 @@ from gpucr.driver.cuda import CudaDriver
 from gpucr.model import CudaState, ProcessId
 from gpucr.operations import dump_steps
 from tests.counter import CounterFactory
+from tests.storm import later
 
 RUNNING, CHECKPOINTED = CudaState.RUNNING, CudaState.CHECKPOINTED
 REASON = "the queue wants the GPU"
@@ -122,7 +123,7 @@ def test_crius_work_is_cut_off(
 
 
 @pytest.mark.criu
-@pytest.mark.parametrize(("event", "phase"), [("begin", "verify"), ("end", "criu"), ("end", "restore")])
+@pytest.mark.parametrize(("event", "phase"), [later("begin", "verify"), ("end", "criu"), later("end", "restore")])
 def test_a_restore_ends_what_it_has_started(counter: CounterFactory, tmp_path: Path, event: str, phase: str) -> None:
     job, cancel = counter("--mib", "1"), gpucr.Cancellation()
     gpucr.dump(job.pid, tmp_path / "s")

@@ -26,7 +26,7 @@ from gpucr.undo.events import Progress
 from tests import command
 from tests.counter import Counter, CounterFactory
 from tests.operations.conftest import MakeMachine
-from tests.storm import long, sample
+from tests.storm import later, long, sample
 from tests.unit.memory_cgroup import ENTER, limited
 
 RUNNING, CHECKPOINTED = CudaState.RUNNING, CudaState.CHECKPOINTED
@@ -115,7 +115,9 @@ def test_dump_and_restore(
 
 
 @pytest.mark.criu
-@pytest.mark.parametrize(("persist", "host_bytes"), [("background", 1 << 40), ("background", 0), ("sync", 1 << 40)])
+@pytest.mark.parametrize(
+    ("persist", "host_bytes"), [("background", 1 << 40), later("background", 0), later("sync", 1 << 40)]
+)
 def test_a_job_that_is_left_running(
     persist: str,
     host_bytes: int,
@@ -243,7 +245,7 @@ def test_a_resume_without_custom_storage_changes_nothing(
 
 
 @pytest.mark.criu
-@pytest.mark.parametrize("host_bytes", [0, 1 << 40])
+@pytest.mark.parametrize("host_bytes", [0, later(1 << 40)])
 @pytest.mark.parametrize("what", ["criu", "disk"])
 def test_a_dump_that_fails_leaves_the_job_running(
     what: str, host_bytes: int, job: Counter, driver: CudaDriver, tmp_path: Path, monkeypatch: pytest.MonkeyPatch

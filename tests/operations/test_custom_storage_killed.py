@@ -19,7 +19,7 @@ from gpucr.model import CudaState
 from tests.command import python
 from tests.counter import Counter, CounterFactory, wait_until
 from tests.operations.test_killed import is_claimed
-from tests.storm import sample
+from tests.storm import later, sample
 
 RUNNING, CHECKPOINTED = CudaState.RUNNING, CudaState.CHECKPOINTED
 
@@ -104,7 +104,7 @@ def assert_runs(job: Counter, driver: CudaDriver, pids: list[int], expected: int
 
 
 def moments(*calls: tuple[str, int]) -> list[tuple[str, str, int]]:
-    """Before and after each of these calls, the first or a later one; outside a storm every third of them."""
+    """Before and after each of these calls, the first or a later one; outside a storm a sample of them."""
     return sample([(when, *call) for call in calls for when in ("before", "after")], 11)
 
 
@@ -174,7 +174,7 @@ def test_in_a_dump_by_way_of_a_disk(
 
 
 @pytest.mark.parametrize(
-    ("when", "call", "number"), [("after", "copy", 2), ("after", "complete", 2), ("after", "frozen", 1)]
+    ("when", "call", "number"), [later("after", "copy", 2), ("after", "complete", 2), later("after", "frozen", 1)]
 )
 def test_in_a_freeze_by_way_of_a_disk(
     when: str,

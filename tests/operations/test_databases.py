@@ -11,6 +11,7 @@ import pytest
 import gpucr
 from gpucr.errors import Unsupported
 from tests.operations.stepping import Job, StartJob
+from tests.storm import sample
 
 pytestmark = pytest.mark.criu
 
@@ -47,7 +48,7 @@ def left_behind(start: StartJob, to: Path, mode: str) -> Job:
     return job
 
 
-@pytest.mark.parametrize("mode", MODES)
+@pytest.mark.parametrize("mode", sample(MODES, 3))
 def test_the_database_stays_as_it_is(start: StartJob, tmp_path: Path, mode: str) -> None:
     job = left_behind(start, tmp_path / "s", mode)
     report = gpucr.restore(tmp_path / "s")
@@ -56,7 +57,7 @@ def test_the_database_stays_as_it_is(start: StartJob, tmp_path: Path, mode: str)
     assert [job.go_on(), job.go_on()] == ["ok 160", "ok 200"]
 
 
-@pytest.mark.parametrize("mode", MODES)
+@pytest.mark.parametrize("mode", sample(MODES, 3))
 def test_a_rewind_is_refused_and_by_force_leaves_the_database_alone(start: StartJob, tmp_path: Path, mode: str) -> None:
     job = left_behind(start, tmp_path / "s", mode)
     with pytest.raises(Unsupported, match=r"data\.db was changed after the dump") as caught:
@@ -68,7 +69,7 @@ def test_a_rewind_is_refused_and_by_force_leaves_the_database_alone(start: Start
     assert (job.folder / "log").read_text() == "1\n2\n3\n"
 
 
-@pytest.mark.parametrize("mode", MODES)
+@pytest.mark.parametrize("mode", sample(MODES, 3))
 def test_a_database_that_has_not_changed_stands_in_no_ones_way(start: StartJob, tmp_path: Path, mode: str) -> None:
     job = start(WORK.format(mode=mode))
     assert job.go_on() == "ok 40"

@@ -39,7 +39,7 @@ from tests import command
 from tests.conftest import skip_or_fail
 from tests.counter import Counter, CounterFactory, processes_of_this_test, wait_until
 from tests.docs.pages import SOURCES
-from tests.storm import sample
+from tests.storm import later, sample
 from tests.unit.children import identity, python, sleeper
 
 RUNNING, LOCKED, CHECKPOINTED = CudaState.RUNNING, CudaState.LOCKED, CudaState.CHECKPOINTED
@@ -355,7 +355,7 @@ def _is_free(pid: int) -> bool:
 
 
 @pytest.mark.criu
-@pytest.mark.parametrize("hook", ["pre-dump", "query-ext-files", "post-dump"])
+@pytest.mark.parametrize("hook", [later("pre-dump"), "query-ext-files", later("post-dump")])
 def test_killed_at_a_hook_of_the_dump(
     counter: CounterFactory, driver: CudaDriver, operation: Operation, log: Path, tmp_path: Path, hook: str
 ) -> None:
@@ -411,7 +411,7 @@ def test_killed_between_the_commit_and_the_answer_to_criu(
 
 @pytest.mark.criu
 @pytest.mark.parametrize(
-    "hook", sample(["pre-restore", "post-restore", "pre-resume", "post-resume", "after", "known"], 2)
+    "hook", sample(["pre-restore", "post-restore", "pre-resume", "post-resume", "after", "known"], 5)
 )
 def test_a_killed_restore_leaves_nothing(
     counter: CounterFactory, operation: Operation, log: Path, tmp_path: Path, hook: str
@@ -490,11 +490,11 @@ for capture in captures:
 @pytest.mark.parametrize(
     "code",
     [
-        [],
+        later([]),
         [_DETACH],
-        [_DETACH, "threads.hold_again()"],
+        later([_DETACH, "threads.hold_again()"]),
         [_DETACH, _ATTACH],
-        [_DETACH, _ATTACH, "gang.return_to_found()"],
+        later([_DETACH, _ATTACH, "gang.return_to_found()"]),
     ],
     ids=["before", "detached", "held", "attached", "restored"],
 )
@@ -509,7 +509,7 @@ def test_device_memory_in_a_file_is_put_back(
 
 
 @pytest.mark.criu
-@pytest.mark.parametrize("hook", ["pre-dump", "query-ext-files", "post-dump"])
+@pytest.mark.parametrize("hook", [later("pre-dump"), "query-ext-files", later("post-dump")])
 def test_device_memory_in_a_file_is_put_back_after_criu(
     counter: CounterFactory, driver: CudaDriver, operation: Operation, log: Path, tmp_path: Path, hook: str
 ) -> None:

@@ -111,7 +111,7 @@ def test_dump(counter: CounterFactory, driver: CudaDriver, tmp_path: Path, event
 @pytest.mark.criu
 @pytest.mark.parametrize(
     ("persist", "phase", "event"),
-    sample(list(itertools.product(["background", "sync"], ["dump", *_THAW, "save"], ["begin", "end"])), 6),
+    sample(list(itertools.product(["background", "sync"], ["dump", *_THAW, "save"], ["begin", "end"])), 12),
 )
 def test_dump_that_leaves_its_job_running(
     counter: CounterFactory, driver: CudaDriver, tmp_path: Path, persist: Persist, event: str, phase: str
@@ -132,7 +132,7 @@ def test_dump_that_leaves_its_job_running(
 
 
 @pytest.mark.criu
-@pytest.mark.parametrize(("phase", "event"), sample(list(itertools.product(_RESTORE, ["begin", "end"])), 6))
+@pytest.mark.parametrize(("phase", "event"), sample(list(itertools.product(_RESTORE, ["begin", "end"])), 20))
 def test_restore(counter: CounterFactory, driver: CudaDriver, tmp_path: Path, event: str, phase: str) -> None:
     job, met = counter("--mib", "4"), list[str]()
     gpucr.dump(job.pid, tmp_path / "s")

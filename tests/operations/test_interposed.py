@@ -23,6 +23,7 @@ from gpucr.interposer.vault import Vault, VaultFailed, Vaults
 from gpucr.model import CudaState
 from tests.counter import Counter, CounterFactory
 from tests.ranks import RanksFactory
+from tests.storm import later
 
 RUNNING, CHECKPOINTED = CudaState.RUNNING, CudaState.CHECKPOINTED
 MIB = 1 << 20
@@ -225,7 +226,7 @@ def test_a_job_that_was_left_half_way_is_resumed(job: Counter, driver: CudaDrive
     assert job.ask() == 101
 
 
-@pytest.mark.parametrize("call", ["close_gate", "drop", "keep"])
+@pytest.mark.parametrize("call", [later("close_gate"), "drop", later("keep")])
 def test_a_process_that_dies_in_the_middle_is_told_and_takes_no_other_with_it(
     call: str, counter: CounterFactory, driver: CudaDriver, tmp_path: Path, sim_only: None,
     monkeypatch: pytest.MonkeyPatch,

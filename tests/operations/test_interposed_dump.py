@@ -38,7 +38,7 @@ from tests.counter import Counter, CounterFactory
 from tests.operations.conftest import MakeMachine
 from tests.operations.test_interposed import blocks_of
 from tests.sandboxed import SandboxedCounter, end_all_in, start_counter
-from tests.storm import sample
+from tests.storm import later, sample
 from tests.unit.memory_cgroup import ENTER, limited
 
 MIB = 1 << 20
@@ -174,7 +174,7 @@ def test_preflight_is_told_by_the_agents(
     assert job.send("verify") == "ok"
 
 
-@pytest.mark.parametrize("what", ["export", "drop", "read", "criu"])
+@pytest.mark.parametrize("what", ["export", later("drop"), later("read"), "criu"])
 @pytest.mark.parametrize("leave_running", [False, True])
 def test_a_dump_that_fails_leaves_the_job_running(
     what: str, leave_running: bool, job: Counter, driver: CudaDriver, tmp_path: Path, monkeypatch: pytest.MonkeyPatch

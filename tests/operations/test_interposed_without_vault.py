@@ -15,6 +15,7 @@ from gpucr.interposer.vault import Vault, VaultFailed
 from gpucr.model import CudaState
 from gpucr.undo.events import Progress
 from tests.counter import Counter, CounterFactory
+from tests.storm import later
 
 RUNNING, CHECKPOINTED = CudaState.RUNNING, CudaState.CHECKPOINTED
 WHY = "gpucr itself cannot use the GPU today"
@@ -79,7 +80,7 @@ def test_it_is_moved(job: Counter, driver: CudaDriver, no_vault: pytest.MonkeyPa
 
 
 @pytest.mark.criu
-@pytest.mark.parametrize("leave_running", [True, False])
+@pytest.mark.parametrize("leave_running", [True, later(False)])
 def test_it_is_dumped(
     leave_running: bool, job: Counter, driver: CudaDriver, no_vault: pytest.MonkeyPatch, said: list[str],
     listen: Callable[[Progress], None], tmp_path: Path,

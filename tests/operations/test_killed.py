@@ -72,7 +72,7 @@ def assert_goes_on(job: Counter, driver: CudaDriver, pids: list[int], expected: 
     assert job.send("verify") == "ok"
 
 
-@pytest.mark.parametrize("event", ["begin", "end"])
+@pytest.mark.parametrize("event", [later("begin"), "end"])
 @pytest.mark.parametrize("phase", ["lock", "checkpoint"])
 def test_in_a_suspend(counter: CounterFactory, driver: CudaDriver, event: str, phase: str) -> None:
     job = counter("--mib", "4", "--fork", "1")
@@ -84,7 +84,7 @@ def test_in_a_suspend(counter: CounterFactory, driver: CudaDriver, event: str, p
     assert_goes_on(job, driver, pids, 102)
 
 
-@pytest.mark.parametrize(("event", "phase"), [("begin", "restore"), ("end", "restore"), ("begin", "unlock")])
+@pytest.mark.parametrize(("event", "phase"), [later("begin", "restore"), ("end", "restore"), ("begin", "unlock")])
 def test_in_a_resume(counter: CounterFactory, driver: CudaDriver, event: str, phase: str) -> None:
     job = counter("--mib", "4", "--fork", "1")
     pids = job.processes()

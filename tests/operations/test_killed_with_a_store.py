@@ -18,7 +18,7 @@ from gpucr.store.local import LocalBackend
 from tests.command import python
 from tests.counter import CounterFactory, wait_until
 from tests.operations.test_killed import DUMP_PHASES, THAW_PHASES, assert_goes_on, is_claimed, killed
-from tests.storm import sample
+from tests.storm import later, sample
 
 AT_ONCE = gpucr.PruneRules(grace_s=0.0, dead_after_s=0.0)
 RESTORE_PHASES = ["fetch", "load", "keeper", "criu", "hold", "restore", "unlock", "release", "keep"]
@@ -90,7 +90,7 @@ def assert_whole(store: Path, names: list[str]) -> None:
     assert not gpucr.verify_snapshots(store, deep=True).problems
 
 
-@pytest.mark.parametrize("phase", sample(DUMP_PHASES, 3))
+@pytest.mark.parametrize("phase", sample(DUMP_PHASES, 9))
 def test_in_a_dump(counter: CounterFactory, driver: CudaDriver, store: Path, phase: str) -> None:
     job = counter("--mib", "4", "--fork", "1")
     pids = job.processes()
@@ -105,7 +105,7 @@ def test_in_a_dump(counter: CounterFactory, driver: CudaDriver, store: Path, pha
 
 
 @pytest.mark.parametrize(
-    "moment", ["in the middle of a pack", "before the index", "before the commit", "after the commit"]
+    "moment", [later("in the middle of a pack"), later("before the index"), "before the commit", "after the commit"]
 )
 def test_around_the_commit(counter: CounterFactory, driver: CudaDriver, store: Path, moment: str) -> None:
     """Killed after the commit and before CRIU knows: the job goes on, and there is the snapshot as well."""
@@ -128,7 +128,7 @@ def test_around_the_commit(counter: CounterFactory, driver: CudaDriver, store: P
     assert job.ask() == 101
 
 
-@pytest.mark.parametrize("phase", sample([*DUMP_PHASES[3:], *THAW_PHASES], 5))
+@pytest.mark.parametrize("phase", sample([*DUMP_PHASES[3:], *THAW_PHASES], 9))
 def test_in_a_dump_that_leaves_the_job_running(
     counter: CounterFactory, driver: CudaDriver, store: Path, phase: str
 ) -> None:
@@ -146,7 +146,7 @@ def test_these_are_the_phases_of_a_restore(counter: CounterFactory, store: Path)
     assert [phase.name for phase in gpucr.restore(store).phases] == RESTORE_PHASES
 
 
-@pytest.mark.parametrize(("phase", "event"), sample(list(itertools.product(RESTORE_PHASES, ["begin", "end"])), 8))
+@pytest.mark.parametrize(("phase", "event"), sample(list(itertools.product(RESTORE_PHASES, ["begin", "end"])), 17))
 def test_in_a_restore(counter: CounterFactory, driver: CudaDriver, store: Path, phase: str, event: str) -> None:
     job = counter("--mib", "4", "--fork", "1")
     pids = job.processes()

@@ -26,6 +26,7 @@ from gpucr.operations import launch
 from tests import command
 from tests.counter import DEADLINE_S, processes_in, wait_until
 from tests.sandboxed import end_all_in
+from tests.storm import later
 from tests.unit.children import NOBODY_UID
 
 
@@ -305,7 +306,7 @@ def test_a_dump_goes_on_where_the_registry_cannot_be_written(folder: Path, tmp_p
 
 
 @pytest.mark.criu
-@pytest.mark.parametrize("isolate", [False, True])
+@pytest.mark.parametrize("isolate", [later(False), True])
 def test_a_log_is_followed_through_a_dump_and_a_restore(isolate: bool, folder: Path, tmp_path: Path) -> None:
     count = "n=0; until [ -e stop ]; do n=$((n+1)); echo $n; sleep 0.01; done; echo end"
     launch.run_job(["sh", "-c", count], name="job", cwd=folder, isolate=isolate)

@@ -20,7 +20,7 @@ from tests.compiled import compiled_interposer
 from tests.counter import Counter, CounterFactory, wait_until
 from tests.operations.conftest import MakeMachine
 from tests.operations.test_killed import assert_goes_on, is_claimed, killed
-from tests.storm import sample
+from tests.storm import later, sample
 
 RUNNING = CudaState.RUNNING
 
@@ -120,8 +120,8 @@ def test_one_of_two_that_cannot_go_brings_the_other_one_back(
 
 
 @pytest.mark.parametrize(("event", "phase", "there"), [
-    ("end", "lock", False), ("end", "checkpoint", False), ("begin", "move", False), ("end", "move", True),
-    ("begin", "unlock", True),
+    later("end", "lock", False), ("end", "checkpoint", False), later("begin", "move", False), ("end", "move", True),
+    later("begin", "unlock", True),
 ])  # fmt: skip
 def test_gpucr_is_killed(
     machine: MakeMachine, counter: CounterFactory, driver: CudaDriver, event: str, phase: str, there: bool
@@ -193,7 +193,7 @@ def test_memory_of_an_interposed_job_goes_along(
         count += 1
 
 
-@pytest.mark.parametrize("peers", ["0", "1"])
+@pytest.mark.parametrize("peers", ["0", later("1")])
 @pytest.mark.parametrize("phase", ["checkpoint", "move"])
 def test_gpucr_is_killed_while_memory_is_away(
     machine: MakeMachine, interposed: Callable[..., Counter], driver: CudaDriver, monkeypatch: pytest.MonkeyPatch,

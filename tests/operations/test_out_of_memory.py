@@ -17,7 +17,7 @@ from gpucr.errors import OutputLost
 from gpucr.model import CudaState
 from tests import command
 from tests.counter import Counter, CounterFactory, wait_until
-from tests.storm import sample
+from tests.storm import long, sample
 
 LIMITS_MIB = (20, 32, 40, 48, 56, 72, 88, 104, 136, 192)
 _SMALL_MIB = 48
@@ -180,6 +180,7 @@ def fails_late(moment: tuple[str, str], *arguments: object) -> None:
     assert ("the operation succeeded" in done.stderr) is (expected != DONE)
 
 
+@long
 def test_memory_runs_out_after_the_last_step(counter: CounterFactory, driver: CudaDriver) -> None:
     job = counter("--mib", "1", "--fork", "1")
     report = (("return", "change_report"), ("call", "print_change"), ("return", "print_change"))

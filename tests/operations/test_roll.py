@@ -20,6 +20,7 @@ from gpucr.model import Job, ProcessId
 from gpucr.undo.events import Progress
 from gpucr.undo.roll import Roll
 from tests.counter import CounterFactory
+from tests.storm import later
 from tests.unit.test_ends import TELLS_AFTERWARDS, started
 
 
@@ -88,7 +89,7 @@ def _killing_criu(monkeypatch: pytest.MonkeyPatch, hook: str) -> None:
 
 
 @pytest.mark.criu
-@pytest.mark.parametrize("hook", ["pre-dump", "query-ext-files", "post-dump"])
+@pytest.mark.parametrize("hook", [later("pre-dump"), "query-ext-files", later("post-dump")])
 def test_criu_that_is_killed(
     sim_only: None, counter: CounterFactory, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, hook: str
 ) -> None:

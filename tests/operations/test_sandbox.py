@@ -30,7 +30,7 @@ from tests.counter import CounterFactory, processes_in, state_in, wait_until
 from tests.operations.test_killed import is_claimed, killed
 from tests.ports import lasting_port
 from tests.sandboxed import SandboxedCounter, end_all_in, start_counter
-from tests.storm import sample
+from tests.storm import later, sample
 from tests.unit import samples
 from tests.unit.memory_cgroup import limited
 
@@ -184,7 +184,7 @@ def test_a_keeper_that_is_not_noted_here(folder: Path, tmp_path: Path, monkeypat
     gpucr.dump("job", tmp_path / "s", leave_running=True)
 
 
-@pytest.mark.parametrize("isolate", [True, False])
+@pytest.mark.parametrize("isolate", [True, later(False)])
 def test_a_job_of_other_cgroups_than_gpucr(folder: Path, tmp_path: Path, isolate: bool) -> None:
     """As a job of one login has for a gpucr of another one, or that of a batch system's next start: it goes there."""
     with limited(1 << 34) as (cgroup, _):
@@ -476,7 +476,7 @@ def test_a_job_without_cuda_whose_restore_is_killed(folder: Path, tmp_path: Path
 # --- what is refused, and the command ------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize("where", ["spawn", "socket"])
+@pytest.mark.parametrize("where", ["spawn", later("socket")])
 def test_a_signal_while_criu_starts(folder: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, where: str) -> None:
     """A process that was born in the sandbox and that nobody collects would keep the sandbox from ending."""
     job = Program(folder)

@@ -21,6 +21,7 @@ from gpucr.snapshot.manifest import ThreadRecord
 from tests import command
 from tests.counter import CounterFactory
 from tests.operations.stepping import Job, StartJob
+from tests.storm import later
 
 pytestmark = pytest.mark.criu
 
@@ -106,7 +107,7 @@ def bound_to(cpus: str) -> Callable[[tuple[ThreadRecord, ...]], tuple[ThreadReco
     return lambda threads: tuple(replace(thread, cpus=cpus) for thread in threads)
 
 
-@pytest.mark.parametrize("isolated", [False, True])
+@pytest.mark.parametrize("isolated", [later(False), True])
 def test_every_thread_has_its_own_again_though_the_shell_is_confined(
     isolated: bool, start: StartJob, start_sandboxed: StartJob, tmp_path: Path
 ) -> None:

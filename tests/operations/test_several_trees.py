@@ -382,7 +382,7 @@ def die_in(what: str, event: str, phase: str, place: Path, *pids: int) -> None:
 
 @pytest.mark.parametrize(
     ("event", "phase"),
-    [("end", "halt"), later("begin", "dump"), ("end", "dump"), later("end", "save"), ("begin", "end")],
+    [later("end", "halt"), later("begin", "dump"), ("end", "dump"), later("end", "save"), later("begin", "end")],
 )
 def test_gpucr_dies_in_a_dump(
     two: tuple[Counter, Counter], driver: CudaDriver, tmp_path: Path, event: str, phase: str
@@ -469,7 +469,7 @@ def test_a_job_without_cuda_is_frozen(start: StartJob, tmp_path: Path) -> None:
 
 @pytest.mark.parametrize(
     ("how", "code_of_it"),
-    [("os.kill(os.getpid(), signal.SIGKILL)", -9), ("sys.exit(4)", 4), ("if os.fork(): os._exit(5)", 5)],
+    [("os.kill(os.getpid(), signal.SIGKILL)", -9), later("sys.exit(4)", 4), later("if os.fork(): os._exit(5)", 5)],
 )
 def test_a_job_is_thawed_when_its_program_ends(start: StartJob, how: str, code_of_it: int) -> None:
     """Though it has forgotten the job. A fork of the program does not thaw it."""

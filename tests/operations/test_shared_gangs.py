@@ -167,7 +167,7 @@ def test_one_without_an_interposer(plain: int, start: StartGang, driver: CudaDri
 # --- what goes wrong --------------------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize("call", sample(["fetch", "export", "drop", "drop_imported", "give_back", "keep"], 2))
+@pytest.mark.parametrize("call", sample(["fetch", "export", "drop", "drop_imported", "give_back", "keep"], 5))
 def test_what_an_agent_refuses_in_a_suspend_leaves_the_gang_running(
     call: str, start: StartGang, driver: CudaDriver, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -186,7 +186,7 @@ UNUSED = ("fetch", "drop_imported", "give_back")
 """What a suspend that goes well does not ask for."""
 
 
-@pytest.mark.parametrize("call", sample(["blocks", "fetch", "export", "drop_imported", "give_back", "keep"], 2))
+@pytest.mark.parametrize("call", sample(["blocks", "fetch", "export", "drop_imported", "give_back", "keep"], 5))
 def test_what_an_agent_refuses_in_a_resume_leaves_it_to_the_next_one(
     call: str, start: StartGang, driver: CudaDriver, monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -21,6 +21,7 @@ from tests.counter import wait_until
 from tests.hardware.interposed import pace
 from tests.operations.test_interposed import blocks_of
 from tests.sandboxed import end_all_in
+from tests.storm import later
 
 PROGRAM = Path(__file__).parents[1] / "hardware/interposed/shared_blocks.py"
 STEPS = 9
@@ -61,7 +62,7 @@ def folder(tmp_path: Path) -> Iterator[Path]:
     end_all_in(tmp_path)
 
 
-@pytest.mark.parametrize("isolate", [False, True])
+@pytest.mark.parametrize("isolate", [False, later(True)])
 def test_dumped_ended_and_restored(isolate: bool, folder: Path, undisturbed: list[str], driver: CudaDriver) -> None:
     gang = Gang(folder, isolate=isolate)
     assert gang.step_to(3) == undisturbed[:3]
@@ -97,7 +98,7 @@ def test_left_running_and_saved_while_frozen(folder: Path, undisturbed: list[str
     assert gang.step_to(STEPS) == undisturbed
 
 
-@pytest.mark.parametrize("call", ["drop_imported", "export", "give_back"])
+@pytest.mark.parametrize("call", [later("drop_imported"), "export", later("give_back")])
 def test_a_restore_that_cannot_share_anew_ends_what_it_began(
     call: str, folder: Path, undisturbed: list[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -14,6 +14,7 @@ from gpucr.errors import DriverError, Unsupported
 from tests.command import run
 from tests.counter import CounterFactory
 from tests.hardware import cuda_ipc
+from tests.storm import later
 
 RIGHT = "A right, B right"
 Pair = Callable[..., tuple["Popen[str]", int, int]]
@@ -66,7 +67,7 @@ def test_two_processes_on_one_gpu_may_share_memory_without_a_trace(pair: Pair) -
     assert cuda_ipc.ask(process) == RIGHT
 
 
-@pytest.mark.parametrize("case", ["memory_closed", "both_closed", "vmm_closed_released"])
+@pytest.mark.parametrize("case", ["memory_closed", later("both_closed"), later("vmm_closed_released")])
 def test_what_was_closed_comes_back_if_the_user_insists(pair: Pair, case: str) -> None:
     process, first, _ = pair(case)
     with pytest.raises(Unsupported, match="over CUDA IPC"):

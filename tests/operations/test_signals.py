@@ -19,7 +19,7 @@ from tests.command import python
 from tests.counter import Counter, CounterFactory, wait_until
 from tests.operations.stepping import StartJob
 from tests.operations.test_killed import DUMP_PHASES, THAW_PHASES, is_claimed, is_unharmed
-from tests.storm import IS_STORM, long, sample
+from tests.storm import IS_STORM, later, long, sample
 
 pytestmark = pytest.mark.timeout(900)
 
@@ -211,7 +211,7 @@ def assert_restores(snapshot: Path, job: Counter, moments: list[tuple[Moment, in
 
 @pytest.mark.criu
 @pytest.mark.parametrize(
-    ("options", "phases"), [((), RESTORE_PHASES), (("--isolate",), SANDBOXED_PHASES)], ids=["bare", "sandbox"]
+    ("options", "phases"), [((), RESTORE_PHASES), later(("--isolate",), SANDBOXED_PHASES)], ids=["bare", "sandbox"]
 )
 def test_restore(
     counter: CounterFactory, driver: CudaDriver, tmp_path: Path, options: tuple[str, ...], phases: list[str]

@@ -22,6 +22,7 @@ from gpucr.linux import libc, memory, own_python
 from gpucr.model import CudaState
 from gpucr.quantities import format_bytes
 from tests.counter import Counter, CounterFactory
+from tests.storm import later, long
 from tests.unit.memory_cgroup import ENTER, limited
 
 MIB = 1 << 20
@@ -153,7 +154,7 @@ def test_a_disk_that_is_too_small_or_that_others_can_change(disk: Path) -> None:
 
 @pytest.mark.criu
 @pytest.mark.usefixtures("no_host_memory")
-@pytest.mark.parametrize("persist", ["ended", "sync", "background"])
+@pytest.mark.parametrize("persist", ["ended", later("sync"), later("background")])
 def test_a_dump_into_a_store(
     persist: str, job: Counter, driver: CudaDriver, tmp_path: Path, disk: Path, made: list[tuple[Path, int]]
 ) -> None:
@@ -220,6 +221,7 @@ def test_a_frozen_job(
         assert_runs(job, driver, pids, 101)
 
 
+@long
 @pytest.mark.criu
 def test_a_cgroup_that_is_smaller_than_the_device_memory(
     counter: CounterFactory, driver: CudaDriver, tmp_path: Path, disk: Path

@@ -28,6 +28,7 @@ from gpucr.snapshot.device.stripes import Stripes
 from gpucr.undo.events import Progress
 from tests.conftest import skip_or_fail
 from tests.counter import Counter, CounterFactory, out_of_time, wait_until
+from tests.storm import later
 
 RUNNING, LOCKED, CHECKPOINTED = CudaState.RUNNING, CudaState.LOCKED, CudaState.CHECKPOINTED
 MIB = 1 << 20
@@ -595,7 +596,7 @@ def test_all_parts_go_around_criu_and_come_back(twice: Counter, tmp_path: Path) 
 
 
 @pytest.mark.criu
-@pytest.mark.parametrize("persist", ["background", "sync"])
+@pytest.mark.parametrize("persist", ["background", later("sync")])
 def test_all_parts_of_a_job_that_is_left_running(twice: Counter, tmp_path: Path, persist: Any) -> None:
     gpucr.dump(twice.pid, tmp_path / "s", leave_running=True, persist=persist)
     assert_unharmed(twice, 101)
@@ -680,7 +681,7 @@ def test_the_driver_restores_all_parts_while_they_are_still_being_read(
 
 
 @pytest.mark.criu
-@pytest.mark.parametrize("leave_running", [False, True])
+@pytest.mark.parametrize("leave_running", [False, later(True)])
 def test_a_part_that_was_not_captured_goes_through_criu(
     twice: Counter, monkeypatch: pytest.MonkeyPatch, tmp_path: Path, leave_running: bool
 ) -> None:

@@ -26,7 +26,7 @@ from gpucr.model import CudaState
 from gpucr.sim import build as simulator
 from tests import command
 from tests.counter import Counter, CounterFactory, wait_until
-from tests.storm import long
+from tests.storm import later, long
 
 pytestmark = pytest.mark.criu
 RUNNING, LOCKED, CHECKPOINTED = CudaState.RUNNING, CudaState.LOCKED, CudaState.CHECKPOINTED
@@ -103,7 +103,7 @@ def test_a_suspended_job_survives_and_stays_suspended(
 
 
 @pytest.mark.parametrize("action", ["checkpoint", "restore"])
-@pytest.mark.parametrize("leave_running", [False, True])
+@pytest.mark.parametrize("leave_running", [False, later(True)])
 def test_the_driver_works_while_all_other_threads_are_held(
     counter: CounterFactory, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, action: str, leave_running: bool
 ) -> None:

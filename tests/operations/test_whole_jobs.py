@@ -23,7 +23,7 @@ from tests.counter import CounterFactory, processes_in, wait_until
 from tests.operations.conftest import MakeMachine
 from tests.ranks import Ranks
 from tests.sandboxed import SandboxedCounter, start_counter
-from tests.storm import sample
+from tests.storm import later, sample
 
 pytestmark = pytest.mark.criu
 
@@ -99,7 +99,7 @@ def test_a_job_is_dumped_while_it_works_and_loses_nothing(
         assert job.places() == [uuids[rank % len(uuids)] for rank in range(count)]
 
 
-@pytest.mark.parametrize("option", ["--isolate", "--no-isolate"])
+@pytest.mark.parametrize("option", ["--isolate", later("--no-isolate")])
 def test_two_ranks_change_places(machine: MakeMachine, folder: Path, tmp_path: Path, option: str) -> None:
     uuids = machine("2x512MiB")
     job = Job(folder, 2, option)

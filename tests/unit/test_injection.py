@@ -19,7 +19,7 @@ from gpucr.linux.injection import MADVISE, MMAP, MPROTECT, MUNMAP, InjectionUnav
 from gpucr.linux.ptrace import Stop, StopKind, TracedThread
 from gpucr.linux.registers import Registers
 from tests.counter import wait_until
-from tests.storm import sample
+from tests.storm import later, sample
 from tests.unit import exact
 from tests.unit.children import python
 from tests.unit.exact import Exact, StartExact
@@ -75,7 +75,7 @@ def test_calls_do_what_they_do_and_tell_their_errors(start: StartExact) -> None:
         assert failure.value.errno == errno.ENOMEM
 
 
-@pytest.mark.parametrize("where", ["thread", "main"])
+@pytest.mark.parametrize("where", ["thread", later("main")])
 def test_a_computing_thread_keeps_all_its_registers(start: StartExact, where: str) -> None:
     target = start("spin", where)
     with _traced(target) as thread:

@@ -14,6 +14,7 @@ import pytest
 from gpucr.linux import processes
 from gpucr.linux.ptrace import HeldThreads, Stop, StopKind, TracedThread
 from tests.counter import wait_until
+from tests.storm import IS_STORM
 from tests.unit.children import tracer_of, unused_pid
 from tests.unit.counting import Counting, Start
 
@@ -66,7 +67,7 @@ def test_releasing_what_is_not_held_does_nothing(target: Counting) -> None:
 
 def test_no_signal_is_lost(start: Start, hold: Hold) -> None:
     target = start("flood")
-    for _ in range(50):
+    for _ in range(50 if IS_STORM else 15):
         wait_until(lambda: target.signals > 0, "the flood of signals")
         hold({target.pid: target.workers[0]}).release()
     target.end_flood()
