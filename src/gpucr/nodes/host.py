@@ -130,7 +130,6 @@ class Host(Meeting):
                 self._strangers -= 1
         node = self._admit(hello, channel)
         if node is not None:
-            channel.limit(None)
             self._listen_to(node, channel)
 
     def _admit(self, hello: object, channel: Channel) -> int | None:
@@ -166,6 +165,7 @@ class Host(Meeting):
 
     def _listen_to(self, node: int, channel: Channel) -> None:
         try:
+            channel.limit(None)
             while True:
                 message = channel.receive()
                 if isinstance(message, Failed):
