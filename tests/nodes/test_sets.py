@@ -38,6 +38,7 @@ def test_a_job_that_is_left_running_keeps_its_connections(nodes: TwoNodes) -> No
     nodes.finish()
 
 
+@long
 def test_of_two_sets_of_one_name_the_latest_is_restored(nodes: TwoNodes) -> None:
     nodes.dump("--leave-running")
     nodes.assert_job_goes_on()

@@ -20,7 +20,7 @@ from tests.compiled import compiled_interposer
 from tests.counter import Counter, CounterFactory, wait_until
 from tests.operations.conftest import MakeMachine
 from tests.operations.test_killed import assert_goes_on, is_claimed, killed
-from tests.storm import later, sample
+from tests.storm import later, long, sample
 
 RUNNING = CudaState.RUNNING
 
@@ -92,6 +92,7 @@ def test_what_fails_leaves_it_where_it_was(
     assert_goes_on(job, driver, [job.pid], 102)
 
 
+@long
 def test_one_of_two_that_cannot_go_brings_the_other_one_back(
     machine: MakeMachine, driver: CudaDriver, tmp_path: Path
 ) -> None:

@@ -195,6 +195,7 @@ def test_memory_runs_out_after_the_last_step(counter: CounterFactory, driver: Cu
     assert job.send("verify") == "ok"
 
 
+@long
 @pytest.mark.criu
 def test_memory_runs_out_after_a_dump_and_a_restore(counter: CounterFactory, tmp_path: Path) -> None:
     job = counter("--mib", "1", "--fork", "1")

@@ -28,7 +28,7 @@ from gpucr.snapshot.device.stripes import Stripes
 from gpucr.undo.events import Progress
 from tests.conftest import skip_or_fail
 from tests.counter import Counter, CounterFactory, out_of_time, wait_until
-from tests.storm import later
+from tests.storm import later, long
 
 RUNNING, LOCKED, CHECKPOINTED = CudaState.RUNNING, CudaState.LOCKED, CudaState.CHECKPOINTED
 MIB = 1 << 20
@@ -446,6 +446,7 @@ def test_a_job_suspended_in_a_file_is_dumped_around_criu_as_well(
     assert_unharmed(job, 101)
 
 
+@long
 @pytest.mark.criu
 def test_saving_begins_before_the_driver_has_finished(
     counter: CounterFactory, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
@@ -467,6 +468,7 @@ def test_saving_begins_before_the_driver_has_finished(
     assert_unharmed(job, 101)
 
 
+@long
 @pytest.mark.criu
 def test_gpucr_itself_stays_small(counter: CounterFactory, tmp_path: Path) -> None:
     job = counter("--mib", "576")

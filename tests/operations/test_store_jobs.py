@@ -27,7 +27,7 @@ from tests.command import command, run, run_json
 from tests.counter import Counter, CounterFactory, kill_at_once, wait_until
 from tests.ranks import RanksFactory
 from tests.store.s3_server import BUCKET, CuttingProxy, Server, serving
-from tests.storm import later
+from tests.storm import later, long
 
 RUNNING = CudaState.RUNNING
 KEY = gpucr.Secret.key_file(bytes(range(32)))
@@ -129,6 +129,7 @@ def test_what_changes_is_written(counter: CounterFactory, store: Path) -> None:
     assert_comes_back(job, at(store, "c"), 102)
 
 
+@long
 def test_replicas_share_what_they_have_in_common(counter: CounterFactory, store: Path) -> None:
     replicas = [counter("--mib", "128") for _ in range(3)]
     written = [
@@ -600,6 +601,7 @@ def _patience(monkeypatch: pytest.MonkeyPatch, deadline_s: float) -> None:
     monkeypatch.setattr(ObjectsBackend, "__init__", patient)
 
 
+@long
 def test_there_and_back_over_connections_that_are_cut(
     counter: CounterFactory, server: Server, s3: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
