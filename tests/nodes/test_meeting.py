@@ -8,6 +8,7 @@ import struct
 import threading
 import time
 from collections.abc import Callable, Iterator
+from functools import partial
 from pathlib import Path
 
 import pytest
@@ -78,7 +79,7 @@ def met(count: int = 2) -> Iterator[tuple[Host, list[Guest]]]:
             opened.enter_context(Guest(rendezvous(port, node, count), hello(node, count), None))
             for node in range(1, count)
         ]
-        arrived = [Aside(lambda each=each: each.arrive(lambda: "")) for each in guests]  # type: ignore[misc]
+        arrived = [Aside(partial(each.arrive, lambda: "")) for each in guests]
         assert host.arrive(lambda: SET_ID) == SET_ID
         assert [each.result() for each in arrived] == [SET_ID] * (count - 1)
         yield host, guests
@@ -130,7 +131,7 @@ def test_a_node_that_comes_late_is_waited_for() -> None:
 
 def test_all_others_know_at_once_who_has_failed() -> None:
     with met(4) as (host, guests):
-        waiting = [Aside(lambda each=each: each.together("frozen", deadline())) for each in (host, *guests[1:])]  # type: ignore[misc]
+        waiting = [Aside(partial(each.together, "frozen", deadline())) for each in (host, *guests[1:])]
         guests[0].fail("out of paper")
         for each in waiting:
             with pytest.raises(NodeFailed, match=r"^node 1 failed: out of paper$") as caught:
@@ -145,7 +146,7 @@ def test_a_node_that_is_gone_has_failed(victim: int) -> None:
     with met(3) as (host, guests):
         all_nodes = (host, *guests)
         left = [each for number, each in enumerate(all_nodes) if number != victim]
-        waiting = [Aside(lambda each=each: each.together("frozen", deadline())) for each in left]  # type: ignore[misc]
+        waiting = [Aside(partial(each.together, "frozen", deadline())) for each in left]
         all_nodes[victim].conclude()  # as where it was killed, it says nothing
         all_nodes[victim].close()
         for each in waiting:

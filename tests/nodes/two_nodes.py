@@ -232,6 +232,15 @@ class Node:
         steps = [int(line.split()[1]) for line in self.lines() if line.startswith("step ")]
         return steps[-1] if steps else 0
 
+    def works(self) -> None:
+        """Its part has begun, and talks to the others."""
+        wait_until(lambda: self.step() > 5, lambda: f"the job: {self.lines()}")
+
+    def result(self) -> list[str]:
+        """What its part has found, at its end."""
+        wait_until(lambda: self.lines()[-1].startswith("result"), lambda: f"the result: {self.lines()[-5:]}")
+        return self.lines()[-1].split()[1:]
+
     def goes_on(self) -> None:
         """Its part runs, and gets further."""
         before = self.step()
@@ -305,7 +314,7 @@ class TwoNodes:
         for node in self.nodes:
             node.start_job()
         for node in self.nodes:
-            wait_until(lambda node=node: node.step() > 5, lambda node=node: f"the job: {node.lines()}")  # type: ignore[misc]
+            node.works()
             assert load_driver().state(node.pid) is CudaState.RUNNING
 
     def options(self, **others: object) -> list[object]:
@@ -376,12 +385,7 @@ class TwoNodes:
     def finish(self) -> None:
         """Let the job end: its result is right on both nodes."""
         (self.nodes[0].folder / "finish").touch()
-        for node in self.nodes:
-            wait_until(
-                lambda node=node: node.lines()[-1].startswith("result"),  # type: ignore[misc]
-                lambda node=node: f"the result: {node.lines()[-5:]}",  # type: ignore[misc]
-            )
-        results = [node.lines()[-1].split()[1:] for node in self.nodes]
+        results = [node.result() for node in self.nodes]
         assert results[0] == results[1]
         assert int(results[0][1]) == expected(int(results[0][0]))
 
