@@ -50,13 +50,20 @@ def processes_in(folder: Path) -> list[int]:
     """The pids of all processes whose working folder this is, a root first, then in the order of their creation.
 
     That is not the order of their numbers: after the largest pid the kernel goes on with small ones. Zombies are left
-    out.
+    out. The folder is known by its inode: in another root folder, a process can have one of the same name.
     """
-    parents = {}
+    parents: dict[int, int] = {}
+    try:
+        wanted = folder.stat()
+    except FileNotFoundError:
+        return []
     for entry in Path("/proc").iterdir():
         if entry.name.isdigit():
             with contextlib.suppress(OSError):  # gone meanwhile, a kernel thread, or another user's
-                if (entry / "cwd").readlink() == folder and (stat := read_stat(int(entry.name))) is not None:
+                if (
+                    os.path.samestat((entry / "cwd").stat(), wanted)
+                    and (stat := read_stat(int(entry.name))) is not None
+                ):
                     parents[int(entry.name)] = stat.parent_pid
     root = min((pid for pid, parent in parents.items() if parent not in parents), default=0)
     largest = int(Path("/proc/sys/kernel/pid_max").read_text())

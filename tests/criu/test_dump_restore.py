@@ -9,10 +9,10 @@ import signal
 import sys
 from pathlib import Path
 
-import psutil
 import pytest
 
 from gpucr.criu.options import choose_dump_options
+from tests.counter import kill_at_once, processes_in
 
 from .conftest import BEAT, LOOP, Program, StartProgram, Workspace, is_running, status_of, wait_for
 
@@ -205,20 +205,7 @@ os.kill(pid, 9)
         os.kill(shell_pid, signal.SIGKILL)
         os.waitpid(shell_pid, 0)
         os.close(terminal_fd)
-        for process in psutil.process_iter():
-            if process.pid != os.getpid() and process.pid in _pids_in(folder):
-                process.kill()
-
-
-def _pids_in(folder: Path) -> set[int]:
-    found = set()
-    for entry in Path("/proc").glob("[0-9]*"):
-        try:
-            if (entry / "cwd").readlink() == folder:
-                found.add(int(entry.name))
-        except OSError:
-            continue
-    return found
+        kill_at_once(pid for pid in processes_in(folder) if pid != os.getpid())
 
 
 def _read_word(terminal_fd: int) -> str:
