@@ -16,6 +16,7 @@ import pytest
 
 from gpucr.helper import inheritance, listener
 from gpucr.helper.keys import SIGNATURE_NAME
+from gpucr.linux import processes
 from tests.counter import wait_until
 from tests.helper.conftest import Machine
 from tests.helper.test_sessions import CONNECTED, WITH_FILES, counted, dump, runs, start
@@ -155,8 +156,7 @@ def test_h2_a_tree_that_is_not_wholly_the_peers_is_not_touched(
         assert machine.left_at_work() == []
     finally:
         user.home.chmod(0o700)
-        subprocess.run(["pkill", "-KILL", "-P", str(started.pid)], check=False)
-        started.kill()
+        processes.kill_tree(started.pid, including_root=True)
         started.communicate()
 
 
