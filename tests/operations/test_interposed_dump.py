@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import mmap
 import shutil
 import subprocess
 import sys
@@ -27,7 +28,6 @@ from gpucr.interposer.library import installed, preload_path
 from gpucr.interposer.protocol import Code, Operation, Refused, Status
 from gpucr.interposer.vault import Vault, VaultFailed, Vaults
 from gpucr.linux import memory
-from gpucr.linux.buffers import at_address
 from gpucr.model import CudaState, DevicePart, StagedExtent
 from gpucr.snapshot import machine
 from gpucr.snapshot.device.writer import DeviceWriter
@@ -174,7 +174,7 @@ def test_preflight_is_told_by_the_agents(
     assert job.send("verify") == "ok"
 
 
-@pytest.mark.parametrize("what", ["export", later("drop"), later("read"), "criu"])
+@pytest.mark.parametrize("what", ["export", later("drop"), later("read_into"), "criu"])
 @pytest.mark.parametrize("leave_running", [False, True])
 def test_a_dump_that_fails_leaves_the_job_running(
     what: str, leave_running: bool, job: Counter, driver: CudaDriver, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
@@ -191,7 +191,7 @@ def test_a_dump_that_fails_leaves_the_job_running(
         raise CriuError("it does not want to", phase="dump")
 
     owner, failure = {
-        "export": (Agent, refuse), "drop": (Agent, refuse), "read": (Vault, fail), "criu": (Criu, not_dumped),
+        "export": (Agent, refuse), "drop": (Agent, refuse), "read_into": (Vault, fail), "criu": (Criu, not_dumped),
     }[what]  # fmt: skip
     monkeypatch.setattr(owner, {"criu": "dump"}.get(what, what), failure)
     with pytest.raises((InterposerError, CriuError)):
@@ -321,19 +321,22 @@ def test_a_dump_takes_less_host_memory_than_the_job_has_device_memory(
     assert_runs(job, driver, [job.pid], 101)
 
 
-def test_pieces_are_put_together_across_blocks() -> None:
-    vaults = Vaults()
+@pytest.mark.parametrize("is_pinned", [True, False])
+def test_pieces_are_put_together_across_blocks(is_pinned: bool) -> None:
+    vaults = Vaults(pin_rings=not is_pinned)
     try:
         vault = vaults.of(list_gpus()[0].uuid)
         extents = [StagedExtent(at, 2 * MIB, at) for at in (0, 2 * MIB, 4 * MIB)]
         into = BlocksDestination(DevicePart(1, 1), extents, [(vault, False), (vault, True), (vault, False)])
         data = bytes(range(256)) * (4 * MIB // 256)
-        into.write_from(MIB, memoryview(data))
-        found = bytearray()
+        buffer = memoryview(mmap.mmap(-1, 6 * MIB) if is_pinned else bytearray(6 * MIB))
+        buffer[MIB : 5 * MIB] = data
+        into.write_from(MIB, buffer[MIB : 5 * MIB])
+        buffer[:] = bytes(6 * MIB)
         for number in range(3):
-            shown = into._made[number][1]
-            vault.read(shown.address, shown.size_bytes, lambda slot, _, size: found.extend(at_address(slot, size)))
-        assert found == bytes(MIB) + data + bytes(MIB)
+            vault.read_into(into._made[number][1].address, buffer[2 * MIB * number : 2 * MIB * (number + 1)])
+        assert buffer == bytes(MIB) + data + bytes(MIB)
+        assert bool(vault._pinned) is not is_pinned  # the ring was not needed
         into.close()
     finally:
         vaults.close()

@@ -32,7 +32,7 @@ def job(counter: CounterFactory, sim_only: None, tmp_path: Path) -> Counter:
 def no_vault(job: Counter, monkeypatch: pytest.MonkeyPatch) -> pytest.MonkeyPatch:
     """From here on no vault starts."""
 
-    def fails(*_arguments: object) -> None:
+    def fails(*_arguments: object, **_options: object) -> None:
         raise VaultFailed(WHY, hint="")
 
     monkeypatch.setattr(Vault, "__init__", fails)
@@ -102,10 +102,10 @@ def test_on_one_of_two_gpus_the_others_memory_goes_by_its_interposer(
     """The child computes on the second GPU."""
     real, first = Vault.__init__, list_gpus()[0].uuid
 
-    def fails(self: Vault, uuid: str) -> None:
+    def fails(self: Vault, uuid: str, *, pins_ring: bool) -> None:
         if uuid == first:
             raise VaultFailed(WHY, hint="")
-        real(self, uuid)
+        real(self, uuid, pins_ring=pins_ring)
 
     monkeypatch.setattr(Vault, "__init__", fails)
     report = gpucr.dump(job.pid, tmp_path / "s", leave_running=True, on_progress=listen)

@@ -1,18 +1,20 @@
 """Reads and writes device memory of other processes, with a CUDA context of our own and a pinned ring.
 
 Each copy takes a slot of the ring and its stream: device to slot, slot to where it belongs. With as many threads as
-slots the bus is always busy, and what is pinned stays small whatever the size of the job.
+slots the bus is always busy, and what is pinned stays small whatever the size of the job. Buffers that their threads
+use again and again are pinned themselves, so their bytes are copied once (`read_into`, `write_from`).
 """
 
 from __future__ import annotations
 
 import contextlib
 import ctypes
+import mmap
 import os
 import queue
 import threading
 import uuid as uuids
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Sequence
 from typing import Any, ClassVar
 
 from msgspec import Struct
@@ -20,6 +22,7 @@ from msgspec import Struct
 from gpucr.driver import own_use
 from gpucr.errors import InterposerError
 from gpucr.interposer.protocol import ON_DEVICE, ON_HOST_NODE
+from gpucr.linux.buffers import address_of, at_address, copy
 
 SLOT_BYTES = 32 << 20
 WORKERS = 12
@@ -28,7 +31,7 @@ WORKERS = 12
 VAULT_BYTES = 640 << 20
 """What a vault takes of its GPU. Measured (H200, driver 580): 530 MiB."""
 
-_READ_WRITE, _PINNED, _POSIX_DESCRIPTOR, _NON_BLOCKING = 3, 1, 1, 1
+_READ_WRITE, _PINNED, _POSIX_DESCRIPTOR, _NON_BLOCKING, _PORTABLE = 3, 1, 1, 1, 1
 
 _POINTER, _SIZE, _LONG = ctypes.c_void_p, ctypes.c_size_t, ctypes.c_uint64
 
@@ -64,6 +67,8 @@ class _Library:
         "cuStreamSynchronize": (_POINTER,),
         "cuMemHostAlloc": (_POINTER, _SIZE, ctypes.c_uint),
         "cuMemFreeHost": (_POINTER,),
+        "cuMemHostRegister_v2": (_POINTER, _SIZE, ctypes.c_uint),
+        "cuMemHostUnregister": (_POINTER,),
         "cuMemcpyDtoHAsync_v2": (_POINTER, _LONG, _SIZE, _POINTER),
         "cuMemcpyHtoDAsync_v2": (_LONG, _POINTER, _SIZE, _POINTER),
         "cuMemCreate": (_POINTER, _SIZE, _POINTER, ctypes.c_ulonglong),
@@ -115,12 +120,17 @@ class Shown(Struct, frozen=True):
 class Vault:
     """For one GPU; many threads may use it at once."""
 
-    def __init__(self, uuid: str) -> None:
-        """Start a context (0.3 s, 530 MiB of device memory) and pin the ring. Raises VaultFailed, OSError."""
+    def __init__(self, uuid: str, *, pins_ring: bool = True) -> None:
+        """Start a context (0.3 s, 530 MiB of device memory), and pin the ring now or when it is needed first.
+
+        Raises VaultFailed, OSError.
+        """
         os.environ.pop("CUDA_VISIBLE_DEVICES", None)  # it is about the caller's own programs
         self._cuda, self._shown = _Library(), dict[int, Shown]()
         self._context, self._slots = _POINTER(), queue.SimpleQueue[tuple[int, ctypes.c_void_p]]()
         self._pinned: list[int] = []
+        self._lock, self._local = threading.Lock(), threading.local()
+        self._buffers: dict[int, tuple[mmap.mmap, int]] = {}
         if not self._cuda.is_initialized():
             own_use.note_initialized()
         self._cuda("cuInit", 0)
@@ -129,8 +139,8 @@ class Vault:
         try:
             self._cuda("cuDevicePrimaryCtxRetain", ctypes.byref(self._context), self.ordinal)
             self._cuda("cuCtxSetCurrent", self._context)
-            for _ in range(WORKERS):
-                self._add_slot()
+            if pins_ring:
+                self._pin_ring()
         except BaseException:
             self.close()
             raise
@@ -146,12 +156,18 @@ class Vault:
                 return ordinal
         raise VaultFailed(f"gpucr itself cannot use the GPU {uuid}", hint="run it where it may open its device file")
 
-    def _add_slot(self) -> None:
-        slot, stream = _POINTER(), _POINTER()
-        self._cuda("cuMemHostAlloc", ctypes.byref(slot), SLOT_BYTES, 0)
-        self._pinned.append(slot.value or 0)
+    def _pin_ring(self) -> None:
+        with self._lock:
+            while len(self._pinned) < WORKERS:
+                slot = _POINTER()
+                self._cuda("cuMemHostAlloc", ctypes.byref(slot), SLOT_BYTES, 0)
+                self._pinned.append(slot.value or 0)
+                self._slots.put((slot.value or 0, self._new_stream()))
+
+    def _new_stream(self) -> ctypes.c_void_p:
+        stream = _POINTER()
         self._cuda("cuStreamCreate", ctypes.byref(stream), _NON_BLOCKING)
-        self._slots.put((slot.value or 0, stream))
+        return stream
 
     def free_bytes(self) -> int:
         """What is free on the GPU now. Raises VaultFailed."""
@@ -228,12 +244,59 @@ class Vault:
 
     def _by_slots(self, size_bytes: int, one: Callable[[int, ctypes.c_void_p, int, int], None]) -> None:
         self._cuda("cuCtxSetCurrent", self._context)
+        if len(self._pinned) < WORKERS:
+            self._pin_ring()
         for offset in range(0, size_bytes, SLOT_BYTES):
             slot, stream = self._slots.get()
             try:
                 one(slot, stream, offset, min(SLOT_BYTES, size_bytes - offset))
             finally:
                 self._slots.put((slot, stream))
+
+    def read_into(self, address: int, data: memoryview) -> None:
+        """Device memory into a buffer; straight into one that is a mapping of its own. Raises VaultFailed."""
+        if not self._copies_straight(
+            data, lambda host, stream: ("cuMemcpyDtoHAsync_v2", host, address, len(data), stream)
+        ):
+            self.read(address, len(data), lambda slot, offset, size: copy(data[offset:], at_address(slot, size)))
+
+    def write_from(self, address: int, data: memoryview) -> None:
+        """The other way."""
+        if not self._copies_straight(
+            data, lambda host, stream: ("cuMemcpyHtoDAsync_v2", address, host, len(data), stream)
+        ):
+            self.write(
+                address,
+                len(data),
+                lambda slot, offset, size: copy(at_address(slot, size), data[offset : offset + size]),
+            )
+
+    def _copies_straight(self, data: memoryview, call: Callable[[int, ctypes.c_void_p], tuple[object, ...]]) -> bool:
+        """Each thread has a stream of its own for this. False: the buffer is not pinned, and nothing was copied."""
+        if not isinstance(data.obj, mmap.mmap) or data.readonly:
+            return False
+        self._cuda("cuCtxSetCurrent", self._context)
+        if not self._pins(data.obj):
+            return False
+        stream = getattr(self._local, "stream", None)
+        if stream is None:
+            stream = self._local.stream = self._new_stream()
+        name, *arguments = call(address_of(data), stream)
+        self._cuda(str(name), *arguments)
+        self._cuda("cuStreamSynchronize", stream)
+        return True
+
+    def _pins(self, buffer: mmap.mmap) -> bool:
+        """Whether this mapping is pinned, from its first use until `close`."""
+        with self._lock:
+            if id(buffer) not in self._buffers:
+                address = address_of(memoryview(buffer))
+                try:
+                    self._cuda("cuMemHostRegister_v2", address, len(buffer), _PORTABLE)
+                except VaultFailed:
+                    address = 0  # a limit on locked memory, for one: through the ring
+                self._buffers[id(buffer)] = buffer, address  # the mapping itself, so that no other one gets its id
+            return self._buffers[id(buffer)][1] != 0
 
     def close(self) -> None:
         """Let go of everything."""
@@ -245,6 +308,11 @@ class Vault:
         while self._pinned:
             with contextlib.suppress(VaultFailed):
                 self._cuda("cuMemFreeHost", self._pinned.pop())
+        while self._buffers:
+            _, address = self._buffers.popitem()[1]
+            if address:
+                with contextlib.suppress(VaultFailed):
+                    self._cuda("cuMemHostUnregister", address)
         if self._context:
             self._context = _POINTER()
             with contextlib.suppress(VaultFailed):
@@ -257,15 +325,17 @@ class Vault:
 class Vaults:
     """One for each GPU, started when it is needed first, by whoever comes first."""
 
-    def __init__(self) -> None:
+    def __init__(self, *, pin_rings: bool = True) -> None:
+        """``pin_rings``: at their start (see `Vault`)."""
         self._lock = threading.Lock()
         self._vaults: dict[str, Vault] = {}
+        self._pin_rings = pin_rings
 
     def of(self, uuid: str) -> Vault:
         """That of this GPU. Raises as `Vault`."""
         with self._lock:
             if uuid not in self._vaults:
-                self._vaults[uuid] = Vault(uuid)
+                self._vaults[uuid] = Vault(uuid, pins_ring=self._pin_rings)
             return self._vaults[uuid]
 
     def __len__(self) -> int:
@@ -277,16 +347,6 @@ class Vaults:
         with self._lock:
             while self._vaults:
                 self._vaults.popitem()[1].close()
-
-
-@contextlib.contextmanager
-def pointing(data: memoryview) -> Iterator[int]:
-    """The address of the bytes of a buffer while the block lasts. Raises TypeError for one that is read-only."""
-    array = (ctypes.c_ubyte * len(data)).from_buffer(data)
-    try:
-        yield ctypes.addressof(array)
-    finally:
-        del array
 
 
 def in_parallel(calls: Sequence[Callable[[], None]], threads: int = WORKERS) -> None:

@@ -3,11 +3,34 @@
 from __future__ import annotations
 
 import ctypes
+from typing import ClassVar
 
 
-def address_of(view: memoryview) -> int:
-    """Where writable memory begins."""
-    return ctypes.addressof(ctypes.c_char.from_buffer(view))
+class _Buffer(ctypes.Structure):
+    """CPython's Py_buffer, of whose fields only the address is used."""
+
+    _fields_: ClassVar = [
+        ("address", ctypes.c_void_p), ("owner", ctypes.py_object), ("size", ctypes.c_ssize_t),
+        ("item_size", ctypes.c_ssize_t), ("is_read_only", ctypes.c_int), ("dimensions", ctypes.c_int),
+        ("format", ctypes.c_char_p), ("shape", ctypes.c_void_p), ("strides", ctypes.c_void_p),
+        ("suboffsets", ctypes.c_void_p), ("internal", ctypes.c_void_p),
+    ]  # fmt: skip
+
+
+_get, _release = ctypes.pythonapi.PyObject_GetBuffer, ctypes.pythonapi.PyBuffer_Release
+_get.argtypes = (ctypes.py_object, ctypes.POINTER(_Buffer), ctypes.c_int)
+_release.argtypes = (ctypes.POINTER(_Buffer),)
+_release.restype = None
+
+
+def address_of(view: bytes | bytearray | memoryview) -> int:
+    """Where contiguous memory begins. It is there as long as the caller keeps ``view``."""
+    found = _Buffer()
+    _get(view, ctypes.byref(found), 0)
+    try:
+        return found.address or 0
+    finally:
+        _release(ctypes.byref(found))
 
 
 def at_address(address: int, size_bytes: int) -> memoryview:
@@ -17,11 +40,9 @@ def at_address(address: int, size_bytes: int) -> memoryview:
 
 def copy(into: memoryview, data: bytes | bytearray | memoryview) -> None:
     """Copy all of the data to the front of ``into``."""
+    if into.readonly:
+        raise TypeError("read-only memory cannot be copied into")
     if len(data) > len(into):
         raise ValueError(f"{len(data)} bytes do not fit into {len(into)}")
-    if isinstance(data, bytes):
-        ctypes.memmove(address_of(into), data, len(data))
-    elif len(data) and not memoryview(data).readonly:
-        ctypes.memmove(address_of(into), address_of(memoryview(data)), len(data))
-    else:
-        into[: len(data)] = data  # a read-only view does not tell its address: the rare case
+    if len(data):
+        ctypes.memmove(address_of(into), address_of(data), len(data))

@@ -11,7 +11,7 @@ from collections.abc import Callable, Iterable, Iterator, Sequence
 
 from gpucr.interposer.client import Held
 from gpucr.interposer.protocol import ON_DEVICE, BadAnswer, Block, Flag
-from gpucr.interposer.vault import SLOT_BYTES, Shown, Vault, Vaults, in_parallel, pointing
+from gpucr.interposer.vault import SLOT_BYTES, Shown, Vault, Vaults, in_parallel
 from gpucr.linux.tmpfs import StagingFile
 from gpucr.model import DevicePart, StagedExtent
 
@@ -70,8 +70,8 @@ class BlocksSource:
 
     def read_into(self, position: int, data: memoryview) -> None:
         """Through the vault of its GPU."""
-        with pointing(data) as address:
-            self._read(position, len(data), lambda start: address + start - position)
+        for vault, address, at, size in self._pieces(position, len(data)):
+            vault.read_into(address, data[at : at + size])
 
     def copy_to(self, address: int) -> None:
         """All of it, to host memory from there on."""
@@ -80,22 +80,23 @@ class BlocksSource:
             for extent in self.extents
             for at in range(0, extent.size_bytes, _PIECE_BYTES)
         ]
-        in_parallel([functools.partial(self._read, start, size, lambda at: address + at) for start, size in pieces])
+        in_parallel([functools.partial(self._copy, start, size, address + start) for start, size in pieces])
 
-    def _read(self, position: int, size_bytes: int, place: Callable[[int], int]) -> None:
-        number = bisect.bisect_right(self._offsets, position) - 1
-        while size_bytes > 0:
+    def _copy(self, position: int, size_bytes: int, to: int) -> None:
+        for vault, address, at, size in self._pieces(position, size_bytes):
+            start = to + at
+            vault.read(address, size, lambda slot, offset, n, start=start: ctypes.memmove(start + offset, slot, n))  # type: ignore[misc]
+
+    def _pieces(self, position: int, size_bytes: int) -> Iterator[tuple[Vault, int, int, int]]:
+        """What of each block lies in a range: its vault, where it sees it, where in the range, how much."""
+        number, done = bisect.bisect_right(self._offsets, position) - 1, 0
+        while done < size_bytes:
             extent = self.extents[number]
-            within = position - extent.offset
-            size = min(size_bytes, extent.size_bytes - within)
+            within = position + done - extent.offset
+            size = min(size_bytes - done, extent.size_bytes - within)
             vault, shown = self._see(number)
-            start = position
-            vault.read(
-                shown.address + within,
-                size,
-                lambda slot, offset, count, start=start: ctypes.memmove(place(start + offset), slot, count),  # type: ignore[misc]
-            )
-            position, size_bytes, number = position + size, size_bytes - size, number + 1
+            yield vault, shown.address + within, done, size
+            done, number = done + size, number + 1
 
     @functools.cached_property
     def _offsets(self) -> list[int]:
