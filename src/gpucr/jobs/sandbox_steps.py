@@ -7,6 +7,7 @@ import os
 import re
 from collections.abc import Mapping
 from pathlib import Path
+from typing import TYPE_CHECKING
 
 from msgspec import Struct, field
 
@@ -15,7 +16,6 @@ from gpucr.criu.install import CriuInstall
 from gpucr.diagnosis import preflight
 from gpucr.diagnosis.preflight.support import outside as facts
 from gpucr.errors import InvalidRequest, JobDamaged, ProcessNotFound, SnapshotDamaged, Unsupported
-from gpucr.helper.client import HelperCriu
 from gpucr.jobs import sandbox
 from gpucr.jobs.recovery import EndSandbox
 from gpucr.jobs.registered import RestoredName
@@ -32,6 +32,9 @@ from gpucr.snapshot.shared_files import ROOT
 from gpucr.undo.interrupts import Interrupts
 from gpucr.undo.protection import Protection
 from gpucr.undo.steps import Meter, Result
+
+if TYPE_CHECKING:
+    from gpucr.helper.client import HelperCriu
 
 LEFTOVER_LIMIT_S = 5.0
 """How long a restore waits for what one that was killed has left to end."""
@@ -159,7 +162,7 @@ class RestoreSite(Struct, frozen=True):
     """Where a job is restored: what keeps it, and how CRIU, which makes it there, is started.
 
     ``shared_root`` is the folder of shared memory that the job will see; ``outputs``: which files take the place of
-    others in it.
+    others in it. ``helper``: that same CRIU, where it is the privileged helper's.
     """
 
     keeper: EmptySandbox | BareKeeper | HelpedKeeper
@@ -168,6 +171,7 @@ class RestoreSite(Struct, frozen=True):
     network: Network
     shared_root: Path = ROOT
     outputs: Mapping[Path, Path] = field(default_factory=dict)
+    helper: HelperCriu | None = None
 
 
 class StartSandbox:
@@ -244,8 +248,11 @@ class StartKeeper:
         log_path = str(name.log_path) if name is not None else None
         status_path = str(name.status_path) if name is not None else None
         if self._install.origin == "helper":
+            from gpucr.helper.client import HelperCriu
+
             helped = self._made = sandbox.helped_keeper(log_path=log_path, status_path=status_path)
-            self.site.set(RestoreSite(helped, HelperCriu(self._install, keeper=helped), False, "host"))
+            criu = HelperCriu(self._install, keeper=helped)
+            self.site.set(RestoreSite(helped, criu, False, "host", helper=criu))
             return 0
         made = self._made = sandbox.bare_keeper(
             log_path=log_path, status_path=status_path, own_session=self._own_session

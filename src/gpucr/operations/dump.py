@@ -12,10 +12,8 @@ from gpucr.diagnosis import preflight
 from gpucr.diagnosis.traps import findings_of_traps
 from gpucr.driver.gpus import gpu_processes
 from gpucr.errors import CudaStarted, GpucrError, InvalidRequest
-from gpucr.gpu_state.cuda_work import CudaWork, cuda_work
 from gpucr.gpu_state.ways import GpuState, may_be_interposed, require_possible
 from gpucr.jobs import registered, selection
-from gpucr.jobs.end_frozen import EndFrozenJob
 from gpucr.jobs.selector import JobSelector
 from gpucr.jobs.taken import taken_job
 from gpucr.model import GangLock
@@ -35,6 +33,7 @@ from gpucr.undo.roll import Roll
 from gpucr.undo.steps import Phase, Step
 
 if TYPE_CHECKING:
+    from gpucr.gpu_state.cuda_work import CudaWork
     from gpucr.store.keys import Secret
 
 Persist = Literal["background", "sync"]
@@ -226,6 +225,8 @@ def prepare(
     writer = DeviceWriter(target.sink)
     cuda = frozen
     if protection is not None and job.gang and not is_frozen:
+        from gpucr.gpu_state.cuda_work import cuda_work  # jobs without CUDA start without it
+
         gently = leave_running and persist == "background"
         cuda = cuda_work(
             found.driver,
@@ -303,6 +304,8 @@ def _steps(context: OwnDump, persist: Persist, *, is_frozen: bool) -> tuple[list
     begin.append(criu)
     if not context.leave_running:
         if context.is_frozen and context.protection is not None:
+            from gpucr.jobs.end_frozen import EndFrozenJob
+
             return [*begin, save, EndFrozenJob(context.job, context.protection)], save
         return begin, criu
     if persist == "sync":
