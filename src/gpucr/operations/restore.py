@@ -173,7 +173,7 @@ def restore(
             start = (
                 StartSandbox(install, source, plan, protection)
                 if plan is not None
-                else StartKeeper(install, registration, own_session=not options.shell_job)
+                else opened.enter_context(StartKeeper(install, registration, own_session=not options.shell_job))
             )
             images = [RestoreImages(folder) for folder in source.image_folders]
             for each in images:
