@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Literal, get_args
 
@@ -217,9 +217,11 @@ def prepare(
     stands_still = is_frozen or bool(job.other_root_pids)
     is_stopped = stands_still or bool(job.gang)
     uses = gpu_processes() if job.gang and not is_frozen else ()
-    held = preflight.device_bytes_in_use(job, uses) if frozen is None else frozen.device_bytes
-    held_bytes = sum(sum(by_gpu.values()) for by_gpu in held.values())
-    held_bytes += preflight.kept_bytes(job) if frozen is None else 0  # what is frozen does not answer
+    held: Mapping[int, Mapping[str, int]] = frozen.device_bytes if frozen is not None else {}
+    kept_bytes = 0
+    if frozen is None and job.gang:  # what is frozen does not answer
+        held, kept_bytes = preflight.device_bytes_in_use(job, uses), preflight.kept_bytes(job)
+    held_bytes = sum(sum(by_gpu.values()) for by_gpu in held.values()) + kept_bytes
     target = place.target(job, held_bytes)
     criu = criu_for_dump(found)
     writer = DeviceWriter(target.sink)
@@ -249,7 +251,7 @@ def prepare(
         *(findings_of_spool(cuda, needs(), target.disk) if cuda is not None and not is_frozen else ()),
         *selection.findings_before_freeze(job, needs()),
         *(findings_of_traps(job, found.driver, uses, may_share=may_be_interposed(gpu_state)) if not is_frozen else ()),
-        *(preflight.check_suspended(job) if not is_frozen else ()),
+        *(preflight.check_suspended(job) if job.gang and not is_frozen else ()),
         *(preflight.check_handed_over(cuda.custom.pids(job.gang)) if cuda is not None and not is_frozen else ()),
         *preflight.check_tracers(job),
         *(each for tree in job.trees for each in preflight.check_session(tree)),
