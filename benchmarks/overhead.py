@@ -61,8 +61,8 @@ def plain_criu() -> Tool:
 
 
 def gpucr_cli() -> Tool:
-    """gpucr's own commands."""
-    gpucr = [sys.executable, "-m", "gpucr"]
+    """gpucr's own commands, started as the installed script starts them: no user pays for the `runpy` of `-m`."""
+    gpucr = [sys.executable, "-c", "from gpucr.__main__ import main; main()"]
     return Tool(
         "gpucr",
         lambda pid, folder: [*gpucr, "dump", str(pid), "--to", str(folder)],

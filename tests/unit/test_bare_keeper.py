@@ -28,6 +28,7 @@ from tests.unit.children import identity
 @pytest.fixture
 def keeper(tmp_path: Path) -> Iterator[BareKeeper]:
     with sandbox.bare_keeper(log_path=None, status_path=str(tmp_path / "status")) as made:
+        made.wait_ready()
         yield made
     end_all_in(tmp_path)
 
@@ -109,10 +110,32 @@ def test_without_adoption_everything_below_it_ends(keeper: BareKeeper, tmp_path:
     assert not processes.is_alive(keeper.id)
 
 
+def _holders(folder: Path) -> list[int]:
+    """The processes that have this folder open: a keeper has that of its status."""
+    found: list[int] = []
+    for each in Path("/proc").glob("[0-9]*/fd/*"):
+        with contextlib.suppress(OSError):
+            if os.readlink(each) == str(folder):
+                found.append(int(each.parts[2]))
+    return found
+
+
+def test_one_that_nobody_waits_for_ends(tmp_path: Path) -> None:
+    with sandbox.bare_keeper(log_path=None, status_path=str(tmp_path / "status")) as made:
+        made.wait_ready()
+        assert _holders(tmp_path) == [made.id.pid]
+    wait_until(lambda: _holders(tmp_path) == [], "the end of one that was ready")
+    with sandbox.bare_keeper(log_path=None, status_path=str(tmp_path / "status")) as made:
+        assert not made.is_ready
+    wait_until(lambda: _holders(tmp_path) == [], "the end of one that was starting")
+    assert [each.pid for each in processes.tree(os.getpid())] == [os.getpid()], "what starts it was not collected"
+
+
 def test_it_ends_everything_when_its_gpucr_is_killed(tmp_path: Path) -> None:
     code = (
         "import os, signal, sys; from gpucr.jobs import sandbox\n"
         "made = sandbox.bare_keeper(log_path=None, status_path=None)\n"
+        "made.wait_ready()\n"
         "made.spawn(['/bin/sh', '-c', 'cd ' + sys.argv[1] + '; (sleep 1000; exit) & wait'], {}, [], (0, 1))\n"
         "print(made.id.pid, flush=True); signal.pause()"
     )
@@ -131,6 +154,7 @@ def test_it_ends_everything_when_its_gpucr_is_killed_while_that_ends_everything(
     code = (
         "import os, signal, sys; from gpucr.jobs import sandbox; from gpucr.linux import processes\n"
         "made = sandbox.bare_keeper(log_path=None, status_path=None)\n"
+        "made.wait_ready()\n"
         "made.spawn(['/bin/sh', '-c', 'cd ' + sys.argv[1] + '; (sleep 1000; exit) & wait'], {}, [], (0, 1))\n"
         "print(made.id.pid, flush=True); sys.stdin.readline()\n"
         "processes.kill_and_wait = lambda *_: os.kill(os.getpid(), signal.SIGKILL)\n"

@@ -24,8 +24,8 @@ from gpucr.errors import (
     ProcessNotFound,
     Unsupported,
 )
-from gpucr.gang import Gang
-from gpucr.gang import actions as gangs
+from gpucr.gang import Gang, actions
+from gpucr.gang import discovery as gangs
 from gpucr.linux import processes
 from gpucr.model import CudaState, GangMember, GpuMap
 from tests.counter import CounterFactory, wait_until
@@ -425,7 +425,7 @@ def test_no_lock_is_begun_after_the_deadline(three: list[int]) -> None:
 def test_a_call_that_never_returns_is_reported_and_the_others_are_brought_back(
     three: list[int], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(gangs, "STUCK_AFTER_S", 0.5)
+    monkeypatch.setattr(actions, "STUCK_AFTER_S", 0.5)
     driver = FakeDriver(dict.fromkeys(three, LOCKED))
     gang = of_gang(driver, dict.fromkeys(three, RUNNING), time.monotonic())
     freed = threading.Event()
@@ -445,7 +445,7 @@ def test_a_call_that_never_returns_is_reported_and_the_others_are_brought_back(
 def test_a_state_that_is_never_answered_does_not_block_the_others(
     three: list[int], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(gangs, "STUCK_AFTER_S", 0.5)
+    monkeypatch.setattr(actions, "STUCK_AFTER_S", 0.5)
     driver = FakeDriver(dict.fromkeys(three, LOCKED))
     gang = of_gang(driver, dict.fromkeys(three, RUNNING), time.monotonic())
     freed = threading.Event()

@@ -11,7 +11,9 @@ from pathlib import Path
 import pytest
 
 from gpucr.linux import inherited, memory, processes
-from gpucr.linux.inherited import find_inherited, let_go
+from gpucr.linux import let_go as let_go_module
+from gpucr.linux.inherited import find_inherited
+from gpucr.linux.let_go import let_go
 from gpucr.linux.ptrace import TracedThread
 from tests.counter import wait_until
 from tests.unit.children import Child, python, tracer_of
@@ -57,7 +59,8 @@ def device(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     """A file that stands for an NVIDIA device in mappings."""
     file = tmp_path / "nvidia"
     file.write_bytes(bytes(8192))
-    monkeypatch.setattr(inherited, "NVIDIA_DEVICE", re.compile(re.escape(str(file))))
+    for module in (inherited, let_go_module):
+        monkeypatch.setattr(module, "NVIDIA_DEVICE", re.compile(re.escape(str(file))))
     return file
 
 

@@ -3,9 +3,12 @@
 from __future__ import annotations
 
 import ast
+import contextlib
 import importlib
 import inspect
+import os
 import re
+import signal
 import subprocess
 import sys
 from collections.abc import Iterator
@@ -72,6 +75,17 @@ def test_type_checkers_see_the_same_names() -> None:
     assert seen == gpucr._HOME_OF
 
 
+def test_late_names_of_preflight_are_its_own() -> None:
+    from gpucr import gang
+    from gpucr.diagnosis import preflight
+
+    for module in (preflight, gang):
+        for name in module.__all__:
+            assert getattr(module, name) is not None
+        with pytest.raises(AttributeError, match="has no attribute 'nothing'"):
+            getattr(module, "nothing")  # noqa: B009
+
+
 def test_star_import() -> None:
     scope: dict[str, object] = {}
     exec("from gpucr import *", scope)  # noqa: S102 - what is tested
@@ -97,6 +111,16 @@ def test_import_takes_nothing_with_it() -> None:
 _CRIU = ("gpucr.criu.install", "gpucr.criu.engine", "gpucr.criu.service", "gpucr.criu.images")
 """All but CRIU's options, which a manifest holds."""
 
+_FOR_CUDA = (
+    *("gpucr.gang.actions", "gpucr.gang.threads", "gpucr.gpu_state.cuda_work", "gpucr.gpu_state.kinds"),
+    *("gpucr.gpu_state.steps", "gpucr.gpu_state.recovery", "gpucr.gpu_state.staging", "gpucr.gpu_state.interposed"),
+    *("gpucr.gpu_state.custom_storage", "gpucr.gpu_state.returns", "gpucr.interposer.client"),
+    *("gpucr.interposer.protocol", "gpucr.interposer.vault", "gpucr.linux.ptrace", "gpucr.linux.injection"),
+    *("gpucr.diagnosis.preflight.traits", "gpucr.diagnosis.preflight.traps", "gpucr.diagnosis.preflight.modes"),
+    *("concurrent.futures", "logging", "queue"),
+)
+"""What one tree without CUDA is dumped and restored without, by root."""
+
 
 @pytest.mark.parametrize(
     ("statement", "heavy"),
@@ -113,7 +137,9 @@ _CRIU = ("gpucr.criu.install", "gpucr.criu.engine", "gpucr.criu.service", "gpucr
         (
             "import gpucr.cli.dump, gpucr.cli.restore",
             (
+                *_FOR_CUDA,
                 *("gpucr.containers.by_runtime", "gpucr.containers.podman", "gpucr.store", "gpucr.diagnosis.probe"),
+                *("gpucr.helper.client", "gpucr.helper.keys"),
                 *(
                     "rich",
                     "pynvml",
@@ -143,6 +169,25 @@ def test_an_import_takes_only_what_it_needs(statement: str, heavy: tuple[str, ..
     code = f"import sys; {statement}; print(*sys.modules)"
     done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
     assert not set(heavy) & set(done.stdout.split())
+
+
+@pytest.mark.criu
+def test_a_job_without_cuda_is_dumped_and_restored_without_what_is_for_cuda(tmp_path: Path) -> None:
+    """Not only when a command begins: nothing on its way loads it either."""
+    with (tmp_path / "output").open("wb") as output:
+        job = subprocess.Popen(["sleep", "1000"], stdin=subprocess.DEVNULL, stdout=output, stderr=output, cwd="/")
+    try:
+        for statement in (f"gpucr.dump({job.pid}, 's')", "gpucr.restore('s')"):
+            code = f"import gpucr, sys; {statement}; print(*sys.modules)"
+            done = subprocess.run(
+                [sys.executable, "-c", code], capture_output=True, text=True, check=True, cwd=tmp_path
+            )
+            if job.returncode is None:
+                job.wait(10)  # reaped, or the restore could not have its pid
+            assert not {*_FOR_CUDA, "gpucr.helper.client"} & set(done.stdout.split())
+    finally:
+        with contextlib.suppress(ProcessLookupError):
+            os.kill(job.pid, signal.SIGKILL)
 
 
 _NO_NAMES_OF_OURS = frozenset(

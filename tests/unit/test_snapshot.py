@@ -11,6 +11,7 @@ import stat
 import subprocess
 import sys
 import tempfile
+import threading
 from collections.abc import Callable
 from pathlib import Path
 
@@ -18,6 +19,7 @@ import pytest
 from msgspec.structs import replace
 
 from gpucr.errors import InvalidRequest, SnapshotDamaged, SnapshotError, SnapshotExists, SnapshotUnfinished
+from gpucr.linux import durable
 from gpucr.snapshot import files
 from gpucr.snapshot import manifest as manifests
 from gpucr.snapshot.folder import MANIFEST_NAME, Snapshot, UnfinishedSnapshot, check_target, completed
@@ -593,6 +595,29 @@ def test_pieces_are_hashed_as_a_whole_file_is(tmp_path: Path, monkeypatch: pytes
     seen = subprocess.run(["sha256sum", tmp_path / "file"], capture_output=True, text=True, check=True).stdout.split()
     assert whole.sha256 == (seen[0],)
     assert len(many.sha256) == 3
+
+
+def test_files_are_made_durable_while_they_are_hashed(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    (tmp_path / "images").mkdir()
+    paths = [f"images/{number}" for number in range(5)]
+    for path in paths:
+        (tmp_path / path).write_bytes(path.encode() * 100)
+    synced: list[str] = []
+    monkeypatch.setattr(durable, "sync", lambda path: synced.append(str(path.relative_to(tmp_path))))
+    assert files.record_and_sync(tmp_path, paths) == files.record(tmp_path, paths)
+    assert sorted(synced) == [".", "images", *paths]
+
+
+def test_what_the_disk_has_not_taken_is_no_success(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    (tmp_path / "file").write_bytes(b"data")
+
+    def fail(path: Path) -> None:
+        raise OSError(errno.EIO, "Input/output error", str(path))
+
+    monkeypatch.setattr(durable, "sync", fail)
+    with pytest.raises(OSError, match="Input/output error"):
+        files.record_and_sync(tmp_path, ["file"])
+    assert "image-sync" not in {thread.name for thread in threading.enumerate()}
 
 
 def test_a_snapshot_can_be_moved(snapshot: Snapshot, tmp_path: Path) -> None:

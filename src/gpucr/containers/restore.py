@@ -28,9 +28,10 @@ from gpucr.interposer.protocol import Hooks
 from gpucr.jobs.restored_tree import RestoredTree, end_restored, restore_threads, take_stock
 from gpucr.linux import processes
 from gpucr.model import CudaState
-from gpucr.operations.restore_steps import LoadDevice, RestoreDevice
+from gpucr.operations.restore_device import RestoreDevice
 from gpucr.snapshot.folder import GPU_PART_NAME, Snapshot
 from gpucr.snapshot.gpus import place_snapshot
+from gpucr.snapshot.loading import LoadDevice
 from gpucr.snapshot.machine import findings_of_room
 from gpucr.snapshot.manifest import Manifest
 from gpucr.snapshot.origin import FolderSource

@@ -1,5 +1,22 @@
 """The CUDA processes of a job, as one: the driver's four actions on all of them, and who may run meanwhile."""
 
-from gpucr.gang.actions import DEFAULT_LOCK_TIMEOUT_S, HALTS, Gang, Halt, discover, state_of, uses_libcuda
+from __future__ import annotations
 
-__all__ = ["DEFAULT_LOCK_TIMEOUT_S", "HALTS", "Gang", "Halt", "discover", "state_of", "uses_libcuda"]
+from typing import TYPE_CHECKING
+
+from gpucr.gang.discovery import HALTS, Halt, discover, state_of, uses_libcuda
+
+if TYPE_CHECKING:
+    from gpucr.gang.actions import Gang
+
+__all__ = ["HALTS", "Gang", "Halt", "discover", "state_of", "uses_libcuda"]
+
+
+def __getattr__(name: str) -> object:
+    """Load `Gang` when it is first used (PEP 562): a job without CUDA has none."""
+    if name != "Gang":
+        raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
+    from gpucr.gang.actions import Gang
+
+    globals()[name] = Gang
+    return Gang

@@ -18,16 +18,16 @@ import threading
 import time
 from collections.abc import Callable, Iterable, Mapping, Sequence
 
-from msgspec import Struct
 from msgspec.structs import replace
 
 from gpucr.driver.api import Driver
 from gpucr.driver.libcuda import NOT_READY
-from gpucr.errors import DeadlineExceeded, GpucrError, IllegalState, JobChanged, LockTimeout, Unsupported
+from gpucr.errors import DeadlineExceeded, GpucrError, IllegalState, JobChanged, LockTimeout
+from gpucr.gang.discovery import uses_libcuda
 from gpucr.gang.hold_leader import LeaderHold, LocksFailed
 from gpucr.gang.holdable import MAX_LOCK_TIMEOUT_MS, DriverLock, Holdable
-from gpucr.linux import cgroups, memory, processes
-from gpucr.model import CudaState, GangLock, GangMember, GpuMap, ProcessInfo
+from gpucr.linux import processes
+from gpucr.model import CudaState, GangLock, GangMember, GpuMap
 
 DEFAULT_LOCK_TIMEOUT_S = 30.0
 """How long a lock waits for pending GPU work where the user gave no deadline."""
@@ -38,71 +38,7 @@ STUCK_AFTER_S = 120.0
 A call that begins after the deadline, as those of an undo do, is given this time from its own beginning.
 """
 
-HALTS = ("stopped", "frozen")
-"""What a process may be instead of running: stopped by a signal or a tracer, or frozen with its cgroup."""
-
-
-class Halt(Struct, frozen=True):
-    """Why a process does not run: ``word`` is one of HALTS, ``hint`` what lets it go on."""
-
-    word: str
-    hint: str
-
-
 _LADDER = (CudaState.RUNNING, CudaState.LOCKED, CudaState.CHECKPOINTED)
-
-
-def discover(driver: Driver, tree: Iterable[ProcessInfo]) -> tuple[GangMember, ...]:
-    """The processes of the tree that use CUDA, with the state in which each is found now.
-
-    Only processes that have libcuda loaded are asked. Raises Unsupported for one of them that is stopped (SIGSTOP,
-    Ctrl-Z, a debugger) or frozen (a container that is paused): measured on driver 580 with a stopped one, the driver's
-    question then hangs until the process goes on.
-    """
-    members: list[GangMember] = []
-    for process in tree:
-        state = state_of(driver, process)
-        if isinstance(state, Halt):
-            named = f"process {process.pid} ({process.name})"
-            raise Unsupported(
-                f"{named} is {state.word}, and the driver can reach only a process that runs",
-                hint=state.hint,
-                code="GPUCR-STOPPED",
-            )
-        if state is not None:
-            members.append(GangMember(process.id, state))
-    return tuple(members)
-
-
-def state_of(driver: Driver, process: ProcessInfo) -> CudaState | Halt | None:
-    """The process's CUDA state, or what keeps the driver from telling; None where it has none, or has ended."""
-    if not uses_libcuda(process.pid):
-        return None
-    return _halt_of(process.pid) or _state_if_alive(driver, process)
-
-
-def _halt_of(pid: int) -> Halt | None:
-    stat = processes.read_stat(pid)
-    if stat is not None and stat.status in "Tt":
-        return Halt("stopped", f"continue it with `kill -CONT {pid}`, or detach the debugger that holds it")
-    cgroup = cgroups.frozen_by(pid)
-    if cgroup is not None:
-        return Halt("frozen", f"resume the container; its cgroup {cgroup} is frozen")
-    return None
-
-
-def uses_libcuda(pid: int) -> bool:
-    """Whether the process has the driver's library loaded: only such a process can have a CUDA state."""
-    return memory.has_mapped(pid, "/libcuda.so")
-
-
-def _state_if_alive(driver: Driver, process: ProcessInfo) -> CudaState | None:
-    try:
-        return driver.state(process.pid)
-    except GpucrError:
-        if processes.goes_on(process.id):
-            raise
-        return None  # it ended between the listing and the question
 
 
 class Gang:

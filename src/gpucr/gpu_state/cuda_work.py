@@ -16,7 +16,7 @@ from gpucr.gpu_state.custom_storage.backend import CustomStorages, files_of
 from gpucr.gpu_state.gang_staging import AllocateStaging, GangStaging
 from gpucr.gpu_state.interposed.hooks import ProgramHooks, has_hooks
 from gpucr.gpu_state.interposed.interposers import Interposers
-from gpucr.gpu_state.placement import ProcessGpus, gpus_of
+from gpucr.gpu_state.placement import ProcessGpus, all_gpus, gpus_of
 from gpucr.gpu_state.recovery import GangProtection
 from gpucr.gpu_state.source import Saver
 from gpucr.gpu_state.steps import (
@@ -81,6 +81,11 @@ class CudaWork(Struct, frozen=True, kw_only=True):
     def gpus_of(self, member: GangMember) -> ProcessGpus:
         """The GPUs of one process."""
         return gpus_of(member.id, self.gpus, used=self.device_bytes.get(member.pid, {}))
+
+    @property
+    def known_gpus(self) -> tuple[Gpu, ...]:
+        """Each GPU that the driver knows for any of its processes, by index."""
+        return tuple(all_gpus(map(self.gpus_of, self.gang.members)))
 
     @property
     def sizes(self) -> dict[int, int]:

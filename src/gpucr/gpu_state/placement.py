@@ -9,19 +9,22 @@ from __future__ import annotations
 
 from collections.abc import Collection, Iterable, Mapping, Sequence
 from pathlib import Path
+from typing import TYPE_CHECKING
 
 from msgspec import Struct
 from msgspec.structs import replace
 
 from gpucr.driver.gpus import gpu_processes, gpus_with_device_file, list_gpus, visible_gpus
 from gpucr.errors import GpucrError
-from gpucr.gang import Gang
 from gpucr.gpu_state import suspended
 from gpucr.gpu_state.gpu_choice import GpuChoice, GpuRequest, GpuUser, choose_gpus
 from gpucr.linux import memory, processes
 from gpucr.linux.process_records import ProcessRecords
 from gpucr.model import CudaState, GangMember, Gpu, GpuMap, GpuUse, ProcessId
 from gpucr.records import Record
+
+if TYPE_CHECKING:
+    from gpucr.gang import Gang
 
 RECORDS = ProcessRecords("gpus")
 

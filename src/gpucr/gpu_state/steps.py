@@ -18,7 +18,8 @@ from gpucr.gpu_state.interposed.host_copy import HostCopy
 from gpucr.gpu_state.placement import Placement
 from gpucr.gpu_state.recovery import GangProtection
 from gpucr.linux import processes
-from gpucr.linux.inherited import InheritedDevices, find_inherited, let_go
+from gpucr.linux.inherited import InheritedDevices, find_inherited
+from gpucr.linux.let_go import let_go
 from gpucr.model import CudaState, GangMember, ProcessId, ProcessInfo, StagedExtent
 from gpucr.undo.interrupts import Interrupts
 from gpucr.undo.protection import Protection

@@ -9,12 +9,14 @@ from __future__ import annotations
 
 import functools
 from collections.abc import Iterable, Mapping, Sequence
+from typing import TYPE_CHECKING
 
 from msgspec import Struct
 
-from gpucr.interposer.client import Agent
-from gpucr.interposer.protocol import BadAnswer, Block, Flag, Refused
 from gpucr.linux import open_file
+
+if TYPE_CHECKING:
+    from gpucr.interposer.protocol import Block
 
 
 class Place(Struct, frozen=True):
@@ -63,6 +65,8 @@ def find(blocks: Mapping[int, Sequence[Block]]) -> Sharing:
 
     Raises OSError where the kernel does not tell.
     """
+    from gpucr.interposer.protocol import Flag  # every manifest can hold a `Share`, and few do
+
     everything = [Place(pid, block) for pid, each in blocks.items() for block in each]
     imported = [place for place in everything if Flag.IMPORTED in place.block.flags]
     if not imported:
@@ -79,6 +83,9 @@ def find(blocks: Mapping[int, Sequence[Block]]) -> Sharing:
 
 def ask(pids: Iterable[int]) -> Sharing | None:
     """As `find`, of processes that run, for one look at them. None: one of them does not tell."""
+    from gpucr.interposer.client import Agent
+    from gpucr.interposer.protocol import BadAnswer, Refused
+
     blocks: dict[int, Sequence[Block]] = {}
     try:
         for pid in pids:

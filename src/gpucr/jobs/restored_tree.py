@@ -4,17 +4,20 @@ from __future__ import annotations
 
 import contextlib
 from collections.abc import Iterable, Mapping, Sequence
+from typing import TYPE_CHECKING
 
 from msgspec import Struct
 
 from gpucr.criu.recovery import EndRestore, EndRestored
 from gpucr.errors import JobChanged, JobDamaged, ProcessNotFound, SnapshotDamaged
-from gpucr.gang import Gang
 from gpucr.linux import processes
 from gpucr.model import GangMember, ProcessId
 from gpucr.snapshot.job_snapshot import JobSnapshot
 from gpucr.snapshot.manifest import Manifest, ProcessRecord
 from gpucr.undo.protection import Protection
+
+if TYPE_CHECKING:
+    from gpucr.gang import Gang
 
 
 class RestoredTree(Struct, frozen=True):

@@ -7,6 +7,8 @@ import os
 import re
 from collections.abc import Mapping
 from pathlib import Path
+from types import TracebackType
+from typing import TYPE_CHECKING
 
 from msgspec import Struct, field
 
@@ -15,7 +17,6 @@ from gpucr.criu.install import CriuInstall
 from gpucr.diagnosis import preflight
 from gpucr.diagnosis.preflight.support import outside as facts
 from gpucr.errors import InvalidRequest, JobDamaged, ProcessNotFound, SnapshotDamaged, Unsupported
-from gpucr.helper.client import HelperCriu
 from gpucr.jobs import sandbox
 from gpucr.jobs.recovery import EndSandbox
 from gpucr.jobs.registered import RestoredName
@@ -32,6 +33,9 @@ from gpucr.snapshot.shared_files import ROOT
 from gpucr.undo.interrupts import Interrupts
 from gpucr.undo.protection import Protection
 from gpucr.undo.steps import Meter, Result
+
+if TYPE_CHECKING:
+    from gpucr.helper.client import HelperCriu
 
 LEFTOVER_LIMIT_S = 5.0
 """How long a restore waits for what one that was killed has left to end."""
@@ -159,7 +163,7 @@ class RestoreSite(Struct, frozen=True):
     """Where a job is restored: what keeps it, and how CRIU, which makes it there, is started.
 
     ``shared_root`` is the folder of shared memory that the job will see; ``outputs``: which files take the place of
-    others in it.
+    others in it. ``helper``: that same CRIU, where it is the privileged helper's.
     """
 
     keeper: EmptySandbox | BareKeeper | HelpedKeeper
@@ -168,6 +172,7 @@ class RestoreSite(Struct, frozen=True):
     network: Network
     shared_root: Path = ROOT
     outputs: Mapping[Path, Path] = field(default_factory=dict)
+    helper: HelperCriu | None = None
 
 
 class StartSandbox:
@@ -221,7 +226,11 @@ class StartSandbox:
 
 
 class StartKeeper:
-    """Start the keeper of a job that is in no sandbox: CRIU makes the job below it."""
+    """Start the keeper of a job that is in no sandbox: CRIU makes the job below it.
+
+    A context manager: the keeper's Python starts when the block begins, while the snapshot is verified, and the step
+    waits for it. What no step came to wait for ends with the block.
+    """
 
     name = "keeper"
 
@@ -229,6 +238,7 @@ class StartKeeper:
         self._install = install
         self._name = name
         self._own_session = own_session
+        self._begun: BareKeeper | None = None
         self._made: BareKeeper | HelpedKeeper | None = None
         self.site: Result[RestoreSite] = Result()
 
@@ -238,18 +248,38 @@ class StartKeeper:
             return "ask the privileged helper to restore the job, and to become its parent"
         return "start the process that will be the job's parent"
 
-    def run(self, interrupts: Interrupts, meter: Meter) -> int:
-        """Start it, and have CRIU started below it."""
+    def __enter__(self) -> StartKeeper:
+        """Raises BrokenInstall."""
+        log_path, status_path = self._paths()
+        if self._install.origin != "helper":
+            self._begun = sandbox.bare_keeper(log_path=log_path, status_path=status_path, own_session=self._own_session)
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        if self._begun is not None and not self._begun.is_ready:
+            self._begun.end()
+
+    def _paths(self) -> tuple[str | None, str | None]:
+        """Of the job's log and of its status."""
         name = self._name
-        log_path = str(name.log_path) if name is not None else None
-        status_path = str(name.status_path) if name is not None else None
+        return (str(name.log_path), str(name.status_path)) if name is not None else (None, None)
+
+    def run(self, interrupts: Interrupts, meter: Meter) -> int:
+        """Wait until it is ready, and have CRIU started below it."""
         if self._install.origin == "helper":
+            log_path, status_path = self._paths()
+            from gpucr.helper.client import HelperCriu
+
             helped = self._made = sandbox.helped_keeper(log_path=log_path, status_path=status_path)
-            self.site.set(RestoreSite(helped, HelperCriu(self._install, keeper=helped), False, "host"))
+            criu = HelperCriu(self._install, keeper=helped)
+            self.site.set(RestoreSite(helped, criu, False, "host", helper=criu))
             return 0
-        made = self._made = sandbox.bare_keeper(
-            log_path=log_path, status_path=status_path, own_session=self._own_session
-        )
+        if (made := self._begun) is None:
+            raise AssertionError("the keeper was not begun")
+        made.wait_ready()
+        self._made = made
         self.site.set(RestoreSite(made, Criu(self._install, parent=made), False, "host"))
         return 0
 

@@ -9,7 +9,7 @@ from msgspec import Struct
 
 from gpucr.driver.gpus import nvml_kept_open
 from gpucr.errors import NotACudaProcess
-from gpucr.jobs import selection, tracing
+from gpucr.jobs import selection
 from gpucr.jobs.selection import FoundJob
 from gpucr.jobs.selector import JobSelector
 from gpucr.undo.operation import Operation
@@ -69,6 +69,8 @@ def taken_job(
         if found.job.gang or found.job.other_root_pids or guarded:
             protection = opened.enter_context(Protection(found.claims, found.job.processes))
         if found.job.gang and protection is not None:
+            from gpucr.jobs import tracing  # jobs without CUDA start without it
+
             opened.enter_context(tracing.open_to_us(found.job.gang, protection))
             opened.enter_context(nvml_kept_open())
         yield TakenJob(found=found, roll=roll, protection=protection)

@@ -7,7 +7,6 @@ import errno
 import os
 import threading
 from collections.abc import Callable, Iterable, Sequence
-from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
 from msgspec import Struct
@@ -182,6 +181,8 @@ def spread(work: Callable[[int], None], pieces: Iterable[int], threads: int | No
         except BaseException:
             over.set()
             raise
+
+    from concurrent.futures import ThreadPoolExecutor  # jobs without CUDA start without it
 
     with ThreadPoolExecutor(threads) as pool:
         try:

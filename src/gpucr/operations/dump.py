@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Literal, get_args
 
@@ -12,10 +12,8 @@ from gpucr.diagnosis import preflight
 from gpucr.diagnosis.traps import findings_of_traps
 from gpucr.driver.gpus import gpu_processes
 from gpucr.errors import CudaStarted, GpucrError, InvalidRequest
-from gpucr.gpu_state.cuda_work import CudaWork, cuda_work
 from gpucr.gpu_state.ways import GpuState, may_be_interposed, require_possible
 from gpucr.jobs import registered, selection
-from gpucr.jobs.end_frozen import EndFrozenJob
 from gpucr.jobs.selector import JobSelector
 from gpucr.jobs.taken import taken_job
 from gpucr.model import GangLock
@@ -35,6 +33,7 @@ from gpucr.undo.roll import Roll
 from gpucr.undo.steps import Phase, Step
 
 if TYPE_CHECKING:
+    from gpucr.gpu_state.cuda_work import CudaWork
     from gpucr.store.keys import Secret
 
 Persist = Literal["background", "sync"]
@@ -218,14 +217,18 @@ def prepare(
     stands_still = is_frozen or bool(job.other_root_pids)
     is_stopped = stands_still or bool(job.gang)
     uses = gpu_processes() if job.gang and not is_frozen else ()
-    held = preflight.device_bytes_in_use(job, uses) if frozen is None else frozen.device_bytes
-    held_bytes = sum(sum(by_gpu.values()) for by_gpu in held.values())
-    held_bytes += preflight.kept_bytes(job) if frozen is None else 0  # what is frozen does not answer
+    held: Mapping[int, Mapping[str, int]] = frozen.device_bytes if frozen is not None else {}
+    kept_bytes = 0
+    if frozen is None and job.gang:  # what is frozen does not answer
+        held, kept_bytes = preflight.device_bytes_in_use(job, uses), preflight.kept_bytes(job)
+    held_bytes = sum(sum(by_gpu.values()) for by_gpu in held.values()) + kept_bytes
     target = place.target(job, held_bytes)
     criu = criu_for_dump(found)
     writer = DeviceWriter(target.sink)
     cuda = frozen
     if protection is not None and job.gang and not is_frozen:
+        from gpucr.gpu_state.cuda_work import cuda_work  # jobs without CUDA start without it
+
         gently = leave_running and persist == "background"
         cuda = cuda_work(
             found.driver,
@@ -248,7 +251,7 @@ def prepare(
         *(findings_of_spool(cuda, needs(), target.disk) if cuda is not None and not is_frozen else ()),
         *selection.findings_before_freeze(job, needs()),
         *(findings_of_traps(job, found.driver, uses, may_share=may_be_interposed(gpu_state)) if not is_frozen else ()),
-        *(preflight.check_suspended(job) if not is_frozen else ()),
+        *(preflight.check_suspended(job) if job.gang and not is_frozen else ()),
         *(preflight.check_handed_over(cuda.custom.pids(job.gang)) if cuda is not None and not is_frozen else ()),
         *preflight.check_tracers(job),
         *(each for tree in job.trees for each in preflight.check_session(tree)),
@@ -303,6 +306,8 @@ def _steps(context: OwnDump, persist: Persist, *, is_frozen: bool) -> tuple[list
     begin.append(criu)
     if not context.leave_running:
         if context.is_frozen and context.protection is not None:
+            from gpucr.jobs.end_frozen import EndFrozenJob
+
             return [*begin, save, EndFrozenJob(context.job, context.protection)], save
         return begin, criu
     if persist == "sync":

@@ -8,6 +8,7 @@ import platform
 import time
 from collections.abc import Sequence
 from pathlib import Path
+from typing import TYPE_CHECKING
 
 from msgspec import Struct
 from msgspec.structs import replace
@@ -18,9 +19,6 @@ from gpucr.criu.options import DumpOptions
 from gpucr.criu.recovery import EndDump
 from gpucr.driver.gpus import driver_version
 from gpucr.errors import CriuError, CudaStarted, DeadlineExceeded, GpucrError, JobChanged, JobDamaged
-from gpucr.gpu_state.cuda_work import CudaWork
-from gpucr.gpu_state.placement import all_gpus
-from gpucr.helper.client import HelperCriu
 from gpucr.jobs import selection
 from gpucr.jobs.recorded import process_record, sandbox_record
 from gpucr.jobs.registered import DumpNote
@@ -47,6 +45,9 @@ from gpucr.undo.logs import log_kept_on_failure
 from gpucr.undo.protection import Protection
 from gpucr.undo.steps import LeftBehind, Meter
 from gpucr.version import __version__
+
+if TYPE_CHECKING:
+    from gpucr.gpu_state.cuda_work import CudaWork
 
 _NO_REASON = frozenset({CriuError.code, "GPUCR-PROCESS-GONE"})
 """Codes of a failure of CRIU's whose reason is not known, or is that a process ended."""
@@ -170,7 +171,7 @@ class CriuDump:
         count = counted(len(job.processes), "process") + (f" in {len(job.trees)} trees" if job.other_root_pids else "")
         left = "keep them running" if self._context.leave_running else "commit, then kill them"
         after = "leave them frozen" if self._context.is_frozen else left
-        by = "CRIU, by the privileged helper," if isinstance(self._context.criu, HelperCriu) else "CRIU"
+        by = "CRIU, by the privileged helper," if self._context.criu.install.origin == "helper" else "CRIU"
         return f"dump {count} with {by} to {self._context.target.images_at}, {after}"
 
     def run(self, interrupts: Interrupts, meter: Meter) -> int:
@@ -426,7 +427,6 @@ def draft_of_gang(
     """The part of the manifest that tells of the processes and their GPU state."""
     cuda = context.cuda
     members = {member.pid: member for member in cuda.gang.members} if cuda is not None else {}
-    gpus = {pid: cuda.gpus_of(member) for pid, member in members.items()} if cuda is not None else {}
     capabilities = cuda.gang.driver.capabilities() if cuda is not None and members else None
     records = [process_record(context.job, each) for each in tree]
     if cuda is not None:
@@ -437,7 +437,7 @@ def draft_of_gang(
         other_root_pids=context.job.other_root_pids,
         was_frozen=context.is_frozen,
         processes=tuple(records),
-        gpus=tuple(all_gpus(gpus.values())),
+        gpus=cuda.known_gpus if cuda is not None else (),
         cuda_version=capabilities.cuda_version if capabilities else None,
         driver_version=driver_version() if capabilities else None,
         criu_version=criu_version,

@@ -9,8 +9,6 @@ from gpucr.criu.image_entries import OpenImage
 from gpucr.criu.install import CriuInstall, find_criu
 from gpucr.diagnosis import preflight
 from gpucr.errors import CriuUnavailable, Unsupported
-from gpucr.helper.client import REFUSED, HelperCriu, find_helper
-from gpucr.helper.keys import SIGNATURE_NAME
 from gpucr.jobs.selection import FoundJob
 from gpucr.linux import processes
 from gpucr.snapshot.origin import RestoreSource
@@ -24,6 +22,8 @@ def criu_for_dump(found: FoundJob) -> Criu:
         granted is not None and not preflight.check_dump_by_user(found.job, granted)
     ):
         return Criu(granted or find_criu(), sandbox)
+    from gpucr.helper.client import HelperCriu, find_helper  # root starts without the helper
+
     helper = find_helper() if sandbox is None else None
     return HelperCriu(helper) if helper is not None else Criu(granted or find_criu(), sandbox)
 
@@ -32,6 +32,8 @@ def install_for_restore(source: RestoreSource) -> CriuInstall:
     """The helper's for what it has dumped. Raises Unsupported where nothing else is the caller's, and as above."""
     if processes.can_checkpoint_processes():
         return find_criu()
+    from gpucr.helper.client import REFUSED, find_helper
+
     helper = find_helper() if all(map(_is_signed, source.openers)) else None
     install = helper or _granted()
     if install is not None:
@@ -51,6 +53,8 @@ def _granted() -> CriuInstall | None:
 
 
 def _is_signed(open_image: OpenImage) -> bool:
+    from gpucr.helper.keys import SIGNATURE_NAME
+
     try:
         open_image(SIGNATURE_NAME).close()
     except OSError:

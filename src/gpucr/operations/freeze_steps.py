@@ -7,20 +7,24 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from pathlib import Path
+from typing import TYPE_CHECKING
 
 from gpucr.diagnosis import preflight
-from gpucr.gang.threads import GangThreads
-from gpucr.gpu_state.cuda_work import CudaWork
-from gpucr.gpu_state.recovery import GangProtection
-from gpucr.gpu_state.steps import ReleaseThreads
-from gpucr.gpu_state.stop_others import StopOthers
 from gpucr.model import Job
 from gpucr.undo.protection import Protection
 from gpucr.undo.steps import Step
 
+if TYPE_CHECKING:
+    from gpucr.gpu_state.cuda_work import CudaWork
+
 
 def steps_to_freeze(job: Job, cuda: CudaWork | None, protection: Protection) -> tuple[list[Step], list[Step]]:
     """The steps after which a whole job stands still, also without CUDA, and those after which it runs as found."""
+    from gpucr.gang.threads import GangThreads  # one tree without CUDA is dumped without all of this
+    from gpucr.gpu_state.recovery import GangProtection
+    from gpucr.gpu_state.steps import ReleaseThreads
+    from gpucr.gpu_state.stop_others import StopOthers
+
     if cuda is not None:
         return cuda.steps_to_freeze(StopOthers(job, lambda: cuda.gang.members, cuda.guarded))
     others = StopOthers(job, tuple, GangProtection(protection))

@@ -23,28 +23,14 @@ from gpucr.errors import (
     JobDamaged,
     SnapshotDamaged,
 )
-from gpucr.gang import Gang
-from gpucr.gang.threads import GangThreads
-from gpucr.gpu_state import kinds
 from gpucr.gpu_state.gpu_choice import GpuRequest
-from gpucr.gpu_state.interposed.hooks import call
 from gpucr.gpu_state.placement import Placement
-from gpucr.gpu_state.returns import Returns
-from gpucr.gpu_state.steps import HoldThreads, ReleaseThreads, RestoreGang, UnlockGang
-from gpucr.interposer.presence import agent_threads
-from gpucr.interposer.protocol import Hooks
 from gpucr.jobs import registered, selection
-from gpucr.jobs.restored_tree import restore_threads, to_continue
 from gpucr.jobs.sandbox_steps import KeepJob, SandboxPlan, StartKeeper, StartSandbox, check_clone, plan_sandbox
 from gpucr.linux.claims import claimed_pids
-from gpucr.model import CudaState, GpuMap
+from gpucr.model import GpuMap
 from gpucr.operations.engines import install_for_restore
-from gpucr.operations.restore_steps import (
-    CriuRestore,
-    LoadDevice,
-    RestoreDevice,
-    WaitForOthers,
-)
+from gpucr.operations.restore_steps import CriuRestore, WaitForOthers
 from gpucr.snapshot.folder import Snapshot
 from gpucr.snapshot.gpus import place_snapshot
 from gpucr.snapshot.job_snapshot import JobSnapshot
@@ -59,9 +45,11 @@ from gpucr.undo.cancellation import Cancellation
 from gpucr.undo.events import OnProgress
 from gpucr.undo.operation import TO_MOVE, Operation, operation
 from gpucr.undo.protection import Protection
-from gpucr.undo.steps import Phase, Step, WithoutUndo
+from gpucr.undo.steps import Phase, Step
 
 if TYPE_CHECKING:
+    from gpucr.gang import Gang
+    from gpucr.operations.restore_device import GpuRestore
     from gpucr.store.keys import Secret
 
 
@@ -155,7 +143,10 @@ def restore(
                 hint="save it with `gpucr.freeze`, or restore it without before_it_runs",
             )
         request = GpuRequest.of(gpu_map, gpu)
-        kinds.require_kinds(snapshot.manifest.kinds, snapshot.where)
+        if snapshot.manifest.kinds:
+            from gpucr.gpu_state import kinds
+
+            kinds.require_kinds(snapshot.manifest.kinds, snapshot.where)
         preflight.require_privileges(snapshot.manifest.root_pid)
         _require_modes(files, tcp)
         options = _options(snapshot)
@@ -182,7 +173,7 @@ def restore(
             start = (
                 StartSandbox(install, source, plan, protection)
                 if plan is not None
-                else StartKeeper(install, registration, own_session=not options.shell_job)
+                else opened.enter_context(StartKeeper(install, registration, own_session=not options.shell_job))
             )
             images = [RestoreImages(folder) for folder in source.image_folders]
             for each in images:
@@ -196,7 +187,7 @@ def restore(
                 in_our_network=plan is None or plan.network == "host",
                 deadline=deadline,
             )
-            gang = Gang(driver, (), deadline=deadline) if driver is not None else None
+            gang = _gang(driver, deadline) if driver is not None else None
             criu = CriuRestore(
                 snapshot.manifest,
                 images,
@@ -245,30 +236,19 @@ def _run(
     before_it_runs: Callable[[], None] | None,
 ) -> RestoreReport:
     snapshot = source.snapshot
-    load: LoadDevice | None = None
-    if gang is not None and snapshot.manifest.device_parts:
-        load = LoadDevice(source, Returns(gang, placement))
+    gpu: GpuRestore | None = None
+    if gang is not None or snapshot.manifest.was_frozen:
+        from gpucr.operations.restore_device import GpuRestore  # one tree without CUDA starts without it
+
+        gpu = GpuRestore(source, gang, placement, criu.tree, protection, deadline)
+    load = gpu.load if gpu is not None else None
     provide = ProvideFiles(source, protection)
     steps: list[Step] = [provide] if load is None else [provide, load] if source.provides_first else [load, provide]
     if snapshot.manifest.folders:
         steps.append(MakeFolders(snapshot.manifest.folders))
     steps += [start, *around, criu]
-    threads, tree = GangThreads(agent_threads), criu.tree
-    release = ReleaseThreads(threads, protection, lambda: to_continue(snapshot.manifest, tree.value), is_result=True)
-    ready = [WaitForOthers(before_it_runs)] if before_it_runs is not None else []
-    if gang is not None:
-        restore_gang = RestoreGang(gang, placement, down_to=lambda member: member.found)
-        loading = load.loading if load is not None else None
-        # Restoring and unlocking are undone by CriuRestore, which ends the processes.
-        steps += [
-            HoldThreads(threads, lambda: restore_threads(snapshot, tree.value)),
-            RestoreDevice(snapshot, loading, tree, restore_gang, placement, deadline),
-            *ready,
-            WithoutUndo(UnlockGang(gang, down_to=lambda member: member.found)),
-            release,
-        ]
-    elif snapshot.manifest.was_frozen:
-        steps += [*ready, release]
+    if gpu is not None:
+        steps += gpu.steps_after_criu([WaitForOthers(before_it_runs)] if before_it_runs is not None else [])
     steps.append(keep)
     try:
         phases = running.run(steps, deadline=deadline, protection=protection)
@@ -279,8 +259,7 @@ def _run(
                     each.close()
     warnings = [warning for each in around if isinstance(each, AdaptFiles) for warning in each.warnings]
     restored = criu.tree.value
-    told = (each for each in snapshot.manifest.processes if each.has_hooks and each.found_state is CudaState.RUNNING)
-    warnings += call(Hooks.AFTER_RESTORE, restored.now(told))
+    warnings += gpu.tell() if gpu is not None else []
     return RestoreReport(
         snapshot=snapshot,
         pid=restored.root_pid,
@@ -334,6 +313,13 @@ def _options(snapshot: JobSnapshot) -> RestoreOptions:
         hint = "restore from another snapshot or copy"
         raise SnapshotDamaged("the manifest has no CRIU options", path=snapshot.where, hint=hint)
     return RestoreOptions.from_dump(dumped)
+
+
+def _gang(driver: Driver, deadline: float | None) -> Gang:
+    """It gets its members when CRIU has made them."""
+    from gpucr.gang import Gang
+
+    return Gang(driver, (), deadline=deadline)
 
 
 def _driver_for(snapshot: JobSnapshot) -> Driver | None:

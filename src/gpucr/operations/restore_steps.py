@@ -1,12 +1,10 @@
-"""The steps of a restore that concern the snapshot, CRIU, and device memory on its way."""
+"""The steps of a restore that concern CRIU, and those who restore other parts."""
 
 from __future__ import annotations
 
 import os
-import time
-from collections.abc import Callable, Mapping, Sequence
-
-from msgspec import Struct
+from collections.abc import Callable, Sequence
+from typing import TYPE_CHECKING
 
 from gpucr.criu.credentials import with_full_bounding_sets
 from gpucr.criu.image_entries import images_in
@@ -14,25 +12,13 @@ from gpucr.criu.images import FilesImage, RestoreImages
 from gpucr.criu.options import RestoreOptions
 from gpucr.criu.recovery import EndRestore
 from gpucr.criu.remains import task_pids
-from gpucr.errors import (
-    DeadlineExceeded,
-    GpucrError,
-)
-from gpucr.gang import Gang
-from gpucr.gpu_state.backend import Return
-from gpucr.gpu_state.placement import Placement
-from gpucr.gpu_state.returns import Returns
-from gpucr.gpu_state.steps import RestoreGang
-from gpucr.helper.client import HelperCriu
-from gpucr.jobs.restored_tree import RestoredTree, end_restored, restore_threads, take_stock
+from gpucr.jobs.restored_tree import RestoredTree, end_restored, take_stock
 from gpucr.jobs.sandbox_steps import RestoreSite
 from gpucr.linux import processes
-from gpucr.model import DevicePart, ProcessId
-from gpucr.quantities import counted, format_bytes
-from gpucr.snapshot.device.reader import DeviceReader
-from gpucr.snapshot.job_snapshot import JobSnapshot
+from gpucr.model import ProcessId
+from gpucr.quantities import counted
 from gpucr.snapshot.manifest import Manifest
-from gpucr.snapshot.origin import RestoreSource, images_read_from
+from gpucr.snapshot.origin import images_read_from
 from gpucr.surroundings.opened_files import require_as_recorded
 from gpucr.surroundings.scheduling import restore_scheduling
 from gpucr.undo.interrupts import Interrupts
@@ -40,59 +26,8 @@ from gpucr.undo.logs import log_kept_on_failure
 from gpucr.undo.protection import Protection
 from gpucr.undo.steps import Meter, Result
 
-_WAIT_S = 0.2
-
-
-class Loading(Struct, frozen=True):
-    """Device memory on its way to what brings it back; the pids are the manifest's."""
-
-    returns: Mapping[DevicePart, Return]
-    reader: DeviceReader
-    all: Returns
-
-
-class LoadDevice:
-    """Begin to read device memory; it goes on until all of it is in its place."""
-
-    name = "load"
-
-    def __init__(self, source: RestoreSource, returns: Returns) -> None:
-        self._source = source
-        self._all = returns
-        self._returns: dict[DevicePart, Return] = {}
-        self.loading: Result[Loading] = Result()
-
-    def describe(self) -> str:
-        """How much."""
-        stored = sum(data.stored_bytes for data in self._source.snapshot.manifest.device_parts.values())
-        return f"begin to read {format_bytes(stored)} of device memory"
-
-    def run(self, interrupts: Interrupts, meter: Meter) -> int:
-        """Make room and start the threads that read."""
-        self._source.begin()
-        manifest = self._source.snapshot.manifest
-        for part, data in manifest.device_parts.items():
-            stays = part.pid in manifest.suspended_pids
-            back = self._returns[part] = self._all.return_for(part, data, stays=stays)
-            if back.note is not None:
-                meter.note(back.note)
-        reader = DeviceReader(self._source.pieces(), [each.destination for each in self._returns.values()])
-        self.loading.set(Loading(self._returns, reader, self._all))
-        reader.start()
-        return 0
-
-    def undo(self) -> None:
-        """Stop reading."""
-        if (loading := self.loading.if_known) is not None:
-            self._all.give_up()
-            loading.reader.cancel()
-
-    def close(self) -> None:
-        """Stop reading, and free what was read; what a process has by now stays its own."""
-        self.undo()
-        for each in self._returns.values():
-            each.close()
-        self._all.close()
+if TYPE_CHECKING:
+    from gpucr.gang import Gang
 
 
 class CriuRestore:
@@ -136,7 +71,7 @@ class CriuRestore:
 
     def run(self, interrupts: Interrupts, meter: Meter) -> int:
         """Restore, then take stock of the restored processes."""
-        if self._site.value.criu.install.is_unprivileged and not isinstance(self._site.value.criu, HelperCriu):
+        if self._site.value.criu.install.is_unprivileged and self._site.value.helper is None:
             self._fit_images_to_a_user()
         with interrupts.allowed():
             self._restore_tree(0, interrupts)
@@ -147,8 +82,8 @@ class CriuRestore:
 
     def _restore_tree(self, number: int, interrupts: Interrupts) -> None:
         site = self._site.value
-        if isinstance(site.criu, HelperCriu):
-            site.criu.signed = self._images[number].original
+        if site.helper is not None:
+            site.helper.signed = self._images[number].original
         with log_kept_on_failure("restore") as log_path:
             self._root_pids[number] = site.criu.restore(
                 self._images[number].folder,
@@ -204,88 +139,6 @@ class CriuRestore:
     def undo(self) -> None:
         """End every process of the restored trees; the snapshot stays as it is."""
         end_restored(tuple(self._root_pids.values()), self.tree.if_known)
-
-
-class RestoreDevice:
-    """Staging files filled → mapped into the processes → device memory. All three go on at the same time."""
-
-    name = "restore"
-
-    def __init__(
-        self,
-        snapshot: JobSnapshot,
-        loading: Result[Loading] | None,
-        tree: Result[RestoredTree],
-        restore: RestoreGang,
-        placement: Placement,
-        deadline: float | None,
-    ) -> None:
-        self._snapshot = snapshot
-        self._placement = placement
-        self._loading = loading
-        self._tree = tree
-        self._restore = restore
-        self._deadline = deadline
-
-    def describe(self) -> str:
-        """What the driver restores."""
-        return self._restore.describe()
-
-    def run(self, interrupts: Interrupts, meter: Meter) -> int:
-        """Let the driver take what is read as it comes. Returns the bytes of device memory."""
-        self._placement.restored_as(self._tree.value.pids)
-        data = self._snapshot.manifest.device_parts
-        total_bytes = sum(each.size_bytes for each in data.values())
-        meter.expect(total_bytes)
-        returns = self._loading.value.returns if self._loading is not None else {}
-        lowest = {part: each for part, each in returns.items() if not part.level}
-        try:
-            self._begin(lowest, interrupts, meter)
-            self._restore.run(interrupts, meter)
-        except GpucrError:
-            self._finish(lowest)  # what kept memory from coming explains better than a driver that was left alone
-            raise
-        self._finish(lowest)
-        # The driver has restored all of them, and none runs.
-        for level in sorted({part.level for part in returns} - {0}):
-            over = {part: each for part, each in returns.items() if part.level == level}
-            self._begin(over, interrupts, meter)
-            self._finish(over)
-        if self._loading is not None:
-            self._loading.value.all.go_on(self._tree.value.pids, self._snapshot.manifest.shares)
-        return total_bytes
-
-    def undo(self) -> None:
-        """Nothing: CriuRestore ends the processes."""
-
-    def _begin(self, returns: Mapping[DevicePart, Return], interrupts: Interrupts, meter: Meter) -> None:
-        tree, loading = self._tree.value, self._loading
-        threads = restore_threads(self._snapshot, tree)
-        suspended = self._snapshot.manifest.suspended_pids
-        for part, each in returns.items():
-            pid, stays = tree.pids[part.pid], part.pid in suspended
-            assert loading is not None  # noqa: S101 - there is what it loads into
-            each.begin(pid, threads[pid], self._wait_for(part, loading.value.reader, interrupts, meter), stays=stays)
-
-    def _wait_for(
-        self, part: DevicePart, reader: DeviceReader, interrupts: Interrupts, meter: Meter
-    ) -> Callable[[int], int]:
-        deadline = self._deadline
-
-        def wait(up_to_bytes: int) -> int:
-            while not reader.wait_for(part, up_to_bytes, _WAIT_S):
-                interrupts.check()
-                if deadline is not None and time.monotonic() > deadline:
-                    raise DeadlineExceeded("timed out while device memory was read", hint="give a longer --timeout")
-            meter.set(reader.loaded_bytes)
-            return reader.loaded(part)
-
-        return wait
-
-    @staticmethod
-    def _finish(returns: Mapping[DevicePart, Return]) -> None:
-        for each in returns.values():
-            each.finish()
 
 
 class WaitForOthers:

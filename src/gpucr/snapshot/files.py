@@ -9,6 +9,7 @@ from __future__ import annotations
 import hashlib
 import os
 import stat
+import threading
 from collections.abc import Callable, Iterable, Sequence
 from pathlib import Path
 
@@ -64,6 +65,27 @@ def sync(folder: Path, relative_paths: Iterable[str]) -> None:
         durable.sync(each)
 
 
+def record_and_sync(folder: Path, relative_paths: Sequence[str]) -> tuple[FileRecord, ...]:
+    """`record` and `sync` at once: while one thread hashes, another one waits for the disk."""
+    failures: list[BaseException] = []
+
+    def sync_them() -> None:
+        try:
+            sync(folder, relative_paths)
+        except BaseException as e:  # noqa: BLE001 - raised by who waits for it
+            failures.append(e)
+
+    syncing = threading.Thread(target=sync_them, name="image-sync")
+    syncing.start()
+    try:
+        records = record(folder, relative_paths)
+    finally:
+        syncing.join()
+    if failures:
+        raise failures[0]
+    return records
+
+
 def _offsets(size_bytes: int) -> range:
     return range(0, size_bytes, PIECE_BYTES)
 
@@ -108,9 +130,10 @@ def _digest_all(
 
 def _digest(path: Path, offset: int) -> str:
     digest = hashlib.sha256()
-    buffer = memoryview(bytearray(_BLOCK_BYTES))
     fd = os.open(path, os.O_RDONLY | os.O_NOFOLLOW | os.O_CLOEXEC)
     try:
+        # No larger than the file: most of CRIU's are small, and every page of the buffer is touched when it is made.
+        buffer = memoryview(bytearray(max(1, min(_BLOCK_BYTES, os.fstat(fd).st_size))))
         position, end = offset, offset + PIECE_BYTES
         while position < end:
             count = os.preadv(fd, [buffer[: min(_BLOCK_BYTES, end - position)]], position)

@@ -216,8 +216,7 @@ class UnfinishedSnapshot:
             ]
             for path in paths:
                 (self.held.path / path).chmod(0o600)
-            self._sealed = files.record(self.held.path, paths)
-            files.sync(self.held.path, paths)
+            self._sealed = files.record_and_sync(self.held.path, paths)
         return self._sealed
 
     def mark_committed(self) -> None:

@@ -20,8 +20,6 @@ from gpucr.errors import BrokenInstall
 from gpucr.gpu_state.backend import CUSTOM_STORAGE, INTERPOSED
 from gpucr.gpu_state.gpu_choice import GpuChoice
 from gpucr.interposer.build import LIBRARY
-from gpucr.interposer.library import put_back
-from gpucr.interposer.vault import VAULT_BYTES
 from gpucr.linux import capabilities
 from gpucr.linux.pid_uses import wait_for_reaping
 from gpucr.linux.sock_diag import TcpSocket, outside_connections
@@ -43,6 +41,8 @@ def findings_of_machine(
     manifest = source.snapshot.manifest
     libraries = [path for file in manifest.open_files if (path := PurePosixPath(file.path)).name == LIBRARY]
     for each in libraries:
+        from gpucr.interposer.library import put_back  # other jobs start without it
+
         with contextlib.suppress(BrokenInstall):  # that it is missing is found below
             put_back(each)
     pids = _pids_needed_here(source) if not in_sandbox else set()
@@ -103,6 +103,8 @@ def findings_of_room(
         )
     )
     if manifest.has_gpu_state:
+        from gpucr.interposer.vault import VAULT_BYTES
+
         needed_bytes = {
             uuid: size_bytes + (VAULT_BYTES if uuid in filled_by_us else 0)
             for uuid, size_bytes in choice.needed_bytes.items()

@@ -7,16 +7,12 @@ no privileges, a target folder that is taken) is an error of its own where it is
 
 from __future__ import annotations
 
-from gpucr.diagnosis.preflight.between_nodes import check_between_nodes
+from typing import TYPE_CHECKING
+
 from gpucr.diagnosis.preflight.capabilities import check_capabilities
 from gpucr.diagnosis.preflight.clocks import check_clocks
 from gpucr.diagnosis.preflight.databases import check_changed_databases, check_databases, spared_by_rewind
 from gpucr.diagnosis.preflight.findings import Finding, require_no_blocking
-from gpucr.diagnosis.preflight.gpus import check_gpus, check_room, device_bytes_in_use
-from gpucr.diagnosis.preflight.handed_over import check_handed_over, check_spool
-from gpucr.diagnosis.preflight.interposed import check_suspended, kept_bytes
-from gpucr.diagnosis.preflight.measured import BASICS, Measurement, Measurements, check_basics
-from gpucr.diagnosis.preflight.modes import check_driver, check_mig_targets, mps_programs
 from gpucr.diagnosis.preflight.room import (
     MemoryNeed,
     check_disk,
@@ -25,7 +21,6 @@ from gpucr.diagnosis.preflight.room import (
     needs_of_restore,
     needs_of_suspend,
 )
-from gpucr.diagnosis.preflight.several_trees import check_between_trees
 from gpucr.diagnosis.preflight.surroundings import (
     FilesMode,
     TcpMode,
@@ -35,8 +30,6 @@ from gpucr.diagnosis.preflight.surroundings import (
     check_ports,
     check_shared_files,
 )
-from gpucr.diagnosis.preflight.traits import CudaTraits, JobTraits, look
-from gpucr.diagnosis.preflight.traps import check_traps
 from gpucr.diagnosis.preflight.tree import (
     check_free_pids,
     check_namespace_init,
@@ -48,6 +41,17 @@ from gpucr.diagnosis.preflight.tree import (
     require_privileges,
 )
 from gpucr.diagnosis.preflight.unprivileged import check_dump_by_user, check_ptrace, check_restore_by_user
+
+if TYPE_CHECKING:
+    from gpucr.diagnosis.preflight.between_nodes import check_between_nodes
+    from gpucr.diagnosis.preflight.gpus import check_gpus, check_room, device_bytes_in_use
+    from gpucr.diagnosis.preflight.handed_over import check_handed_over, check_spool
+    from gpucr.diagnosis.preflight.interposed import check_suspended, kept_bytes
+    from gpucr.diagnosis.preflight.measured import BASICS, Measurement, Measurements, check_basics
+    from gpucr.diagnosis.preflight.modes import check_driver, check_mig_targets, mps_programs
+    from gpucr.diagnosis.preflight.several_trees import check_between_trees
+    from gpucr.diagnosis.preflight.traits import CudaTraits, JobTraits, look
+    from gpucr.diagnosis.preflight.traps import check_traps
 
 __all__ = [
     "BASICS",
@@ -102,3 +106,27 @@ __all__ = [
     "require_privileges",
     "spared_by_rewind",
 ]
+
+_LATE = {
+    "between_nodes": ("check_between_nodes",),
+    "gpus": ("check_gpus", "check_room", "device_bytes_in_use"),
+    "handed_over": ("check_handed_over", "check_spool"),
+    "interposed": ("check_suspended", "kept_bytes"),
+    "measured": ("BASICS", "Measurement", "Measurements", "check_basics"),
+    "modes": ("check_driver", "check_mig_targets", "mps_programs"),
+    "several_trees": ("check_between_trees",),
+    "traits": ("CudaTraits", "JobTraits", "look"),
+    "traps": ("check_traps",),
+}
+_HOME_OF = {name: home for home, names in _LATE.items() for name in names}
+
+
+def __getattr__(name: str) -> object:
+    """Load what looks at CUDA, or at several trees, when it is first used (PEP 562): most of it is for few jobs."""
+    if name not in _HOME_OF:
+        raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
+    import importlib
+
+    value: object = getattr(importlib.import_module(f"{__name__}.{_HOME_OF[name]}"), name)
+    globals()[name] = value
+    return value

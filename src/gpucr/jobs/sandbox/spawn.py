@@ -64,7 +64,7 @@ def start(
     Raises Unsupported (the namespaces cannot be made), InvalidRequest (the log or the program), BrokenInstall (the
     keeper does not start), and what ``before_run`` raises. Then nothing runs.
     """
-    keeper = _Keeper(
+    keeper = _ready(
         {
             "command": list(command),
             "cwd": cwd,
@@ -102,7 +102,7 @@ def empty(
     namespaces cannot be made, BrokenInstall.
     """
     return EmptySandbox(
-        _Keeper(
+        _ready(
             {
                 "command": [],
                 "log_path": log_path or "",
@@ -123,6 +123,7 @@ def empty(
 def bare_keeper(*, log_path: str | None, status_path: str | None, own_session: bool = True) -> BareKeeper:
     """Start a keeper without a sandbox, for a restore. Needs no privileges. Raises BrokenInstall.
 
+    `BareKeeper.wait_ready` is to be called before it is asked for anything: its Python takes a while to start.
     Without ``own_session`` it stays in the caller's session, in a process group of its own, and so does what it spawns:
     for a job that is to be there as well.
     """
@@ -174,6 +175,11 @@ class _Waiting:
         self._is_adopted = False
 
     @property
+    def is_ready(self) -> bool:
+        """Whether it has said so. Before that there is nothing below it."""
+        return self._keeper.is_ready
+
+    @property
     def id(self) -> ProcessId:
         """The keeper's own identity."""
         return self._keeper.id
@@ -198,7 +204,7 @@ class _Waiting:
         """End everything below it, unless it has been adopted. False where something hangs in the kernel."""
         if self._is_adopted:
             return True
-        left = self._kill()
+        left = self._kill() if self.is_ready else ()
         self._keeper.close()
         return not left
 
@@ -234,6 +240,10 @@ class EmptySandbox(_Waiting):
 
 class BareKeeper(_Waiting):
     """A keeper without a sandbox, below which CRIU makes a job (`criu.service.Parent`)."""
+
+    def wait_ready(self) -> None:
+        """Wait until it has started. Raises BrokenInstall."""
+        self._keeper.wait_ready()
 
     def spawn(
         self,
@@ -271,7 +281,6 @@ class HelpedKeeper(_Waiting):
     def __init__(self, keeper: _HelpedKeeper) -> None:
         super().__init__(keeper)
         self._helped = keeper
-        self._is_begun = False
 
     def given(self) -> contextlib.AbstractContextManager[tuple[int, int, int]]:
         """The descriptors that it is started with, for a block."""
@@ -280,35 +289,40 @@ class HelpedKeeper(_Waiting):
     def begun(self) -> None:
         """Take note of it: the helper has become it. Raises BrokenInstall."""
         self._helped.begin()
-        self._is_begun = True
-
-    def end(self) -> bool:
-        """End everything below it; before it has begun there is nothing."""
-        if self._is_begun:
-            return super().end()
-        self._keeper.close()
-        return True
 
 
 class _Keeper:
     """A keeper that is being started, and the socket to it. Closing the socket early ends it.
 
-    ``answer`` is what it said first.
+    ``answer`` is what it said first, when it was ready.
     """
+
+    _starter: subprocess.Popen[bytes] | None = None
+    is_ready = False
 
     def __init__(self, specification: Mapping[str, Any]) -> None:
         theirs = self._make_ready(specification)
         try:
             with theirs:
                 self._starter = self._spawn(theirs.fileno())
-            try:
-                self.answer = self.receive()
-            finally:
-                self._starter.wait()
+        except BaseException:
+            self.close()
+            raise
+
+    def wait_ready(self) -> None:
+        """Wait for its answer. It is closed where this raises something."""
+        try:
+            self.answer = self.receive()
+            self._collect_starter()
             self._identify()
         except BaseException:
             self.close()
             raise
+
+    def _collect_starter(self) -> None:
+        """It ends when it has forked the keeper, or when there is no socket any more."""
+        if self._starter is not None:
+            self._starter.wait()
 
     def _make_ready(self, specification: Mapping[str, Any]) -> socket.socket:
         """Returns its end of the socket."""
@@ -326,6 +340,7 @@ class _Keeper:
             raise self.lost()
         self.id = found
         self._note()
+        self.is_ready = True
 
     def _note(self) -> None:
         try:
@@ -350,6 +365,7 @@ class _Keeper:
         if self._socket.fileno() >= 0:
             self._socket.close()
             os.close(self._output_fd)
+            self._collect_starter()
 
     def send(self, **message: object) -> None:
         """Raises BrokenInstall where the keeper has ended."""
@@ -454,6 +470,12 @@ class _Keeper:
             hint="see its mode, and its interpreter's if a script",
             code="GPUCR-NO-PROGRAM",
         )
+
+
+def _ready(specification: Mapping[str, Any]) -> _Keeper:
+    keeper = _Keeper(specification)
+    keeper.wait_ready()
+    return keeper
 
 
 class _HelpedKeeper(_Keeper):

@@ -69,13 +69,14 @@ class FolderSink:
 
     def sync(self) -> None:
         """Make all files durable. An error is final: the kernel tells of lost bytes only once."""
-        from concurrent.futures import ThreadPoolExecutor  # nothing before this moment needs its import
-
         paths = [self.folder, self.folder.parent] if self._made_folder else []
         fds = [fd for stripes in self._stripes.values() for fd in stripes.fds]
         with self._explained():
-            with ThreadPoolExecutor(2 * STRIPES, "device-sync") as pool:
-                list(pool.map(os.fsync, fds))
+            if fds:
+                from concurrent.futures import ThreadPoolExecutor  # nothing before this moment needs its import
+
+                with ThreadPoolExecutor(2 * STRIPES, "device-sync") as pool:
+                    list(pool.map(os.fsync, fds))
             for path in paths:
                 durable.sync(path)
 
