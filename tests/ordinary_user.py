@@ -19,6 +19,7 @@ from pathlib import Path
 from typing import Any
 
 from gpucr.criu.install import provided_folder
+from gpucr.interposer import library
 from gpucr.sim import build as simulator
 from tests.counter import wait_until
 
@@ -46,6 +47,8 @@ class OrdinaryUser:
         built = simulator.build()
         libraries = self.home / ".cache/gpucr/sim" / built.name
         shutil.copytree(built, libraries)
+        interposer = library.installed()  # which his first job would compile, for more than a second
+        shutil.copytree(interposer, self.home / ".local/share/gpucr/interposer" / interposer.name, symlinks=True)
         self._simulated = simulator.environment(state_dir=self.home / "sim", fixed_cost_ms=1)
         self.environment = {
             "HOME": str(self.home),
