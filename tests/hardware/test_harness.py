@@ -151,7 +151,7 @@ def test_parts_that_need_more_gpus_are_left_out() -> None:
 
 
 @pytest.fixture
-def parts(sim_only: None, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> whole_jobs.Parts:
+def parts(sim_only: None, tmp_path: Path, state_home: Path, monkeypatch: pytest.MonkeyPatch) -> whole_jobs.Parts:
     """The parts on a simulated machine, with one process in the place of torchrun."""
 
     def program(settings: whole_jobs.Settings, ranks: int, lines: Path) -> list[str]:
@@ -159,7 +159,6 @@ def parts(sim_only: None, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> wh
         return [sys.executable, "-m", "tests.hardware.programs.driver_recurrence", *options]
 
     monkeypatch.setattr(whole_jobs, "training", program)
-    monkeypatch.setenv("XDG_STATE_HOME", str(tmp_path / "state"))
     monkeypatch.setenv("GPUCR_SIM_STATE", str(tmp_path / "gpus"))
     return whole_jobs.Parts(whole_jobs.Settings(tmp_path / "out", 80, 0.04, 8, 60.0))
 

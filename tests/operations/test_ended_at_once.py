@@ -6,7 +6,6 @@ import os
 import signal
 import sys
 import time
-from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -23,7 +22,7 @@ from gpucr.undo.interrupts import Interrupts
 from gpucr.undo.steps import Meter
 from tests import command
 from tests.counter import wait_until
-from tests.sandboxed import end_all_in, wait_ready
+from tests.sandboxed import wait_ready
 from tests.storm import sample
 
 PROGRAM = """
@@ -35,20 +34,7 @@ print("the last work", flush=True)
 os._exit(7)
 """
 
-pytestmark = pytest.mark.criu
-
-
-@pytest.fixture(autouse=True)
-def registry_of_its_own(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setenv("XDG_STATE_HOME", str(tmp_path / "state"))
-
-
-@pytest.fixture
-def folder(tmp_path: Path) -> Iterator[Path]:
-    folder = tmp_path / "job"
-    folder.mkdir()
-    yield folder
-    end_all_in(folder)
+pytestmark = [pytest.mark.criu, pytest.mark.usefixtures("state_home")]
 
 
 def dumped(folder: Path, to: Path, *, isolate: bool) -> int:

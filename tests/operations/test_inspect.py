@@ -112,10 +112,9 @@ def _write(folder: Path, body: dict[str, Any]) -> None:
 
 
 def test_a_job_in_a_sandbox_has_the_pids_that_the_manifest_has(
-    sim_only: None, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    sim_only: None, tmp_path: Path, state_home: Path
 ) -> None:
     """CRIU's images have the pids of the inside."""
-    monkeypatch.setenv("XDG_STATE_HOME", str(tmp_path / "state"))
     folder = tmp_path / "job"
     folder.mkdir()
     try:

@@ -24,8 +24,10 @@ from gpucr.undo.events import Progress
 from tests.command import python
 from tests.counter import CounterFactory, processes_in, wait_until
 from tests.operations.test_killed import killed
-from tests.sandboxed import SandboxedCounter, end_all_in, start_counter, wait_ready
+from tests.sandboxed import SandboxedCounter, start_counter, wait_ready
 from tests.storm import later, sample
+
+pytestmark = pytest.mark.usefixtures("state_home")
 
 PROGRAM = """
 import itertools, os, signal, time
@@ -34,20 +36,6 @@ for number in itertools.count():
     print(number, flush=True)
     time.sleep(0.005)
 """
-
-
-@pytest.fixture(autouse=True)
-def registry_of_its_own(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setenv("XDG_STATE_HOME", str(tmp_path / "state"))
-
-
-@pytest.fixture
-def folder(tmp_path: Path) -> Iterator[Path]:
-    """Where the job runs. Whatever runs there ends with the test."""
-    folder = tmp_path / "job"
-    folder.mkdir()
-    yield folder
-    end_all_in(folder)
 
 
 def start(folder: Path, **options: Any) -> JobRecord:

@@ -29,19 +29,7 @@ from tests.sandboxed import end_all_in
 from tests.storm import later
 from tests.unit.children import NOBODY_UID
 
-
-@pytest.fixture(autouse=True)
-def registry_of_its_own(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setenv("XDG_STATE_HOME", str(tmp_path / "state"))
-
-
-@pytest.fixture
-def folder(tmp_path: Path) -> Iterator[Path]:
-    """Where the jobs run. Whatever runs there ends with the test."""
-    folder = tmp_path / "job"
-    folder.mkdir()
-    yield folder
-    end_all_in(folder)
+pytestmark = pytest.mark.usefixtures("state_home")
 
 
 # --- without privileges ----------------------------------------------------------------------------------------

@@ -90,10 +90,7 @@ def assert_said(done: subprocess.CompletedProcess[str]) -> None:
 
 
 @pytest.mark.parametrize("mib", sample(LIMITS_MIB, 12))
-def test_a_limit_on_the_address_space(
-    counter: CounterFactory, driver: CudaDriver, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, mib: int
-) -> None:
-    monkeypatch.setenv("XDG_STATE_HOME", str(tmp_path / "state"))
+def test_a_limit_on_the_address_space(counter: CounterFactory, driver: CudaDriver, state_home: Path, mib: int) -> None:
     job = counter("--mib", "2")
     for arguments in (("suspend", job.pid), ("resume", job.pid), ("ps",), ("jobs",), ("state", job.pid), ("--help",)):
         before = driver.state(job.pid)
@@ -112,9 +109,8 @@ def test_a_limit_on_the_address_space(
 @pytest.mark.criu
 @pytest.mark.parametrize("mib", sample(LIMITS_MIB[1:], 12))
 def test_a_dump_within_a_limit(
-    counter: CounterFactory, driver: CudaDriver, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, mib: int
+    counter: CounterFactory, driver: CudaDriver, tmp_path: Path, state_home: Path, mib: int
 ) -> None:
-    monkeypatch.setenv("XDG_STATE_HOME", str(tmp_path / "state"))
     job = counter("--mib", "2")
     done = limited(mib, "dump", job.pid, "--to", tmp_path / "s", "--leave-running")
     if mib >= _SMALL_MIB or not ended_before_gpucr_could_help_it(done):

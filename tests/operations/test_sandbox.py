@@ -29,12 +29,12 @@ from tests.command import run, run_json
 from tests.counter import CounterFactory, processes_in, state_in, wait_until
 from tests.operations.test_killed import is_claimed, killed
 from tests.ports import lasting_port
-from tests.sandboxed import SandboxedCounter, end_all_in, start_counter
+from tests.sandboxed import SandboxedCounter, start_counter
 from tests.storm import later, sample
 from tests.unit import samples
 from tests.unit.memory_cgroup import limited
 
-pytestmark = pytest.mark.criu
+pytestmark = [pytest.mark.criu, pytest.mark.usefixtures("state_home")]
 
 PROGRAM = """
 import json, os, signal, socket, subprocess, sys, threading, time
@@ -76,18 +76,9 @@ while True:
 """
 
 
-@pytest.fixture(autouse=True)
-def registry_of_its_own(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setenv("XDG_STATE_HOME", str(tmp_path / "state"))
-
-
 @pytest.fixture
-def folder(tmp_path: Path) -> Iterator[Path]:
-    """Where the job runs. Whatever runs there ends with the test."""
-    folder = tmp_path / "job"
-    folder.mkdir()
+def folder(folder: Path) -> Iterator[Path]:
     yield folder
-    end_all_in(folder)
     for port in folder.glob("port-*"):
         Path("/dev/shm", f"gpucr-sandbox-test-{port.name[5:]}").unlink(missing_ok=True)
 

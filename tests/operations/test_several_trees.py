@@ -189,8 +189,7 @@ def test_a_sandbox_lasts_as_long_as_one_of_its_trees(start: StartJob, tmp_path: 
     assert inside.wait_ended(60)
 
 
-def test_the_registry_knows_each_of_them(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setenv("XDG_STATE_HOME", str(tmp_path / "state"))
+def test_the_registry_knows_each_of_them(tmp_path: Path, state_home: Path) -> None:
     for name in ("first", "second"):
         gpucr.run_job(["sleep", "1000"], name=name, isolate=False)
     gpucr.dump(JobSelector("first", "second"), tmp_path / "s")
