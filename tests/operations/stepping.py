@@ -12,6 +12,7 @@ from typing import Any
 
 import gpucr
 from gpucr.jobs import sandbox
+from gpucr.linux import processes
 from tests.counter import kill_at_once, wait_until
 
 STEP = """
@@ -78,10 +79,10 @@ class Job:
 
     def pids(self) -> list[int]:
         found = []
-        for entry in Path("/proc").iterdir():
+        for pid in processes.all_pids():
             with contextlib.suppress(OSError):
-                if entry.name.isdigit() and (entry / "cwd").readlink() == self.folder:
-                    found.append(int(entry.name))
+                if os.readlink(f"/proc/{pid}/cwd") == str(self.folder):
+                    found.append(pid)
         return found
 
     def dump_and_end(self, to: Path | str, **options: Any) -> gpucr.DumpReport:
