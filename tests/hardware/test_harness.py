@@ -61,10 +61,11 @@ def python(code: str) -> list[str]:
 
 def test_a_hang_is_a_failure_and_nothing_is_left(tmp_path: Path) -> None:
     forks_and_hangs = "import os, time\nos.fork()\nprint('ready', flush=True)\nwhile True: time.sleep(60)"
-    job = Job(python(forks_and_hangs), tmp_path / "job", deadline_s=10.0)
+    job = Job(python(forks_and_hangs), tmp_path / "job", deadline_s=30.0)
     try:
         job.wait_ready()
         assert len(job.members()) == 2
+        job.deadline_s = 0.5
         with pytest.raises(Failed, match="line 1 did not happen"):
             job.wait_lines(1)
     finally:
