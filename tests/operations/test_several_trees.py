@@ -26,7 +26,7 @@ from gpucr.surroundings.opened_files import require_as_recorded
 from tests import command
 from tests.counter import Counter, CounterFactory, kill_at_once, wait_until
 from tests.operations.stepping import Job, StartJob
-from tests.storm import later, sample
+from tests.storm import later
 
 pytestmark = pytest.mark.criu
 
@@ -414,7 +414,7 @@ processes.kill_and_wait = half
 
 
 @pytest.mark.parametrize(
-    ("event", "phase"), sample([("begin", "criu"), ("end", "criu"), ("end", "unlock"), ("begin", "keep")], 3)
+    ("event", "phase"), [later("begin", "criu"), later("end", "criu"), later("end", "unlock"), ("begin", "keep")]
 )
 def test_gpucr_dies_in_a_restore(
     two: tuple[Counter, Counter], driver: CudaDriver, tmp_path: Path, event: str, phase: str
