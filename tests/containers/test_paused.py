@@ -11,7 +11,7 @@ from tests import command
 from tests.containers.conftest import StartContainer
 from tests.containers.container import KILL_ATTENDANT, KILL_CRIU, Container, wait_gone
 from tests.counter import wait_until
-from tests.storm import later
+from tests.storm import later, long
 
 pytestmark = pytest.mark.criu
 
@@ -94,6 +94,7 @@ def test_a_paused_container_without_cuda_stays_paused(container: StartContainer)
     assert made.ask() == 101
 
 
+@long
 def test_an_attendant_that_is_killed_leaves_a_paused_container_as_it_was(container: StartContainer) -> None:
     made = container("--mib", "4", sabotage=KILL_ATTENDANT)
     made.ask()

@@ -41,7 +41,7 @@ class Nobody:
     def __init__(self, home: Path) -> None:
         self.home = home
         source = home / "source"
-        shutil.copytree(Path(gpucr.__file__).parent, source / "gpucr", ignore=shutil.ignore_patterns("__pycache__"))
+        shutil.copytree(Path(gpucr.__file__).parent, source / "gpucr")  # with the bytecode
         self._environment = {
             "PATH": os.environ["PATH"],
             "HOME": str(home),
@@ -287,6 +287,7 @@ def test_a_dump_goes_on_where_the_registry_cannot_be_written(folder: Path, tmp_p
     assert done.returncode == 0, done.stderr
     assert "the record of the job job does not know of this snapshot: [Errno 21]" in done.stderr
     in_the_way.rmdir()
+    wait_until(lambda: gpucr.list_jobs()[0].state.word != "running", "its keeper to write that it has ended")
     assert gpucr.restore(tmp_path / "s").name == "job"
 
 
