@@ -50,12 +50,16 @@ def processes_in(folder: Path) -> list[int]:
     """The pids of all processes whose working folder this is, a root first, then in the order of their creation.
 
     That is not the order of their numbers: after the largest pid the kernel goes on with small ones. Zombies are left
-    out.
+    out. The folder is known by its inode: in another root folder, a process can have one of the same name.
     """
-    parents = {}
+    parents: dict[int, int] = {}
+    try:
+        wanted = folder.stat()
+    except FileNotFoundError:
+        return []
     for pid in all_pids():  # hundreds, and a test looks often: no Path is made of them
         with contextlib.suppress(OSError):  # gone meanwhile, a kernel thread, or another user's
-            if os.readlink(f"/proc/{pid}/cwd") == os.fspath(folder) and (stat := read_stat(pid)) is not None:
+            if os.path.samestat(os.stat(f"/proc/{pid}/cwd"), wanted) and (stat := read_stat(pid)) is not None:
                 parents[pid] = stat.parent_pid
     root = min((pid for pid, parent in parents.items() if parent not in parents), default=0)
     largest = int(Path("/proc/sys/kernel/pid_max").read_text())

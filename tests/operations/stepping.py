@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import contextlib
 import os
 import subprocess
 import sys
@@ -12,8 +11,7 @@ from typing import Any
 
 import gpucr
 from gpucr.jobs import sandbox
-from gpucr.linux import processes
-from tests.counter import kill_at_once, wait_until
+from tests.counter import kill_at_once, processes_in, wait_until
 
 STEP = """
 import os, sys, time
@@ -78,12 +76,7 @@ class Job:
         self._turn = after
 
     def pids(self) -> list[int]:
-        found = []
-        for pid in processes.all_pids():
-            with contextlib.suppress(OSError):
-                if os.readlink(f"/proc/{pid}/cwd") == str(self.folder):
-                    found.append(pid)
-        return found
+        return processes_in(self.folder)
 
     def dump_and_end(self, to: Path | str, **options: Any) -> gpucr.DumpReport:
         report = gpucr.dump(self.pid, to, **options)

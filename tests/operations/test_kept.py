@@ -233,7 +233,7 @@ def test_the_keeper_is_killed_before_it_has_the_job(folder: Path, tmp_path: Path
 
 
 @pytest.mark.criu
-@pytest.mark.parametrize("isolate", [False, True])
+@pytest.mark.parametrize("isolate", [later(False), True])
 def test_killed_between_the_record_and_the_keeper(folder: Path, tmp_path: Path, isolate: bool) -> None:
     record = start(folder, isolate=isolate)
     gpucr.dump("job", tmp_path / "s")

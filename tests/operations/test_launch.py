@@ -28,6 +28,7 @@ from gpucr.operations import launch
 from gpucr.sim import build as simulator
 from tests import command
 from tests.counter import wait_until
+from tests.storm import later
 
 
 @pytest.fixture(autouse=True)
@@ -561,7 +562,7 @@ def test_exec_passes_the_exit_code_and_the_input_on() -> None:
 
 
 @pytest.mark.criu
-@pytest.mark.parametrize("isolate", [False, True])
+@pytest.mark.parametrize("isolate", [later(False), True])
 def test_a_job_keeps_its_name_and_its_log_through_a_dump_and_a_restore(isolate: bool, tmp_path: Path) -> None:
     beat = "import itertools, time\nfor n in itertools.count():\n    print(n, flush=True); time.sleep(0.005)"
     before = launch.run_job(_python(beat), name="beat", isolate=isolate).record
