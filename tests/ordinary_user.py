@@ -156,10 +156,14 @@ class OrdinaryUser:
     def start_counter(self, name: str, port: int) -> int:
         """A CUDA program below `gpucr run`, that is ready. Returns its pid."""
         program = [sys.executable, "-m", "gpucr", "sim", "counter", "--port", str(port), "--mib", str(_MIB)]
-        self.succeeds("run", "--name", name, "--", *program)
+        pid = self.start_job(name, *program)
         asked = self.gpucr("sim", "ask", str(port), "verify")
         assert asked.returncode == 0, asked.stderr + self.succeeds("logs", name)
-        return self.pid_of(name)
+        return pid
+
+    def start_job(self, name: str, *command: str) -> int:
+        """`gpucr run`. Returns the job's pid."""
+        return int(json.loads(self.succeeds("run", "--json", "--name", name, "--", *command))["pid"])
 
     def pid_of(self, name: str) -> int:
         """The pid of a job."""
