@@ -180,6 +180,13 @@ def driver() -> CudaDriver:
 
 
 @pytest.fixture
+def state_home(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    """A $XDG_STATE_HOME of the test's own, not made yet: its registry of jobs, logs and results of probes."""
+    monkeypatch.setenv("XDG_STATE_HOME", str(tmp_path / "state"))
+    return tmp_path / "state"
+
+
+@pytest.fixture
 def process_without_cuda() -> Iterator[int]:
     """The pid of a live process that never touches CUDA."""
     command = [sys.executable, "-c", "input()"]

@@ -18,7 +18,7 @@ from typing import Any
 import pytest
 
 from gpucr.errors import DeadlineExceeded
-from gpucr.linux.processes import read_stat
+from gpucr.linux.processes import all_pids, read_stat
 from gpucr.sim import build as simulator
 
 DEADLINE_S = 60.0
@@ -57,14 +57,10 @@ def processes_in(folder: Path) -> list[int]:
         wanted = folder.stat()
     except FileNotFoundError:
         return []
-    for entry in Path("/proc").iterdir():
-        if entry.name.isdigit():
-            with contextlib.suppress(OSError):  # gone meanwhile, a kernel thread, or another user's
-                if (
-                    os.path.samestat((entry / "cwd").stat(), wanted)
-                    and (stat := read_stat(int(entry.name))) is not None
-                ):
-                    parents[int(entry.name)] = stat.parent_pid
+    for pid in all_pids():  # hundreds, and a test looks often: no Path is made of them
+        with contextlib.suppress(OSError):  # gone meanwhile, a kernel thread, or another user's
+            if os.path.samestat(os.stat(f"/proc/{pid}/cwd"), wanted) and (stat := read_stat(pid)) is not None:
+                parents[pid] = stat.parent_pid
     root = min((pid for pid, parent in parents.items() if parent not in parents), default=0)
     largest = int(Path("/proc/sys/kernel/pid_max").read_text())
     return sorted(parents, key=lambda pid: (pid - root) % largest)

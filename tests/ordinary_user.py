@@ -19,6 +19,7 @@ from pathlib import Path
 from typing import Any
 
 from gpucr.criu.install import provided_folder
+from gpucr.interposer import library
 from gpucr.sim import build as simulator
 from tests.counter import wait_until
 
@@ -46,6 +47,8 @@ class OrdinaryUser:
         built = simulator.build()
         libraries = self.home / ".cache/gpucr/sim" / built.name
         shutil.copytree(built, libraries)
+        interposer = library.installed()  # which his first job would compile, for more than a second
+        shutil.copytree(interposer, self.home / ".local/share/gpucr/interposer" / interposer.name, symlinks=True)
         self._simulated = simulator.environment(state_dir=self.home / "sim", fixed_cost_ms=1)
         self.environment = {
             "HOME": str(self.home),
@@ -153,10 +156,14 @@ class OrdinaryUser:
     def start_counter(self, name: str, port: int) -> int:
         """A CUDA program below `gpucr run`, that is ready. Returns its pid."""
         program = [sys.executable, "-m", "gpucr", "sim", "counter", "--port", str(port), "--mib", str(_MIB)]
-        self.succeeds("run", "--name", name, "--", *program)
+        pid = self.start_job(name, *program)
         asked = self.gpucr("sim", "ask", str(port), "verify")
         assert asked.returncode == 0, asked.stderr + self.succeeds("logs", name)
-        return self.pid_of(name)
+        return pid
+
+    def start_job(self, name: str, *command: str) -> int:
+        """`gpucr run`. Returns the job's pid."""
+        return int(json.loads(self.succeeds("run", "--json", "--name", name, "--", *command))["pid"])
 
     def pid_of(self, name: str) -> int:
         """The pid of a job."""

@@ -188,7 +188,7 @@ def test_a_snapshot_of_another_user() -> None:
             ({"LD_LIBRARY_PATH": ""}, 2, "GPUCR-BAD-GPU"),
             ({"GPUCR_CRIU": "/usr/sbin/no-criu"}, 4, "GPUCR-NO-CRIU"),
         ],
-        2,
+        3,
     ),
 )
 def test_a_node_that_cannot_bring_it_back(batch: Batch, node: dict[str, str], exit_code: int, code: str) -> None:

@@ -20,7 +20,7 @@ from tests.storm import later
 pytestmark = [pytest.mark.criu, pytest.mark.usefixtures("own_state")]
 
 
-@pytest.mark.parametrize("how", ["USR1", later("TERM"), "time limit"])
+@pytest.mark.parametrize("how", [later("USR1"), later("TERM"), "time limit"])
 def test_a_job_goes_on_in_its_next_place(batch: Batch, how: str) -> None:
     end = str(int(time.time()) + 3600)
     before = "2h" if how == "time limit" else "1m"

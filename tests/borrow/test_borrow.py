@@ -105,7 +105,7 @@ def test_a_job_of_a_higher_priority_is_waited_for(shared: Machine) -> None:
     assert low.ask() == 102
 
 
-@pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGHUP])
+@pytest.mark.parametrize("number", [signal.SIGINT, later(signal.SIGHUP)])
 def test_a_signal_is_the_commands_and_the_jobs_come_back(shared: Machine, number: signal.Signals) -> None:
     job = shared.job("train")
     borrower = shared.borrow(*shared.until("eval"))

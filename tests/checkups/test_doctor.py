@@ -30,10 +30,9 @@ SPOILT = Finding("warning", "none", "deny", "slow", "echo", repair="huge-pages-s
 
 
 @pytest.fixture(autouse=True)
-def machine_with_peers(sim_only: None, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> pytest.MonkeyPatch:
+def machine_with_peers(sim_only: None, state_home: Path, monkeypatch: pytest.MonkeyPatch) -> pytest.MonkeyPatch:
     """Two GPUs that reach each other, and nothing measured yet."""
     monkeypatch.setenv("GPUCR_SIM_PEERS", "1")
-    monkeypatch.setenv("XDG_STATE_HOME", str(tmp_path / "state"))
     return monkeypatch
 
 

@@ -187,7 +187,7 @@ def test_a_dump_that_fails_when_the_container_has_ended_keeps_what_there_is(
     ("number", "everybody"),
     [
         (signal.SIGTERM, False),
-        (signal.SIGINT, True),
+        pytest.param(signal.SIGINT, True, marks=long),
         pytest.param(signal.SIGINT, False, marks=long),
         pytest.param(signal.SIGTERM, True, marks=long),
     ],

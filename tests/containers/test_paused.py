@@ -11,6 +11,7 @@ from tests import command
 from tests.containers.conftest import StartContainer
 from tests.containers.container import KILL_ATTENDANT, KILL_CRIU, Container, wait_gone
 from tests.counter import wait_until
+from tests.storm import later, long
 
 pytestmark = pytest.mark.criu
 
@@ -68,9 +69,11 @@ LOSE = 'test $CRTOOLS_SCRIPT_ACTION != post-dump || rm -r "$CRTOOLS_IMAGE_DIR/gp
 
 @pytest.mark.parametrize(
     ("faults", "sabotage", "is_paused_after"),
-    [("checkpoint#1=999", "", True), ("", LOSE, True), ("", KILL_CRIU, False)],  # CRIU thaws as soon as it traces all
+    [  # CRIU thaws as soon as it traces all
+        later("checkpoint#1=999", "", True), ("", LOSE, True), ("", KILL_CRIU, False),
+    ],
     ids=["before the dump", "after the dump", "CRIU is killed"],
-)
+)  # fmt: skip
 def test_a_paused_container_whose_dump_fails_is_as_it_was_when_it_is_resumed(
     container: StartContainer, faults: str, sabotage: str, is_paused_after: bool
 ) -> None:
@@ -91,6 +94,7 @@ def test_a_paused_container_without_cuda_stays_paused(container: StartContainer)
     assert made.ask() == 101
 
 
+@long
 def test_an_attendant_that_is_killed_leaves_a_paused_container_as_it_was(container: StartContainer) -> None:
     made = container("--mib", "4", sabotage=KILL_ATTENDANT)
     made.ask()

@@ -96,6 +96,19 @@ def test_connections() -> None:
     assert parent == str(has_connections([os.getpid()]))
 
 
+def test_sockets_that_have_no_connection() -> None:
+    """The tables of the whole machine are not read for them."""
+    code = (
+        "import os, socket\n"
+        "from gpucr.criu import options\n"
+        "kept = [*socket.socketpair(), socket.socket(type=socket.SOCK_DGRAM)]\n"
+        "options._connected_inodes = None\n"
+        "print(options.has_connections([os.getpid()]))\n"
+    )
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True, timeout=60)
+    assert done.stdout == "False\n"
+
+
 def test_connections_over_ipv6() -> None:
     try:
         listener = socket.create_server(("::1", 0), family=socket.AF_INET6)

@@ -23,17 +23,12 @@ from gpucr.interposer.vault import VaultFailed
 from gpucr.linux import processes
 from tests.counter import processes_of_this_test, wait_until
 
+pytestmark = pytest.mark.usefixtures("state_home")
+
 COMES_BACK, REFUSED, LOST, NOT_POSSIBLE, TIMED_OUT = CanaryOutcome
 
 LONG_S = 1800.0
 """For a canary that comes to an end by itself: on a busy machine its two starts of Python and CUDA take long."""
-
-
-@pytest.fixture(autouse=True)
-def state_home(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
-    """Results of a test's own."""
-    monkeypatch.setenv("XDG_STATE_HOME", str(tmp_path / "state"))
-    return tmp_path / "state"
 
 
 @pytest.fixture

@@ -7,8 +7,6 @@ import re
 import shlex
 import shutil
 import subprocess
-import sys
-import zipfile
 from pathlib import Path
 
 import click
@@ -16,7 +14,6 @@ import pytest
 
 from gpucr.cli import manual
 from tests.docs.command_tree import COMMANDS
-from tests.docs.pages import ROOT
 
 CONTEXTS = {context.command_path: context for context in manual.contexts()}
 _EXAMPLES = re.compile(r"^Examples?\b.*:\n((?:  .*\n?)+)", re.MULTILINE)
@@ -92,19 +89,3 @@ def test_the_main_page_tells_exit_codes_and_error_codes() -> None:
     shown = _plain(manual.page(CONTEXTS["gpucr"]))
     assert "\n10   failed, and the job could not be brought back to how it was\n" in shown
     assert "GPUCR-LOCK-TIMEOUT" in shown
-
-
-def test_the_wheel_has_the_pages(tmp_path: Path) -> None:
-    pytest.importorskip("hatchling")
-    built = subprocess.run(
-        [sys.executable, "-m", "hatchling", "build", "-t", "wheel", "-d", tmp_path],
-        cwd=ROOT, capture_output=True, text=True, check=False,
-    )  # fmt: skip
-    assert built.returncode == 0, built.stderr
-    (wheel,) = tmp_path.glob("*.whl")
-    with zipfile.ZipFile(wheel) as archive:
-        names = archive.namelist()
-        (dump,) = [name for name in names if name.endswith(".data/data/share/man/man1/gpucr-dump.1")]
-        assert archive.read(dump).decode() == manual.page(CONTEXTS["gpucr dump"])
-    assert sum("/man1/" in name for name in names) == len(COMMANDS)
-    assert "gpucr/error_codes.md" in names

@@ -147,7 +147,7 @@ class Job:
         self.log_path = folder / "log"
         self._may_step = pace.file_beside(self.lines_path)
         pace.let_go_on(self._may_step, pace.AHEAD)
-        self._deadline_s = deadline_s
+        self.deadline_s = deadline_s
         with self.log_path.open("wb") as log:
             self._child = subprocess.Popen(
                 [*command, "--out", str(self.lines_path)],
@@ -198,7 +198,7 @@ class Job:
     def wait_end(self) -> None:
         """Let it go on, and wait until it has ended by itself."""
         pace.let_go_on(self._may_step, pace.NO_LIMIT)
-        wait_for(lambda: not self.is_running(), self._deadline_s, "the end of the program")
+        wait_for(lambda: not self.is_running(), self.deadline_s, "the end of the program")
 
     def wait_gone(self) -> None:
         """Wait until no process of it is left, after something ended it."""
@@ -220,7 +220,7 @@ class Job:
                 raise Failed(f"the program ended before {what}: {self.log_tail()}")
             return False
 
-        wait_for(happened, self._deadline_s, what)
+        wait_for(happened, self.deadline_s, what)
 
     def log_tail(self) -> str:
         """The last that it printed."""

@@ -61,10 +61,11 @@ def python(code: str) -> list[str]:
 
 def test_a_hang_is_a_failure_and_nothing_is_left(tmp_path: Path) -> None:
     forks_and_hangs = "import os, time\nos.fork()\nprint('ready', flush=True)\nwhile True: time.sleep(60)"
-    job = Job(python(forks_and_hangs), tmp_path / "job", deadline_s=10.0)
+    job = Job(python(forks_and_hangs), tmp_path / "job", deadline_s=30.0)
     try:
         job.wait_ready()
         assert len(job.members()) == 2
+        job.deadline_s = 0.5
         with pytest.raises(Failed, match="line 1 did not happen"):
             job.wait_lines(1)
     finally:
@@ -151,7 +152,7 @@ def test_parts_that_need_more_gpus_are_left_out() -> None:
 
 
 @pytest.fixture
-def parts(sim_only: None, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> whole_jobs.Parts:
+def parts(sim_only: None, tmp_path: Path, state_home: Path, monkeypatch: pytest.MonkeyPatch) -> whole_jobs.Parts:
     """The parts on a simulated machine, with one process in the place of torchrun."""
 
     def program(settings: whole_jobs.Settings, ranks: int, lines: Path) -> list[str]:
@@ -159,7 +160,6 @@ def parts(sim_only: None, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> wh
         return [sys.executable, "-m", "tests.hardware.programs.driver_recurrence", *options]
 
     monkeypatch.setattr(whole_jobs, "training", program)
-    monkeypatch.setenv("XDG_STATE_HOME", str(tmp_path / "state"))
     monkeypatch.setenv("GPUCR_SIM_STATE", str(tmp_path / "gpus"))
     return whole_jobs.Parts(whole_jobs.Settings(tmp_path / "out", 80, 0.04, 8, 60.0))
 

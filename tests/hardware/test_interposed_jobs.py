@@ -18,11 +18,10 @@ SCRIPT = Path(__file__).with_name("interposed_jobs.py")
 
 @long
 def test_a_job_that_shares_memory_by_descriptors(
-    sim_only: None, criu_install: CriuInstall, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    sim_only: None, criu_install: CriuInstall, tmp_path: Path, state_home: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setenv("GPUCR_INTERPOSER_DIR", str(tmp_path / "agents"))
     monkeypatch.setenv("GPUCR_SIM_FIXED_COST_MS", "1")
-    monkeypatch.setenv("XDG_STATE_HOME", str(tmp_path / "state"))
     words = ["--only", "cumem", "--cycles", "1", "--dumps", "1", "--moves", "1", "--json", str(tmp_path / "told.json")]
     done = subprocess.run(
         [sys.executable, str(SCRIPT), *words], env=os.environ, capture_output=True, text=True, check=False, timeout=90

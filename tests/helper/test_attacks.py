@@ -376,7 +376,7 @@ PIPE = CONNECTED + "os.path.exists('pipe') or os.mkfifo('pipe')\nopened = os.ope
 
 @pytest.mark.parametrize(
     ("program", "said"),
-    [(WATCHING, ""), (TERMINAL, "tty"), (PIPE, "named pipe")],
+    [later(WATCHING, ""), later(TERMINAL, "tty"), (PIPE, "named pipe")],
     ids=["watch", "tty", "pipe"],
 )
 def test_h9_what_the_helper_does_not_restore_it_does_not_dump(

@@ -77,13 +77,14 @@ def start(user: OrdinaryUser, name: str, program: str) -> int:
     """A job that counts. Returns its pid."""
     alive = user.home / "alive"
     alive.unlink(missing_ok=True)
-    user.succeeds("run", "--name", name, "--", sys.executable, "-c", textwrap.dedent(program) + BEAT)
+    pid = user.start_job(name, sys.executable, "-c", textwrap.dedent(program) + BEAT)
     wait_until(alive.exists, "the job to start")
-    return user.pid_of(name)
+    return pid
 
 
 def counted(user: OrdinaryUser, name: str) -> int:
-    return int(user.succeeds("logs", name).split()[-1])
+    (log,) = (user.home / ".local/state/gpucr/jobs" / name).glob("*.log")
+    return int(log.read_text().split()[-1])
 
 
 def dump(user: OrdinaryUser, name: str, pid: int, to: str = "snap") -> None:

@@ -71,8 +71,7 @@ class Program:
 
 
 @pytest.fixture
-def program(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[StartProgram]:
-    monkeypatch.setenv("XDG_STATE_HOME", str(tmp_path / "state"))
+def program(tmp_path: Path, state_home: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[StartProgram]:
     monkeypatch.setenv("GPUCR_INTERPOSER_DIR", str(tmp_path / "a"))
     work = tmp_path / "work"
     work.mkdir()

@@ -21,9 +21,8 @@ pytestmark = [pytest.mark.criu, pytest.mark.root, pytest.mark.usefixtures("sim_o
 
 
 @pytest.fixture
-def folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Path]:
+def folder(tmp_path: Path, state_home: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Path]:
     """Where the jobs work, and are found to be ended; registry and sockets are this test's own."""
-    monkeypatch.setenv("XDG_STATE_HOME", str(tmp_path / "state"))
     monkeypatch.setattr("gpucr.interposer.library._SHIPPED", compiled_interposer())
     monkeypatch.setattr("gpucr.interposer.library._home", lambda: tmp_path / "interposer")
     monkeypatch.setenv("GPUCR_INTERPOSER_DIR", str(tmp_path / "a"))

@@ -11,6 +11,7 @@ import pytest
 from gpucr.driver.gpus import list_gpus
 from gpucr.sim import build as simulator
 from tests.operations.stepping import Job, SandboxedJob, StartJob
+from tests.sandboxed import end_all_in
 
 MakeMachine = Callable[..., list[str]]
 
@@ -26,6 +27,15 @@ def machine(sim_only: None, monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> 
         return [gpu.uuid for gpu in list_gpus()]
 
     return be_on
+
+
+@pytest.fixture
+def folder(tmp_path: Path) -> Iterator[Path]:
+    """Where the jobs of a test run. All that runs there ends with the test."""
+    made = tmp_path / "job"
+    made.mkdir()
+    yield made
+    end_all_in(made)
 
 
 @pytest.fixture

@@ -209,7 +209,7 @@ def calls(vault: Vault, monkeypatch: pytest.MonkeyPatch) -> list[tuple[str, int]
     return vault.log
 
 
-@pytest.fixture(params=["folder", "store"])
+@pytest.fixture(params=["folder", later("store")])
 def place(request: pytest.FixtureRequest, tmp_path: Path) -> Place:
     if request.param == "folder":
         return tmp_path / "snapshot"

@@ -8,7 +8,6 @@ from __future__ import annotations
 import subprocess
 import sys
 import time
-from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -18,11 +17,11 @@ import gpucr
 from gpucr.linux.namespaces import kinds_here
 from tests import command
 from tests.counter import state_in, wait_until
-from tests.sandboxed import end_all_in
 from tests.storm import sample
 
 pytestmark = [
     pytest.mark.criu,
+    pytest.mark.usefixtures("state_home"),
     pytest.mark.skipif("time" not in kinds_here(), reason="the kernel has no time namespaces"),
 ]
 
@@ -150,20 +149,6 @@ import ctypes, os, sys
 assert ctypes.CDLL(None).prctl(24, 25, 0, 0, 0) == 0  # PR_CAPBSET_DROP, CAP_SYS_TIME
 os.execv(sys.argv[1], sys.argv[1:])
 """
-
-
-@pytest.fixture(autouse=True)
-def registry_of_its_own(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setenv("XDG_STATE_HOME", str(tmp_path / "state"))
-
-
-@pytest.fixture
-def folder(tmp_path: Path) -> Iterator[Path]:
-    """Where the job runs. Whatever runs there ends with the test."""
-    folder = tmp_path / "job"
-    folder.mkdir()
-    yield folder
-    end_all_in(folder)
 
 
 def gpucr_through(code: str, *arguments: object) -> subprocess.CompletedProcess[str]:

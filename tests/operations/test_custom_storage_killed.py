@@ -105,7 +105,7 @@ def assert_runs(job: Counter, driver: CudaDriver, pids: list[int], expected: int
 
 def moments(*calls: tuple[str, int]) -> list[tuple[str, str, int]]:
     """Before and after each of these calls, the first or a later one; outside a storm a sample of them."""
-    return sample([(when, *call) for call in calls for when in ("before", "after")], 11)
+    return sample([(when, *call) for call in calls for when in ("before", "after")], 21)
 
 
 @pytest.mark.parametrize(

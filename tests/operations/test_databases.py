@@ -11,7 +11,7 @@ import pytest
 import gpucr
 from gpucr.errors import Unsupported
 from tests.operations.stepping import Job, StartJob
-from tests.storm import sample
+from tests.storm import later, sample
 
 pytestmark = pytest.mark.criu
 
@@ -48,7 +48,7 @@ def left_behind(start: StartJob, to: Path, mode: str) -> Job:
     return job
 
 
-@pytest.mark.parametrize("mode", sample(MODES, 3))
+@pytest.mark.parametrize("mode", [MODES[0], *map(later, MODES[1:])])
 def test_the_database_stays_as_it_is(start: StartJob, tmp_path: Path, mode: str) -> None:
     job = left_behind(start, tmp_path / "s", mode)
     report = gpucr.restore(tmp_path / "s")
@@ -57,7 +57,7 @@ def test_the_database_stays_as_it_is(start: StartJob, tmp_path: Path, mode: str)
     assert [job.go_on(), job.go_on()] == ["ok 160", "ok 200"]
 
 
-@pytest.mark.parametrize("mode", sample(MODES, 3))
+@pytest.mark.parametrize("mode", [*map(later, MODES[:-1]), MODES[-1]])
 def test_a_rewind_is_refused_and_by_force_leaves_the_database_alone(start: StartJob, tmp_path: Path, mode: str) -> None:
     job = left_behind(start, tmp_path / "s", mode)
     with pytest.raises(Unsupported, match=r"data\.db was changed after the dump") as caught:

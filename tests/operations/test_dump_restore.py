@@ -264,7 +264,7 @@ def test_the_commit_comes_before_the_kill(
 
 
 @pytest.mark.by_user
-@pytest.mark.parametrize("action", ["lock", "checkpoint", "restore", "unlock"])
+@pytest.mark.parametrize("action", ["lock", later("checkpoint"), later("restore"), "unlock"])
 def test_a_failing_driver_leaves_the_job_as_it_was(
     sim_only: None,
     counter: CounterFactory,
@@ -282,7 +282,7 @@ def test_a_failing_driver_leaves_the_job_as_it_was(
     assert list((tmp_path / "s").iterdir()) == []
 
 
-@pytest.mark.parametrize("action", ["restore", "unlock"])
+@pytest.mark.parametrize("action", [later("restore"), "unlock"])
 def test_a_failed_restore_ends_the_processes_and_keeps_the_snapshot(
     sim_only: None, counter: CounterFactory, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, action: str
 ) -> None:

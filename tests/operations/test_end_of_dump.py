@@ -5,7 +5,7 @@ from __future__ import annotations
 import os
 import signal
 import sys
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -20,9 +20,8 @@ from gpucr.jobs.record import JobRecord
 from gpucr.linux import processes
 from gpucr.operations import launch
 from tests.counter import processes_in, wait_until
-from tests.sandboxed import end_all_in
 
-pytestmark = pytest.mark.criu
+pytestmark = [pytest.mark.criu, pytest.mark.usefixtures("state_home")]
 
 PROGRAM = """
 import os, time
@@ -31,19 +30,6 @@ print("ready", flush=True)
 while True:
     time.sleep(0.01)
 """
-
-
-@pytest.fixture(autouse=True)
-def registry_of_its_own(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setenv("XDG_STATE_HOME", str(tmp_path / "state"))
-
-
-@pytest.fixture
-def folder(tmp_path: Path) -> Iterator[Path]:
-    folder = tmp_path / "job"
-    folder.mkdir()
-    yield folder
-    end_all_in(folder)
 
 
 @pytest.fixture(params=[True, False], ids=["isolated", "not isolated"])

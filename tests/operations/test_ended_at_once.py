@@ -6,7 +6,6 @@ import os
 import signal
 import sys
 import time
-from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -23,8 +22,8 @@ from gpucr.undo.interrupts import Interrupts
 from gpucr.undo.steps import Meter
 from tests import command
 from tests.counter import wait_until
-from tests.sandboxed import end_all_in, wait_ready
-from tests.storm import sample
+from tests.sandboxed import wait_ready
+from tests.storm import later, sample
 
 PROGRAM = """
 import os, sys
@@ -35,20 +34,7 @@ print("the last work", flush=True)
 os._exit(7)
 """
 
-pytestmark = pytest.mark.criu
-
-
-@pytest.fixture(autouse=True)
-def registry_of_its_own(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setenv("XDG_STATE_HOME", str(tmp_path / "state"))
-
-
-@pytest.fixture
-def folder(tmp_path: Path) -> Iterator[Path]:
-    folder = tmp_path / "job"
-    folder.mkdir()
-    yield folder
-    end_all_in(folder)
+pytestmark = [pytest.mark.criu, pytest.mark.usefixtures("state_home")]
 
 
 def dumped(folder: Path, to: Path, *, isolate: bool) -> int:
@@ -70,7 +56,7 @@ def wait_for_its_end(pid: int) -> None:
     wait_until(lambda: processes.read_stat(pid) is None, "the job's end, and its keeper to collect it")
 
 
-@pytest.mark.parametrize("isolate", [False, True])
+@pytest.mark.parametrize("isolate", [later(False), True])
 def test_the_command_says_that_it_was_restored(folder: Path, tmp_path: Path, isolate: bool) -> None:
     dumped(folder, tmp_path / "s", isolate=isolate)
     done = command.run("restore", tmp_path / "s")
@@ -81,7 +67,7 @@ def test_the_command_says_that_it_was_restored(folder: Path, tmp_path: Path, iso
     assert record.log.read_text() == "started\nthe last work\n"
 
 
-@pytest.mark.parametrize("isolate", [False, True])
+@pytest.mark.parametrize("isolate", [False, later(True)])
 def test_it_ends_before_criu_is_done(
     folder: Path, tmp_path: Path, isolate: bool, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -123,7 +109,7 @@ def test_neither_the_deadline_nor_a_signal_ends_what_runs_again(
     assert_ended_with(7)
 
 
-@pytest.mark.parametrize("isolate", [False, True])
+@pytest.mark.parametrize("isolate", [later(False), True])
 def test_one_with_cuda_ends_before_its_keeper_has_it(
     folder: Path, tmp_path: Path, isolate: bool, sim_only: None, monkeypatch: pytest.MonkeyPatch
 ) -> None:

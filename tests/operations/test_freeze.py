@@ -148,9 +148,8 @@ def test_the_end_after_a_save(counter: CounterFactory, tmp_path: Path) -> None:
 
 
 def test_the_registry_knows_a_job_that_was_saved_and_ended(
-    driver: CudaDriver, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    driver: CudaDriver, tmp_path: Path, state_home: Path
 ) -> None:
-    monkeypatch.setenv("XDG_STATE_HOME", str(tmp_path / "state"))
     program = str(simulator.build() / "counter")
     started = gpucr.run_job([program, "--port", "0", "--mib", "1"], name="frozen")
     wait_until(lambda: driver.state(started.record.pid) is RUNNING, "the job to use CUDA")

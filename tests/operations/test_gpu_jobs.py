@@ -126,8 +126,7 @@ def has_mapped_all_but_devices(pid: int, name: str) -> bool:
     return name != "/dev/nvidia" and any(name in mapping.path for mapping in memory.read_maps(pid))
 
 
-def test_a_job_that_gpucr_started_has_its_name(sim_only: None, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setenv("XDG_STATE_HOME", str(tmp_path / "state"))
+def test_a_job_that_gpucr_started_has_its_name(sim_only: None, tmp_path: Path, state_home: Path) -> None:
     folder = tmp_path / "job"
     folder.mkdir()
     try:

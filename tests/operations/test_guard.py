@@ -113,10 +113,9 @@ Criu(find_criu()).dump(
 
 
 @pytest.fixture(autouse=True)
-def log(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+def log(state_home: Path) -> Path:
     """The file in which a guard writes what it has done."""
-    monkeypatch.setenv("XDG_STATE_HOME", str(tmp_path / "state"))
-    return tmp_path / "state" / "gpucr" / "log" / "guard.log"
+    return state_home / "gpucr" / "log" / "guard.log"
 
 
 @pytest.fixture

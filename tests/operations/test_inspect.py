@@ -17,6 +17,7 @@ from tests.command import run, run_json
 from tests.conftest import skip_or_fail
 from tests.counter import CounterFactory
 from tests.sandboxed import end_all_in, start_counter
+from tests.storm import later
 
 pytestmark = pytest.mark.criu
 MIB = 1 << 20
@@ -112,10 +113,9 @@ def _write(folder: Path, body: dict[str, Any]) -> None:
 
 
 def test_a_job_in_a_sandbox_has_the_pids_that_the_manifest_has(
-    sim_only: None, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    sim_only: None, tmp_path: Path, state_home: Path
 ) -> None:
     """CRIU's images have the pids of the inside."""
-    monkeypatch.setenv("XDG_STATE_HOME", str(tmp_path / "state"))
     folder = tmp_path / "job"
     folder.mkdir()
     try:
@@ -165,7 +165,7 @@ def test_commands_read_the_gpu_part_of_a_containers_images(counter: CounterFacto
         assert run(*arguments).returncode == 5
 
 
-@pytest.mark.parametrize("folder", ["", "checkpoint"], ids=["images", "archive"])
+@pytest.mark.parametrize("folder", [later(""), "checkpoint"], ids=["images", "archive"])
 def test_commands_read_the_gpu_part_where_it_is_plain_files(
     folder: str, counter: CounterFactory, tmp_path: Path
 ) -> None:
@@ -210,7 +210,7 @@ def test_commands_read_the_gpu_part_where_it_is_plain_files(
     assert f"{stripes[-1].name}, which holds device memory of process {job.pid}, is missing" in done.stderr
 
 
-@pytest.mark.parametrize("key", [None, gpucr.Secret.key_file(bytes(32))], ids=["plain", "encrypted"])
+@pytest.mark.parametrize("key", [later(None), gpucr.Secret.key_file(bytes(32))], ids=["plain", "encrypted"])
 def test_a_snapshot_in_a_store(counter: CounterFactory, tmp_path: Path, key: gpucr.Secret | None) -> None:
     """It says the same as in a folder, and how much of it is left after compression."""
     store = tmp_path / "store"

@@ -343,9 +343,8 @@ def test_pieces_are_put_together_across_blocks(is_pinned: bool) -> None:
 
 
 def test_a_restore_puts_its_own_library_where_the_job_had_it(
-    driver: CudaDriver, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    driver: CudaDriver, tmp_path: Path, state_home: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setenv("XDG_STATE_HOME", str(tmp_path / "state"))
     monkeypatch.setattr("gpucr.interposer.library._SHIPPED", compiled_interposer())
     monkeypatch.setattr("gpucr.interposer.library._home", lambda: tmp_path / "data/gpucr/interposer")
     with start_counter(tmp_path, "--mib", "24", name="moved", interpose=True) as job:

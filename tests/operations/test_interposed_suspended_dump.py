@@ -98,7 +98,7 @@ def test_a_dump_that_fails_leaves_it_suspended(
 
 @pytest.mark.parametrize(
     ("when", "call"),
-    [("before", "agent.keep"), ("after", "criu.dump"), later("after", "agent.keep"), later("before", "criu.dump")],
+    [later("before", "agent.keep"), ("after", "criu.dump"), later("after", "agent.keep"), later("before", "criu.dump")],
 )
 def test_gpucr_is_killed(when: str, call: str, job: Counter, driver: CudaDriver, tmp_path: Path) -> None:
     """While the files are in gpucr's hands alone the guard has them."""

@@ -49,8 +49,7 @@ def registry_of(user: OrdinaryUser) -> Path:
 
 
 def start_sleeper(user: OrdinaryUser, name: str) -> int:
-    user.succeeds("run", "--name", name, "--", sys.executable, "-I", "-c", "import time; time.sleep(1000)")
-    return user.pid_of(name)
+    return user.start_job(name, sys.executable, "-I", "-c", "import time; time.sleep(1000)")
 
 
 def listed(user: OrdinaryUser) -> list[str]:

@@ -24,8 +24,10 @@ from gpucr.undo.events import Progress
 from tests.command import python
 from tests.counter import CounterFactory, processes_in, wait_until
 from tests.operations.test_killed import killed
-from tests.sandboxed import SandboxedCounter, end_all_in, start_counter, wait_ready
-from tests.storm import later, sample
+from tests.sandboxed import SandboxedCounter, start_counter, wait_ready
+from tests.storm import later
+
+pytestmark = pytest.mark.usefixtures("state_home")
 
 PROGRAM = """
 import itertools, os, signal, time
@@ -34,20 +36,6 @@ for number in itertools.count():
     print(number, flush=True)
     time.sleep(0.005)
 """
-
-
-@pytest.fixture(autouse=True)
-def registry_of_its_own(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setenv("XDG_STATE_HOME", str(tmp_path / "state"))
-
-
-@pytest.fixture
-def folder(tmp_path: Path) -> Iterator[Path]:
-    """Where the job runs. Whatever runs there ends with the test."""
-    folder = tmp_path / "job"
-    folder.mkdir()
-    yield folder
-    end_all_in(folder)
 
 
 def start(folder: Path, **options: Any) -> JobRecord:
@@ -201,7 +189,7 @@ def test_a_job_of_a_script_comes_back_into_its_session(folder: Path, tmp_path: P
 
 
 @pytest.mark.criu
-@pytest.mark.parametrize(("event", "phase"), [later("begin", "criu"), ("end", "criu"), ("begin", "keep")])
+@pytest.mark.parametrize(("event", "phase"), [later("begin", "criu"), later("end", "criu"), ("begin", "keep")])
 def test_gpucr_is_killed_in_a_restore_without_cuda(folder: Path, tmp_path: Path, event: str, phase: str) -> None:
     """There is no guard for it: the keeper ends what is below it."""
     record = start(folder)
@@ -215,7 +203,7 @@ def test_gpucr_is_killed_in_a_restore_without_cuda(folder: Path, tmp_path: Path,
 
 @pytest.mark.criu
 @pytest.mark.parametrize(
-    ("event", "phase"), sample([("begin", "keeper"), ("begin", "criu"), ("end", "criu"), ("end", "release")], 4)
+    ("event", "phase"), [later("begin", "keeper"), later("begin", "criu"), later("end", "criu"), ("end", "release")]
 )
 def test_gpucr_is_killed_in_a_restore_with_cuda(folder: Path, tmp_path: Path, event: str, phase: str) -> None:
     with start_counter(folder, "--mib", "8", "--fork", "1", isolate=False):
@@ -245,7 +233,7 @@ def test_the_keeper_is_killed_before_it_has_the_job(folder: Path, tmp_path: Path
 
 
 @pytest.mark.criu
-@pytest.mark.parametrize("isolate", [False, True])
+@pytest.mark.parametrize("isolate", [later(False), True])
 def test_killed_between_the_record_and_the_keeper(folder: Path, tmp_path: Path, isolate: bool) -> None:
     record = start(folder, isolate=isolate)
     gpucr.dump("job", tmp_path / "s")

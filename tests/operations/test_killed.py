@@ -196,7 +196,7 @@ def test_these_are_the_phases_of_a_dump(counter: CounterFactory, tmp_path: Path)
 
 
 @pytest.mark.criu
-@pytest.mark.parametrize("phase", sample(DUMP_PHASES, 3))
+@pytest.mark.parametrize("phase", sample(DUMP_PHASES, 5))
 def test_in_a_dump(counter: CounterFactory, driver: CudaDriver, tmp_path: Path, phase: str) -> None:
     job = counter("--mib", "4", "--fork", "1")
     pids = job.processes()
@@ -210,7 +210,7 @@ def test_in_a_dump(counter: CounterFactory, driver: CudaDriver, tmp_path: Path, 
 
 
 @pytest.mark.criu
-@pytest.mark.parametrize("phase", sample([*DUMP_PHASES[3:], *THAW_PHASES], 5))
+@pytest.mark.parametrize("phase", sample([*DUMP_PHASES[3:], *THAW_PHASES], 8))
 def test_in_a_dump_that_leaves_the_job_running(
     counter: CounterFactory, driver: CudaDriver, tmp_path: Path, phase: str
 ) -> None:
@@ -225,7 +225,7 @@ RESTORE_PHASES = ["load", "verify", "keeper", "criu", "hold", "restore", "unlock
 
 
 @pytest.mark.criu
-@pytest.mark.parametrize("phase", sample(RESTORE_PHASES, 4))
+@pytest.mark.parametrize("phase", sample(RESTORE_PHASES, 9))
 def test_in_a_restore(counter: CounterFactory, driver: CudaDriver, tmp_path: Path, phase: str) -> None:
     job = counter("--mib", "4", "--fork", "1")
     pids = job.processes()

@@ -29,19 +29,7 @@ from tests.sandboxed import end_all_in
 from tests.storm import later
 from tests.unit.children import NOBODY_UID
 
-
-@pytest.fixture(autouse=True)
-def registry_of_its_own(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setenv("XDG_STATE_HOME", str(tmp_path / "state"))
-
-
-@pytest.fixture
-def folder(tmp_path: Path) -> Iterator[Path]:
-    """Where the jobs run. Whatever runs there ends with the test."""
-    folder = tmp_path / "job"
-    folder.mkdir()
-    yield folder
-    end_all_in(folder)
+pytestmark = pytest.mark.usefixtures("state_home")
 
 
 # --- without privileges ----------------------------------------------------------------------------------------
@@ -53,7 +41,7 @@ class Nobody:
     def __init__(self, home: Path) -> None:
         self.home = home
         source = home / "source"
-        shutil.copytree(Path(gpucr.__file__).parent, source / "gpucr", ignore=shutil.ignore_patterns("__pycache__"))
+        shutil.copytree(Path(gpucr.__file__).parent, source / "gpucr")  # with the bytecode
         self._environment = {
             "PATH": os.environ["PATH"],
             "HOME": str(home),
@@ -299,6 +287,7 @@ def test_a_dump_goes_on_where_the_registry_cannot_be_written(folder: Path, tmp_p
     assert done.returncode == 0, done.stderr
     assert "the record of the job job does not know of this snapshot: [Errno 21]" in done.stderr
     in_the_way.rmdir()
+    wait_until(lambda: gpucr.list_jobs()[0].state.word != "running", "its keeper to write that it has ended")
     assert gpucr.restore(tmp_path / "s").name == "job"
 
 

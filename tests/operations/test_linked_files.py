@@ -12,6 +12,7 @@ import gpucr
 from gpucr.criu.linked_files import save_linked_files
 from gpucr.surroundings import observe
 from tests.operations.stepping import StartJob
+from tests.storm import later
 
 pytestmark = pytest.mark.criu
 
@@ -59,7 +60,7 @@ def link_remaps(folder: Path) -> list[Path]:
     return list(folder.glob("**/link_remap.*"))
 
 
-@pytest.mark.parametrize("is_cache_there", [False, True])
+@pytest.mark.parametrize("is_cache_there", [later(False), True])
 def test_a_library_that_was_upgraded_while_a_cache_has_the_old_one_too(
     is_cache_there: bool, start: StartJob, tmp_path: Path
 ) -> None:

@@ -34,7 +34,7 @@ def places(job: Counter) -> dict[int, list[str]]:
 
 
 def test_a_job_goes_to_another_gpu_and_on(machine: MakeMachine, counter: CounterFactory, driver: CudaDriver) -> None:
-    uuids = machine("2x512MiB")
+    uuids = machine("2x256MiB")
     job = counter("--mib", "8", "--fork", "1")
     pids = job.processes()
     report = gpucr.move(job.pid, gpu="1")
@@ -50,8 +50,8 @@ def test_a_job_goes_to_another_gpu_and_on(machine: MakeMachine, counter: Counter
 def test_two_gpus_of_one_job_change_places_though_neither_has_room_for_both(
     machine: MakeMachine, counter: CounterFactory, driver: CudaDriver
 ) -> None:
-    uuids = machine("2x512MiB")
-    job = counter("--mib", "350", "--devices", "0,1")
+    uuids = machine("2x256MiB")
+    job = counter("--mib", "175", "--devices", "0,1")
     report = gpucr.move(job.pid, gpu="1,0")
     assert report.gpu_map is not None
     assert dict(report.gpu_map.pairs) == {uuids[0]: uuids[1], uuids[1]: uuids[0]}
@@ -59,7 +59,7 @@ def test_two_gpus_of_one_job_change_places_though_neither_has_room_for_both(
 
 
 def test_a_job_that_is_there_already_is_left_alone(machine: MakeMachine, counter: CounterFactory) -> None:
-    uuids = machine("2x512MiB")
+    uuids = machine("2x256MiB")
     job = counter("--mib", "8", "--devices", "1")
     report = gpucr.move(job.pid, gpu="1")
     assert (report.phases, report.gpu_map) == ((), None)
@@ -68,10 +68,10 @@ def test_a_job_that_is_there_already_is_left_alone(machine: MakeMachine, counter
 
 
 def test_a_gpu_without_room_is_refused_before_anything_is_done(machine: MakeMachine, counter: CounterFactory) -> None:
-    uuids = machine("2x512MiB")
-    job, other = counter("--mib", "200"), counter("--mib", "400", "--devices", "1")
+    uuids = machine("2x256MiB")
+    job, other = counter("--mib", "100"), counter("--mib", "200", "--devices", "1")
     begun: list[str] = []
-    with pytest.raises(gpucr.Unsupported, match=f"GPU {uuids[1]} has 104.0 MiB free"):
+    with pytest.raises(gpucr.Unsupported, match=f"GPU {uuids[1]} has 48.0 MiB free"):
         gpucr.move(job.pid, gpu="1", on_progress=lambda progress: begun.append(progress.phase))
     assert begun == []
     assert (places(job), places(other)) == ({job.pid: [uuids[0]]}, {other.pid: [uuids[1]]})
@@ -81,7 +81,7 @@ def test_a_gpu_without_room_is_refused_before_anything_is_done(machine: MakeMach
 def test_what_fails_leaves_it_where_it_was(
     machine: MakeMachine, counter: CounterFactory, driver: CudaDriver, fault: str
 ) -> None:
-    uuids = machine("2x512MiB")
+    uuids = machine("2x256MiB")
     job = counter("--mib", "8", env={"GPUCR_SIM_FAULTS": fault})
     with pytest.raises(gpucr.DriverError):
         gpucr.move(job.pid, gpu="1")
@@ -97,7 +97,7 @@ def test_one_of_two_that_cannot_go_brings_the_other_one_back(
     machine: MakeMachine, driver: CudaDriver, tmp_path: Path
 ) -> None:
     """Each fills its GPU: the one that has moved stands where the other one belongs."""
-    uuids = machine("2x512MiB")
+    uuids = machine("2x256MiB")
     program = f"{simulator.build() / 'counter'} --port 0 --mib 350"
     ranks = [
         f"CUDA_VISIBLE_DEVICES=0 {program} > {tmp_path}/0 & ",
@@ -127,7 +127,7 @@ def test_one_of_two_that_cannot_go_brings_the_other_one_back(
 def test_gpucr_is_killed(
     machine: MakeMachine, counter: CounterFactory, driver: CudaDriver, event: str, phase: str, there: bool
 ) -> None:
-    uuids = machine("2x512MiB")
+    uuids = machine("2x256MiB")
     job = counter("--mib", "8", "--fork", "1")
     pids = job.processes()
     killed(event, phase, "move", job.pid)
@@ -137,7 +137,7 @@ def test_gpucr_is_killed(
 
 
 def test_the_command_and_what_it_refuses(machine: MakeMachine, counter: CounterFactory) -> None:
-    uuids = machine("2x512MiB")
+    uuids = machine("2x256MiB")
     job = counter("--mib", "8")
     nowhere = command.run("move", job.pid)
     assert (nowhere.returncode, "give --gpu or --gpu-map" in nowhere.stderr) == (2, True)
@@ -200,7 +200,7 @@ def test_gpucr_is_killed_while_memory_is_away(
     machine: MakeMachine, interposed: Callable[..., Counter], driver: CudaDriver, monkeypatch: pytest.MonkeyPatch,
     peers: str, phase: str,
 ) -> None:  # fmt: skip
-    uuids = machine("2x512MiB")
+    uuids = machine("2x256MiB")
     monkeypatch.setenv("GPUCR_SIM_PEERS", peers)
     job = interposed()
     killed("end", phase, "move", job.pid)

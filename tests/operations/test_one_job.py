@@ -145,9 +145,8 @@ def test_two_logins_are_two_users(folder: Path, monkeypatch: pytest.MonkeyPatch)
 
 
 @pytest.mark.parametrize("name", COMMANDS)
-def test_jobs_that_gpucr_keeps(name: str, folder: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_jobs_that_gpucr_keeps(name: str, folder: Path, tmp_path: Path, state_home: Path) -> None:
     """Their keepers are the children of a process that asks for orphans, as of every init."""
-    monkeypatch.setenv("XDG_STATE_HOME", str(tmp_path / "state"))
     subreaper = "import ctypes; ctypes.CDLL(None).prctl(36, 1, 0, 0, 0)"
     arguments = command.command("run", "--name", "kept", "--no-isolate", "--", sys.executable, "-c", WAIT)
     start = f"{subreaper}\nimport subprocess; subprocess.run({arguments!r}, check=True, stdout=subprocess.DEVNULL)"

@@ -54,10 +54,10 @@ def works(job: Counter) -> bool:
 
 
 @pytest.mark.parametrize(("gpus", "gpu_map", "expected"), [
-    ("2x512MiB", "0=1", [1]),
-    ("2x512MiB", "1=0", [1]),
-    ("4x512MiB", "0=3", [3]),
-    ("8x512MiB", "0=7,7=3", [7]),
+    ("2x256MiB", "0=1", [1]),
+    ("2x256MiB", "1=0", [1]),
+    ("4x256MiB", "0=3", [3]),
+    ("8x256MiB", "0=7,7=3", [7]),
 ])  # fmt: skip
 def test_a_part_of_the_map_is_enough(
     machine: MakeMachine, counter: CounterFactory, gpus: str, gpu_map: str, expected: list[int]
@@ -74,7 +74,7 @@ def test_a_part_of_the_map_is_enough(
 
 
 def test_two_gpus_are_swapped(machine: MakeMachine, counter: CounterFactory) -> None:
-    uuids = machine("2x512MiB")
+    uuids = machine("2x256MiB")
     jobs = [counter("--mib", "100", "--devices", "0"), counter("--mib", "8", "--devices", "0,1")]
     gpucr.suspend(jobs[1].pid)
     report = gpucr.resume(jobs[1].pid, gpu_map=f"{uuids[0]}={uuids[1]},{uuids[1]}={uuids[0]}")
@@ -85,7 +85,7 @@ def test_two_gpus_are_swapped(machine: MakeMachine, counter: CounterFactory) -> 
 
 
 def test_every_process_of_a_tree_is_moved(machine: MakeMachine, counter: CounterFactory, driver: CudaDriver) -> None:
-    uuids = machine("4x512MiB")
+    uuids = machine("4x256MiB")
     job = counter("--fork", "2")
     gpucr.suspend(job.pid)
     gpucr.resume(job.pid, gpu="2")
@@ -94,7 +94,7 @@ def test_every_process_of_a_tree_is_moved(machine: MakeMachine, counter: Counter
 
 
 def test_a_process_that_is_shown_one_gpu_needs_a_place_for_all(machine: MakeMachine, counter: CounterFactory) -> None:
-    uuids = machine("4x512MiB")
+    uuids = machine("4x256MiB")
     job = counter("--mib", "8", env={"CUDA_VISIBLE_DEVICES": "1"})
     gpucr.suspend(job.pid)
     report = gpucr.resume(job.pid, gpu="3")
@@ -116,7 +116,7 @@ def test_a_process_that_is_shown_one_gpu_needs_a_place_for_all(machine: MakeMach
 
 def test_processes_of_one_job_that_see_different_gpus(machine: MakeMachine, tmp_path: Path) -> None:
     """As ranks do that a launcher gives one GPU each."""
-    uuids = machine("4x512MiB")
+    uuids = machine("4x256MiB")
     program = simulator.build() / "counter"
     ranks = [f"CUDA_VISIBLE_DEVICES={gpu} {program} --port 0 --mib 8 > {tmp_path}/{gpu} & " for gpu in (0, 1)]
     with subprocess.Popen(["sh", "-c", "".join(ranks) + "wait"], start_new_session=True) as job:
@@ -138,7 +138,7 @@ def test_processes_of_one_job_that_see_different_gpus(machine: MakeMachine, tmp_
 
 def test_a_program_that_has_set_what_it_sees_itself(machine: MakeMachine) -> None:
     """/proc shows the environment of its start; the driver knows all GPUs in any case."""
-    uuids = machine("4x512MiB")
+    uuids = machine("4x256MiB")
     with child_of_its_own([sys.executable, "-c", ITS_OWN_ENVIRONMENT]) as pid:
         gpucr.suspend(pid)
         gpucr.resume(pid, gpu_map="1=2")
@@ -150,8 +150,8 @@ def test_a_program_that_has_set_what_it_sees_itself(machine: MakeMachine) -> Non
 
 def test_a_process_that_knows_fewer_gpus_than_the_machine_has(machine: MakeMachine, counter: CounterFactory) -> None:
     """As under a cgroup that allows one of them: the driver refuses the whole map, and takes that of what is used."""
-    uuids = machine("4x512MiB")
-    job = counter("--mib", "8", env={"GPUCR_SIM_GPUS": "1x512MiB"})
+    uuids = machine("4x256MiB")
+    job = counter("--mib", "8", env={"GPUCR_SIM_GPUS": "1x256MiB"})
     for old, new in ((0, 2), (2, 0)):
         gpucr.suspend(job.pid)
         gpucr.resume(job.pid, gpu_map=f"{old}={new}")
@@ -164,7 +164,7 @@ def test_a_process_that_knows_fewer_gpus_than_the_machine_has(machine: MakeMachi
 def test_a_refusal_that_the_gpus_are_not_the_reason_of(
     machine: MakeMachine, counter: CounterFactory, driver: CudaDriver
 ) -> None:
-    uuids = machine("2x512MiB")
+    uuids = machine("2x256MiB")
     job = counter("--mib", "8", env={"GPUCR_SIM_FAULTS": "restore#1=1,restore#2=801"})
     gpucr.suspend(job.pid)
     with pytest.raises(gpucr.DriverError) as failure:
@@ -176,10 +176,10 @@ def test_a_refusal_that_the_gpus_are_not_the_reason_of(
 
 
 def test_auto_leaves_a_gpu_that_has_become_full(machine: MakeMachine, counter: CounterFactory) -> None:
-    uuids = machine("2x512MiB")
-    job = counter("--mib", "200")
+    uuids = machine("2x256MiB")
+    job = counter("--mib", "100")
     gpucr.suspend(job.pid)
-    other = counter("--mib", "400")
+    other = counter("--mib", "200")
     with pytest.raises(gpucr.Unsupported, match="MiB are missing") as refused:
         gpucr.resume(job.pid)
     assert refused.value.hint is not None
@@ -187,12 +187,12 @@ def test_auto_leaves_a_gpu_that_has_become_full(machine: MakeMachine, counter: C
     report = gpucr.resume(job.pid, gpu="auto")
     assert places(job) == [uuids[1]]
     assert places(other) == [uuids[0]]
-    assert "it has 104.0 MiB free" in report.gpu_reasons[0]
+    assert "it has 48.0 MiB free" in report.gpu_reasons[0]
     assert works(job)
 
 
 def test_auto_stays_where_nothing_has_changed(machine: MakeMachine, counter: CounterFactory) -> None:
-    uuids = machine("2x512MiB")
+    uuids = machine("2x256MiB")
     job = counter("--mib", "8", "--devices", "1")
     gpucr.suspend(job.pid)
     report = gpucr.resume(job.pid, gpu="auto")
@@ -202,10 +202,10 @@ def test_auto_stays_where_nothing_has_changed(machine: MakeMachine, counter: Cou
 
 
 def test_auto_without_room_changes_nothing(machine: MakeMachine, counter: CounterFactory, driver: CudaDriver) -> None:
-    machine("2x512MiB")
-    job = counter("--mib", "200")
+    machine("2x256MiB")
+    job = counter("--mib", "100")
     gpucr.suspend(job.pid)
-    others = [counter("--mib", "400", "--devices", str(gpu)) for gpu in (0, 1)]
+    others = [counter("--mib", "200", "--devices", str(gpu)) for gpu in (0, 1)]
     with pytest.raises(gpucr.Unsupported, match="no choice of GPUs has room for the job"):
         gpucr.resume(job.pid, gpu="auto")
     assert driver.state(job.pid) is CHECKPOINTED
@@ -218,14 +218,14 @@ def test_a_resume_that_is_undone_leaves_the_job_on_its_new_gpu(
     machine: MakeMachine, counter: CounterFactory, driver: CudaDriver
 ) -> None:
     """It is suspended again, but from there: the next map has to name that GPU."""
-    uuids = machine("4x512MiB")
-    job = counter("--mib", "200", env={"CUDA_VISIBLE_DEVICES": "0", "GPUCR_SIM_FAULTS": "unlock#1=999"})
+    uuids = machine("4x256MiB")
+    job = counter("--mib", "100", env={"CUDA_VISIBLE_DEVICES": "0", "GPUCR_SIM_FAULTS": "unlock#1=999"})
     gpucr.suspend(job.pid)
     with pytest.raises(gpucr.DriverError):
         gpucr.resume(job.pid, gpu="2")
     assert driver.state(job.pid) is CHECKPOINTED
-    filler = counter("--mib", "400", "--devices", "2")
-    with pytest.raises(gpucr.Unsupported, match=f"GPU {uuids[2]} has 104.0 MiB free"):
+    filler = counter("--mib", "200", "--devices", "2")
+    with pytest.raises(gpucr.Unsupported, match=f"GPU {uuids[2]} has 48.0 MiB free"):
         gpucr.resume(job.pid)
     filler.kill()
     gpucr.resume(job.pid, gpu_map="2=1")
@@ -234,7 +234,7 @@ def test_a_resume_that_is_undone_leaves_the_job_on_its_new_gpu(
 
 
 def test_the_command_takes_and_tells_it(machine: MakeMachine, counter: CounterFactory) -> None:
-    uuids = machine("2x512MiB")
+    uuids = machine("2x256MiB")
     job = counter("--mib", "8")
     gpucr.suspend(job.pid)
     resumed = command.run_json("resume", job.pid, "--gpu", "1")
@@ -262,7 +262,7 @@ def test_what_the_command_refuses(
     code: int,
     message: str,
 ) -> None:
-    machine("2x512MiB")
+    machine("2x256MiB")
     job = counter()
     gpucr.suspend(job.pid)
     done = command.run("resume", job.pid, *options)
@@ -285,16 +285,16 @@ def dump_and_end(job: Counter, to: Path) -> gpucr.DumpReport:
 def test_a_job_of_gpu_0_is_restored_on_gpu_1_while_gpu_0_is_busy(
     machine: MakeMachine, counter: CounterFactory, tmp_path: Path
 ) -> None:
-    uuids = machine("2x512MiB")
-    job = counter("--mib", "200")
+    uuids = machine("2x256MiB")
+    job = counter("--mib", "100")
     dump_and_end(job, tmp_path / "s")
-    other = counter("--mib", "400")
+    other = counter("--mib", "200")
     refused = command.run("restore", tmp_path / "s")
     assert refused.returncode == 3
     assert "--gpu auto" in refused.stderr
     restored = command.run_json("restore", tmp_path / "s", "--gpu", "auto")
     assert restored["gpu_map"] == {uuids[0]: uuids[1], uuids[1]: uuids[0]}
-    assert "it has 104.0 MiB free" in restored["gpu_reasons"][0]
+    assert "it has 48.0 MiB free" in restored["gpu_reasons"][0]
     assert (places(job), places(other)) == ([uuids[1]], [uuids[0]])
     assert works(job)
     assert works(other)
@@ -304,7 +304,7 @@ def test_a_job_of_gpu_0_is_restored_on_gpu_1_while_gpu_0_is_busy(
 def test_what_a_process_can_use_is_in_the_snapshot(
     machine: MakeMachine, counter: CounterFactory, tmp_path: Path
 ) -> None:
-    uuids = machine("4x512MiB")
+    uuids = machine("4x256MiB")
     job = counter("--mib", "8", env={"CUDA_VISIBLE_DEVICES": "1"})
     gpucr.suspend(job.pid)
     gpucr.resume(job.pid, gpu="3")
@@ -342,10 +342,10 @@ def test_there_and_back_for_a_process_that_is_shown_one_gpu(counter: CounterFact
 def test_a_machine_with_fewer_gpus(
     machine: MakeMachine, counter: CounterFactory, tmp_path: Path, visible: dict[str, str]
 ) -> None:
-    machine("4x512MiB")
+    machine("4x256MiB")
     job = counter("--mib", "8", env=visible)
     dump_and_end(job, tmp_path / "s")
-    machine("2x512MiB", "smaller")
+    machine("2x256MiB", "smaller")
     message = r"the job ran on a machine with 4 GPUs \(Simulated GPU\) and uses 1"
     with pytest.raises(gpucr.Unsupported, match=message) as refused:
         gpucr.restore(tmp_path / "s", gpu="auto")
@@ -355,10 +355,10 @@ def test_a_machine_with_fewer_gpus(
 
 @pytest.mark.criu
 def test_a_machine_with_more_gpus(machine: MakeMachine, counter: CounterFactory, tmp_path: Path) -> None:
-    machine("2x512MiB")
+    machine("2x256MiB")
     job = counter("--mib", "8", "--devices", "0,1")
     dump_and_end(job, tmp_path / "s")
-    there = machine("4x512MiB", "larger")
+    there = machine("4x256MiB", "larger")
     gpucr.restore(tmp_path / "s", gpu="3,1")
     assert places(job) == sorted([there[3], there[1]])
     # It sees these two of four from now on, whatever its environment says.
@@ -372,11 +372,11 @@ def test_a_machine_with_more_gpus(machine: MakeMachine, counter: CounterFactory,
 def test_a_suspended_job_is_resumed_on_another_machine(
     machine: MakeMachine, counter: CounterFactory, driver: CudaDriver, tmp_path: Path
 ) -> None:
-    old = machine("2x512MiB")
+    old = machine("2x256MiB")
     job = counter("--mib", "8")
     gpucr.suspend(job.pid)
     dump_and_end(job, tmp_path / "s")
-    there = machine("2x512MiB", "another")
+    there = machine("2x256MiB", "another")
     report = gpucr.restore(tmp_path / "s")
     assert report.gpu_map is None
     assert driver.state(job.pid) is CHECKPOINTED

@@ -17,7 +17,7 @@ from gpucr.errors import OutputLost
 from gpucr.model import CudaState
 from tests import command
 from tests.counter import Counter, CounterFactory, wait_until
-from tests.storm import long, sample
+from tests.storm import later, long, sample
 
 LIMITS_MIB = (20, 32, 40, 48, 56, 72, 88, 104, 136, 192)
 _SMALL_MIB = 48
@@ -90,10 +90,7 @@ def assert_said(done: subprocess.CompletedProcess[str]) -> None:
 
 
 @pytest.mark.parametrize("mib", sample(LIMITS_MIB, 12))
-def test_a_limit_on_the_address_space(
-    counter: CounterFactory, driver: CudaDriver, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, mib: int
-) -> None:
-    monkeypatch.setenv("XDG_STATE_HOME", str(tmp_path / "state"))
+def test_a_limit_on_the_address_space(counter: CounterFactory, driver: CudaDriver, state_home: Path, mib: int) -> None:
     job = counter("--mib", "2")
     for arguments in (("suspend", job.pid), ("resume", job.pid), ("ps",), ("jobs",), ("state", job.pid), ("--help",)):
         before = driver.state(job.pid)
@@ -112,9 +109,8 @@ def test_a_limit_on_the_address_space(
 @pytest.mark.criu
 @pytest.mark.parametrize("mib", sample(LIMITS_MIB[1:], 12))
 def test_a_dump_within_a_limit(
-    counter: CounterFactory, driver: CudaDriver, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, mib: int
+    counter: CounterFactory, driver: CudaDriver, tmp_path: Path, state_home: Path, mib: int
 ) -> None:
-    monkeypatch.setenv("XDG_STATE_HOME", str(tmp_path / "state"))
     job = counter("--mib", "2")
     done = limited(mib, "dump", job.pid, "--to", tmp_path / "s", "--leave-running")
     if mib >= _SMALL_MIB or not ended_before_gpucr_could_help_it(done):
@@ -124,7 +120,7 @@ def test_a_dump_within_a_limit(
     assert job.send("verify") == "ok"
 
 
-@pytest.mark.parametrize("first", sample([2, 3, 5], 2))
+@pytest.mark.parametrize("first", [later(2), 3, later(5)])
 def test_memory_runs_out_at_any_moment(counter: CounterFactory, driver: CudaDriver, first: int) -> None:
     """At one call of a function of gpucr's, the further apart the later it is."""
     job = counter("--mib", "2")

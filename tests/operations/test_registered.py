@@ -24,9 +24,8 @@ ME = identity(os.getpid())
 
 
 @pytest.fixture(autouse=True)
-def state(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
-    monkeypatch.setenv("XDG_STATE_HOME", str(tmp_path / "state"))
-    return tmp_path / "state" / "gpucr" / "jobs"
+def state(state_home: Path) -> Path:
+    return state_home / "gpucr" / "jobs"
 
 
 @pytest.fixture

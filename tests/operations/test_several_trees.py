@@ -26,7 +26,7 @@ from gpucr.surroundings.opened_files import require_as_recorded
 from tests import command
 from tests.counter import Counter, CounterFactory, kill_at_once, wait_until
 from tests.operations.stepping import Job, StartJob
-from tests.storm import later, sample
+from tests.storm import later
 
 pytestmark = pytest.mark.criu
 
@@ -189,8 +189,7 @@ def test_a_sandbox_lasts_as_long_as_one_of_its_trees(start: StartJob, tmp_path: 
     assert inside.wait_ended(60)
 
 
-def test_the_registry_knows_each_of_them(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setenv("XDG_STATE_HOME", str(tmp_path / "state"))
+def test_the_registry_knows_each_of_them(tmp_path: Path, state_home: Path) -> None:
     for name in ("first", "second"):
         gpucr.run_job(["sleep", "1000"], name=name, isolate=False)
     gpucr.dump(JobSelector("first", "second"), tmp_path / "s")
@@ -415,7 +414,7 @@ processes.kill_and_wait = half
 
 
 @pytest.mark.parametrize(
-    ("event", "phase"), sample([("begin", "criu"), ("end", "criu"), ("end", "unlock"), ("begin", "keep")], 3)
+    ("event", "phase"), [later("begin", "criu"), later("end", "criu"), later("end", "unlock"), ("begin", "keep")]
 )
 def test_gpucr_dies_in_a_restore(
     two: tuple[Counter, Counter], driver: CudaDriver, tmp_path: Path, event: str, phase: str

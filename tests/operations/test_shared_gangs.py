@@ -33,10 +33,9 @@ StartGang = Callable[..., SharingGang]
 
 
 @pytest.fixture
-def start(sim_only: None, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[StartGang]:
+def start(sim_only: None, state_home: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[StartGang]:
     """Start programs as one job; they are killed at the end."""
     monkeypatch.setenv("GPUCR_SIM_FIXED_COST_MS", "1")
-    monkeypatch.setenv("XDG_STATE_HOME", str(tmp_path / "state"))
     with ExitStack() as opened:
         agents = opened.enter_context(tempfile.TemporaryDirectory(prefix="agents-"))
 

@@ -21,8 +21,7 @@ Pair = Callable[..., tuple["Popen[str]", int, int]]
 
 
 @pytest.fixture(autouse=True)
-def nothing_measured(sim_only: None, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> pytest.MonkeyPatch:
-    monkeypatch.setenv("XDG_STATE_HOME", str(tmp_path / "state"))
+def nothing_measured(sim_only: None, state_home: Path, monkeypatch: pytest.MonkeyPatch) -> pytest.MonkeyPatch:
     return monkeypatch
 
 

@@ -102,8 +102,8 @@ def states(driver: CudaDriver, job: Counter) -> set[CudaState | None]:
 
 
 def around(*phases: str) -> list[Moment]:
-    """Begin and end of each phase; outside a storm every third of these moments."""
-    return sample([(event, phase) for phase in phases for event in ("begin", "end")], 3)
+    """Begin and end of each phase; outside a storm every fifth of these moments."""
+    return sample([(event, phase) for phase in phases for event in ("begin", "end")], 5)
 
 
 def before_the_end(*phases: str) -> list[Moment]:

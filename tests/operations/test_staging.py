@@ -500,7 +500,7 @@ PER_GPU = ("per-gpu", "--mib", "24", "--devices", "0,1")
 LATE = ("late", "--mib", "48")
 
 
-@pytest.fixture(params=[PER_GPU, LATE], ids=lambda how: how[0])
+@pytest.fixture(params=[later(PER_GPU, id="per-gpu"), pytest.param(LATE, id="late")])
 def twice(request: pytest.FixtureRequest, sim_only: None, counter: CounterFactory) -> Counter:
     """A job of 48 MiB whose driver asks for staging twice: at once, or when the first is full."""
     how, *arguments = request.param

@@ -226,7 +226,7 @@ def test_more_images_than_a_process_may_have_open_files(many_threads: subprocess
 
 
 @pytest.mark.by_user
-@pytest.mark.parametrize("persist", ["background", "sync"])
+@pytest.mark.parametrize("persist", ["background", later("sync")])
 def test_left_running(counter: CounterFactory, store: Path, persist: gpucr.operations.dump.Persist) -> None:
     job = counter("--mib", "16")
     report = gpucr.dump(job.pid, store, leave_running=True, persist=persist, compress="strong")
@@ -337,7 +337,7 @@ def test_names_and_places_that_cannot_be_meant(counter: CounterFactory, store: P
     assert job.ask() == 101
 
 
-@pytest.mark.parametrize("leave_running", [False, True])
+@pytest.mark.parametrize("leave_running", [later(False), True])
 def test_a_store_that_takes_no_more_leaves_the_job_as_it_was(
     counter: CounterFactory, driver: CudaDriver, store: Path, monkeypatch: pytest.MonkeyPatch, leave_running: bool
 ) -> None:

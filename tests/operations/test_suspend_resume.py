@@ -18,6 +18,7 @@ from gpucr.linux import processes
 from gpucr.model import CudaState
 from tests import command
 from tests.counter import Counter, CounterFactory, out_of_time, wait_until
+from tests.storm import later
 from tests.unit.children import sleeper
 
 RUNNING, LOCKED, CHECKPOINTED = CudaState.RUNNING, CudaState.LOCKED, CudaState.CHECKPOINTED
@@ -143,7 +144,7 @@ def test_one_failing_process_brings_all_back(
     assert job.ask() == 101
 
 
-@pytest.mark.parametrize(("action", "slow"), [("restore", None), ("unlock", None), ("unlock", "lock=delay:50")])
+@pytest.mark.parametrize(("action", "slow"), [later("restore", None), ("unlock", None), ("unlock", "lock=delay:50")])
 def test_a_failed_resume_leaves_the_job_suspended(
     sim_only: None,
     counter: CounterFactory,

@@ -26,7 +26,7 @@ from gpucr.model import CudaState
 from gpucr.sim import build as simulator
 from tests import command
 from tests.counter import Counter, CounterFactory, wait_until
-from tests.storm import later, long
+from tests.storm import IS_STORM, later, long
 
 pytestmark = pytest.mark.criu
 RUNNING, LOCKED, CHECKPOINTED = CudaState.RUNNING, CudaState.LOCKED, CudaState.CHECKPOINTED
@@ -75,13 +75,14 @@ def test_many_dumps_and_restores_of_one_job(counter: CounterFactory, driver: Cud
 def test_many_dumps_that_leave_one_job_running(counter: CounterFactory, driver: CudaDriver, tmp_path: Path) -> None:
     job = counter("--mib", "8", "--fork", "1")
     pids = job.processes()
-    for cycle in range(5):
+    cycles = 5 if IS_STORM else 2
+    for cycle in range(cycles):
         gpucr.dump(job.pid, tmp_path / str(cycle), leave_running=True)
         assert job.processes() == pids
         assert_as_before(job, driver, 101 + cycle)
     job.kill()
-    gpucr.restore(tmp_path / "4")
-    assert_as_before(job, driver, 105)
+    gpucr.restore(tmp_path / str(cycles - 1))
+    assert_as_before(job, driver, 100 + cycles)
 
 
 def test_a_suspended_job_survives_and_stays_suspended(

@@ -8,7 +8,6 @@ from __future__ import annotations
 import os
 import subprocess
 import sys
-from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
@@ -18,7 +17,7 @@ from gpucr.linux import processes
 from gpucr.model import CudaState
 from gpucr.sim import build as simulator
 from tests.counter import wait_until
-from tests.sandboxed import SandboxedCounter, end_all_in, wait_ready
+from tests.sandboxed import SandboxedCounter, wait_ready
 
 pytestmark = pytest.mark.criu
 
@@ -34,14 +33,6 @@ for number in range(1 << 30):
     time.sleep(0.02)
 """
 BESIDE = '"$1" -c "$2" >watched & exec "$3" --port 0 --mib 2'
-
-
-@pytest.fixture
-def folder(tmp_path: Path) -> Iterator[Path]:
-    made = tmp_path / "job"
-    made.mkdir()
-    yield made
-    end_all_in(made)
 
 
 def start(folder: Path, *command: str) -> subprocess.Popen[bytes]:

@@ -7,9 +7,6 @@ same on hardware, with torchrun: tests/hardware/whole_jobs.py.
 from __future__ import annotations
 
 import contextlib
-import os
-import signal
-from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
@@ -25,24 +22,7 @@ from tests.ranks import Ranks
 from tests.sandboxed import SandboxedCounter, start_counter
 from tests.storm import later, sample
 
-pytestmark = pytest.mark.criu
-
-
-@pytest.fixture(autouse=True)
-def registry_of_its_own(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setenv("XDG_STATE_HOME", str(tmp_path / "state"))
-
-
-@pytest.fixture
-def folder(tmp_path: Path) -> Iterator[Path]:
-    """Where the job runs. Whatever runs there ends with the test."""
-    folder = tmp_path / "job"
-    folder.mkdir()
-    yield folder
-    for pid in processes_in(folder):
-        with contextlib.suppress(ProcessLookupError):
-            os.kill(pid, signal.SIGKILL)
-    wait_until(lambda: not processes_in(folder), "the job to end")
+pytestmark = [pytest.mark.criu, pytest.mark.usefixtures("state_home")]
 
 
 class Job(Ranks):

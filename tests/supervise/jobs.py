@@ -74,9 +74,8 @@ def kill_job() -> None:
 
 
 @pytest.fixture
-def own_state(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Path]:
+def own_state(tmp_path: Path, state_home: Path) -> Iterator[Path]:
     """A private registry; the supervisors and jobs in it are ended with the test."""
-    monkeypatch.setenv("XDG_STATE_HOME", str(tmp_path / "state"))
     yield tmp_path
     end_supervisors(None, "leave", timeout_s=60)
     for job in registry().jobs():

@@ -306,7 +306,7 @@ def test_a_computing_thread_survives_the_death_of_its_tracer_at_any_moment(
         target.assert_goes_on()
 
 
-@pytest.mark.parametrize(("mode", "where"), sample([*((mode, "thread") for mode in _BLOCKED_IN), ("poll", "main")], 4))
+@pytest.mark.parametrize(("mode", "where"), sample([*((mode, "thread") for mode in _BLOCKED_IN), ("poll", "main")], 9))
 def test_a_blocked_thread_survives_the_death_of_its_tracer_at_any_moment(
     start: StartExact, monkeypatch: pytest.MonkeyPatch, mode: str, where: str
 ) -> None:

@@ -1,4 +1,4 @@
-"""Imports go downward only: the contracts of pyproject.toml, checked by import-linter."""
+"""Imports go downward only. `lint-imports` checks that; here: a broken contract is seen, and every room is in one."""
 
 from __future__ import annotations
 
@@ -15,12 +15,6 @@ _LINT = (
     "import sys; from importlinter.cli import lint_imports\n"
     "sys.exit(lint_imports(config_filename=sys.argv[1], no_cache=True))"
 )
-
-
-def test_the_contracts_are_kept() -> None:
-    done = _lint(ROOT / "pyproject.toml", Path(gpucr.__file__).parents[1])
-    assert done.returncode == 0, done.stdout
-    assert "0 broken" in done.stdout
 
 
 def test_a_broken_contract_would_be_seen(tmp_path: Path) -> None:

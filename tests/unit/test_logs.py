@@ -14,12 +14,7 @@ from gpucr.errors import CriuError
 from gpucr.linux.private_folders import state_folder
 from gpucr.undo.logs import log_kept_on_failure, remove_logs_of
 
-
-@pytest.fixture(autouse=True)
-def state_home(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
-    """An empty $XDG_STATE_HOME."""
-    monkeypatch.setenv("XDG_STATE_HOME", str(tmp_path / "state"))
-    return tmp_path / "state"
+pytestmark = pytest.mark.usefixtures("state_home")
 
 
 def test_a_log_is_removed_after_success(state_home: Path) -> None:

@@ -15,6 +15,7 @@ from gpucr.linux import pid_uses, processes
 from gpucr.linux.pid_uses import PidUse, uses_of_pids, wait_for_reaping
 from gpucr.linux.processes import read_stat
 from tests.counter import wait_until
+from tests.storm import IS_STORM
 from tests.unit.children import PTRACE_O_TRACEEXIT, WITH_A_THREAD, python, sleeper, status_of, tracer_of, unused_pid
 
 
@@ -87,7 +88,7 @@ TAKE_PIDS = (
 @pytest.mark.skipif(not processes.can_checkpoint_processes(), reason="needs the right to choose pids")
 def test_pids_can_be_taken_once_they_were_waited_for(one_busy_cpu: int) -> None:
     """Of threads that end on a CPU where others have precedence: they are out of /proc long before they are done."""
-    for _ in range(10):
+    for _ in range(10 if IS_STORM else 2):
         with python(MANY_THREADS) as child:
             numbers = processes.threads(child.pid)
             for number in numbers:

@@ -16,12 +16,11 @@ from pathlib import Path
 
 from msgspec import Struct
 
-from gpucr.containers import attendant, dump, meeting, plain_files, restore
+from gpucr.containers import meeting
 from gpucr.errors import GpucrError, InvalidRequest, SnapshotError
 from gpucr.linux import mounts, processes
 from gpucr.model import ProcessId
 from gpucr.records import Record, Text
-from gpucr.snapshot.gpu_part import GpuPart, claimed
 
 HOOKS = ("pre-dump", "post-dump", "pre-restore", "post-resume")
 """Those at which there is something to do; at all others the script does nothing."""
@@ -79,6 +78,10 @@ def _fill_standard_files() -> None:
 def _pre_dump(call: HookCall) -> list[str]:
     if meeting.is_held(call.criu):
         return []  # the script is configured twice, and the other one has done it
+    # What takes long to import, only where it is used: at half of the hooks nothing is done, and CRIU waits for each.
+    from gpucr.containers import attendant, dump
+    from gpucr.snapshot.gpu_part import GpuPart, claimed
+
     images = call.images()
     with claimed(images) as claim:
         dump.clear_target(images, may_replace=_is_kept_by_podman(images))
@@ -99,6 +102,9 @@ def _is_kept_by_podman(images: Path) -> bool:
 
 
 def _post_dump(call: HookCall) -> list[str]:
+    from gpucr.containers import plain_files
+    from gpucr.snapshot.gpu_part import GpuPart
+
     images = call.images()
     if not meeting.is_held(call.criu):
         GpuPart(images).finish_without()
@@ -110,6 +116,9 @@ def _post_dump(call: HookCall) -> list[str]:
 
 
 def _pre_restore(call: HookCall) -> list[str]:
+    from gpucr.containers import plain_files, restore
+    from gpucr.snapshot.gpu_part import GpuPart, claimed
+
     images = call.images()
     part = GpuPart(images)
     if not part.is_known:
@@ -136,6 +145,8 @@ def _post_resume(call: HookCall) -> list[str]:
     images = _noted_images(call.criu)
     if images is None:
         return []  # no CUDA processes
+    from gpucr.containers import restore
+
     meeting.MEETINGS.remove(call.criu)
     try:
         restore.restore_for_runtime(call.root_pid, images)

@@ -31,6 +31,9 @@ GHOST_LIMIT_MAX_BYTES = (1 << 32) - 1  # the request's field has 32 bits
 # Field `st` of /proc/net/tcp: these have no connection that CRIU would have to keep.
 _TCP_WITHOUT_CONNECTION = {"06", "07", "0A"}  # TIME_WAIT, CLOSE, LISTEN
 
+# Where a process has only these, the tables are not read: the kernel goes through the whole machine's, for 4 ms each.
+_PROTOCOLS_WITHOUT_CONNECTION = (b"UNIX", b"UDP", b"NETLINK", b"PACKET")
+
 # Mapped files without a name that CRIU keeps by other means than as ghost files.
 _UNNAMED_MEMORY = ("/memfd:", "/dev/zero", "/SYSV", "anon_inode:", "/[aio]")
 
@@ -151,7 +154,11 @@ def has_connections(pids: Sequence[int]) -> bool:
     sockets: set[str] = set()
     namespaces: dict[str, int] = {}
     for pid in pids:
-        sockets.update(target[8:-1] for _, target in _links(Path(f"/proc/{pid}/fd")) if target.startswith("socket:["))
+        sockets.update(
+            target[8:-1]
+            for path, target in _links(Path(f"/proc/{pid}/fd"))
+            if target.startswith("socket:[") and not _protocol(path).startswith(_PROTOCOLS_WITHOUT_CONNECTION)
+        )
         try:
             namespaces[Path(f"/proc/{pid}/ns/net").readlink().name] = pid
         except OSError:
@@ -159,6 +166,14 @@ def has_connections(pids: Sequence[int]) -> bool:
     if not sockets:
         return False
     return any(not sockets.isdisjoint(_connected_inodes(pid)) for pid in namespaces.values())
+
+
+def _protocol(socket_link: Path) -> bytes:
+    """The kernel's name for it, as lsof asks for; none where it does not tell."""
+    try:
+        return os.getxattr(socket_link, "system.sockprotoname")
+    except OSError:
+        return b""
 
 
 def _connected_inodes(pid: int) -> Iterator[str]:

@@ -13,8 +13,6 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import TypeVar
 
-from msgspec.structs import replace
-
 from gpucr import records
 from gpucr.linux import processes, trusted_paths
 from gpucr.linux.private_folders import runtime_folder
@@ -41,7 +39,7 @@ class ProcessRecords:
         """As `write`, where nothing works without. Raises OSError."""
         path = self.path(process)
         trusted_paths.make_private(path.parent)
-        if path != self._new_path(process):
+        if os.path.lexists(path):
             raise FileExistsError(errno.EEXIST, os.strerror(errno.EEXIST), os.fspath(path))
         fd = trusted_paths.open_file(path, os.O_WRONLY | os.O_CREAT | os.O_EXCL)
         with os.fdopen(fd, "wb") as stream:
@@ -73,14 +71,9 @@ class ProcessRecords:
 
     def path(self, process: ProcessId) -> Path:
         """Where the record of a process is, or would be written to."""
-        for ticks in (0, -1, 1):  # `ProcessId.is_same`
-            path = self._new_path(replace(process, start_time_ticks=process.start_time_ticks + ticks))
-            if os.path.lexists(path):
-                return path
-        return self._new_path(process)
-
-    def _new_path(self, process: ProcessId) -> Path:
-        return self.folder() / f"{_here()}-{process.pid}-{process.start_time_ticks}.json"
+        start = os.path.join(self.folder(), f"{_here()}-{process.pid}-")  # asked for every process of the machine
+        paths = [f"{start}{process.start_time_ticks + ticks}.json" for ticks in (0, -1, 1)]  # `ProcessId.is_same`
+        return Path(next(filter(os.path.lexists, paths), paths[0]))
 
     def folder(self) -> Path:
         """Where they are. Raises OSError where the user has no folder, or somebody else can change it."""

@@ -185,8 +185,8 @@ static void case_signals(void) {
     struct itimerval every = {{0, 200}, {0, 200}}, never = {{0, 0}, {0, 0}};
     handle(SIGPROF);
     setitimer(ITIMER_PROF, &every, NULL);
-    busy((void *)300);
-    call(busy, (void *)600);
+    busy((void *)100);
+    call(busy, (void *)200);
     setitimer(ITIMER_PROF, &never, NULL);
 }
 
