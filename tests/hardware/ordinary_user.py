@@ -1,9 +1,10 @@
 """What an ordinary user can do with a CUDA job of his own, and how long it takes. Run as root on a machine with a GPU.
 
-    PYTHON tests/hardware/ordinary_user.py [--mib N] [--uid N] [--json FILE]
+    PYTHON tests/hardware/ordinary_user.py [--helper] [--mib N] [--uid N] [--json FILE]
 
 PYTHON has gpucr, and the user must be able to read both (not below a closed /root). Root grants CRIU, and takes it back
-at the end unless it was granted before. Then the user, without any capability, and root, each in a folder of their own:
+at the end unless it was granted before. With --helper nothing is granted: root's helper listens, and the user's job is
+in a sandbox that it makes. Then the user, without any capability, and root, each in a folder of their own:
 run, suspend, resume, freeze, thaw, dump, restore; after each the job must go on with its data. Prints a table of
 seconds. Exit code 1: something failed.
 """
@@ -20,6 +21,7 @@ import subprocess
 import sys
 import tempfile
 import time
+from collections.abc import Iterator
 from pathlib import Path
 
 LIMIT_S = 120.0
@@ -39,7 +41,7 @@ class Failed(Exception):
 class Actor:
     """Somebody who runs gpucr, in a home folder of their own."""
 
-    def __init__(self, uid: int, port: int, mib: int) -> None:
+    def __init__(self, uid: int, port: int, mib: int, helper: Path | None) -> None:
         self.home = Path(tempfile.mkdtemp(prefix="gpucr-ordinary-"))
         os.chown(self.home, uid, uid)
         drop = ("setpriv", f"--reuid={uid}", f"--regid={uid}", "--clear-groups") if uid else ()
@@ -49,6 +51,9 @@ class Actor:
         self._environment["GPUCR_SIM_STATE"] = str(self.home / "simulated")
         if not uid:  # where root's CRIU is
             self._environment["XDG_DATA_HOME"] = os.environ.get("XDG_DATA_HOME") or str(Path.home() / ".local/share")
+        self._isolation = "--no-isolate"
+        if uid and helper is not None:
+            self._environment["GPUCR_HELPER"], self._isolation = str(helper), "--isolate"
         self._port, self._mib, self._count = str(port), str(mib), 100
         self.pid = 0
         self.seconds: dict[str, float] = {}
@@ -73,8 +78,7 @@ class Actor:
     def session(self) -> None:
         """All steps."""
         counter = (sys.executable, "-m", "gpucr", "sim", "counter", "--port", self._port, "--mib", self._mib)
-        isolation = () if "setpriv" in self._prefix else ("--no-isolate",)
-        self.gpucr("run", "run", "--name", "count", *isolation, "--", *counter)
+        self.gpucr("run", "run", "--name", "count", self._isolation, "--network", "host", "--", *counter)
         jobs = json.loads(self.run(sys.executable, "-m", "gpucr", "jobs", "--json"))["jobs"]
         self.pid = jobs[0]["pid"]
         self._goes_on()
@@ -106,23 +110,53 @@ class Actor:
         shutil.rmtree(self.home, ignore_errors=True)
 
 
-def main() -> int:
-    """Try all."""
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--mib", type=int, default=4096, help="device memory of the job")
-    parser.add_argument("--uid", type=int, default=4001)
-    parser.add_argument("--json", type=Path, help="write the seconds here, too")
-    options = parser.parse_args()
+@contextlib.contextmanager
+def listening_helper() -> Iterator[Path]:
+    """Root's helper, with keys of its own. Where it listens."""
+    folder = Path(tempfile.mkdtemp(prefix="gpucr-helper-"))
+    folder.chmod(0o755)
+    places = [f"--{name}={folder / name}" for name in ("socket", "keys", "work")]
+    with subprocess.Popen([sys.executable, "-m", "gpucr", "helper", "listen", *places]) as listener:
+        try:
+            until = time.monotonic() + LIMIT_S
+            while not (folder / "socket").exists():
+                if listener.poll() is not None or time.monotonic() > until:
+                    raise Failed("the helper does not listen")
+                time.sleep(0.05)
+            yield folder / "socket"
+        finally:
+            listener.terminate()
+    shutil.rmtree(folder)
+
+
+@contextlib.contextmanager
+def granted_criu() -> Iterator[None]:
+    """For the block, unless it was before."""
     gpucr = [sys.executable, "-m", "gpucr", "criu"]
     report = subprocess.run([*gpucr, "--json"], capture_output=True, text=True, check=True, timeout=600)
     was_granted = json.loads(report.stdout)["granted"] != []
     if not was_granted:
         subprocess.run([*gpucr, "--grant"], check=True, stdout=subprocess.DEVNULL, timeout=LIMIT_S)
+    try:
+        yield
+    finally:
+        if not was_granted:
+            subprocess.run([*gpucr, "--revoke"], check=True, capture_output=True, timeout=LIMIT_S)
+
+
+def main() -> int:
+    """Try all."""
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--helper", action="store_true", help="root's helper instead of a granted CRIU")
+    parser.add_argument("--mib", type=int, default=4096, help="device memory of the job")
+    parser.add_argument("--uid", type=int, default=4001)
+    parser.add_argument("--json", type=Path, help="write the seconds here, too")
+    options = parser.parse_args()
     seconds: dict[str, dict[str, float]] = {}
     problems = []
-    try:
+    with listening_helper() if options.helper else granted_criu() as helper:
         for who, uid, port in (("user", options.uid, 7411), ("root", 0, 7412)):
-            actor = Actor(uid, port, options.mib)
+            actor = Actor(uid, port, options.mib, helper)
             try:
                 actor.session()
             except (Failed, subprocess.TimeoutExpired, LookupError, ValueError) as e:
@@ -130,9 +164,6 @@ def main() -> int:
             finally:
                 actor.close()
             seconds[who] = actor.seconds
-    finally:
-        if not was_granted:
-            subprocess.run([*gpucr, "--revoke"], check=True, capture_output=True, timeout=LIMIT_S)
     for step in seconds["root"] | seconds["user"]:
         cells = [f"{seconds[who][step]:8.2f}" if step in seconds[who] else "       -" for who in ("user", "root")]
         print(f"{step:10}{cells[0]} s as user{cells[1]} s as root")
