@@ -34,7 +34,7 @@ from gpucr.driver.gpus import list_gpus
 from gpucr.interposer.build import compile_library
 from gpucr.linux import memory
 
-MEASURED = ("suspend", "resume", "downtime", "dump", "restore", "store", "store-restore", "move")
+MEASURED = ("suspend", "resume", "downtime", "store-downtime", "dump", "restore", "store", "store-restore", "move")
 MOST_TMPFS_GIB = 8.0
 STANDSTILL = ("lock", "checkpoint", "move", "unlock")
 """The phases in which a job stands still in a suspend or a move; what comes before is done while it runs."""
@@ -99,6 +99,11 @@ class Round:
             if "downtime" in wanted:
                 self._time(f"{prefix}downtime", lambda: tool.dump_leave_running(pid, images / "left"), _downtime)
                 target.check()
+            if "store-downtime" in wanted and isinstance(tool, Gpucr):
+                gpucr.init_store(images / "store")
+                self._time(f"{prefix}store-downtime", lambda: self._left_running(pid, images / "store"), _downtime)
+                shutil.rmtree(images / "store")
+                target.check()
             if "store" in wanted and isinstance(tool, Gpucr):
                 self._through_a_store(target, images, prefix)
             if "dump" in wanted or "restore" in wanted:
@@ -116,6 +121,12 @@ class Round:
             forget_cached(folder)
         self._time(f"{prefix}restore", lambda: self._tool.restore(folder, target.pid))
         target.check()
+
+    @staticmethod
+    def _left_running(pid: int, store: Path) -> Outcome:
+        # force: with --fill repeated the disk may be smaller than the memory, of which next to nothing is written
+        report = gpucr.dump(pid, f"{store}#a", leave_running=True, compress="auto", force=True)
+        return Outcome(report.phases, downtime_s=report.downtime_s)
 
     def _through_a_store(self, target: Target, images: Path, prefix: str) -> None:
         """Encrypted, and compressed where that helps. The job runs on; it is restored when it has been ended."""
@@ -192,12 +203,12 @@ def _moved(pid: int, gpu: str) -> Outcome:
 
 
 @contextlib.contextmanager
-def started(program: str, gib: float, tool: Tool) -> Iterator[Target]:
+def started(program: str, gib: float, tool: Tool, fill: str = "random") -> Iterator[Target]:
     """The program with its device memory filled, ended however the block ends."""
     command = None
     mib = round(gib * 1024)
     if program == "torch":
-        command = [sys.executable, str(Path(__file__).with_name("torch_target.py")), str(mib), "100"]
+        command = [sys.executable, str(Path(__file__).with_name("torch_target.py")), str(mib), "100", fill]
     with tempfile.TemporaryDirectory(prefix="gpucr-interposed-") as folder:
         target = Target(Path(folder), mib, tool.environment, command)
         try:
@@ -217,7 +228,7 @@ class Check:
     because: str
 
 
-def checks(results: Results, limits: Mapping[str, machine_limits.Limits]) -> list[Check]:
+def checks(results: Results, limits: Mapping[str, machine_limits.Limits], gib: float) -> list[Check]:
     """What the figures have to be, as far as what they are compared with was measured in this run."""
     found: list[Check] = []
 
@@ -242,6 +253,9 @@ def checks(results: Results, limits: Mapping[str, machine_limits.Limits]) -> lis
     part_of_plain("suspend", 8)
     part_of_plain("resume", 3.5)
     check("downtime", 2.0, "2.0 s")
+    if "disk" in limits and (bus := limits["disk"].bus_to_host) is not None:
+        size_bytes = gib * 2**30
+        check("store-downtime", 2.0 + size_bytes / bus, f"2.0 s and {gib:g} GiB at {bus / 2**30:.1f} GiB/s, the bus")
     check("move", 1.5, "1.5 s")
     of_disk("dump", "dump", 1.15, "disk")
     of_disk("restore", "dump", 1.15, "disk")
@@ -279,6 +293,7 @@ def _measure(
     rounds: int,
     limit_s: float,
     prefix: str = "",
+    fill: str = "random",
 ) -> Results:
     """So many rounds. What fails ends the tool's part of its round, and is told."""
     results = Results()
@@ -287,7 +302,7 @@ def _measure(
             label = f"{prefix}{gib:g} GiB, round {number + 1} of {rounds}, {tool.name}"
             say(label)
             try:
-                with started(program, gib, tool) as target:
+                with started(program, gib, tool, fill) as target:
                     Round(tool, place, results, limit_s).run(target, wanted, prefix)
             except gpucr.Interrupted as e:
                 raise KeyboardInterrupt from e
@@ -320,6 +335,14 @@ def _parse_only(ctx: click.Context, parameter: click.Parameter, value: str) -> l
 @click.option("--limit", "limit_s", default=180.0, show_default=True, help="Seconds for one step.")
 @click.option("--disk-gib", default=8.0, show_default=True, help="How much is written to measure the raw disk.")
 @click.option("--without-plain", is_flag=True, help="Leave out the plain driver, and so the checks against it.")
+@click.option("--alone", is_flag=True, help="Leave out both: only the interposed job.")
+@click.option(
+    "--fill",
+    type=click.Choice(["random", "repeated"]),
+    default="random",
+    show_default=True,
+    help="Of torch's memory. repeated: each GiB is the same, so a store keeps it once, on a disk smaller than the job.",
+)
 @click.option("--json", "as_json", is_flag=True)
 def command(
     *,
@@ -333,6 +356,8 @@ def command(
     limit_s: float,
     disk_gib: float,
     without_plain: bool,
+    alone: bool,
+    fill: str,
     as_json: bool,
 ) -> None:
     """The interposer's figures beside those of the plain driver, in one run. As root.
@@ -344,6 +369,7 @@ def command(
     Examples:
       sudo python -m benchmarks interposed --to /var/tmp --json
       sudo python -m benchmarks interposed --to /var/tmp --gib 60 --only downtime --rounds 2 --tmpfs-gib 0
+      sudo python -m benchmarks interposed --to /var/tmp --gib 100 --only store-downtime --fill repeated --alone
     """
     if os.geteuid() != 0:
         raise click.ClickException("only root can dump and restore: run it with sudo")
@@ -351,15 +377,15 @@ def command(
     to.mkdir(parents=True, exist_ok=True)
     program = program or ("torch" if importlib.util.find_spec("torch") else "counter")
     with some_driver(max(gib, tmpfs_gib)), tempfile.TemporaryDirectory() as built:
-        plain = () if without_plain else (PlainTools(load_driver(), find_criu()),)
-        tools: tuple[Tool, ...] = (*plain, Gpucr(), Interposed(compile_library(Path(built))))
+        plain = () if without_plain or alone else (PlainTools(load_driver(), find_criu()),)
+        tools: tuple[Tool, ...] = (*plain, *(() if alone else (Gpucr(),)), Interposed(compile_library(Path(built))))
         disk = place_of(to)
         parts = [("", disk, gib, wanted)]
         in_memory = [what for what in wanted if what in ("dump", "restore")]
         if tmpfs_gib and in_memory:
             parts.append(("tmpfs ", place_of(tmpfs), min(gib, tmpfs_gib), in_memory))
         for prefix, place, size_gib, _ in parts:
-            if lack := lack_of_room(round(size_gib * 2**30), place):
+            if fill == "random" and (lack := lack_of_room(round(size_gib * 2**30), place)):
                 raise click.ClickException(f"{prefix}{size_gib:g} GiB: {lack}")
         machine_limits.warm(warm_size_bytes(None, gib))
         limits = {
@@ -374,14 +400,14 @@ def command(
         small = _measure(tools, program, WARM_UP_GIB, disk, wanted, 1, limit_s)
         results = Results(failures=[f"small round: {failure}" for failure in small.failures])
         for prefix, place, size_gib, what in parts:
-            part = _measure(tools, program, size_gib, place, what, rounds, limit_s, prefix)
+            part = _measure(tools, program, size_gib, place, what, rounds, limit_s, prefix, fill)
             for tool, by_what in part.seconds.items():
                 results.seconds.setdefault(tool, {}).update(by_what)
             results.written |= part.written
             results.memory |= part.memory
             results.failures += part.failures
         described = hardware(disk)
-    found = checks(results, limits)
+    found = checks(results, limits, gib)
     title = f"{described['gpu']}, {program}, {gib:g} GiB, {disk.file_system}, {rounds} rounds"
     if as_json:
         print_json(

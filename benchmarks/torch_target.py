@@ -1,4 +1,9 @@
-"""A torch program with MIB of device memory that answers as gpucr's counter does: python torch_target.py MIB START."""
+"""A torch program with MIB of device memory that answers as gpucr's counter does.
+
+    python torch_target.py MIB START [FILL]
+
+FILL `repeated`: each GiB is the same; else it is random.
+"""
 
 from __future__ import annotations
 
@@ -11,12 +16,16 @@ _PART = 1 << 27  # numbers of 8 bytes: 1 GiB
 
 
 def main() -> None:
-    """Fill device memory with random bytes, then answer: "verify" whether they are still the same, else a number."""
+    """Fill device memory, then answer: "verify" whether they are still the same, else a number."""
     mib, number = int(sys.argv[1]), int(sys.argv[2])
     torch.manual_seed(1)
     left, parts = mib << 17, []
     while left:
-        parts.append(torch.randint(-(1 << 62), 1 << 62, (min(left, _PART),), dtype=torch.int64, device="cuda"))
+        count = min(left, _PART)
+        if sys.argv[3:] == ["repeated"]:
+            parts.append(torch.arange(count, dtype=torch.int64, device="cuda"))
+        else:
+            parts.append(torch.randint(-(1 << 62), 1 << 62, (count,), dtype=torch.int64, device="cuda"))
         left -= len(parts[-1])
     weights = torch.randn(1024, 1024, device="cuda")
     product = weights @ weights  # cuBLAS and its memory are a part of any training
