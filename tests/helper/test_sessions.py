@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import os
 import signal
+import socket
 import sys
 import textwrap
 import time
@@ -15,6 +16,7 @@ import pytest
 from tests.counter import wait_until
 from tests.helper.conftest import Machine
 from tests.ordinary_user import OrdinaryUser
+from tests.ports import lasting_port
 from tests.storm import sample
 
 pytestmark = pytest.mark.criu
@@ -146,14 +148,15 @@ def test_its_parent_is_a_keeper_of_the_user_with_nothing_of_roots(machine: Machi
 
 
 def test_a_cuda_job_with_a_store_comes_back(user: OrdinaryUser) -> None:
-    pid = user.start_counter("nj", 7031)
-    assert user.succeeds("sim", "ask", "7031", "inc") == "101\n"
+    port = lasting_port(socket.SOCK_DGRAM)
+    pid = user.start_counter("nj", port)
+    assert user.succeeds("sim", "ask", str(port), "inc") == "101\n"
     user.succeeds("store", "init", "store")
     dump(user, "nj", pid, "store#a")
     user.succeeds("restore", "store#a")
     assert user.pid_of("nj") == pid
-    assert user.succeeds("sim", "ask", "7031", "inc") == "102\n"
-    assert user.succeeds("sim", "ask", "7031", "verify") == "ok\n"
+    assert user.succeeds("sim", "ask", str(port), "inc") == "102\n"
+    assert user.succeeds("sim", "ask", str(port), "verify") == "ok\n"
 
 
 def test_a_job_that_keeps_running_and_whose_file_has_grown(user: OrdinaryUser) -> None:

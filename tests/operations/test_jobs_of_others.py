@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import os
 import shutil
+import socket
 import sys
 from collections.abc import Iterator
 from pathlib import Path
@@ -18,6 +19,7 @@ from tests.conftest import skip_or_fail
 from tests.counter import wait_until
 from tests.operations.test_ordinary_user import runs
 from tests.ordinary_user import CannotHaveUsers, OrdinaryUser, ordinary_user
+from tests.ports import lasting_port
 
 pytestmark = pytest.mark.root
 
@@ -61,14 +63,15 @@ def listed(user: OrdinaryUser) -> list[str]:
 
 
 def test_root_sees_and_suspends_a_job_by_its_users_name(user: OrdinaryUser) -> None:
-    pid = user.start_counter("nj", 7011)
+    port = lasting_port(socket.SOCK_DGRAM)
+    pid = user.start_counter("nj", port)
     assert listed(user) == [f"{user.name}/nj"]
     assert f"{user.name}/nj" in user.as_root("jobs", "--all-users").stdout
     suspended = user.as_root("suspend", f"{user.name}/nj")
     assert suspended.returncode == 0, suspended.stderr
     assert suspended.stdout == f"{pid} checkpointed (was running)\n"
     assert user.as_root("resume", f"{user.name}/nj").returncode == 0
-    assert user.succeeds("sim", "ask", "7011", "inc") == "101\n"
+    assert user.succeeds("sim", "ask", str(port), "inc") == "101\n"
 
 
 def test_a_plain_name_leads_root_to_the_users(user: OrdinaryUser) -> None:

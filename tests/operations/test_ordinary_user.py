@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import os
 import shutil
+import socket
 import stat
 import sys
 import textwrap
@@ -98,9 +99,10 @@ def capabilities_of(pid: int) -> dict[str, str]:
 
 
 def test_a_job_is_started_suspended_dumped_and_restored(user: OrdinaryUser) -> None:
-    pid = user.start_counter("nj", 7001)
+    port = lasting_port(socket.SOCK_DGRAM)
+    pid = user.start_counter("nj", port)
     before = capabilities_of(pid)
-    assert user.succeeds("sim", "ask", "7001", "inc") == "101\n"
+    assert user.succeeds("sim", "ask", str(port), "inc") == "101\n"
     user.succeeds("suspend", "nj")
     user.succeeds("resume", "nj")
     user.succeeds("dump", "nj", "--to", "snap")
@@ -112,20 +114,21 @@ def test_a_job_is_started_suspended_dumped_and_restored(user: OrdinaryUser) -> N
     assert "verify" not in said  # a step: nothing was started
     user.succeeds("restore", "snap")
     assert user.pid_of("nj") == pid
-    assert user.succeeds("sim", "ask", "7001", "inc") == "102\n"
-    assert user.succeeds("sim", "ask", "7001", "verify") == "ok\n"
+    assert user.succeeds("sim", "ask", str(port), "inc") == "102\n"
+    assert user.succeeds("sim", "ask", str(port), "verify") == "ok\n"
     assert capabilities_of(pid) == before  # nothing of what CRIU had stays with the job
 
 
 def test_a_store_and_a_job_that_keeps_running(user: OrdinaryUser) -> None:
-    pid = user.start_counter("kept", 7002)
+    port = lasting_port(socket.SOCK_DGRAM)
+    pid = user.start_counter("kept", port)
     user.succeeds("store", "init", "store")
     user.succeeds("dump", "kept", "--leave-running", "--to", "store#a")
-    assert user.succeeds("sim", "ask", "7002", "inc") == "101\n"
+    assert user.succeeds("sim", "ask", str(port), "inc") == "101\n"
     user.end_all()
     wait_until(lambda: not runs(pid), "the job to end")
     user.succeeds("restore", "store#a")
-    assert user.succeeds("sim", "ask", "7002", "inc") == "101\n"
+    assert user.succeeds("sim", "ask", str(port), "inc") == "101\n"
 
 
 def test_what_a_program_has_open_comes_back(user: OrdinaryUser) -> None:
@@ -319,7 +322,8 @@ def test_doctor_tells_what_the_grant_gives(user: OrdinaryUser) -> None:
 
 
 def test_suspend_and_freeze_need_no_grant_and_a_dump_names_it(stranger: OrdinaryUser) -> None:
-    pid = stranger.start_counter("nj", 7004)
+    port = lasting_port(socket.SOCK_DGRAM)
+    pid = stranger.start_counter("nj", port)
     code, said = stranger.refused("dump", "nj", "--to", "snap")
     assert code == "GPUCR-NOT-PERMITTED"
     assert "sudo gpucr criu --grant" in said
@@ -329,7 +333,7 @@ def test_suspend_and_freeze_need_no_grant_and_a_dump_names_it(stranger: Ordinary
     done = stranger.run(sys.executable, "-c", program)
     assert done.returncode == 0, done.stderr
     assert int(done.stdout) > 1 << 20
-    assert stranger.succeeds("sim", "ask", "7004", "inc") == "101\n"
+    assert stranger.succeeds("sim", "ask", str(port), "inc") == "101\n"
 
 
 def test_what_root_has_suspended_by_custom_storage_only_root_resumes(
