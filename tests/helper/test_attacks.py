@@ -50,11 +50,11 @@ def ask(request, fds=()):
             message = reply.message if isinstance(reply, Failed) else ""
             return print(json.dumps([getattr(reply, "because", type(reply).__name__), message, hooks]))
 
-def a_dump(pid, folder="images", leave_running=True):
+def a_dump(pid, folder="images", leave_running=True, keeper=0):
     os.makedirs("images", exist_ok=True)
     images = os.open(folder, os.O_RDONLY | os.O_DIRECTORY)
     log = os.open("log", os.O_WRONLY | os.O_CREAT, 0o600)
-    return ask(Dump(pid, processes.read_stat(pid).start_time_ticks, leave_running, 1 << 20), (images, log))
+    return ask(Dump(pid, processes.read_stat(pid).start_time_ticks, leave_running, 1 << 20, keeper), (images, log))
 """
 PRIVILEGED = """
 import ctypes, os, sys, time
@@ -103,10 +103,10 @@ def idle(user: OrdinaryUser) -> int:
             "connection.socket.send(b'{}'); ask(Ask())",
             "ask(Answer(True))",
             "ask(Ask(), (0,))",
-            "ask(Dump(1, 1, True, 0))",
-            "ask(Dump(1, 1, True, 0), (0, 1, 2))",
-            "ask(Restore(False, (), 5), (0, 1, 2, 0, 1)); ",
-            "ask(Dump(1, 1, True, 0), (0, 1))",
+            "ask(Dump(1, 1, True, 0, 0))",
+            "ask(Dump(1, 1, True, 0, 0), (0, 1, 2))",
+            "ask(Restore(False, (), 5, 0), (0, 1, 2, 0, 1)); ",
+            "ask(Dump(1, 1, True, 0, 0), (0, 1))",
         ],
         2,
     ),
@@ -207,7 +207,9 @@ def snapshot(user: OrdinaryUser) -> Iterator[Path]:
     wait_until(lambda: not runs(pid), "nothing of it to be left")
 
 
-def restored_by_force(machine: Machine, user: OrdinaryUser, images: Path, leave_at: str = "") -> tuple[str, str]:
+def restored_by_force(
+    machine: Machine, user: OrdinaryUser, images: Path, leave_at: str = "", keeper: int = 0
+) -> tuple[str, str]:
     """The answer to a client that does not look at the snapshot before it asks, and stops, or leaves, at a hook."""
     script = """
     from gpucr.helper.client import _opened
@@ -220,7 +222,8 @@ def restored_by_force(machine: Machine, user: OrdinaryUser, images: Path, leave_
         files = OpenedFiles.of(folder).fds
     except Exception:
         files = {}
-    connection.send(Restore(False, (), len(files)), (images, log, null, null, null))
+    keeper = int(sys.argv[3])
+    connection.send(Restore(False, (), len(files), keeper), (images, log, *((null,) * (0 if keeper else 3))))
     for number, fd in files.items():
         connection.send(Files((number,)), [fd])
     hooks = []
@@ -237,7 +240,7 @@ def restored_by_force(machine: Machine, user: OrdinaryUser, images: Path, leave_
         if isinstance(reply, Failed):
             print(json.dumps([reply.because, reply.message, hooks])); break
     """
-    answer = as_client(user, script, images, leave_at)
+    answer = as_client(user, script, images, leave_at, keeper)
     wait_until(lambda: machine.left_at_work() == [], "the helper to end")
     return answer
 
@@ -324,7 +327,7 @@ def test_h7_a_client_must_give_each_file_of_the_job(machine: Machine, user: Ordi
     script = f"""
     log = os.open("log", os.O_WRONLY | os.O_CREAT, 0o600)
     images = os.open("{path.parent}", os.O_RDONLY | os.O_DIRECTORY)
-    connection.send(Restore(False, (), 1), (images, log, 0, 0, 0))
+    connection.send(Restore(False, (), 1, 0), (images, log, 0, 0, 0))
     ask(Files((99999,)), (0,))
     """
     because, message = as_client(user, script)
@@ -418,7 +421,7 @@ def test_h13_a_client_that_is_gone_has_its_dump_undone(machine: Machine, user: O
     os.makedirs("images", exist_ok=True)
     images, log = os.open("images", os.O_RDONLY | os.O_DIRECTORY), os.open("log", os.O_WRONLY | os.O_CREAT, 0o600)
     pid = int(sys.argv[1])
-    connection.send(Dump(pid, processes.read_stat(pid).start_time_ticks, False, 1 << 20), (images, log))
+    connection.send(Dump(pid, processes.read_stat(pid).start_time_ticks, False, 1 << 20, 0), (images, log))
     while True:
         reply, _ = connection.receive(Here, Hook, Done, Failed)
         if isinstance(reply, Hook) and reply.name == "post-dump":
@@ -457,7 +460,7 @@ def test_h13_a_helper_that_its_user_kills_leaves_nothing_of_roots(machine: Machi
     os.makedirs("images", exist_ok=True)
     images, log = os.open("images", os.O_RDONLY | os.O_DIRECTORY), os.open("log", os.O_WRONLY | os.O_CREAT, 0o600)
     pid = int(sys.argv[1])
-    connection.send(Dump(pid, processes.read_stat(pid).start_time_ticks, False, 1 << 20), (images, log))
+    connection.send(Dump(pid, processes.read_stat(pid).start_time_ticks, False, 1 << 20, 0), (images, log))
     while True:
         reply, _ = connection.receive(Here, Hook, Done, Failed)
         if isinstance(reply, Here):

@@ -73,11 +73,11 @@ def runs(pid: int) -> bool:
     return Path(f"/proc/{pid}").exists()
 
 
-def start(user: OrdinaryUser, name: str, program: str) -> int:
+def start(user: OrdinaryUser, name: str, program: str, *options: str) -> int:
     """A job that counts. Returns its pid."""
     alive = user.home / "alive"
     alive.unlink(missing_ok=True)
-    user.succeeds("run", "--name", name, "--", sys.executable, "-c", textwrap.dedent(program) + BEAT)
+    user.succeeds("run", "--name", name, *options, "--", sys.executable, "-c", textwrap.dedent(program) + BEAT)
     wait_until(alive.exists, "the job to start")
     return user.pid_of(name)
 

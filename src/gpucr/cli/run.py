@@ -23,7 +23,8 @@ if TYPE_CHECKING:
 @click.option(
     "--isolate/--no-isolate",
     default=None,
-    help="Its own namespaces, or the machine's. Default: its own where the privileges suffice.",
+    help="Its own namespaces (an ordinary user's are made by root's helper), or the machine's. Default: its own where "
+    "the privileges suffice.",
 )
 @click.option(
     "--network",

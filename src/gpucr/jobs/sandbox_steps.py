@@ -188,7 +188,8 @@ class StartSandbox:
     def describe(self) -> str:
         """Which namespaces."""
         network = "" if self._plan.network == "host" else " and network"
-        return f"make pid, mount, IPC{network} namespaces for the job"
+        asked = "ask the privileged helper to " if self._install.origin == "helper" else ""
+        return f"{asked}make pid, mount, IPC{network} namespaces for the job"
 
     def run(self, interrupts: Interrupts, meter: Meter) -> int:
         """Make them."""
@@ -201,13 +202,15 @@ class StartSandbox:
             lineage=plan.lineage,
             last_pid=_last_pid(self._source),
             network=plan.network,
+            helper=self._install if self._install.origin == "helper" else None,
         )
         found = made.sandbox
         if plan.alone:
             _require_first(plan.lineage, found.keeper)
         if self._protection is not None:
             self._protection.protect(EndSandbox(found.keeper))
-        criu = Criu(self._install, found.pids)
+        kind = HelperCriu if self._install.origin == "helper" else Criu
+        criu = kind(self._install, found.pids)
         self.site.set(RestoreSite(made, criu, True, plan.network, found.shared_memory, plan.outputs))
         return 0
 

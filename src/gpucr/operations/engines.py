@@ -24,8 +24,8 @@ def criu_for_dump(found: FoundJob) -> Criu:
         granted is not None and not preflight.check_dump_by_user(found.job, granted)
     ):
         return Criu(granted or find_criu(), sandbox)
-    helper = find_helper() if sandbox is None else None
-    return HelperCriu(helper) if helper is not None else Criu(granted or find_criu(), sandbox)
+    helper = find_helper()
+    return HelperCriu(helper, sandbox) if helper is not None else Criu(granted or find_criu(), sandbox)
 
 
 def install_for_restore(source: RestoreSource) -> CriuInstall:

@@ -30,15 +30,19 @@ def check_ptrace(pids: Iterable[int]) -> list[Finding]:
     return [facts.YAMA.seen(f"kernel.yama.ptrace_scope is {scope}", closed, pid=closed)]
 
 
-def check_dump_by_user(job: Job, install: CriuInstall) -> list[Finding]:
-    """What of a job an ordinary user's CRIU cannot dump. Nothing where root's CRIU is used.
+def check_dump_by_user(job: Job, install: CriuInstall, *, in_sandbox: bool = False) -> list[Finding]:
+    """What of a job an ordinary user's CRIU cannot dump. Nothing where root's CRIU is used. ``in_sandbox``: of gpucr's.
 
     The privileged helper's CRIU attaches to any process; gpucr itself has to, where there is device memory.
     """
     if not install.is_unprivileged:
         return []
     if install.origin == "helper":
-        return [*check_ptrace(each.pid for each in job.gang), *_processes(job, may_filter=True), *_for_the_helper(job)]
+        return [
+            *check_ptrace(each.pid for each in job.gang),
+            *_processes(job, may_filter=True, in_sandbox=in_sandbox),
+            *_for_the_helper(job),
+        ]
     return [*check_ptrace(job.pids), *_connections(job, install), *_processes(job)]
 
 
@@ -59,14 +63,14 @@ def _connections(job: Job, install: CriuInstall) -> Iterator[Finding]:
         yield facts.CONNECTION.seen("/proc/PID/net/tcp")
 
 
-def _processes(job: Job, *, may_filter: bool = False) -> Iterator[Finding]:
+def _processes(job: Job, *, may_filter: bool = False, in_sandbox: bool = False) -> Iterator[Finding]:
     for process in job.processes:
         pid, what = process.pid, f"process {process.pid} ({process.name})"
         if process.uid != os.geteuid():
             yield facts.OTHER_USER.seen(f"/proc/{pid}/status", pid, process=what, uid=process.uid)
         elif not may_filter and _has_system_call_filter(pid):
             yield facts.SYSTEM_CALL_FILTER.seen(f"Seccomp in /proc/{pid}/status", pid, process=what)
-        elif foreign := _foreign_namespaces(pid):
+        elif not in_sandbox and (foreign := _foreign_namespaces(pid)):
             yield facts.NAMESPACES.seen(f"/proc/{pid}/ns", pid, process=what, namespaces=", ".join(foreign))
 
 
@@ -99,6 +103,6 @@ def check_restore_by_user(
         found.append(facts.HAD_CONNECTION.seen(images))
     if others := sorted(set(uids) - {os.geteuid()}):
         found.append(facts.RAN_AS_OTHER_USER.seen(images, uids=", ".join(map(str, others)), own=os.geteuid()))
-    if in_sandbox:
+    if in_sandbox and install.origin != "helper":
         found.append(facts.SANDBOX.seen("--isolate, or it had them at the dump"))
     return found

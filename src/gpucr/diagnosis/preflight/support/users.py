@@ -54,7 +54,7 @@ RAN_AS_OTHER_USER = Fact(
 SANDBOX = Fact(
     what="the job needs namespaces of its own",
     consequence="only root can make them (CAP_SYS_ADMIN)",
-    remedy="restore it with sudo, or leave out --isolate",
+    remedy="restore it with sudo, or leave out --isolate; the privileged helper makes them for jobs that it has dumped",
     code="GPUCR-ONLY-ROOT",
 )
 TREES_BY_HELPER = Fact(
