@@ -14,7 +14,7 @@ from pathlib import Path
 
 import pytest
 
-from gpucr.helper import inheritance, listener
+from gpucr.helper import inheritance, limits
 from gpucr.helper.keys import SIGNATURE_NAME
 from tests.counter import wait_until
 from tests.helper.conftest import Machine
@@ -26,7 +26,7 @@ pytestmark = pytest.mark.criu
 
 REPOSITORY = Path(__file__).parents[2]
 CLIENT = """
-import json, os, socket, sys, time
+import json, os, select, socket, sys, time
 from pathlib import Path
 from gpucr.helper.client import _connected
 from gpucr.helper.messages import *
@@ -487,16 +487,17 @@ def test_h13_a_helper_that_its_user_kills_leaves_nothing_of_roots(machine: Machi
 
 def test_h14_requests_at_a_time_are_limited_for_each_user(user: OrdinaryUser) -> None:
     script = f"""
-    held = [_connected(Path(os.environ["GPUCR_HELPER"])) for _ in range({listener.MAX_REQUESTS_PER_USER})]
-    last = _connected(Path(os.environ["GPUCR_HELPER"]))
-    try:
-        last.send(Ask())
-        last.receive(Here, Failed, until=time.monotonic() + 20)
-        print(json.dumps(["served", "", []]))
-    except HungUp:
-        print(json.dumps(["closed", "", []]))
+    held = [_connected(Path(os.environ["GPUCR_HELPER"])) for _ in range({limits.MAX_REQUESTS_PER_USER + 1})]
+    poller = select.poll()
+    for each in held:
+        poller.register(each.socket, select.POLLIN)
+    (found,) = poller.poll(60_000)  # those that are served wait for a request
+    (last,) = [each for each in held if each.socket.fileno() == found[0]]
+    print(json.dumps([(reply := last.receive(Failed)[0]).because, reply.message, []]))
     """
-    assert as_client(user, script)[0] == "closed"
+    because, message = as_client(user, script)
+    assert because == "refused"
+    assert "served already" in message
     wait_until(lambda: as_client(user, "ask(Ask())")[0] == "Here", "those to have ended")
 
 

@@ -60,6 +60,12 @@ class Peer(Struct, frozen=True):
         return Credentials((self.uid,) * 3, (self.gid,) * 3, tuple(sorted(self.supplementary)), capabilities)
 
 
+def uid_of(connected: socket.socket) -> int:
+    """Of who connected, as the kernel noted it then."""
+    uid: int = _CREDENTIALS.unpack(connected.getsockopt(socket.SOL_SOCKET, socket.SO_PEERCRED, _CREDENTIALS.size))[1]
+    return uid
+
+
 def of(connected: socket.socket) -> Peer:
     """Who connected, as the kernel noted it then, and what that process is now. Raises Refused."""
     pid, uid, gid = _CREDENTIALS.unpack(connected.getsockopt(socket.SOL_SOCKET, socket.SO_PEERCRED, _CREDENTIALS.size))

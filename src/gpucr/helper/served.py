@@ -24,7 +24,7 @@ from gpucr.criu.linked_files import REMAP_IMAGE
 from gpucr.criu.options import DumpOptions, RestoreOptions
 from gpucr.criu.service import Entered
 from gpucr.errors import CriuError, CriuUnavailable, GpucrError
-from gpucr.helper import folders, inspected, peer, sandboxes
+from gpucr.helper import folders, inspected, limits, peer, sandboxes
 from gpucr.helper.inheritance import (
     adopt_descendants,
     as_peer_with,
@@ -84,7 +84,9 @@ def serve(connected: socket.socket, settings: Settings, announce: folders.Announ
     """Serve the one request of this connection. After a restore it becomes the job's keeper, and does not return."""
     with Connection(connected) as connection:
         try:
-            with descriptor_limit.raised():
+            with limits.place_of(peer.uid_of(connected)) as is_free, descriptor_limit.raised():
+                if not is_free:
+                    raise Refused(f"{limits.MAX_REQUESTS_PER_USER} requests of yours are served already")
                 _Request(connection, settings, announce).run()
         except (HungUp, BadMessage, Stopped, TimeoutError) as e:
             _tell(connection, Failed("stopped", str(e) or type(e).__name__))
