@@ -73,6 +73,13 @@ class Keeper(Protocol):
         """It has been started. Raises BrokenInstall where it has not."""
 
 
+class Keepers(Protocol):
+    """Those of a job, one for each of its trees."""
+
+    def another(self) -> Keeper:
+        """The one of the next tree."""
+
+
 class HelperCriu(Criu):
     """As `Criu`, for the caller's own processes. ``signed``: where the images lie that the helper has written.
 
@@ -80,10 +87,10 @@ class HelperCriu(Criu):
     """
 
     def __init__(
-        self, install: CriuInstall, sandbox: PidNamespace | None = None, *, keeper: Keeper | None = None
+        self, install: CriuInstall, sandbox: PidNamespace | None = None, *, keepers: Keepers | None = None
     ) -> None:
         super().__init__(install, sandbox)
-        self._keeper = keeper
+        self._keepers = keepers
         self._sandbox_pid = sandbox.init_pid if sandbox is not None else 0
         self.signed: Path | None = None
 
@@ -125,17 +132,18 @@ class HelperCriu(Criu):
         check: Check | None = None,
         deadline: float | None = None,
     ) -> int:
-        """As `Criu.restore`. Outside of sandboxes the tree becomes the keeper's."""
-        if (self._keeper is None) != bool(self._sandbox_pid) or inherited:
+        """As `Criu.restore`. Outside of sandboxes the tree becomes that of its own keeper."""
+        if (self._keepers is None) != bool(self._sandbox_pid) or inherited:
             raise AssertionError("the helper restores into a sandbox or below a keeper, and has its own way with files")
         root = f"/proc/{self._sandbox_pid}/root" if self._sandbox_pid else ""
         signed = self.signed or images_dir
+        keeper = self._keepers.another() if self._keepers is not None else None
         closed = _closed(FilesImage.read(signed), FilesImage.read(images_dir))
         with (
             OpenedFiles.of(images_dir, root, outputs) as files,
             _connected(self.install.path) as connection,
             _opened(signed, log_path) as fds,
-            self._keeper.given() if self._keeper is not None else contextlib.nullcontext(()) as keeper_fds,
+            keeper.given() if keeper is not None else contextlib.nullcontext(()) as keeper_fds,
         ):
             if len(closed) > MAX_CLOSED or len(files.fds) > MAX_FILES:
                 raise Unsupported("the job has more connections or files than the helper restores", code=REFUSED)
@@ -144,8 +152,8 @@ class HelperCriu(Criu):
             if on_start is not None:
                 on_start(ProcessId(here.pid, here.start_time_ticks))
             root_pid = _Conversation(connection, "restore", log_path, on_notify, check, deadline).run()
-        if self._keeper is not None:
-            self._keeper.begun()
+        if keeper is not None:
+            keeper.begun()
         return root_pid
 
 

@@ -20,7 +20,7 @@ from gpucr.jobs import sandbox
 from gpucr.jobs.recovery import EndSandbox
 from gpucr.jobs.registered import RestoredName
 from gpucr.jobs.restored_tree import RestoredTree
-from gpucr.jobs.sandbox import BareKeeper, EmptySandbox, HelpedKeeper, Network
+from gpucr.jobs.sandbox import BareKeeper, EmptySandbox, HelpedKeepers, Network
 from gpucr.linux import processes
 from gpucr.linux.namespaces import last_pid_clear_of
 from gpucr.linux.trusted_paths import open_file
@@ -162,7 +162,7 @@ class RestoreSite(Struct, frozen=True):
     others in it.
     """
 
-    keeper: EmptySandbox | BareKeeper | HelpedKeeper
+    keeper: EmptySandbox | BareKeeper | HelpedKeepers
     criu: Criu
     isolated: bool
     network: Network
@@ -232,7 +232,7 @@ class StartKeeper:
         self._install = install
         self._name = name
         self._own_session = own_session
-        self._made: BareKeeper | HelpedKeeper | None = None
+        self._made: BareKeeper | HelpedKeepers | None = None
         self.site: Result[RestoreSite] = Result()
 
     def describe(self) -> str:
@@ -247,8 +247,8 @@ class StartKeeper:
         log_path = str(name.log_path) if name is not None else None
         status_path = str(name.status_path) if name is not None else None
         if self._install.origin == "helper":
-            helped = self._made = sandbox.helped_keeper(log_path=log_path, status_path=status_path)
-            self.site.set(RestoreSite(helped, HelperCriu(self._install, keeper=helped), False, "host"))
+            helped = self._made = sandbox.helped_keepers(log_path=log_path, status_path=status_path)
+            self.site.set(RestoreSite(helped, HelperCriu(self._install, keepers=helped), False, "host"))
             return 0
         made = self._made = sandbox.bare_keeper(
             log_path=log_path, status_path=status_path, own_session=self._own_session

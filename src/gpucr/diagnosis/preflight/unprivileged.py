@@ -8,6 +8,7 @@ from typing import TYPE_CHECKING, Literal
 
 from gpucr.diagnosis.preflight.findings import Finding
 from gpucr.diagnosis.preflight.support import users as facts
+from gpucr.helper import limits
 from gpucr.linux import capabilities, namespaces, tracing
 from gpucr.linux.namespaces import Kind
 from gpucr.linux.processes import PROC
@@ -50,9 +51,9 @@ def _for_the_helper(job: Job) -> Iterator[Finding]:
     """What the helper would refuse, or CRIU by it, and shows before the job is stopped."""
     from gpucr.criu.options import is_shell_job
 
-    if job.other_root_pids:
-        yield facts.TREES_BY_HELPER.seen("the trees that were named", job.root.pid)
-    elif is_shell_job(job.root.pid, job.pids):
+    if len(job.root_pids) > limits.MAX_REQUESTS_PER_USER:
+        yield facts.TREES_BY_HELPER.seen("the trees that were named", job.root.pid, limit=limits.MAX_REQUESTS_PER_USER)
+    elif is_shell_job(job.root.pid, job.pids) or any(is_shell_job(each, [each]) for each in job.other_root_pids):
         yield facts.SESSION_BY_HELPER.seen(f"/proc/{job.root.pid}/stat", job.root.pid)
 
 

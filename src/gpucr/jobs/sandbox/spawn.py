@@ -141,21 +141,19 @@ def bare_keeper(*, log_path: str | None, status_path: str | None, own_session: b
     )
 
 
-def helped_keeper(*, log_path: str | None, status_path: str | None) -> HelpedKeeper:
-    """A keeper that the privileged helper will become, for a restore by it. Nothing is started yet."""
-    return HelpedKeeper(
-        KeeperByHelper(
-            {
-                "command": [],
-                "log_path": log_path or "",
-                "status_path": status_path,
-                "network": "host",
-                "isolate": False,
-                "lineage": uuid.uuid4().hex,
-                "last_pid": 0,
-                "own_session": True,
-            }
-        )
+def helped_keepers(*, log_path: str | None, status_path: str | None) -> HelpedKeepers:
+    """What the privileged helper will become, for a restore by it. Nothing is started yet."""
+    return HelpedKeepers(
+        {
+            "command": [],
+            "log_path": log_path or "",
+            "status_path": status_path,
+            "network": "host",
+            "isolate": False,
+            "lineage": uuid.uuid4().hex,
+            "last_pid": 0,
+            "own_session": True,
+        }
     )
 
 
@@ -276,7 +274,7 @@ class HelpedKeeper(_Waiting):
     def __init__(self, keeper: KeeperByHelper) -> None:
         super().__init__(keeper)
         self._helped = keeper
-        self._is_begun = False
+        self.has_begun = False
 
     def given(self) -> contextlib.AbstractContextManager[tuple[int, int, int]]:
         """The descriptors that it is started with, for a block."""
@@ -285,11 +283,40 @@ class HelpedKeeper(_Waiting):
     def begun(self) -> None:
         """Take note of it: the helper has become it. Raises BrokenInstall."""
         self._helped.begin()
-        self._is_begun = True
+        self.has_begun = True
 
     def end(self) -> bool:
         """End everything below it; before it has begun there is nothing."""
-        if self._is_begun:
+        if self.has_begun:
             return super().end()
         self._keeper.close()
         return True
+
+
+class HelpedKeepers:
+    """The keepers of what the privileged helper has restored, one for each tree, in their order."""
+
+    def __init__(self, specification: Mapping[str, Any]) -> None:
+        self._specification = specification
+        self._all: list[HelpedKeeper] = []
+
+    def another(self) -> HelpedKeeper:
+        """The one of the next tree. How the first tree's first process ends is what is told of the job."""
+        own = {} if not self._all else {"log_path": "", "status_path": None}
+        self._all.append(HelpedKeeper(KeeperByHelper({**self._specification, **own})))
+        return self._all[-1]
+
+    @property
+    def id(self) -> ProcessId:
+        """The identity of the first that has begun."""
+        return next(each.id for each in self._all if each.has_begun)
+
+    def adopt(self, root_pids: Sequence[int], *, inner_pids: Sequence[int]) -> None:
+        """Each gets its tree. As `BareKeeper.adopt`."""
+        for keeper, root_pid, inner_pid in zip(self._all, root_pids, inner_pids, strict=True):
+            keeper.adopt([root_pid], inner_pids=[inner_pid])
+
+    def end(self) -> bool:
+        """As `BareKeeper.end`, of all."""
+        ended = [each.end() for each in self._all]
+        return all(ended)

@@ -58,8 +58,8 @@ SANDBOX = Fact(
     code="GPUCR-ONLY-ROOT",
 )
 TREES_BY_HELPER = Fact(
-    what="the job has several trees",
-    consequence="the privileged helper dumps one tree",
+    what="the job has more than {limit} trees",
+    consequence="the privileged helper restores no more at the same time",
     remedy=_REMEDY,
     code="GPUCR-HELPER-REFUSED",
 )
