@@ -15,7 +15,7 @@ import pytest
 from tests.counter import wait_until
 from tests.helper.conftest import Machine
 from tests.ordinary_user import OrdinaryUser
-from tests.storm import sample
+from tests.storm import long, sample
 
 pytestmark = pytest.mark.criu
 
@@ -145,6 +145,7 @@ def beat():
 """
 
 
+@long  # a minute: the kernel keeps the ports of the connection, which was not dumped as one of one tree
 def test_several_trees_come_back_with_the_connection_between_them(machine: Machine, user: OrdinaryUser) -> None:
     (user.home / "port").unlink(missing_ok=True)
     for name, program in (("serves", SERVES), ("asks", ASKS)):

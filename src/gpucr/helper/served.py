@@ -251,16 +251,20 @@ class _Request:
                 adopt_descendants()
             held = HeldFolder.open(images)
             wanted = needed(has_filter=has_filter)
-            with as_peer_with(self._peer, wanted | _to_enter(sandbox)):
-                root_pid = self._criu_in(sandbox, wanted).restore(
-                    held.path,
-                    RestoreOptions(shell_job=False, network_lock="skip", link_remap=False),
-                    log_path=log_path,
-                    leave_stopped=request.leave_stopped,
-                    inherited=inherited,
-                    on_notify=lambda hook, pid: self._on_restoring(hook, pid, sandbox),
-                    check=self._check,
-                )
+            try:
+                with as_peer_with(self._peer, wanted | _to_enter(sandbox)):
+                    root_pid = self._criu_in(sandbox, wanted).restore(
+                        held.path,
+                        RestoreOptions(shell_job=False, network_lock="skip", link_remap=False),
+                        log_path=log_path,
+                        leave_stopped=request.leave_stopped,
+                        inherited=inherited,
+                        on_notify=lambda hook, pid: self._on_restoring(hook, pid, sandbox),
+                        check=self._check,
+                    )
+            except BaseException:
+                _collect_ended()
+                raise
             held.close()
         close_all(tuple({*given.values(), *inherited.values()}))
         try:
@@ -367,6 +371,14 @@ def _descriptors_of(request: Ask | Dump | Isolate | Restore) -> int:
         return _KEEPER_FDS
     keeper_fds = 0 if isinstance(request, Dump) or request.keeper else _KEEPER_FDS
     return _KEEPER_AT + keeper_fds
+
+
+def _collect_ended() -> None:
+    """What CRIU has killed is this process's to collect: only then its pids are free for the next try."""
+    processes.kill_tree(os.getpid(), including_root=False)
+    with contextlib.suppress(ChildProcessError):
+        while os.waitpid(-1, os.WNOHANG)[0]:
+            pass
 
 
 def _to_enter(sandbox: Sandbox | None) -> int:
