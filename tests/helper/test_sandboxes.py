@@ -129,6 +129,13 @@ def a_peer(uid: int) -> Peer:
     return Peer(os.getpid(), uid, uid, frozenset(), 0, "", ())
 
 
+def test_the_doctor_knows_of_its_criu(user: OrdinaryUser) -> None:
+    user.succeeds("run", "--name", "job", "--isolate", "--", "sleep", "100")
+    said = user.succeeds("doctor", "job")
+    assert "connections are not silenced while this user's jobs are dumped" in said
+    assert "there is no CRIU" not in said
+
+
 def test_h12_its_keeper_is_the_users_and_has_nothing_of_roots(user: OrdinaryUser) -> None:
     user.succeeds("run", "--name", "job", "--isolate", "--", "sleep", "100")
     keeper = keeper_of(user.pid_of("job"))

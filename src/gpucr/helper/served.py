@@ -66,6 +66,7 @@ COPY_FOLDER = Path("/opt/gpucr/helper")
 """Where the CRIU is that it starts."""
 
 _FIRST_FREE_FD = 10
+_LOG_NAME = "criu.log"
 _LOG_AT, _KEEPER_AT, _KEEPER_FDS = 1, 2, 3
 
 
@@ -93,7 +94,7 @@ def serve(connected: socket.socket, settings: Settings, announce: folders.Announ
         except Refused as e:
             _tell(connection, Failed("refused", str(e)))
         except CriuError as e:
-            hint = e.hint if e.log_path is None or e.log_path not in (e.hint or "") else None  # a path of the helper's
+            hint = e.hint if e.hint is not None and _LOG_NAME not in e.hint else None  # a path of the helper's
             _tell(connection, Failed("criu", _cut(e.message), _cut(e.reason or ""), _cut(hint or "") or None, e.code))
         except (GpucrError, OSError, ImageError) as e:
             print(f"gpucr helper: {e!r}", file=sys.stderr)  # noqa: T201 - the journal
@@ -390,7 +391,7 @@ def _to_enter(sandbox: Sandbox | None) -> int:
 def _log_given(private: Path, peer: Peer, fd: int) -> Iterator[Path]:
     """A path for CRIU's log, for a block; it is given to the user in the end, through the file that he has opened."""
     folder = folders.make_log_folder(private, peer)
-    path = Path(f"/proc/self/fd/{folder}/criu.log")
+    path = Path(f"/proc/self/fd/{folder}/{_LOG_NAME}")
     try:
         yield path
     finally:
