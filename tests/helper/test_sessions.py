@@ -44,6 +44,20 @@ assert ctypes.CDLL(None).prctl(38, 1, 0, 0, 0) == 0  # PR_SET_NO_NEW_PRIVS
 seccomp.refuse_io_uring()
 count, beat = 0, os.getpid
 """
+IN_TERMINALS = """
+import os, pty, time
+child, end = pty.fork()
+if child == 0:
+    while True:
+        os.write(1, os.read(0, 1))
+pair = os.openpty()
+count = 0
+def beat():
+    os.write(pair[1], b"x")
+    assert os.read(pair[0], 1) == b"x"
+    os.write(end, b"y\\n")
+    assert os.read(end, 1)
+"""
 WITH_FILES = """
 import fcntl, mmap, os, time
 written, deleted = open("written", "wb", buffering=0), open("deleted", "w+b", buffering=0)
@@ -104,6 +118,7 @@ def status_of(pid: int) -> dict[str, str]:
             pytest.param(CONNECTED, id="tcp"),
             pytest.param(FILTERED, id="filter"),
             pytest.param(CONNECTED + WITH_FILES, id="files"),
+            pytest.param(IN_TERMINALS, id="terminals"),
         ],
         2,
     ),

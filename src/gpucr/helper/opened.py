@@ -53,8 +53,10 @@ class OpenedFiles:
         found = cls(root, outputs)
         try:
             gone, written = _gone(images_dir), _mapped_to_write(images_dir)
-            for entry in FilesImage.read(images_dir).entries:
-                if entry.HasField("reg"):
+            image = FilesImage.read(images_dir)
+            terminals = image.terminals()  # CRIU makes the pairs again
+            for entry in image.entries:
+                if entry.HasField("reg") and entry.reg.id not in terminals:
                     if entry.reg.id in written:
                         entry.reg.flags = entry.reg.flags & ~os.O_ACCMODE | os.O_RDWR
                     found.fds[entry.reg.id] = found._open(entry.reg, gone.get(entry.reg.id), images_dir)

@@ -24,7 +24,7 @@ from gpucr.criu.linked_files import REMAP_IMAGE
 from gpucr.criu.options import DumpOptions, RestoreOptions
 from gpucr.criu.service import Entered
 from gpucr.errors import CriuError, CriuUnavailable, GpucrError
-from gpucr.helper import folders, inspected, limits, peer, sandboxes
+from gpucr.helper import folders, inspected, limits, peer, sandboxes, terminals
 from gpucr.helper.inheritance import (
     adopt_descendants,
     as_peer_with,
@@ -177,6 +177,7 @@ class _Request:
         rights = require_owned(request.pid, self._peer, sandbox)
         self._connection.send(self._myself())
         wanted = needed(has_filter=any(each.has_filter for each in rights.values()))
+        terminals.require_restorable([each.pid for each in processes.tree(request.pid)], wanted)
         options = DumpOptions(
             leave_running=request.leave_running,
             shell_job=False,
@@ -304,7 +305,7 @@ class _Request:
         """
         image = FilesImage.read(images)
         roots = inspected.roots_in([each.name for each in files], images_in(images))
-        wanted = set(image.paths())
+        wanted = set(image.paths()) - image.terminals()
         if set(given) | roots != wanted | roots or not roots <= wanted:
             raise Refused("the files that came are not those of the job")
         opened = dict(given)
