@@ -109,6 +109,7 @@ def test_what_system_v_has_is_not_lost_in_silence(user: OrdinaryUser) -> None:
 
 
 def test_without_a_helper_there_is_none(user: OrdinaryUser) -> None:
+    assert "--isolate has root's helper" in user.succeeds("run", "--explain", "--", "sleep", "1")
     user.environment["GPUCR_HELPER"], before = "off", user.environment["GPUCR_HELPER"]
     try:
         code, said = user.refused("run", "--isolate", "--", "sleep", "1")

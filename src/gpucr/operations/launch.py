@@ -20,6 +20,7 @@ from gpucr.driver.cuda import load_driver
 from gpucr.driver.gpus import driver_version
 from gpucr.errors import BrokenInstall, DriverUnavailable, GpucrError, InvalidRequest
 from gpucr.helper.client import find_helper
+from gpucr.helper.place import socket_path
 from gpucr.interposer import library
 from gpucr.jobs import others, sandbox
 from gpucr.jobs.environment import INTERPOSER_CANARY, EnvironmentChange, changed, choose_environment
@@ -287,7 +288,9 @@ def _why_not_isolated(wanted: bool | None) -> str | None:
             "leave out --isolate",
             code="GPUCR-NO-SANDBOX",
         )
-    return None if wanted else _NEEDS
+    if wanted:
+        return None
+    return _NEEDS if socket_path() is None else f"{_NEEDS}; --isolate has root's helper make them"
 
 
 def _interposer(
