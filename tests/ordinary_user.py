@@ -14,7 +14,7 @@ import signal
 import subprocess
 import sys
 import tempfile
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -161,9 +161,9 @@ class OrdinaryUser:
         assert asked.returncode == 0, asked.stderr + self.succeeds("logs", name)
         return pid
 
-    def start_job(self, name: str, *command: str) -> int:
+    def start_job(self, name: str, *command: str, options: Sequence[str] = ()) -> int:
         """`gpucr run`. Returns the job's pid."""
-        return int(json.loads(self.succeeds("run", "--json", "--name", name, "--", *command))["pid"])
+        return int(json.loads(self.succeeds("run", "--json", "--name", name, *options, "--", *command))["pid"])
 
     def pid_of(self, name: str) -> int:
         """The pid of a job."""

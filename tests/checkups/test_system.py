@@ -73,6 +73,13 @@ def test_without_privileges_nothing_is_known_of_it() -> None:
     assert severities(found) == ["unknown", "unknown"]
 
 
+def test_the_helpers_criu_is_one() -> None:
+    install = replace(INSTALL, origin="helper", path=Path("/run/gpucr-helper/socket"), is_unprivileged=True)
+    found = engine.check(replace(CRIU, install=install, is_privileged=False))
+    assert severities(found) == ["ok", "warning"]
+    assert "root's helper has CRIU 4.2.1" in found[0].what
+
+
 def test_the_ways_to_lock_a_network() -> None:
     assert "iptables" in engine.check(replace(CRIU, has_nftables=False, has_iptables=True))[1].what
     assert only(engine.check(replace(CRIU, has_nftables=False))).severity == "warning"

@@ -17,10 +17,12 @@ from gpucr.criu import images_pb2
 from gpucr.criu.image_entries import ImageReader, encoded, head, images_in
 from gpucr.criu.imaged_files import MEMFD_MAGIC
 from gpucr.criu.linked_files import REMAP_MAGIC
+from gpucr.helper import terminals
 from gpucr.helper.inspected import require_inspected
 from gpucr.helper.keys import SIGNATURE_NAME
 from gpucr.helper.peer import Peer
 from gpucr.helper.rights import Refused, Rights
+from gpucr.linux import capabilities
 from tests.helper.conftest import Machine
 from tests.helper.test_sessions import CONNECTED, WITH_FILES, dump, start
 
@@ -33,8 +35,9 @@ KINDS: dict[str, tuple[int, Any]] = {
     "fs-*.img": (FOLDERS, images_pb2.Folders),
     "memfd.img": (MEMFD_MAGIC, images_pb2.MemoryFileInode),
     "remap-fpath.img": (REMAP_MAGIC, images_pb2.Remap),
+    "tty-info.img": (0x59453036, images_pb2.Terminal),
 }
-LISTENING = CONNECTED + WITH_FILES + "left, right = socket.socketpair()\n"
+LISTENING = CONNECTED + WITH_FILES + "left, right = socket.socketpair()\npair = os.openpty()\n"
 
 
 @pytest.fixture(scope="module")
@@ -181,6 +184,41 @@ def test_h4_a_root_folder_that_is_not_there(images: Path, peer: Peer) -> None:
         require_inspected(images, peer)
 
 
+@pytest.mark.parametrize("name", [b"/tmp/ptmx", b"/dev/pts/../mem", b"/dev/tty", b"/dev/pts/0\n"])
+def test_h9_a_terminal_by_another_name(images: Path, peer: Peer, name: bytes) -> None:
+    """CRIU opens the names of terminals itself."""
+    change(images, "files.img", of_kind("reg", lambda f: set_to(name=name)(f) if f.name == b"/dev/ptmx" else None))
+    with pytest.raises(Refused, match="none of a pair"):
+        require_inspected(images, peer)
+
+
+def test_h9_a_file_that_passes_for_a_terminal(images: Path, peer: Peer) -> None:
+    change(images, "files.img", of_kind("tty", set_to(regf_id=1)))
+    with pytest.raises(Refused, match="none of a pair"):
+        require_inspected(images, peer)
+
+
+@pytest.mark.parametrize("kind", [0, 2, 3, 4, 5, 6])
+def test_h9_a_terminal_of_another_kind(images: Path, peer: Peer, kind: int) -> None:
+    change(images, "tty-info.img", set_to(type=kind))
+    with pytest.raises(Refused, match="none of a pair"):
+        require_inspected(images, peer)
+
+
+def test_h9_terminals_are_dumped_only_where_they_come_back(monkeypatch: pytest.MonkeyPatch) -> None:
+    assert terminals.can_lock(capabilities.mask("SYS_ADMIN"))
+    assert not terminals.can_lock(0)
+    terminals.require_restorable([os.getpid()], 0)  # one that has none
+    ends = os.openpty()
+    try:
+        with pytest.raises(Refused, match="TIOCSLCKTRMIOS"):
+            terminals.require_restorable([os.getpid()], 0)
+        terminals.require_restorable([os.getpid()], capabilities.mask("SYS_ADMIN"))
+    finally:
+        for end in ends:
+            os.close(end)
+
+
 def test_h4_a_file_in_memory_of_another_user(images: Path, peer: Peer) -> None:
     change(images, "memfd.img", set_to(uid=0))
     with pytest.raises(Refused, match="in memory"):
@@ -251,7 +289,7 @@ def test_h10_ports_and_sockets_that_take_privileges(images: Path, peer: Peer, va
         require_inspected(images, peer)
 
 
-@pytest.mark.parametrize("member", ["reg", "isk", "usk", "pipe", "memfd"])
+@pytest.mark.parametrize("member", ["reg", "isk", "usk", "pipe", "tty", "memfd"])
 def test_h11_signals_by_roots_leave(images: Path, peer: Peer, member: str) -> None:
     change(images, "files.img", owner(member))
     with pytest.raises(Refused, match="F_SETOWN"):

@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import configparser
 import os
+import shlex
+import shutil
 import stat
 import sys
 from pathlib import Path
@@ -11,10 +13,12 @@ from pathlib import Path
 import pytest
 
 from gpucr.errors import InvalidRequest, NotPermitted
-from gpucr.helper import entry, installed, listener
+from gpucr.helper import entry, installed, limits, listener
 from gpucr.helper.place import SOCKET
 from gpucr.linux import unit_files
+from tests.counter import wait_until
 from tests.helper.conftest import Machine
+from tests.helper.test_sessions import CONNECTED, counted, dump, start
 from tests.ordinary_user import OrdinaryUser
 
 pytestmark = pytest.mark.criu
@@ -32,7 +36,7 @@ def test_the_units_start_a_process_for_each_request_of_those_who_may() -> None:
     assert listens["Socket"]["ListenSequentialPacket"] == str(SOCKET)
     assert (listens["Socket"]["SocketMode"], listens["Socket"]["SocketGroup"]) == ("0660", "trainers")
     assert listens["Socket"]["Accept"] == "yes"
-    assert listens["Socket"]["MaxConnectionsPerSource"] == str(listener.MAX_REQUESTS_PER_USER)
+    assert listens["Socket"]["MaxConnectionsPerSource"] == str(limits.MAX_REQUESTS_PER_USER)
     assert serves["Service"]["StandardInput"] == "socket"
     assert serves["Service"]["KillMode"] == "process"
     assert serves["Service"]["ExecStart"].startswith(f"{sys.executable} -I -m {entry.__name__} ")
@@ -44,7 +48,35 @@ def test_the_units_start_a_process_for_each_request_of_those_who_may() -> None:
 def test_systemd_finds_no_fault_with_the_units(tmp_path: Path) -> None:
     for name, text in installed.units().items():
         (tmp_path / name).write_text(text)
-    unit_files.verify([tmp_path / name for name in installed.units()])
+    if not unit_files.verify([tmp_path / name for name in installed.units()]):
+        pytest.skip("there is no systemd-analyze here (Debian: systemd)")
+
+
+def test_systemd_starts_it_for_each_request(machine: Machine, user: OrdinaryUser) -> None:
+    """As the units have it, but for the folders: the socket, a process for each connection, which is its input."""
+    program = shutil.which("systemd-socket-activate")
+    if program is None:
+        pytest.skip("there is no systemd-socket-activate here (Debian: systemd)")
+    path = machine.folder / "activated"
+    serves = parsed(installed.units(keys=machine.keys)["gpucr-helper@.service"])["Service"]
+    words = [*shlex.split(serves["ExecStart"])[:-1], str(machine.work)]
+    options = ("--listen", str(path), "--seqpacket", "--accept", "--inetd")
+    listening = user.start_as_root(program, *options, *words)
+    user.environment["GPUCR_HELPER"], before = str(path), user.environment["GPUCR_HELPER"]
+    try:
+        wait_until(path.exists, "systemd to listen")
+        path.chmod(int(parsed(installed.units()["gpucr-helper.socket"])["Socket"]["SocketMode"], 8))
+        assert str(path) in user.succeeds("helper", "status")
+        pid = start(user, "job", CONNECTED, "--isolate")
+        dump(user, "job", pid)
+        count = counted(user, "job")
+        user.succeeds("restore", "snap")
+        wait_until(lambda: counted(user, "job") > count, "the restored job to count on")
+        assert machine.left_at_work() == []
+    finally:
+        user.environment["GPUCR_HELPER"] = before
+        listening.terminate()
+        listening.communicate()
 
 
 def test_it_is_installed_again_without_a_change_and_uninstalled(machine: Machine, user: OrdinaryUser) -> None:

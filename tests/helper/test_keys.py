@@ -31,7 +31,7 @@ def keys(tmp_path: Path) -> Keys:
 
 
 def test_what_was_signed_is_believed_for_its_user_alone(keys: Keys) -> None:
-    data = signing.signature(FILES, UID, keys.own())
+    data = signing.signature(FILES, UID, "own", keys.own())
     assert keys.verified(data, UID).files == FILES
     with pytest.raises(Refused, match="uid 4711"):
         keys.verified(data, UID + 1)
@@ -48,11 +48,13 @@ def test_what_was_signed_is_believed_for_its_user_alone(keys: Keys) -> None:
         {"mac": ""},
         {"key": "0" * 64},
         {"version": 2},
+        {"network": "host"},
+        {"network": "none"},
         {"more": 1},
     ],
 )
 def test_a_change_to_a_signature_is_found(keys: Keys, change: dict[str, Any]) -> None:
-    data = json.loads(signing.signature(FILES, UID, keys.own()))
+    data = json.loads(signing.signature(FILES, UID, "own", keys.own()))
     uid = change.get("uid", UID)
     with pytest.raises(Refused):
         keys.verified(json.dumps({**data, **change}).encode(), uid)
@@ -60,13 +62,13 @@ def test_a_change_to_a_signature_is_found(keys: Keys, change: dict[str, Any]) ->
 
 def test_a_signature_with_a_name_twice_is_refused(keys: Keys) -> None:
     with pytest.raises(Refused, match="twice"):
-        keys.verified(signing.signature((*FILES, FILES[0]), UID, keys.own()), UID)
+        keys.verified(signing.signature((*FILES, FILES[0]), UID, "own", keys.own()), UID)
 
 
 def test_another_machine_is_believed_when_root_has_put_its_key_there(keys: Keys, tmp_path: Path) -> None:
     other = Keys(tmp_path / "other")
     other.make()
-    data = signing.signature(FILES, UID, other.own())
+    data = signing.signature(FILES, UID, "host", other.own())
     with pytest.raises(Refused, match="does not know"):
         keys.verified(data, UID)
     copy = tmp_path / "keys" / "other.key"

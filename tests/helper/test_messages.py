@@ -14,10 +14,10 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from gpucr.helper import messages
-from gpucr.helper.messages import Answer, Ask, BadMessage, Connection, Dump, Files, HungUp, Restore, Stop
+from gpucr.helper.messages import Answer, Ask, BadMessage, Connection, Dump, Files, HungUp, Isolate, Restore, Stop
 
-KINDS = (Ask, Dump, Restore, Files, Answer, Stop)
-DUMP = {"kind": "dump", "pid": 1, "start_time_ticks": 2, "leave_running": False, "ghost_limit_bytes": 3}
+KINDS = (Ask, Dump, Isolate, Restore, Files, Answer, Stop)
+DUMP = {"kind": "dump", "pid": 1, "start_time_ticks": 2, "leave_running": False, "ghost_limit_bytes": 3, "keeper": 0}
 TEXT = st.sampled_from(["", "x", "\0", "é", "dump"])
 ANY = st.recursive(
     st.none() | st.booleans() | st.integers() | st.floats() | TEXT,
@@ -64,13 +64,15 @@ def test_any_members_are_those_of_the_kind_or_refused(kind: str, members: dict[s
         {"start_time_ticks": -1},
         {"leave_running": 1},
         {"ghost_limit_bytes": 1 << 32},
+        {"keeper": -1},
+        {"keeper": 1 << 32},
         {"more": 1},
         {"kind": "restore"},
         {"kind": ["dump"]},
     ],
 )
 def test_a_member_out_of_its_range_is_refused(wrong: dict[str, Any]) -> None:
-    assert messages.decode(json.dumps(DUMP).encode(), *KINDS) == Dump(1, 2, False, 3)
+    assert messages.decode(json.dumps(DUMP).encode(), *KINDS) == Dump(1, 2, False, 3, 0)
     with pytest.raises(BadMessage):
         messages.decode(json.dumps({**DUMP, **wrong}).encode(), *KINDS)
 
@@ -106,7 +108,7 @@ def test_a_message_that_is_too_long_is_refused() -> None:
         with pytest.raises(BadMessage):
             theirs.receive(Ask)
         with pytest.raises(BadMessage):
-            ours.send(Restore(False, tuple(range(1 << 20)), 0))
+            ours.send(Restore(False, tuple(range(1 << 20)), 0, 0))
 
 
 def test_a_wait_ends_with_its_time_or_the_other_end() -> None:

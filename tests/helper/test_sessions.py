@@ -17,7 +17,7 @@ from tests.counter import wait_until
 from tests.helper.conftest import Machine
 from tests.ordinary_user import OrdinaryUser
 from tests.ports import lasting_port
-from tests.storm import sample
+from tests.storm import long, sample
 
 pytestmark = pytest.mark.criu
 
@@ -45,6 +45,20 @@ from gpucr.linux import seccomp
 assert ctypes.CDLL(None).prctl(38, 1, 0, 0, 0) == 0  # PR_SET_NO_NEW_PRIVS
 seccomp.refuse_io_uring()
 count, beat = 0, os.getpid
+"""
+IN_TERMINALS = """
+import os, pty, time
+child, end = pty.fork()
+if child == 0:
+    while True:
+        os.write(1, os.read(0, 1))
+pair = os.openpty()
+count = 0
+def beat():
+    os.write(pair[1], b"x")
+    assert os.read(pair[0], 1) == b"x"
+    os.write(end, b"y\\n")
+    assert os.read(end, 1)
 """
 WITH_FILES = """
 import fcntl, mmap, os, time
@@ -75,11 +89,11 @@ def runs(pid: int) -> bool:
     return Path(f"/proc/{pid}").exists()
 
 
-def start(user: OrdinaryUser, name: str, program: str) -> int:
+def start(user: OrdinaryUser, name: str, program: str, *options: str) -> int:
     """A job that counts. Returns its pid."""
     alive = user.home / "alive"
     alive.unlink(missing_ok=True)
-    pid = user.start_job(name, sys.executable, "-c", textwrap.dedent(program) + BEAT)
+    pid = user.start_job(name, sys.executable, "-c", textwrap.dedent(program) + BEAT, options=options)
     wait_until(alive.exists, "the job to start")
     return pid
 
@@ -107,6 +121,7 @@ def status_of(pid: int) -> dict[str, str]:
             pytest.param(CONNECTED, id="tcp"),
             pytest.param(FILTERED, id="filter"),
             pytest.param(CONNECTED + WITH_FILES, id="files"),
+            pytest.param(IN_TERMINALS, id="terminals"),
         ],
         2,
     ),
@@ -125,6 +140,65 @@ def test_a_job_is_dumped_and_restored_as_it_was(machine: Machine, user: Ordinary
     wait_until(lambda: counted(user, "job") > count, "the restored job to count on")
     assert status_of(pid) == before
     assert machine.left_at_work() == []
+
+
+SERVES = """
+import os, socket, time
+listener = socket.create_server(("127.0.0.1", 0))
+open("port.new", "w").write(str(listener.getsockname()[1]))
+os.rename("port.new", "port")
+end, _ = listener.accept()
+count = 0
+def beat():
+    end.sendall(end.recv(1))
+"""
+ASKS = """
+import os, socket, time
+while not os.path.exists("port"): time.sleep(0.01)
+end = socket.create_connection(("127.0.0.1", int(open("port").read())))
+count = 0
+def beat():
+    end.sendall(b"x")
+    assert end.recv(1) == b"x"
+"""
+
+
+@long  # a minute: the kernel keeps the ports of the connection, which was not dumped as one of one tree
+def test_several_trees_come_back_with_the_connection_between_them(machine: Machine, user: OrdinaryUser) -> None:
+    (user.home / "port").unlink(missing_ok=True)
+    for name, program in (("serves", SERVES), ("asks", ASKS)):
+        user.succeeds("run", "--name", name, "--", sys.executable, "-c", program + BEAT)
+    wait_until(lambda: user.succeeds("logs", "asks") != "", "the jobs to talk")
+    pids = {name: user.pid_of(name) for name in ("serves", "asks")}
+    user.succeeds("dump", "serves", "asks", "--as-one", "--to", "snap")
+    wait_until(lambda: not any(map(runs, pids.values())), "the dumped jobs to end")
+    count = counted(user, "asks")
+    user.succeeds("restore", "snap")
+    wait_until(lambda: counted(user, "asks") > count, "the restored jobs to talk on")
+    assert all(map(runs, pids.values()))
+    parents = {Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[1] for pid in pids.values()}
+    assert len(parents) == 2  # a keeper each, of the user's
+    assert {status_of(int(parent))["Uid"].split()[0] for parent in parents} == {str(user.uid)}
+    assert machine.left_at_work() == []
+    for pid in pids.values():
+        os.kill(pid, signal.SIGKILL)
+    wait_until(lambda: not any(runs(int(parent)) for parent in parents), "the keepers to end")
+
+
+def test_of_several_trees_all_come_back_or_none(machine: Machine, user: OrdinaryUser) -> None:
+    opened = user.home / "opened"
+    opened.write_bytes(b"")
+    program = "import os, time\ncount, beat = 0, os.getpid\n"
+    pids = [start(user, "one", program), start(user, "two", program + 'opened = open("opened", "rb")\n')]
+    user.succeeds("dump", "one", "two", "--as-one", "--to", "snap")
+    wait_until(lambda: not any(map(runs, pids)), "the dumped jobs to end")
+    opened.unlink()
+    assert "opened" in user.refused("restore", "snap", "--force")[1]
+    assert not any(map(runs, pids))  # also nothing of the tree that was restored by then
+    assert machine.left_at_work() == []
+    opened.write_bytes(b"")
+    user.succeeds("restore", "snap")
+    assert all(map(runs, pids))
 
 
 def test_its_parent_is_a_keeper_of_the_user_with_nothing_of_roots(machine: Machine, user: OrdinaryUser) -> None:

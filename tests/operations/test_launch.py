@@ -22,7 +22,7 @@ from gpucr.errors import DriverUnavailable, InvalidRequest, Unsupported
 from gpucr.jobs import registered
 from gpucr.jobs.record import JobRecord
 from gpucr.jobs.registry import Reservation
-from gpucr.jobs.sandbox.spawn import _Keeper
+from gpucr.jobs.sandbox.started import StartedKeeper
 from gpucr.linux import processes
 from gpucr.operations import launch
 from gpucr.sim import build as simulator
@@ -210,14 +210,14 @@ def test_a_signal_before_the_program_runs_leaves_no_job(monkeypatch: pytest.Monk
 
 def test_a_signal_when_the_program_has_begun_leaves_the_job_and_its_record(monkeypatch: pytest.MonkeyPatch) -> None:
     """A job without a record cannot be found again, and "interrupted" would not be true."""
-    send = _Keeper.send
+    send = StartedKeeper.send
 
-    def send_and_interrupt(keeper: _Keeper, **message: object) -> None:
+    def send_and_interrupt(keeper: StartedKeeper, **message: object) -> None:
         send(keeper, **message)
         if "go" in message:
             signal.raise_signal(signal.SIGINT)
 
-    monkeypatch.setattr(_Keeper, "send", send_and_interrupt)
+    monkeypatch.setattr(StartedKeeper, "send", send_and_interrupt)
     record = launch.run_job(["sleep", "600"], name="begun", isolate=False).record
     assert processes.is_alive(record.root)
     assert _states() == {"begun": "running"}

@@ -10,7 +10,8 @@ from gpucr.checkups.checkup import ok
 from gpucr.criu.engine import Criu
 from gpucr.criu.install import CriuInstall, find_criu, has_feature, least_version, version_text
 from gpucr.diagnosis.preflight.findings import Finding
-from gpucr.errors import CriuError, CriuUnavailable
+from gpucr.errors import BrokenInstall, CriuError, CriuUnavailable, Unsupported
+from gpucr.helper.client import find_helper
 from gpucr.linux import processes
 
 _ABOUT = "CRIU"
@@ -34,13 +35,15 @@ class CriuFacts(Struct, frozen=True):
 
 
 def look() -> CriuFacts:
-    """Find CRIU and, with privileges, have it check the kernel."""
+    """Find CRIU, the helper's where the caller has none, and with privileges have it check the kernel."""
     least, is_privileged = least_version(), processes.can_checkpoint_processes()
     has_iptables = shutil.which("iptables-restore") is not None
+    install: CriuInstall | None
     try:
         install = find_criu()
     except CriuUnavailable as e:
-        return CriuFacts(None, least, is_privileged, e.message, has_iptables=has_iptables)
+        install, missing = (None, e.message) if is_privileged else _of_the_helper(e.message)
+        return CriuFacts(install, least, is_privileged, missing, has_iptables=has_iptables)
     is_privileged = is_privileged or install.is_unprivileged
     if not is_privileged:
         return CriuFacts(install, least, is_privileged, has_iptables=has_iptables)
@@ -53,6 +56,14 @@ def look() -> CriuFacts:
         return CriuFacts(install, least, is_privileged, "", failure, has_iptables=has_iptables)
     has_nftables = has_feature(install, "network_lock_nftables")
     return CriuFacts(install, least, is_privileged, "", failure, has_nftables, has_iptables)
+
+
+def _of_the_helper(otherwise: str) -> tuple[CriuInstall | None, str]:
+    """Root's, behind the helper's socket; or why there is none."""
+    try:
+        return find_helper(), otherwise
+    except (BrokenInstall, Unsupported) as e:
+        return None, f"{otherwise}; {e.message}"
 
 
 def check(facts: CriuFacts) -> list[Finding]:
@@ -95,6 +106,12 @@ def _engine(facts: CriuFacts, install: CriuInstall) -> Finding:
             "it can dump no job with a TCP or UDP socket",
             f"use CRIU {version_text(facts.least)} or newer; `gpucr criu` fetches one where GPUCR_CRIU is not set",
             about=_ABOUT,
+        )
+    if install.origin == "helper":
+        return ok(
+            _ABOUT,
+            f"root's helper has CRIU {install.version_text} for this user's jobs",
+            f"it answers at {install.path}",
         )
     if not facts.is_privileged:
         return Finding(

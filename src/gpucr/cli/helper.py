@@ -39,11 +39,11 @@ _group_option = click.option("--group", metavar="GROUP", help="Only users of thi
 
 @click.group("helper", cls=SuggestingGroup)
 def command() -> None:
-    """Let ordinary users dump and restore jobs that take root's CRIU: connections, system call filters, old kernels.
+    """Let ordinary users have root's CRIU and sandboxes for their jobs: connections, system call filters, old kernels.
 
-    Off until root installs it. A user's gpucr uses it by itself where the CRIU that root has granted does not suffice;
-    GPUCR_HELPER=off keeps it from that. It works only on processes that are wholly the user's, and restores only what
-    it has dumped itself. Read the threat model first.
+    Off until root installs it. A user's gpucr uses it where the CRIU that root has granted does not suffice, and for
+    --isolate; GPUCR_HELPER=off keeps it from that. It works only on processes that are wholly the
+    user's, and restores only what it has dumped itself. Read the threat model first.
 
     \b
     Example:

@@ -11,6 +11,7 @@ from gpucr.cli.options import complete_file, complete_folder, json_option
 from gpucr.cli.output import print_json, printable, say
 from gpucr.cli.supervision import supervision_options
 from gpucr.jobs.record import Network
+from gpucr.linux import processes
 from gpucr.operations.launch import LaunchPlan, plan_job, run_job
 from gpucr.records import DEFAULT_PRIORITY, HIGHEST_PRIORITY, to_json
 
@@ -23,7 +24,8 @@ if TYPE_CHECKING:
 @click.option(
     "--isolate/--no-isolate",
     default=None,
-    help="Its own namespaces, or the machine's. Default: its own where the privileges suffice.",
+    help="Its own namespaces (an ordinary user's are made by root's helper), or the machine's. Default: its own where "
+    "the privileges suffice.",
 )
 @click.option(
     "--network",
@@ -130,7 +132,8 @@ def command(
     if plan.why_not_isolated is not None and isolate is None:
         say(f"not isolated: {plan.why_not_isolated}")
     if plan.network == "own" and network is None:
-        say("its network is its own: `gpucr exec` reaches it, and --network host would share the machine's")
+        reach = "`gpucr exec` reaches it, and " if processes.can_checkpoint_processes() else ""
+        say(f"its network is its own: {reach}--network host would share the machine's")
     click.echo(f"name  {record.name}")
     click.echo(f"pid   {record.pid}")
     click.echo(f"log   {record.log_path}")

@@ -20,7 +20,7 @@ from gpucr.criu.diagnosis import Diagnosis, diagnose
 from gpucr.criu.install import CriuInstall, run_check
 from gpucr.criu.options import DumpOptions, NetworkLock, RestoreOptions
 from gpucr.criu.remains import kill_orphans, task_pids
-from gpucr.criu.service import CriuService, Parent
+from gpucr.criu.service import CriuService, Entered, Parent
 from gpucr.errors import CriuError, DeadlineExceeded, ProcessNotFound, SnapshotError
 from gpucr.linux import processes
 from gpucr.linux.namespaces import PidNamespace
@@ -55,15 +55,22 @@ class Criu:
     calls may run at once in several threads.
 
     With ``sandbox`` CRIU runs in the pid, mount and network namespaces of that pid namespace's first process: the tree
-    that it dumps lives there, or the one that it restores will. Pids are those of the caller here as well. With
-    ``parent`` CRIU runs below that process, which becomes the parent of a tree that it restores; else init does.
+    that it dumps lives there, or the one that it restores will. Pids are those of the caller here as well. ``entered``:
+    the very namespaces, where they were checked and may be others by now. With ``parent`` CRIU runs below that process,
+    which becomes the parent of a tree that it restores; else init does.
     """
 
     def __init__(
-        self, install: CriuInstall, sandbox: PidNamespace | None = None, *, parent: Parent | None = None
+        self,
+        install: CriuInstall,
+        sandbox: PidNamespace | None = None,
+        *,
+        entered: Entered | None = None,
+        parent: Parent | None = None,
     ) -> None:
         self.install = install
         self._sandbox = sandbox
+        self._entered = entered
         self._parent = parent
 
     @property
@@ -126,8 +133,8 @@ class Criu:
 
         It is in the cgroups of the caller, or of the ``parent``. With ``leave_stopped`` it is stopped, as by SIGSTOP,
         before its first instruction. ``outputs``, in a sandbox only: what had a path of the left side open has the file
-        on the right side open instead, at its end. ``inherited``, outside a sandbox only: what has such a path in the
-        images is that descriptor, which CRIU must inherit under its number, from 10 on; the path is not opened.
+        on the right side open instead, at its end. ``inherited``: what has such a path in the images is that
+        descriptor, which CRIU must inherit under its number, from 10 on; the path is not opened.
 
         ``on_start(criu)``, ``on_notify(hook, pid)``, ``check``: as in `dump`; ``pid`` is the root's where CRIU tells it
         (post-restore and later), else 0. A restore that fails, is refused by ``on_notify``, or is ended by ``deadline``
@@ -196,6 +203,7 @@ class Criu:
                     work_fd,
                     own_session=own_session,
                     sandbox=self._sandbox,
+                    entered=self._entered,
                     outputs=outputs,
                     parent=self._parent,
                     deadline=deadline,

@@ -111,6 +111,10 @@ class FilesImage:
         """The name of each regular file, by the number of its entry."""
         return {entry.reg.id: os.fsdecode(entry.reg.name) for entry in self._entries if entry.HasField("reg")}
 
+    def terminals(self) -> frozenset[int]:
+        """The numbers of the regular files that are ends of terminals: what CRIU opens for them."""
+        return frozenset(entry.tty.regf_id for entry in self._entries if entry.HasField("tty"))
+
     def _tcp(self) -> Iterator[images_pb2.InternetSocket]:
         for entry in self._entries:
             if entry.HasField("isk") and entry.isk.proto == socket.IPPROTO_TCP:

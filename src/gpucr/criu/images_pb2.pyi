@@ -93,6 +93,26 @@ class Fifo(_message.Message):
     regf_id: int
     def __init__(self, pipe_id: _Optional[int] = ..., regf_id: _Optional[int] = ...) -> None: ...
 
+class TerminalFile(_message.Message):
+    __slots__ = ("id", "tty_info_id", "fown", "regf_id")
+    ID_FIELD_NUMBER: _ClassVar[int]
+    TTY_INFO_ID_FIELD_NUMBER: _ClassVar[int]
+    FOWN_FIELD_NUMBER: _ClassVar[int]
+    REGF_ID_FIELD_NUMBER: _ClassVar[int]
+    id: int
+    tty_info_id: int
+    fown: SignalOwner
+    regf_id: int
+    def __init__(self, id: _Optional[int] = ..., tty_info_id: _Optional[int] = ..., fown: _Optional[_Union[SignalOwner, _Mapping]] = ..., regf_id: _Optional[int] = ...) -> None: ...
+
+class Terminal(_message.Message):
+    __slots__ = ("id", "type")
+    ID_FIELD_NUMBER: _ClassVar[int]
+    TYPE_FIELD_NUMBER: _ClassVar[int]
+    id: int
+    type: int
+    def __init__(self, id: _Optional[int] = ..., type: _Optional[int] = ...) -> None: ...
+
 class Pipe(_message.Message):
     __slots__ = ("pipe_id", "fown")
     PIPE_ID_FIELD_NUMBER: _ClassVar[int]
@@ -116,7 +136,7 @@ class EventFile(_message.Message):
     def __init__(self, fown: _Optional[_Union[SignalOwner, _Mapping]] = ...) -> None: ...
 
 class FileEntry(_message.Message):
-    __slots__ = ("type", "id", "reg", "isk", "efd", "epfd", "sgfd", "tfd", "usk", "fifo", "pipe", "memfd")
+    __slots__ = ("type", "id", "reg", "isk", "efd", "epfd", "sgfd", "tfd", "usk", "fifo", "pipe", "tty", "memfd")
     TYPE_FIELD_NUMBER: _ClassVar[int]
     ID_FIELD_NUMBER: _ClassVar[int]
     REG_FIELD_NUMBER: _ClassVar[int]
@@ -128,6 +148,7 @@ class FileEntry(_message.Message):
     USK_FIELD_NUMBER: _ClassVar[int]
     FIFO_FIELD_NUMBER: _ClassVar[int]
     PIPE_FIELD_NUMBER: _ClassVar[int]
+    TTY_FIELD_NUMBER: _ClassVar[int]
     MEMFD_FIELD_NUMBER: _ClassVar[int]
     type: int
     id: int
@@ -140,8 +161,9 @@ class FileEntry(_message.Message):
     usk: UnixSocket
     fifo: Fifo
     pipe: Pipe
+    tty: TerminalFile
     memfd: MemoryFile
-    def __init__(self, type: _Optional[int] = ..., id: _Optional[int] = ..., reg: _Optional[_Union[RegularFile, _Mapping]] = ..., isk: _Optional[_Union[InternetSocket, _Mapping]] = ..., efd: _Optional[_Union[EventFile, _Mapping]] = ..., epfd: _Optional[_Union[EventFile, _Mapping]] = ..., sgfd: _Optional[_Union[EventFile, _Mapping]] = ..., tfd: _Optional[_Union[EventFile, _Mapping]] = ..., usk: _Optional[_Union[UnixSocket, _Mapping]] = ..., fifo: _Optional[_Union[Fifo, _Mapping]] = ..., pipe: _Optional[_Union[Pipe, _Mapping]] = ..., memfd: _Optional[_Union[MemoryFile, _Mapping]] = ...) -> None: ...
+    def __init__(self, type: _Optional[int] = ..., id: _Optional[int] = ..., reg: _Optional[_Union[RegularFile, _Mapping]] = ..., isk: _Optional[_Union[InternetSocket, _Mapping]] = ..., efd: _Optional[_Union[EventFile, _Mapping]] = ..., epfd: _Optional[_Union[EventFile, _Mapping]] = ..., sgfd: _Optional[_Union[EventFile, _Mapping]] = ..., tfd: _Optional[_Union[EventFile, _Mapping]] = ..., usk: _Optional[_Union[UnixSocket, _Mapping]] = ..., fifo: _Optional[_Union[Fifo, _Mapping]] = ..., pipe: _Optional[_Union[Pipe, _Mapping]] = ..., tty: _Optional[_Union[TerminalFile, _Mapping]] = ..., memfd: _Optional[_Union[MemoryFile, _Mapping]] = ...) -> None: ...
 
 class PagemapHead(_message.Message):
     __slots__ = ("pages_id",)

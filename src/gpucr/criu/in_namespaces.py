@@ -11,7 +11,7 @@ import sys
 from collections.abc import Sequence
 from typing import NoReturn
 
-from gpucr.linux import namespaces
+from gpucr.linux import credentials, namespaces
 from gpucr.linux.trusted_paths import open_file
 
 
@@ -21,25 +21,29 @@ def identities(command: Sequence[str]) -> str:
     return " ".join(f"{each.st_dev}:{each.st_ino}" for each in found)
 
 
-def main(mounts: str, network: str, gpucr: str, programs: str, output_count: str, *rest: str) -> NoReturn:
+def main(entered: str, gpucr: str, keeps: str, programs: str, output_count: str, *rest: str) -> NoReturn:
     """Become the command in ``rest``, which gets the number of its socket as one more argument.
 
-    ``mounts``, ``network`` and ``gpucr`` are the numbers of two namespaces and of a socket to gpucr. CRIU looks up who
-    made its socket, and opens descriptors in that process: so the socket is made here, and its other end goes to gpucr,
-    with the numbers of the ``output_count`` files that ``rest`` begins with. They are opened to append, in the mount
-    namespace: what CRIU gives to the job must be of the job's namespace. ``programs`` are the `identities` of the
-    command outside: nothing that has been put in CRIU's place inside is run.
+    ``entered`` has the numbers of namespaces (``net=5,mnt=6``: the mounts come last), ``gpucr`` is that of a socket to
+    gpucr. CRIU looks up who made its socket, and opens descriptors in that process: so the socket is made here, and its
+    other end goes to gpucr, with the numbers of the ``output_count`` files that ``rest`` begins with. They are opened
+    to append, in the mount namespace: what CRIU gives to the job must be of the job's namespace. ``programs`` are the
+    `identities` of the command outside: nothing that has been put in CRIU's place inside is run. ``keeps``: all
+    capabilities that are left then, as a number, and nothing gives it or the job new ones; empty: as they are.
     """
     count = int(output_count)
     paths, command = rest[:count], rest[count:]
     try:
-        namespaces.enter(int(network), "net")
-        namespaces.enter(int(mounts), "mnt")
+        numbers = {kind: int(number) for kind, _, number in (each.partition("=") for each in entered.split(","))}
+        for kind in [kind for kind in namespaces.KINDS if kind in numbers]:
+            namespaces.enter(numbers[kind], kind)
         if identities(command) != programs:  # before the socket, which gpucr takes for a sign that CRIU starts
             raise OSError(f"{command[0]} is another file in the job's mounts than outside")
         outputs = [open_file(path, os.O_RDWR | os.O_APPEND | os.O_NOCTTY) for path in paths]
-        for number in (mounts, network, gpucr):
-            os.set_inheritable(int(number), False)
+        for number in (*numbers.values(), int(gpucr)):
+            os.set_inheritable(number, False)
+        if keeps:
+            credentials.reduce_to(int(keeps))
         ours, theirs = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
         for inherited in (theirs.fileno(), *outputs):
             os.set_inheritable(inherited, True)

@@ -9,6 +9,7 @@ signalled and waited for by its pid here.
 
 from __future__ import annotations
 
+import contextlib
 import fcntl
 import os
 import resource
@@ -27,7 +28,7 @@ from gpucr.criu import in_namespaces, rpc_pb2
 from gpucr.criu.install import CriuInstall
 from gpucr.errors import BrokenInstall
 from gpucr.linux import namespaces, own_python
-from gpucr.linux.namespaces import PidNamespace
+from gpucr.linux.namespaces import Kind, PidNamespace
 
 # CRIU's end of the socket, and the lowest number that our ends may have meanwhile, so that no dup2 overwrites another.
 _CHILD_SOCKET_FD = 3
@@ -83,11 +84,22 @@ class Files(Struct, frozen=True):
     outputs: tuple[int, ...] = ()
 
 
+class Entered(Struct, frozen=True):
+    """The namespaces of a sandbox, by somebody who has opened and checked them. ``pid`` and ``mnt`` are among them.
+
+    ``capabilities``: those that CRIU gets there; nothing that it makes gains others (no_new_privs).
+    """
+
+    fds: Mapping[Kind, int]
+    capabilities: int
+
+
 class CriuService:
     """A running ``criu swrk``. Use as a context manager: it has ended and was reaped when the block is left.
 
     ``images_fd`` and ``work_fd`` are its folders; `files` says how the request names them. With ``sandbox`` it runs in
-    the namespaces of that pid namespace's first process, and ``outputs`` are paths there, which it has open to append.
+    the namespaces of that pid namespace's first process, or in those ``entered``, and ``outputs`` are paths there,
+    which it has open to append.
 
     ``own_session`` starts CRIU in a session of its own. A restore of a terminal job must stay in the caller's session,
     where CRIU puts the job; it gets a process group of its own instead, and the caller's stdin, which CRIU hands to the
@@ -104,6 +116,7 @@ class CriuService:
         *,
         own_session: bool = True,
         sandbox: PidNamespace | None = None,
+        entered: Entered | None = None,
         outputs: Sequence[Path] = (),
         parent: Parent | None = None,
         deadline: float | None = None,
@@ -127,7 +140,7 @@ class CriuService:
                         self.pid, self._pidfd = parent.spawn(argv, _environment(), _BLOCKED_SIGNALS, fds)
             else:
                 self.files, self.pid, self._socket = _spawn_inside(
-                    install.command, sandbox, (images_fd, work_fd), outputs, self._output_fd, deadline
+                    install.command, sandbox, entered, (images_fd, work_fd), outputs, self._output_fd, deadline
                 )
             if parent is None:
                 self._pidfd = os.pidfd_open(self.pid)
@@ -261,6 +274,7 @@ def _spawn(command: tuple[str, ...], socket_fd: int, output_fd: int, *, own_sess
 def _spawn_inside(
     command: tuple[str, ...],
     sandbox: PidNamespace,
+    entered: Entered | None,
     folder_fds: tuple[int, int],
     outputs: Sequence[Path],
     output_fd: int,
@@ -268,9 +282,17 @@ def _spawn_inside(
 ) -> tuple[Files, int, socket.socket]:
     """Start CRIU in a sandbox. Returns how it calls its files, its pid here, and our end of its socket."""
     ours, theirs = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
-    with ours, theirs, namespaces.opened(sandbox.init_pid, "pid", "mnt", "net") as fds:
-        given = [*folder_fds, fds["mnt"], fds["net"], theirs.fileno()]
-        images, work, *numbers = range(_CHILD_SOCKET_FD, _CHILD_SOCKET_FD + len(given))
+    with contextlib.ExitStack() as opened:
+        opened.enter_context(ours)
+        opened.enter_context(theirs)
+        fds = (
+            entered.fds
+            if entered is not None
+            else opened.enter_context(namespaces.opened(sandbox.init_pid, "pid", "mnt", "net"))
+        )
+        kinds = [kind for kind in fds if kind != "pid"]
+        given = [*folder_fds, theirs.fileno(), *(fds[kind] for kind in kinds)]
+        images, work, to_gpucr, *numbers = range(_CHILD_SOCKET_FD, _CHILD_SOCKET_FD + len(given))
         high = [fcntl.fcntl(fd, fcntl.F_DUPFD_CLOEXEC, _FIRST_FREE_FD) for fd in (*given, output_fd)]
         file_actions: list[tuple[int, ...] | tuple[int, int, str, int, int]] = [
             (os.POSIX_SPAWN_OPEN, 0, os.devnull, os.O_RDONLY, 0),
@@ -280,7 +302,9 @@ def _spawn_inside(
         ]
         argv = own_python.command(
             in_namespaces.__name__,
-            *numbers,
+            ",".join(f"{kind}={number}" for kind, number in zip(kinds, numbers, strict=True)),
+            to_gpucr,
+            entered.capabilities if entered is not None else "",
             in_namespaces.identities(command),
             len(outputs),
             *outputs,

@@ -32,12 +32,15 @@ from gpucr.helper.messages import (
     Here,
     Hook,
     HungUp,
+    Isolate,
+    Network,
     Restore,
     Stop,
 )
 from gpucr.helper.opened import OpenedFiles
 from gpucr.helper.place import socket_path
 from gpucr.linux import processes
+from gpucr.linux.namespaces import PidNamespace
 from gpucr.model import ProcessId
 
 REFUSED = "GPUCR-HELPER-REFUSED"
@@ -70,15 +73,25 @@ class Keeper(Protocol):
         """It has been started. Raises BrokenInstall where it has not."""
 
 
+class Keepers(Protocol):
+    """Those of a job, one for each of its trees."""
+
+    def another(self) -> Keeper:
+        """The one of the next tree."""
+
+
 class HelperCriu(Criu):
     """As `Criu`, for the caller's own processes. ``signed``: where the images lie that the helper has written.
 
     A restore may be told of other ones, in which files have other sizes, or connections are closed.
     """
 
-    def __init__(self, install: CriuInstall, *, keeper: Keeper | None = None) -> None:
-        super().__init__(install)
-        self._keeper = keeper
+    def __init__(
+        self, install: CriuInstall, sandbox: PidNamespace | None = None, *, keepers: Keepers | None = None
+    ) -> None:
+        super().__init__(install, sandbox)
+        self._keepers = keepers
+        self._sandbox_pid = sandbox.init_pid if sandbox is not None else 0
         self.signed: Path | None = None
 
     def dump(
@@ -97,7 +110,8 @@ class HelperCriu(Criu):
         stat = processes.read_stat(pid)
         if stat is None:
             raise ProcessNotFound(f"there is no process {pid}", pid=pid)
-        request = Dump(pid, stat.start_time_ticks, options.leave_running, options.ghost_limit_bytes)
+        limit_bytes = options.ghost_limit_bytes
+        request = Dump(pid, stat.start_time_ticks, options.leave_running, limit_bytes, self._sandbox_pid)
         with _connected(self.install.path) as connection, _opened(images_dir, log_path) as fds:
             here = _converse(connection, request, fds)
             if on_start is not None:
@@ -118,25 +132,44 @@ class HelperCriu(Criu):
         check: Check | None = None,
         deadline: float | None = None,
     ) -> int:
-        """As `Criu.restore`, outside of sandboxes. The tree becomes the keeper's."""
-        if self._keeper is None or outputs or inherited:
-            raise AssertionError("the helper restores below a keeper, and has its own way with files")
+        """As `Criu.restore`. Outside of sandboxes the tree becomes that of its own keeper."""
+        if (self._keepers is None) != bool(self._sandbox_pid) or inherited:
+            raise AssertionError("the helper restores into a sandbox or below a keeper, and has its own way with files")
+        root = f"/proc/{self._sandbox_pid}/root" if self._sandbox_pid else ""
         signed = self.signed or images_dir
+        keeper = self._keepers.another() if self._keepers is not None else None
         closed = _closed(FilesImage.read(signed), FilesImage.read(images_dir))
         with (
-            OpenedFiles.of(images_dir) as files,
+            OpenedFiles.of(images_dir, root, outputs) as files,
             _connected(self.install.path) as connection,
             _opened(signed, log_path) as fds,
-            self._keeper.given() as keeper_fds,
+            keeper.given() if keeper is not None else contextlib.nullcontext(()) as keeper_fds,
         ):
             if len(closed) > MAX_CLOSED or len(files.fds) > MAX_FILES:
                 raise Unsupported("the job has more connections or files than the helper restores", code=REFUSED)
-            here = _converse(connection, Restore(leave_stopped, closed, len(files.fds)), (*fds, *keeper_fds), files.fds)
+            request = Restore(leave_stopped, closed, len(files.fds), self._sandbox_pid)
+            here = _converse(connection, request, (*fds, *keeper_fds), files.fds)
             if on_start is not None:
                 on_start(ProcessId(here.pid, here.start_time_ticks))
             root_pid = _Conversation(connection, "restore", log_path, on_notify, check, deadline).run()
-        self._keeper.begun()
+        if keeper is not None:
+            keeper.begun()
         return root_pid
+
+
+def isolate(install: CriuInstall, keeper_fds: Sequence[int], *, network: Network, last_pid: int) -> None:
+    """Have the helper make a sandbox: when this returns, its keeper has been started with these descriptors.
+
+    Raises Unsupported where the helper does not, BrokenInstall.
+    """
+    with _connected(install.path) as connection:
+        _converse(connection, Isolate(network, last_pid), keeper_fds)
+        try:
+            reply, _ = connection.receive(Done, Failed, until=time.monotonic() + _ANSWER_S)
+        except (HungUp, BadMessage, TimeoutError) as e:
+            raise _lost() from e
+    if isinstance(reply, Failed):
+        raise _failure(reply, "isolate", None)
 
 
 def _closed(signed: FilesImage, wanted: FilesImage) -> tuple[int, ...]:
@@ -182,7 +215,10 @@ def _connected(path: Path) -> Connection:
 
 
 def _converse(
-    connection: Connection, request: Ask | Dump | Restore, fds: Sequence[int], files: Mapping[int, int] | None = None
+    connection: Connection,
+    request: Ask | Dump | Isolate | Restore,
+    fds: Sequence[int],
+    files: Mapping[int, int] | None = None,
 ) -> Here:
     """Send a request, and wait for the helper to say that it is at work on it. Raises Unsupported, BrokenInstall."""
     try:

@@ -9,7 +9,7 @@ import fcntl
 import os
 import resource
 from collections.abc import Iterator, Sequence
-from typing import NoReturn
+from typing import Literal, NoReturn
 
 from gpucr.helper.peer import Peer
 from gpucr.helper.rights import Refused
@@ -81,8 +81,11 @@ def _lower(limit: int, other: int) -> int:
     return min((each for each in (limit, other) if each != resource.RLIM_INFINITY), default=resource.RLIM_INFINITY)
 
 
-def become_keeper(peer: Peer, fds: Sequence[int]) -> NoReturn:
-    """This process becomes the peer's for good, and the keeper of its children. ``fds``: what starts a keeper."""
+def become_keeper(peer: Peer, fds: Sequence[int], how: Literal["with-children", "in-sandbox"]) -> NoReturn:
+    """This process becomes the peer's for good, and the keeper of its children, or of a sandbox's, where it is.
+
+    ``fds``: what starts a keeper.
+    """
     given = [fcntl.fcntl(fd, fcntl.F_DUPFD_CLOEXEC, _FIRST_FREE_FD) for fd in fds]
     null = os.open(os.devnull, os.O_RDWR | os.O_CLOEXEC)
     for fd in (0, 1, 2):
@@ -91,8 +94,8 @@ def become_keeper(peer: Peer, fds: Sequence[int]) -> NoReturn:
         most = resource.getrlimit(each)[1]
         soft, hard = (_lower(limit, most) for limit in wanted)
         resource.setrlimit(each, (soft, hard))
-    credentials.take_on(peer.credentials)
+    credentials.take_on(peer.credentials(no_new_privs=how == "in-sandbox"))
     for fd in given:
         os.set_inheritable(fd, True)
-    command = own_python.command(KEEPER_MODULE, *given, "with-children")
+    command = own_python.command(KEEPER_MODULE, *given, how)
     os.execve(command[0], command, {"PATH": os.defpath})  # noqa: S606 - an argument list, no shell

@@ -30,9 +30,12 @@ _UNPRIVILEGED_PORTS = Path("/proc/sys/net/ipv4/ip_unprivileged_port_start")
 _N = r"\d+"
 _NAMES = re.compile(
     rf"(core|fdinfo|fs|ids|mm|pages|pagemap|pagemap-shmem|timens)-{_N}\.img|(ghost-file|tcp-stream)-[0-9a-f]+\.img"
-    r"|(cgroup|filelocks|files|fifo-data|inventory|memfd|pipes-data|pstree|remap-fpath|seccomp|sk-queues)\.img"
+    r"|(cgroup|filelocks|files|fifo-data|inventory|memfd|pipes-data|pstree|remap-fpath|seccomp|sk-queues|tty-data|tty-info)\.img"
 )
 _NEVER_READ = ("stats-dump",)
+TERMINALS_IMAGE = "tty-info.img"
+_TERMINALS = re.compile(rf"/dev/ptmx|/dev/pts/{_N}|/dev/pts/ptmx")
+_TERMINALS_MAGIC, _PAIR = 0x59453036, 1
 
 _KINDS = {  # fd_types of CRIU's image format, and the member that tells of each
     1: "reg",
@@ -42,11 +45,12 @@ _KINDS = {  # fd_types of CRIU's image format, and the member that tells of each
     6: "efd",
     7: "epfd",
     9: "sgfd",
+    11: "tty",
     17: "tfd",
     18: "memfd",
 }
 _OTHER_KINDS = {
-    3: "a named pipe", 8: "a watch of files (inotify)", 10: "a packet socket", 11: "a terminal",
+    3: "a named pipe", 8: "a watch of files (inotify)", 10: "a packet socket",
     12: "a watch of files (fanotify)", 13: "a netlink socket", 14: "a namespace", 15: "a network device (tun)",
     16: "a file of another tree", 19: "a BPF map", 20: "a pidfd",
 }  # fmt: skip
@@ -72,6 +76,7 @@ def require_inspected(folder: Path, peer: Peer, kernel: Mapping[int, Rights] | N
         has_filter = _check_threads(names, open_image, peer, kernel)
         files = FilesImage.read(folder)
         _check_files(files, peer)
+        _check_terminals(names, open_image, files)
         _check_roots(names, open_image, files)
         _check_memory_files(names, open_image, peer)
         _check_remaps(names, open_image)
@@ -191,6 +196,22 @@ def _check_internet_socket(about: images_pb2.InternetSocket, lowest_port: int) -
         raise Refused("the job has a socket that is neither TCP nor UDP")
     if 0 < about.src_port < lowest_port:
         raise Refused(f"the job has port {about.src_port}, which takes privileges")
+
+
+def _check_terminals(names: Collection[str], open_image: OpenImage, files: FilesImage) -> None:
+    """Of terminals only pairs, by the names in root's folder: CRIU opens these itself, with the user's rights."""
+    paths = files.paths()
+    for number in files.terminals():
+        if _TERMINALS.fullmatch(paths.get(number, "")) is None:
+            raise Refused("the job has a terminal open that is none of a pair (pty)")
+    if TERMINALS_IMAGE not in names:
+        return
+    with open_image(TERMINALS_IMAGE) as stream:
+        for entry in ImageReader(stream, _TERMINALS_MAGIC, "terminals", max_bytes=_MAX_BYTES).entries(
+            images_pb2.Terminal
+        ):
+            if entry.type != _PAIR:
+                raise Refused("the job has a terminal that is none of a pair (pty)")
 
 
 def _check_roots(names: Collection[str], open_image: OpenImage, files: FilesImage) -> None:

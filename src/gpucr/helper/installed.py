@@ -11,7 +11,8 @@ from gpucr.criu.install import find_criu
 from gpucr.errors import InvalidRequest
 from gpucr.helper.folders import WORK_FOLDER
 from gpucr.helper.keys import KEYS_FOLDER, Keys
-from gpucr.helper.listener import MAX_REQUESTS, MAX_REQUESTS_PER_USER, group_id
+from gpucr.helper.limits import MAX_REQUESTS, MAX_REQUESTS_PER_USER
+from gpucr.helper.listener import group_id
 from gpucr.helper.place import SOCKET
 from gpucr.helper.served import COPY_FOLDER
 from gpucr.linux.unit_files import (

@@ -14,6 +14,7 @@ from msgspec import Meta
 from msgspec.structs import replace
 
 from gpucr import records
+from gpucr.helper.messages import Network
 from gpucr.helper.rights import Refused
 from gpucr.linux import trusted_paths
 from gpucr.records import Count, Record, RecordError
@@ -39,11 +40,15 @@ class SignedFile(Record, frozen=True):
 
 
 class Signature(Record, frozen=True):
-    """``mac`` is the HMAC-SHA256 of all of this, with an empty ``mac``, by the key with the id ``key``."""
+    """``network``: what the job was in, the machine's or one of its own.
+
+    ``mac`` is the HMAC-SHA256 of all of this, with an empty ``mac``, by the key with the id ``key``.
+    """
 
     format: Literal["gpucr-helper"]
     version: Literal[1]
     uid: Annotated[int, Meta(ge=1, lt=1 << 32)]
+    network: Network
     files: Annotated[tuple[SignedFile, ...], Meta(min_length=1, max_length=1 << 17)]
     key: Digest
     mac: Annotated[str, Meta(pattern=r"\A(?:[0-9a-f]{64})?\Z")]
@@ -100,9 +105,9 @@ class Keys:
         return found
 
 
-def signature(files: Sequence[SignedFile], uid: int, key: bytes) -> bytes:
+def signature(files: Sequence[SignedFile], uid: int, network: Network, key: bytes) -> bytes:
     """The signature of these images of this user's, as a file."""
-    unsigned = Signature("gpucr-helper", 1, uid, tuple(files), key_id(key), "")
+    unsigned = Signature("gpucr-helper", 1, uid, network, tuple(files), key_id(key), "")
     return records.encode(replace(unsigned, mac=_mac(unsigned, key)))
 
 

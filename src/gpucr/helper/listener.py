@@ -10,20 +10,15 @@ import select
 import signal
 import socket
 import stat
-import struct
 import subprocess
-from collections import Counter
 from collections.abc import Callable
 from pathlib import Path
 
 from gpucr.errors import InvalidRequest, NotPermitted
+from gpucr.helper import limits
 from gpucr.helper.served import Settings
 from gpucr.linux import own_python, processes, trusted_paths
 
-MAX_REQUESTS = 16
-MAX_REQUESTS_PER_USER = 4
-
-_CREDENTIALS = struct.Struct("3i")
 _BACKLOG = 16
 _LOOK_EVERY_S = 0.5
 
@@ -66,12 +61,12 @@ class _Listener:
     def __init__(self, listening: socket.socket, settings: Settings) -> None:
         self._listening = listening
         self._settings = settings
-        self._at_work: dict[subprocess.Popen[bytes], int] = {}
+        self._at_work: list[subprocess.Popen[bytes]] = []
 
     def run(self, ends: socket.socket) -> None:
         while True:
             ready, _, _ = select.select([self._listening, ends], [], [], _LOOK_EVERY_S)
-            self._at_work = {each: uid for each, uid in self._at_work.items() if each.poll() is None}
+            self._at_work = [each for each in self._at_work if each.poll() is None]
             if ends in ready:
                 return
             if self._listening in ready:
@@ -80,11 +75,7 @@ class _Listener:
 
     def _serve(self, connected: socket.socket) -> None:
         with connected:
-            _, uid, _ = _CREDENTIALS.unpack(
-                connected.getsockopt(socket.SOL_SOCKET, socket.SO_PEERCRED, _CREDENTIALS.size)
-            )
-            busy = Counter(self._at_work.values())
-            if len(self._at_work) >= MAX_REQUESTS or busy[uid] >= MAX_REQUESTS_PER_USER:
+            if len(self._at_work) >= limits.MAX_REQUESTS:
                 return
             started = subprocess.Popen(
                 own_python.command("gpucr.helper.entry", self._settings.keys, self._settings.work),
@@ -94,7 +85,7 @@ class _Listener:
                 cwd="/",
                 start_new_session=True,
             )
-        self._at_work[started] = uid
+        self._at_work.append(started)
 
 
 def _bound(path: Path, gid: int | None) -> socket.socket:

@@ -1,8 +1,8 @@
 """What goes over the helper's socket: one JSON object a packet, with the descriptors that belong to it.
 
-The client sends `Ask`, `Dump` or `Restore`; a `Restore` is followed by `Files` until all are there. The helper answers
-with `Here`, then sends a `Hook` whenever CRIU waits, which takes an `Answer`, and `Done` or `Failed` at the end. `Stop`
-may come at any time.
+The client sends `Ask`, `Dump`, `Isolate` or `Restore`; a `Restore` is followed by `Files` until all are there. The
+helper answers with `Here`, then sends a `Hook` whenever CRIU waits, which takes an `Answer`, and `Done` or `Failed` at
+the end. `Stop` may come at any time.
 """
 
 from __future__ import annotations
@@ -31,7 +31,10 @@ MAX_CLOSED = 4096
 """Connections that a restore closes."""
 
 _FD = struct.Struct("i")
+_MAX_PID = 1 << 22
+"""Of any Linux (PID_MAX_LIMIT)."""
 
+Network = Literal["own", "host"]
 Number = Annotated[int, Meta(ge=0, lt=1 << 32)]
 Line = Annotated[str, Meta(max_length=4096)]
 
@@ -45,23 +48,39 @@ class Ask(_Message, frozen=True):
 
 
 class Dump(_Message, frozen=True):
-    """Dump the tree of this process. Descriptors: the user's folder for the images, a file for CRIU's log."""
+    """Dump the tree of this process. Descriptors: the user's folder for the images, a file for CRIU's log.
+
+    ``keeper``: that of the sandbox that it is in; 0: it is in none.
+    """
 
     pid: Pid
     start_time_ticks: Annotated[int, Meta(ge=0)]
     leave_running: bool
     ghost_limit_bytes: Annotated[int, Meta(ge=0, le=GHOST_LIMIT_MAX_BYTES)]
+    keeper: Number
+
+
+class Isolate(_Message, frozen=True):
+    """Make a sandbox. Descriptors: the three of its keeper, whose pid is told with `Done`.
+
+    ``network``: its own, or the machine's. Pids are given above ``last_pid`` in it.
+    """
+
+    network: Network
+    last_pid: Annotated[int, Meta(ge=0, le=_MAX_PID)]
 
 
 class Restore(_Message, frozen=True):
     """Restore a tree. Descriptors: the folder with its images, a file for the log, and the three of a keeper.
 
-    ``closed``: connections, by their inode in the images, that come back closed. ``files``: how many files will follow.
+    ``keeper``: that of the sandbox into which it is restored, then without its descriptors; 0: into none. ``closed``:
+    connections, by their inode in the images, that come back closed. ``files``: how many files will follow.
     """
 
     leave_stopped: bool
     closed: Annotated[tuple[Number, ...], Meta(max_length=MAX_CLOSED)]
     files: Annotated[int, Meta(ge=0, le=MAX_FILES)]
+    keeper: Number
 
 
 class Files(_Message, frozen=True):
@@ -80,7 +99,7 @@ class Stop(_Message, frozen=True):
     """The operation is to fail, and to be undone."""
 
 
-Request = Ask | Dump | Restore | Files | Answer | Stop
+Request = Ask | Dump | Isolate | Restore | Files | Answer | Stop
 
 
 class Here(_Message, frozen=True):

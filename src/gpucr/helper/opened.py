@@ -27,10 +27,16 @@ _MAX_CHUNK_BYTES = 1 << 40
 
 
 class OpenedFiles:
-    """``fds``: by the number of its entry in ``files.img``. Closes them at the end of a `with` block."""
+    """``fds``: by the number of its entry in ``files.img``. Closes them at the end of a `with` block.
 
-    def __init__(self) -> None:
+    ``root``: the root folder of the sandbox in which they are opened, empty for none. ``outputs``: files that take the
+    place of others, at their end.
+    """
+
+    def __init__(self, root: str = "", outputs: Mapping[Path, Path] | None = None) -> None:
         self.fds: dict[int, int] = {}
+        self._root = root
+        self._outputs = {os.fspath(old): os.fspath(new) for old, new in (outputs or {}).items()}
         self._ghosts: dict[int, int] = {}
 
     def __enter__(self) -> OpenedFiles:
@@ -42,13 +48,15 @@ class OpenedFiles:
                 os.close(fd)
 
     @classmethod
-    def of(cls, images_dir: Path) -> OpenedFiles:
+    def of(cls, images_dir: Path, root: str = "", outputs: Mapping[Path, Path] | None = None) -> OpenedFiles:
         """Those of these images. Raises Unsupported where one is not there any more, or not as it was; OSError."""
-        found = cls()
+        found = cls(root, outputs)
         try:
             gone, written = _gone(images_dir), _mapped_to_write(images_dir)
-            for entry in FilesImage.read(images_dir).entries:
-                if entry.HasField("reg"):
+            image = FilesImage.read(images_dir)
+            terminals = image.terminals()  # CRIU makes the pairs again
+            for entry in image.entries:
+                if entry.HasField("reg") and entry.reg.id not in terminals:
                     if entry.reg.id in written:
                         entry.reg.flags = entry.reg.flags & ~os.O_ACCMODE | os.O_RDWR
                     found.fds[entry.reg.id] = found._open(entry.reg, gone.get(entry.reg.id), images_dir)
@@ -58,27 +66,31 @@ class OpenedFiles:
         return found
 
     def _open(self, file: images_pb2.RegularFile, ghost: int | None, images_dir: Path) -> int:
-        path = os.fsdecode(file.name)
+        name = os.fsdecode(file.name)
+        output = self._outputs.get(name)
+        path = self._root + (output or name)
         try:
             if ghost is not None:
                 if ghost not in self._ghosts:
-                    self._ghosts[ghost] = _made_again(images_dir / f"ghost-file-{ghost:x}.img", os.path.dirname(path))
+                    image = images_dir / f"ghost-file-{ghost:x}.img"
+                    self._ghosts[ghost] = _made_again(image, os.path.dirname(path), self._root + tempfile.gettempdir())
                 path = f"/proc/self/fd/{self._ghosts[ghost]}"
             # O_NONBLOCK: in the place of the file may be a named pipe by now.
-            flags = file.flags & _KEPT_FLAGS
+            flags = file.flags & _KEPT_FLAGS if output is None else os.O_RDWR | os.O_APPEND
             fd = os.open(path, flags | os.O_NONBLOCK | os.O_NOCTTY | os.O_CLOEXEC)
             try:
-                _require_same(file, fd)
+                if output is None:
+                    _require_same(file, fd)
                 if not flags & os.O_PATH:
                     fcntl.fcntl(fd, fcntl.F_SETFL, flags & ~os.O_ACCMODE)
                     with contextlib.suppress(OSError):  # a device that has no position
-                        os.lseek(fd, file.pos, os.SEEK_SET)
+                        os.lseek(fd, *((file.pos, os.SEEK_SET) if output is None else (0, os.SEEK_END)))
             except BaseException:
                 os.close(fd)
                 raise
         except OSError as e:
             raise Unsupported(
-                f"{os.fsdecode(file.name)}, which the job had open, cannot be opened: {e.strerror}",
+                f"{name}, which the job had open, cannot be opened: {e.strerror}",
                 hint="put it back as it was at the dump",
             ) from e
         return fd
@@ -116,12 +128,12 @@ def _mapped_to_write(images_dir: Path) -> frozenset[int]:
     return frozenset(found)
 
 
-def _made_again(image: Path, folder: str) -> int:
-    """A file without a name, with the content of the image: where the other one was, or in the system's own folder."""
+def _made_again(image: Path, folder: str, otherwise: str) -> int:
+    """A file without a name, with the content of the image: where the other one was, or in another folder."""
     try:
         fd = os.open(folder, os.O_TMPFILE | os.O_RDWR | os.O_CLOEXEC, 0o600)
     except OSError:
-        fd = os.open(tempfile.gettempdir(), os.O_TMPFILE | os.O_RDWR | os.O_CLOEXEC, 0o600)
+        fd = os.open(otherwise, os.O_TMPFILE | os.O_RDWR | os.O_CLOEXEC, 0o600)
     try:
         _fill(fd, image)
     except BaseException:

@@ -9,15 +9,17 @@ from collections.abc import Mapping
 from gpucr.errors import ProcessNotFound
 from gpucr.helper.peer import Peer, require_here
 from gpucr.helper.rights import Refused, Rights, label_of, require_no_special, rights_of
+from gpucr.helper.sandboxes import Sandbox
 from gpucr.linux import processes
 
 _SET_IDS = stat.S_ISUID | stat.S_ISGID
 
 
-def require_owned(root_pid: int, peer: Peer) -> Mapping[int, Rights]:
-    """Raise Refused unless each thread of the tree is an ordinary one of the peer's. Returns what each may do.
+def require_owned(root_pid: int, peer: Peer, sandbox: Sandbox | None = None) -> Mapping[int, Rights]:
+    """Raise Refused unless each thread of the tree is an ordinary one of the peer's, in this sandbox if there is one.
 
-    What this says is true as long as the tree is held still.
+    Returns what each may do, by its id in its own pid namespace. What this says is true as long as the tree is held
+    still.
     """
     try:
         tree = processes.tree(root_pid)
@@ -26,24 +28,26 @@ def require_owned(root_pid: int, peer: Peer) -> Mapping[int, Rights]:
     found: dict[int, Rights] = {}
     for process in tree:
         try:
-            found.update(_threads(process.pid, peer))
+            found.update(_threads(process.pid, peer, sandbox))
         except (FileNotFoundError, ProcessLookupError) as e:
             raise Refused(f"process {process.pid} has ended meanwhile") from e
     return found
 
 
-def _threads(pid: int, peer: Peer) -> Mapping[int, Rights]:
+def _threads(pid: int, peer: Peer, sandbox: Sandbox | None) -> Mapping[int, Rights]:
     who = f"process {pid}"
     found: dict[int, Rights] = {}
     for tid in processes.threads(pid):
-        rights = found[tid] = rights_of(pid, tid)
+        rights = found[processes.innermost_thread_id(pid, tid)] = rights_of(pid, tid)
         require_no_special(rights, peer.uid, peer.groups, peer.bounding, who)
+        if sandbox is not None and not rights.no_new_privs:
+            raise Refused(f"{who} is in a sandbox without no_new_privs")
     stats = processes.read_stat(pid)
     if stats is None or not found:
         raise ProcessLookupError
     if stats.status in "ZX":  # nothing is left of it but its pid
         return {}
-    require_here(pid, who)
+    require_here(pid, who, sandbox.numbers if sandbox is not None else None)
     # The kernel gives these to root where memory must not be read by its owner: setuid, unreadable, PR_SET_DUMPABLE.
     if os.lstat(f"/proc/{pid}/exe").st_uid != peer.uid:
         raise Refused(f"{who} does not let its own user look into it")

@@ -8,6 +8,7 @@ import resource
 import signal
 import socket
 import struct
+from collections.abc import Mapping
 from pathlib import Path
 
 from msgspec import Struct
@@ -20,7 +21,10 @@ _SO_PEERPIDFD = 77  # include/uapi/asm-generic/socket.h, from Linux 6.5 on
 _CREDENTIALS = struct.Struct("3i")
 _LIMIT_NAME_COLUMNS = 26  # of a line in /proc/PID/limits
 KINDS = ("user", "pid", "mnt", "net", "ipc", "uts", "cgroup")
-"""Namespaces in which the peer and its jobs must be where the helper is. (CRIU gives a job a time namespace.)"""
+"""Namespaces in which the peer and its jobs must be where the helper is, or in those of a sandbox that it has made.
+
+(CRIU gives a job a time namespace.)
+"""
 
 
 class Peer(Struct, frozen=True):
@@ -42,8 +46,7 @@ class Peer(Struct, frozen=True):
         """All that it is in."""
         return self.supplementary | {self.gid}
 
-    @property
-    def credentials(self) -> Credentials:
+    def credentials(self, *, no_new_privs: bool = False) -> Credentials:
         """For a process that is to become one of the peer's."""
         capabilities = Capabilities(
             permitted=0,
@@ -52,9 +55,15 @@ class Peer(Struct, frozen=True):
             bounding=self.bounding,
             ambient=0,
             is_root=False,
-            no_new_privs=False,
+            no_new_privs=no_new_privs,
         )
         return Credentials((self.uid,) * 3, (self.gid,) * 3, tuple(sorted(self.supplementary)), capabilities)
+
+
+def uid_of(connected: socket.socket) -> int:
+    """Of who connected, as the kernel noted it then."""
+    uid: int = _CREDENTIALS.unpack(connected.getsockopt(socket.SOL_SOCKET, socket.SO_PEERCRED, _CREDENTIALS.size))[1]
+    return uid
 
 
 def of(connected: socket.socket) -> Peer:
@@ -92,10 +101,14 @@ def _limit(text: str) -> int:
     return resource.RLIM_INFINITY if text == "unlimited" else int(text)
 
 
-def require_here(pid: int, who: str) -> None:
-    """Raise Refused unless the process sees this machine as the helper does; OSError where it has ended."""
+def require_here(pid: int, who: str, instead: Mapping[str, int] | None = None) -> None:
+    """Raise Refused unless the process sees this machine as the helper does; OSError where it has ended.
+
+    ``instead``: the numbers of the namespaces in which it is in the place of the helper's own.
+    """
     for kind in KINDS:
-        if os.stat(f"/proc/{pid}/ns/{kind}").st_ino != os.stat(f"/proc/self/ns/{kind}").st_ino:
+        wanted = (instead or {}).get(kind) or os.stat(f"/proc/self/ns/{kind}").st_ino
+        if os.stat(f"/proc/{pid}/ns/{kind}").st_ino != wanted:
             raise Refused(f"{who} is in a namespace of its own ({kind})")
     if not os.path.samestat(os.stat(f"/proc/{pid}/root"), os.stat("/")) or os.readlink(f"/proc/{pid}/root") != "/":
         raise Refused(f"{who} has a root folder of its own")

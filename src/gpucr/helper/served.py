@@ -22,8 +22,9 @@ from gpucr.criu.images import FilesImage
 from gpucr.criu.install import GRANTED_NAME, CriuInstall, least_version, probe
 from gpucr.criu.linked_files import REMAP_IMAGE
 from gpucr.criu.options import DumpOptions, RestoreOptions
+from gpucr.criu.service import Entered
 from gpucr.errors import CriuError, CriuUnavailable, GpucrError
-from gpucr.helper import folders, inspected, peer
+from gpucr.helper import folders, inspected, limits, peer, sandboxes, terminals
 from gpucr.helper.inheritance import (
     adopt_descendants,
     as_peer_with,
@@ -32,7 +33,7 @@ from gpucr.helper.inheritance import (
     leave_keyring,
     needed,
 )
-from gpucr.helper.keys import KEYS_FOLDER, SIGNATURE_NAME, Keys, SignedFile, signature
+from gpucr.helper.keys import KEYS_FOLDER, SIGNATURE_NAME, Keys, Signature, SignedFile, signature
 from gpucr.helper.messages import (
     Answer,
     Ask,
@@ -45,6 +46,7 @@ from gpucr.helper.messages import (
     Here,
     Hook,
     HungUp,
+    Isolate,
     Restore,
     Stop,
     close_all,
@@ -52,7 +54,8 @@ from gpucr.helper.messages import (
 from gpucr.helper.owned import require_owned
 from gpucr.helper.peer import Peer
 from gpucr.helper.rights import Refused
-from gpucr.linux import descriptor_limit, processes
+from gpucr.helper.sandboxes import Sandbox
+from gpucr.linux import capabilities, descriptor_limit, processes
 from gpucr.linux.held_folder import HeldFolder
 
 REQUEST_LIMIT_S = 60.0
@@ -63,8 +66,8 @@ COPY_FOLDER = Path("/opt/gpucr/helper")
 """Where the CRIU is that it starts."""
 
 _FIRST_FREE_FD = 10
-_DESCRIPTORS = {"Ask": 0, "Dump": 2, "Restore": 5}
-_LOG_AT, _KEEPER_AT = 1, 2
+_LOG_NAME = "criu.log"
+_LOG_AT, _KEEPER_AT, _KEEPER_FDS = 1, 2, 3
 
 
 class Stopped(Exception):
@@ -82,14 +85,16 @@ def serve(connected: socket.socket, settings: Settings, announce: folders.Announ
     """Serve the one request of this connection. After a restore it becomes the job's keeper, and does not return."""
     with Connection(connected) as connection:
         try:
-            with descriptor_limit.raised():
+            with limits.place_of(peer.uid_of(connected)) as is_free, descriptor_limit.raised():
+                if not is_free:
+                    raise Refused(f"{limits.MAX_REQUESTS_PER_USER} requests of yours are served already")
                 _Request(connection, settings, announce).run()
         except (HungUp, BadMessage, Stopped, TimeoutError) as e:
             _tell(connection, Failed("stopped", str(e) or type(e).__name__))
         except Refused as e:
             _tell(connection, Failed("refused", str(e)))
         except CriuError as e:
-            hint = e.hint if e.log_path is None or e.log_path not in (e.hint or "") else None  # a path of the helper's
+            hint = e.hint if e.hint is not None and _LOG_NAME not in e.hint else None  # a path of the helper's
             _tell(connection, Failed("criu", _cut(e.message), _cut(e.reason or ""), _cut(hint or "") or None, e.code))
         except (GpucrError, OSError, ImageError) as e:
             print(f"gpucr helper: {e!r}", file=sys.stderr)  # noqa: T201 - the journal
@@ -116,19 +121,20 @@ class _Request:
 
     def run(self) -> None:
         until = time.monotonic() + REQUEST_LIMIT_S
-        request, fds = self._connection.receive(Ask, Dump, Restore, until=until)
+        request, fds = self._connection.receive(Ask, Dump, Isolate, Restore, until=until)
         try:
-            if len(fds) != _DESCRIPTORS[type(request).__name__]:
+            if len(fds) != _descriptors_of(request):
                 raise BadMessage("another number of descriptors")
             self._peer = peer.of(self._connection.socket)
             if isinstance(request, Ask):
                 self._here()
                 return
+            if isinstance(request, Isolate):
+                self._isolate(request, fds)
+                return
             folders.require_users_folder(fds[0], self._peer)
             folders.require_log(fds[_LOG_AT])
-            join_cgroups_of(self._peer.pid)
-            peer.of(self._connection.socket)  # it has not ended meanwhile: those were its own cgroups
-            leave_keyring()
+            self._leave_for_peer()
             self._criu = found_copy()
             self._key = self._keys.own()
             if isinstance(request, Dump):
@@ -137,6 +143,17 @@ class _Request:
                 self._restore(request, fds, until)
         finally:
             close_all(fds)
+
+    def _leave_for_peer(self) -> None:
+        join_cgroups_of(self._peer.pid)
+        peer.of(self._connection.socket)  # it has not ended meanwhile: those were its own cgroups
+        leave_keyring()
+
+    def _isolate(self, request: Isolate, fds: Sequence[int]) -> None:
+        self._leave_for_peer()
+        self._connection.send(self._myself())
+        keeper = sandboxes.make(self._peer, request.network, request.last_pid, fds)
+        self._connection.send(Done(keeper.pid))
 
     def _here(self) -> None:
         self._keys.own()
@@ -153,9 +170,14 @@ class _Request:
         stat = processes.read_stat(request.pid)
         if stat is None or stat.start_time_ticks != request.start_time_ticks:
             raise Refused(f"there is no process {request.pid}")
-        rights = require_owned(request.pid, self._peer)
+        with self._in_sandbox(request.keeper) as sandbox:
+            self._dump_from(request, fds, sandbox)
+
+    def _dump_from(self, request: Dump, fds: Sequence[int], sandbox: Sandbox | None) -> None:
+        rights = require_owned(request.pid, self._peer, sandbox)
         self._connection.send(self._myself())
         wanted = needed(has_filter=any(each.has_filter for each in rights.values()))
+        terminals.require_restorable([each.pid for each in processes.tree(request.pid)], wanted)
         options = DumpOptions(
             leave_running=request.leave_running,
             shell_job=False,
@@ -167,16 +189,16 @@ class _Request:
             folders.private_folder(self._settings.work) as private,
             _log_given(private, self._peer, fds[_LOG_AT]) as log_path,
             folders.folder_within(fds[0], self._peer, self._announce) as (own, remove),
-            as_peer_with(self._peer, wanted),
+            as_peer_with(self._peer, wanted | _to_enter(sandbox)),
         ):
 
             def on_notify(hook: str, pid: int) -> None:
                 if hook == "post-dump":
-                    self._sign_and_hand_over(request.pid, own, fds[0])
+                    self._sign_and_hand_over(request.pid, sandbox, own, fds[0])
                     remove()  # what is left is empty, and would be in the way of whoever reads the user's folder
                 self._ask(hook, pid)
 
-            Criu(self._criu).dump(
+            self._criu_in(sandbox, wanted).dump(
                 request.pid,
                 Path(f"/proc/self/fd/{own}"),
                 options,
@@ -186,13 +208,16 @@ class _Request:
             )
         self._connection.send(Done(request.pid))
 
-    def _sign_and_hand_over(self, root_pid: int, own: int, users: int) -> None:
+    def _sign_and_hand_over(self, root_pid: int, sandbox: Sandbox | None, own: int, users: int) -> None:
         """CRIU holds the tree, and has written all of its images; nobody but root has seen them yet."""
         folder = Path(f"/proc/self/fd/{own}")
-        inspected.require_inspected(folder, self._peer, require_owned(root_pid, self._peer))
+        inspected.require_inspected(folder, self._peer, require_owned(root_pid, self._peer, sandbox))
+        if sandbox is not None:
+            sandbox.require_nothing_in_memory()
+        network = sandbox.network if sandbox is not None else "host"
         names = inspected.image_names(folder)
         described = folders.described(own, names, self._check)
-        (folder / SIGNATURE_NAME).write_bytes(signature(described, self._peer.uid, self._key))
+        (folder / SIGNATURE_NAME).write_bytes(signature(described, self._peer.uid, network, self._key))
         folders.hand_over(own, (*names, SIGNATURE_NAME), users)
 
     # --- restore ---
@@ -200,6 +225,19 @@ class _Request:
     def _restore(self, request: Restore, fds: Sequence[int], until: float) -> None:
         given = self._receive_files(request.files, until)
         signed = self._keys.verified(folders.read_signature(fds[0]), self._peer.uid)
+        with self._in_sandbox(request.keeper) as sandbox:
+            if signed.network == "own" and (sandbox is None or sandbox.network != "own"):
+                raise Refused("the job had a network of its own, whose connections are not the machine's")
+            self._restore_into(request, fds, given, signed, sandbox)
+
+    def _restore_into(
+        self,
+        request: Restore,
+        fds: Sequence[int],
+        given: Mapping[int, int],
+        signed: Signature,
+        sandbox: Sandbox | None,
+    ) -> None:
         self._connection.send(self._myself())
         with (
             folders.private_folder(self._settings.work) as private,
@@ -210,24 +248,31 @@ class _Request:
             images.chmod(0o755)  # to the peer's CRIU, by its descriptor; its path leads through a folder of root's
             folders.copy_verified(fds[0], signed.files, images, self._check)
             has_filter = inspected.require_inspected(images, self._peer)
-            inherited = self._fit(images, signed.files, request, given)
-            adopt_descendants()
+            inherited = self._fit(images, signed.files, request, given, sandbox)
+            if sandbox is None:
+                adopt_descendants()
             held = HeldFolder.open(images)
-            with as_peer_with(self._peer, needed(has_filter=has_filter)):
-                root_pid = Criu(self._criu).restore(
-                    held.path,
-                    RestoreOptions(shell_job=False, network_lock="skip", link_remap=False),
-                    log_path=log_path,
-                    leave_stopped=request.leave_stopped,
-                    inherited=inherited,
-                    on_notify=self._on_restoring,
-                    check=self._check,
-                )
+            wanted = needed(has_filter=has_filter)
+            try:
+                with as_peer_with(self._peer, wanted | _to_enter(sandbox)):
+                    root_pid = self._criu_in(sandbox, wanted).restore(
+                        held.path,
+                        RestoreOptions(shell_job=False, network_lock="skip", link_remap=False),
+                        log_path=log_path,
+                        leave_stopped=request.leave_stopped,
+                        inherited=inherited,
+                        on_notify=lambda hook, pid: self._on_restoring(hook, pid, sandbox),
+                        check=self._check,
+                    )
+            except BaseException:
+                _collect_ended()
+                raise
             held.close()
         close_all(tuple({*given.values(), *inherited.values()}))
         try:
             self._connection.send(Done(root_pid))
-            become_keeper(self._peer, fds[_KEEPER_AT:])
+            if sandbox is None:
+                become_keeper(self._peer, fds[_KEEPER_AT:], "with-children")
         except BaseException:
             processes.kill_tree(root_pid, including_root=True)
             raise
@@ -248,7 +293,11 @@ class _Request:
 
     @staticmethod
     def _fit(
-        images: Path, files: tuple[SignedFile, ...], request: Restore, given: Mapping[int, int]
+        images: Path,
+        files: tuple[SignedFile, ...],
+        request: Restore,
+        given: Mapping[int, int],
+        sandbox: Sandbox | None,
     ) -> Mapping[str, int]:
         """Have the images name no path of the user's: his descriptors take the place of all, root's that of the root.
 
@@ -256,12 +305,14 @@ class _Request:
         """
         image = FilesImage.read(images)
         roots = inspected.roots_in([each.name for each in files], images_in(images))
-        wanted = set(image.paths())
+        wanted = set(image.paths()) - image.terminals()
         if set(given) | roots != wanted | roots or not roots <= wanted:
             raise Refused("the files that came are not those of the job")
-        root_fd = os.open("/", os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC)
-        high = fcntl.fcntl(root_fd, fcntl.F_DUPFD_CLOEXEC, _FIRST_FREE_FD)
-        os.close(root_fd)
+        opened = dict(given)
+        root = os.open("/", os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC) if sandbox is None else sandbox.open_root()
+        for number in roots:  # one each: CRIU closes what it has inherited
+            opened[number] = fcntl.fcntl(root, fcntl.F_DUPFD_CLOEXEC, _FIRST_FREE_FD)
+        os.close(root)
         names = {number: f"/gpucr-helper/{number}" for number in wanted}
         image.rename(names)
         image.close_connections([each for each in image.tcp_sockets() if each.inode in request.closed])
@@ -269,18 +320,33 @@ class _Request:
             (images / name).unlink(missing_ok=True)
         (images / FILES_IMAGE).write_bytes(image.encode())
         (images / FILES_IMAGE).chmod(0o444)
-        inherited = {names[number]: high if number in roots else given[number] for number in wanted}
+        inherited = {names[number]: opened[number] for number in wanted}
         for fd in inherited.values():
             os.set_inheritable(fd, True)
         return inherited
 
-    def _on_restoring(self, hook: str, pid: int) -> None:
+    def _on_restoring(self, hook: str, pid: int, sandbox: Sandbox | None) -> None:
         """Before the first instruction of the job is run, the kernel is asked what it may do."""
         if hook == "pre-resume":
-            require_owned(pid, self._peer)
+            require_owned(pid, self._peer, sandbox)
         self._ask(hook, pid)
 
     # --- both ---
+
+    @contextlib.contextmanager
+    def _in_sandbox(self, keeper_pid: int) -> Iterator[Sandbox | None]:
+        """The sandbox of this keeper; None for 0."""
+        if not keeper_pid:
+            yield None
+            return
+        with sandboxes.held(keeper_pid, self._peer) as found:
+            yield found
+
+    def _criu_in(self, sandbox: Sandbox | None, wanted: int) -> Criu:
+        """CRIU with the capabilities ``wanted``, in the sandbox if there is one."""
+        if sandbox is None:
+            return Criu(self._criu)
+        return Criu(self._criu, sandbox.pids, entered=Entered(sandbox.fds, wanted))
 
     def _ask(self, hook: str, pid: int) -> None:
         """Tell the client of a hook, and wait for its answer, which may take as long as the client lives."""
@@ -300,11 +366,33 @@ class _Request:
         raise Stopped(f"the client has sent {type(message).__name__}")
 
 
+def _descriptors_of(request: Ask | Dump | Isolate | Restore) -> int:
+    if isinstance(request, Ask):
+        return 0
+    if isinstance(request, Isolate):
+        return _KEEPER_FDS
+    keeper_fds = 0 if isinstance(request, Dump) or request.keeper else _KEEPER_FDS
+    return _KEEPER_AT + keeper_fds
+
+
+def _collect_ended() -> None:
+    """What CRIU has killed is this process's to collect: only then its pids are free for the next try."""
+    processes.kill_tree(os.getpid(), including_root=False)
+    with contextlib.suppress(ChildProcessError):
+        while os.waitpid(-1, os.WNOHANG)[0]:
+            pass
+
+
+def _to_enter(sandbox: Sandbox | None) -> int:
+    """What it takes to enter a sandbox; CRIU does not get it."""
+    return 0 if sandbox is None else capabilities.mask("SYS_ADMIN", "SYS_CHROOT")
+
+
 @contextlib.contextmanager
 def _log_given(private: Path, peer: Peer, fd: int) -> Iterator[Path]:
     """A path for CRIU's log, for a block; it is given to the user in the end, through the file that he has opened."""
     folder = folders.make_log_folder(private, peer)
-    path = Path(f"/proc/self/fd/{folder}/criu.log")
+    path = Path(f"/proc/self/fd/{folder}/{_LOG_NAME}")
     try:
         yield path
     finally:

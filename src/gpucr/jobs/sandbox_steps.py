@@ -21,7 +21,7 @@ from gpucr.jobs import sandbox
 from gpucr.jobs.recovery import EndSandbox
 from gpucr.jobs.registered import RestoredName
 from gpucr.jobs.restored_tree import RestoredTree
-from gpucr.jobs.sandbox import BareKeeper, EmptySandbox, HelpedKeeper, Network
+from gpucr.jobs.sandbox import BareKeeper, EmptySandbox, HelpedKeepers, Network
 from gpucr.linux import processes
 from gpucr.linux.namespaces import last_pid_clear_of
 from gpucr.linux.trusted_paths import open_file
@@ -166,7 +166,7 @@ class RestoreSite(Struct, frozen=True):
     others in it. ``helper``: that same CRIU, where it is the privileged helper's.
     """
 
-    keeper: EmptySandbox | BareKeeper | HelpedKeeper
+    keeper: EmptySandbox | BareKeeper | HelpedKeepers
     criu: Criu
     isolated: bool
     network: Network
@@ -193,7 +193,8 @@ class StartSandbox:
     def describe(self) -> str:
         """Which namespaces."""
         network = "" if self._plan.network == "host" else " and network"
-        return f"make pid, mount, IPC{network} namespaces for the job"
+        asked = "ask the privileged helper to " if self._install.origin == "helper" else ""
+        return f"{asked}make pid, mount, IPC{network} namespaces for the job"
 
     def run(self, interrupts: Interrupts, meter: Meter) -> int:
         """Make them."""
@@ -206,14 +207,20 @@ class StartSandbox:
             lineage=plan.lineage,
             last_pid=_last_pid(self._source),
             network=plan.network,
+            helper=self._install if self._install.origin == "helper" else None,
         )
         found = made.sandbox
         if plan.alone:
             _require_first(plan.lineage, found.keeper)
         if self._protection is not None:
             self._protection.protect(EndSandbox(found.keeper))
-        criu = Criu(self._install, found.pids)
-        self.site.set(RestoreSite(made, criu, True, plan.network, found.shared_memory, plan.outputs))
+        shared, helper = found.shared_memory, None
+        if self._install.origin == "helper":
+            from gpucr.helper.client import HelperCriu
+
+            helper = HelperCriu(self._install, found.pids)
+        criu = helper or Criu(self._install, found.pids)
+        self.site.set(RestoreSite(made, criu, True, plan.network, shared, plan.outputs, helper))
         return 0
 
     def undo(self) -> None:
@@ -239,7 +246,7 @@ class StartKeeper:
         self._name = name
         self._own_session = own_session
         self._begun: BareKeeper | None = None
-        self._made: BareKeeper | HelpedKeeper | None = None
+        self._made: BareKeeper | HelpedKeepers | None = None
         self.site: Result[RestoreSite] = Result()
 
     def describe(self) -> str:
@@ -272,8 +279,8 @@ class StartKeeper:
             log_path, status_path = self._paths()
             from gpucr.helper.client import HelperCriu
 
-            helped = self._made = sandbox.helped_keeper(log_path=log_path, status_path=status_path)
-            criu = HelperCriu(self._install, keeper=helped)
+            helped = self._made = sandbox.helped_keepers(log_path=log_path, status_path=status_path)
+            criu = HelperCriu(self._install, keepers=helped)
             self.site.set(RestoreSite(helped, criu, False, "host", helper=criu))
             return 0
         if (made := self._begun) is None:

@@ -8,6 +8,7 @@ from __future__ import annotations
 import ctypes
 import os
 from pathlib import Path
+from typing import Literal
 
 from msgspec import Struct
 
@@ -32,8 +33,11 @@ class Credentials(Struct, frozen=True):
     capabilities: Capabilities
 
 
-def of(pid: int) -> Credentials:
-    """Those of a process. Raises FileNotFoundError or ProcessLookupError where it has ended."""
+def of(pid: int | Literal["self"]) -> Credentials:
+    """Those of a process; ``self``: the caller's, also where it has another pid in /proc.
+
+    Raises FileNotFoundError or ProcessLookupError where it has ended.
+    """
     fields = capabilities.status_fields(Path(f"/proc/{pid}/status"))
     uids, gids = (tuple(map(int, fields[name].split()[:3])) for name in ("Uid", "Gid"))
     return Credentials(
@@ -50,7 +54,7 @@ def take_on(wanted: Credentials) -> None:
     No way leads back. Raises OSError where it may not (another user's without CAP_SETUID, a smaller bounding set
     without CAP_SETPCAP).
     """
-    own = of(os.getpid())
+    own = of("self")
     theirs = wanted.capabilities
     for number in _bits(own.capabilities.bounding & ~theirs.bounding):
         _prctl(_PR_CAPBSET_DROP, number)
@@ -76,11 +80,20 @@ def set_ambient(wanted: int) -> None:
 
     No others are; those that are permitted stay so. Raises OSError.
     """
-    own = of(os.getpid()).capabilities
+    own = capabilities.own()
     _prctl(_PR_CAP_AMBIENT, _PR_CAP_AMBIENT_CLEAR_ALL)
     _set_capabilities(wanted, own.permitted, wanted)
     for number in _bits(wanted):
         _prctl(_PR_CAP_AMBIENT, _PR_CAP_AMBIENT_RAISE, number)
+
+
+def reduce_to(wanted: int) -> None:
+    """The calling process, and programs that it starts, keep these capabilities, and never gain others. OSError."""
+    _prctl(_PR_CAP_AMBIENT, _PR_CAP_AMBIENT_CLEAR_ALL)
+    _set_capabilities(wanted, wanted, wanted)
+    for number in _bits(wanted):
+        _prctl(_PR_CAP_AMBIENT, _PR_CAP_AMBIENT_RAISE, number)
+    _prctl(_PR_SET_NO_NEW_PRIVS, 1)
 
 
 def hide_from_tracers() -> None:

@@ -25,6 +25,9 @@ PROC = Path("/proc")
 Kind = Literal["pid", "mnt", "net", "ipc", "time"]
 """How ``/proc/PID/ns`` calls it. ``time`` is missing there where the kernel has none (CONFIG_TIME_NS, Linux 5.6)."""
 
+KINDS: tuple[Kind, ...] = ("pid", "time", "net", "ipc", "mnt")
+"""All, in an order in which they can be entered: another mount namespace may have another ``/proc``."""
+
 _FLAGS: Mapping[Kind, int] = {  # CLONE_NEW* of include/uapi/linux/sched.h
     "pid": 0x20000000,
     "mnt": 0x00020000,

@@ -255,7 +255,7 @@ def prepare(
         *(preflight.check_handed_over(cuda.custom.pids(job.gang)) if cuda is not None and not is_frozen else ()),
         *preflight.check_tracers(job),
         *(each for tree in job.trees for each in preflight.check_session(tree)),
-        *preflight.check_dump_by_user(job, criu.install),
+        *preflight.check_dump_by_user(job, criu.install, in_sandbox=found.sandbox is not None),
         *(preflight.check_namespace_init(job) if found.sandbox is None else ()),
         *(preflight.check_between_trees(job, found.one_tree_instead()) if job.other_root_pids else ()),
         *preflight.check_open_files(job, is_sandboxed=found.sandbox is not None),

@@ -24,8 +24,8 @@ def criu_for_dump(found: FoundJob) -> Criu:
         return Criu(granted or find_criu(), sandbox)
     from gpucr.helper.client import HelperCriu, find_helper  # root starts without the helper
 
-    helper = find_helper() if sandbox is None else None
-    return HelperCriu(helper) if helper is not None else Criu(granted or find_criu(), sandbox)
+    helper = find_helper()
+    return HelperCriu(helper, sandbox) if helper is not None else Criu(granted or find_criu(), sandbox)
 
 
 def install_for_restore(source: RestoreSource) -> CriuInstall:

@@ -19,6 +19,8 @@ from gpucr.driver.api import Driver
 from gpucr.driver.cuda import load_driver
 from gpucr.driver.gpus import driver_version
 from gpucr.errors import BrokenInstall, DriverUnavailable, GpucrError, InvalidRequest
+from gpucr.helper.client import find_helper
+from gpucr.helper.place import socket_path
 from gpucr.interposer import library
 from gpucr.jobs import others, sandbox
 from gpucr.jobs.environment import INTERPOSER_CANARY, EnvironmentChange, changed, choose_environment
@@ -143,7 +145,8 @@ def run_job(
     It gets the caller's environment without GPUCR_PASSPHRASE (or ``environment``), with what makes NCCL and PyTorch
     checkpointable, a session of its own, nothing on stdin, and its output goes to a log file; io_uring is refused where
     that is possible. ``isolate``: in pid, mount, IPC and network namespaces of its own; None: where the caller may
-    (CAP_SYS_ADMIN and CAP_SYS_PTRACE). ``network="host"`` shares the machine's network. ``interpose``: its programs
+    (CAP_SYS_ADMIN and CAP_SYS_PTRACE); the privileged helper makes them when asked for (setuid programs have no effect
+    in those). ``network="host"`` shares the machine's network. ``interpose``: its programs
     load the interposer; None: as GPUCR_INTERPOSE says, and without that where there is a driver. Without a
     ``name`` it is called after its program. Jobs of a higher ``priority`` (0 to 1000) may borrow its GPUs.
 
@@ -211,6 +214,7 @@ def _start(
             isolate=plan.isolated,
             refuse_io_uring=plan.io_uring_is_refused,
             before_run=register,
+            helper=find_helper() if plan.isolated and not processes.can_checkpoint_processes() else None,
         )
     return records[0]
 
@@ -277,13 +281,16 @@ def _why_not_isolated(wanted: bool | None) -> str | None:
         return "--no-isolate was given"
     if processes.can_checkpoint_processes():
         return None
-    if wanted:
+    if wanted and find_helper() is None:
         raise InvalidRequest(
-            "namespaces of a job's own need CAP_SYS_ADMIN and CAP_SYS_PTRACE",
-            hint="run gpucr as root, or leave out --isolate",
+            _NEEDS,
+            hint="run gpucr as root, have root install the helper that makes them (`sudo gpucr helper install`), or "
+            "leave out --isolate",
             code="GPUCR-NO-SANDBOX",
         )
-    return "namespaces of a job's own need CAP_SYS_ADMIN and CAP_SYS_PTRACE"
+    if wanted:
+        return None
+    return _NEEDS if socket_path() is None else f"{_NEEDS}; --isolate has root's helper make them"
 
 
 def _interposer(

@@ -8,6 +8,7 @@ from typing import TYPE_CHECKING, Literal
 
 from gpucr.diagnosis.preflight.findings import Finding
 from gpucr.diagnosis.preflight.support import users as facts
+from gpucr.helper import limits
 from gpucr.linux import capabilities, namespaces, tracing
 from gpucr.linux.namespaces import Kind
 from gpucr.linux.processes import PROC
@@ -30,15 +31,19 @@ def check_ptrace(pids: Iterable[int]) -> list[Finding]:
     return [facts.YAMA.seen(f"kernel.yama.ptrace_scope is {scope}", closed, pid=closed)]
 
 
-def check_dump_by_user(job: Job, install: CriuInstall) -> list[Finding]:
-    """What of a job an ordinary user's CRIU cannot dump. Nothing where root's CRIU is used.
+def check_dump_by_user(job: Job, install: CriuInstall, *, in_sandbox: bool = False) -> list[Finding]:
+    """What of a job an ordinary user's CRIU cannot dump. Nothing where root's CRIU is used. ``in_sandbox``: of gpucr's.
 
     The privileged helper's CRIU attaches to any process; gpucr itself has to, where there is device memory.
     """
     if not install.is_unprivileged:
         return []
     if install.origin == "helper":
-        return [*check_ptrace(each.pid for each in job.gang), *_processes(job, may_filter=True), *_for_the_helper(job)]
+        return [
+            *check_ptrace(each.pid for each in job.gang),
+            *_processes(job, may_filter=True, in_sandbox=in_sandbox),
+            *_for_the_helper(job),
+        ]
     return [*check_ptrace(job.pids), *_connections(job, install), *_processes(job)]
 
 
@@ -46,9 +51,9 @@ def _for_the_helper(job: Job) -> Iterator[Finding]:
     """What the helper would refuse, or CRIU by it, and shows before the job is stopped."""
     from gpucr.criu.options import is_shell_job
 
-    if job.other_root_pids:
-        yield facts.TREES_BY_HELPER.seen("the trees that were named", job.root.pid)
-    elif is_shell_job(job.root.pid, job.pids):
+    if len(job.root_pids) > limits.MAX_REQUESTS_PER_USER:
+        yield facts.TREES_BY_HELPER.seen("the trees that were named", job.root.pid, limit=limits.MAX_REQUESTS_PER_USER)
+    elif is_shell_job(job.root.pid, job.pids) or any(is_shell_job(each, [each]) for each in job.other_root_pids):
         yield facts.SESSION_BY_HELPER.seen(f"/proc/{job.root.pid}/stat", job.root.pid)
 
 
@@ -59,14 +64,14 @@ def _connections(job: Job, install: CriuInstall) -> Iterator[Finding]:
         yield facts.CONNECTION.seen("/proc/PID/net/tcp")
 
 
-def _processes(job: Job, *, may_filter: bool = False) -> Iterator[Finding]:
+def _processes(job: Job, *, may_filter: bool = False, in_sandbox: bool = False) -> Iterator[Finding]:
     for process in job.processes:
         pid, what = process.pid, f"process {process.pid} ({process.name})"
         if process.uid != os.geteuid():
             yield facts.OTHER_USER.seen(f"/proc/{pid}/status", pid, process=what, uid=process.uid)
         elif not may_filter and _has_system_call_filter(pid):
             yield facts.SYSTEM_CALL_FILTER.seen(f"Seccomp in /proc/{pid}/status", pid, process=what)
-        elif foreign := _foreign_namespaces(pid):
+        elif not in_sandbox and (foreign := _foreign_namespaces(pid)):
             yield facts.NAMESPACES.seen(f"/proc/{pid}/ns", pid, process=what, namespaces=", ".join(foreign))
 
 
@@ -99,6 +104,6 @@ def check_restore_by_user(
         found.append(facts.HAD_CONNECTION.seen(images))
     if others := sorted(set(uids) - {os.geteuid()}):
         found.append(facts.RAN_AS_OTHER_USER.seen(images, uids=", ".join(map(str, others)), own=os.geteuid()))
-    if in_sandbox:
+    if in_sandbox and install.origin != "helper":
         found.append(facts.SANDBOX.seen("--isolate, or it had them at the dump"))
     return found

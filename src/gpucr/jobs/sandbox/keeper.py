@@ -16,7 +16,7 @@ Started by spawn.py, with a specification and a socket to its gpucr. Messages on
 - ``{"error": TEXT, "part": PART}``: there is no job.
 
 The privileged helper (gpucr.helper) becomes the keeper of what it has restored, as the user: it starts at ``empty``,
-and is asked for no CRIU.
+and is asked for no CRIU. And it makes sandboxes for users, whose first process becomes the keeper.
 
 Until the job runs, the keeper ends when its gpucr does, and everything below it with it: a sandbox's keeper is its pid
 1, any other one kills it. The keeper ends when the job's first process has ended; in a sandbox when the roots of its
@@ -46,7 +46,7 @@ from gpucr.linux.trusted_paths import open_file
 
 MESSAGE_LIMIT_BYTES = 8192
 _SPECIFICATION_LIMIT_BYTES = 16 << 20
-_FIRST_LAST_PID = 1000  # the job's pids begin above those that a restore's keeper and CRIU's first process take
+FIRST_LAST_PID = 1000  # the job's pids begin above those that a restore's keeper and CRIU's first process take
 _PR_SET_NAME, _PR_SET_CHILD_SUBREAPER = 15, 36  # include/uapi/linux/prctl.h
 _VISITORS_LIMIT_S, _UNDO_LIMIT_S, _POLL_S = 5.0, 60.0, 0.01
 _CRIU_SOCKET_FD, _FIRST_FREE_FD = 3, 10
@@ -61,10 +61,11 @@ class SetUpError(Exception):
         self.part = part
 
 
-def main(specification_fd: str, socket_fd: str, operation_fd: str, has_children: str = "") -> NoReturn:
+def main(specification_fd: str, socket_fd: str, operation_fd: str, by_helper: str = "") -> NoReturn:
     """Make what the specification wants, fork the keeper, and end: so the keeper is a child of no gpucr.
 
-    ``has_children``: the calling process becomes the keeper itself, as CRIU has made the job below it already.
+    ``by_helper``: the calling process becomes the keeper itself, as CRIU has made the job below it already
+    (``with-children``), or it is in a sandbox that is ready (``in-sandbox``).
     """
     specification = json.loads(os.pread(int(specification_fd), _SPECIFICATION_LIMIT_BYTES, 0))
     os.close(int(specification_fd))
@@ -81,15 +82,15 @@ def main(specification_fd: str, socket_fd: str, operation_fd: str, has_children:
             with _part("log"):
                 status_fd = os.open(status_folder, os.O_PATH | os.O_DIRECTORY | os.O_CLOEXEC)
             with _part("namespaces"):
-                if specification["isolate"]:
+                if specification["isolate"] and not by_helper:
                     own_network = ("net",) if specification["network"] == "own" else ()
                     namespaces.make_new("pid", "mnt", "ipc", *own_network)
-                child = 0 if has_children else os.fork()
+                child = 0 if by_helper else os.fork()
             if child == 0:
                 if not specification["own_session"]:
                     os.setpgid(0, 0)  # a parent in the job's process group would not help, and no Ctrl-C is for it
                 keeper = Keeper(specification, gpucr, int(operation_fd), status_fd, name)
-                keeper.set_up()
+                keeper.set_up(is_ready=bool(by_helper))
                 keeper.keep()
         except SetUpError as e:
             _send(gpucr, error=str(e), part=e.part)
@@ -113,8 +114,8 @@ class Keeper:
         self._received_fds: list[int] = []
         self._ended: dict[int, int] = {}
 
-    def set_up(self) -> None:
-        """Make the namespaces usable, and show the tag. Raises SetUpError."""
+    def set_up(self, *, is_ready: bool) -> None:
+        """Make the namespaces usable, unless the sandbox is ready, and prepare to show the tag. Raises SetUpError."""
         self._tag_fd = os.memfd_create(label.FILE_NAME, os.MFD_CLOEXEC)
         prctl = libc.function("prctl")
         prctl(_PR_SET_NAME, label.FILE_NAME.encode(), 0, 0, 0)
@@ -122,12 +123,14 @@ class Keeper:
             if not self._specification["isolate"]:
                 prctl(_PR_SET_CHILD_SUBREAPER, 1, 0, 0, 0)
                 return
+            if is_ready:
+                return
             namespaces.follow_host_mounts()
             namespaces.mount_proc()
             namespaces.mount_shared_memory()
             if self._specification["network"] == "own":
                 namespaces.bring_loopback_up()
-            namespaces.set_last_pid(self._specification["last_pid"] or _FIRST_LAST_PID)
+            namespaces.set_last_pid(self._specification["last_pid"] or FIRST_LAST_PID)
 
     def keep(self) -> None:
         """Have a first process, wait for its end, and write it down. Returns when the keeper's work is done."""

@@ -5,33 +5,22 @@ from __future__ import annotations
 import contextlib
 import json
 import os
-import socket
-import struct
-import subprocess
 import uuid
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from types import TracebackType
 from typing import Any, Literal, TypeVar
 
 from msgspec import Struct
 
-from gpucr.errors import BrokenInstall, GpucrError, InvalidRequest, Unsupported
-from gpucr.jobs.sandbox import known_keepers
-from gpucr.jobs.sandbox.keeper import MESSAGE_LIMIT_BYTES
+from gpucr.criu.install import CriuInstall
 from gpucr.jobs.sandbox.lookup import Sandbox
-from gpucr.linux import descriptor_limit, own_python, processes
+from gpucr.jobs.sandbox.started import KeeperByHelper, SandboxByHelper, StartedKeeper, identity
+from gpucr.linux import processes
 from gpucr.linux.namespaces import PidNamespace
 from gpucr.model import ProcessId
 
 Network = Literal["own", "host"]
 """The network of an isolated job: a loopback of its own, or the machine's network."""
-
-ANSWER_LIMIT_S = 60.0
-"""How long the keeper may take for an answer: long enough for a machine that swaps."""
-
-
-_CREDENTIALS = struct.Struct("3i")  # struct ucred of unix(7): pid, uid, gid
-_FD = struct.Struct("i")
 
 
 class Started(Struct, frozen=True):
@@ -52,19 +41,21 @@ def start(
     isolate: bool = True,
     refuse_io_uring: bool = True,
     before_run: Callable[[Started], None] | None = None,
+    helper: CriuInstall | None = None,
 ) -> Started:
     """Start a job below a keeper of its own, with ``isolate`` in a sandbox. It goes on when the caller ends.
 
     ``command`` begins with the path of a program. It gets exactly ``environment``, a session of its own, nothing to
     read, and the file ``log_path`` (appended to; mode 0600 where it is made) for its output; no other descriptor. How
     it ended is written to ``status_path``: ``{"exit_code": N, "ended": TIME}``, or ``signal`` instead of ``exit_code``.
-    ``isolate`` needs CAP_SYS_ADMIN, ``refuse_io_uring`` what `gpucr.linux.seccomp` says; anything else needs nothing.
+    ``isolate`` needs CAP_SYS_ADMIN, or the privileged ``helper`` makes the sandbox, in which nobody gains rights from
+    setuid programs; ``refuse_io_uring`` what `gpucr.linux.seccomp` says; anything else needs nothing.
     ``before_run`` is called when both processes are there and nothing of the program has run.
 
     Raises Unsupported (the namespaces cannot be made), InvalidRequest (the log or the program), BrokenInstall (the
     keeper does not start), and what ``before_run`` raises. Then nothing runs.
     """
-    keeper = _ready(
+    keeper = _keeper(
         {
             "command": list(command),
             "cwd": cwd,
@@ -77,12 +68,13 @@ def start(
             "lineage": uuid.uuid4().hex,
             "last_pid": 0,
             "own_session": True,
-        }
+        },
+        helper,
     )
     with keeper:
         inner = int(keeper.answer["forked"])
         outer = PidNamespace(keeper.id.pid).outer_pid(inner) if isolate else inner
-        root = _identity(outer) if outer is not None else None
+        root = identity(outer) if outer is not None else None
         if root is None:
             raise keeper.lost()
         started = Started(keeper.id, root)
@@ -94,15 +86,21 @@ def start(
 
 
 def empty(
-    *, log_path: str | None, status_path: str | None, lineage: str, last_pid: int, network: Network = "own"
+    *,
+    log_path: str | None,
+    status_path: str | None,
+    lineage: str,
+    last_pid: int,
+    network: Network = "own",
+    helper: CriuInstall | None = None,
 ) -> EmptySandbox:
-    """Make a sandbox with nothing in it but its keeper, for a restore. Needs CAP_SYS_ADMIN.
+    """Make a sandbox with nothing in it but its keeper, for a restore. Needs CAP_SYS_ADMIN, or the ``helper``.
 
     ``log_path`` is only what is told of the job. Pids are given above ``last_pid`` in it. Raises Unsupported where the
     namespaces cannot be made, BrokenInstall.
     """
     return EmptySandbox(
-        _ready(
+        _keeper(
             {
                 "command": [],
                 "log_path": log_path or "",
@@ -112,7 +110,8 @@ def empty(
                 "lineage": lineage,
                 "last_pid": last_pid,
                 "own_session": True,
-            }
+            },
+            helper,
         ),
         lineage=lineage,
         network=network,
@@ -128,7 +127,7 @@ def bare_keeper(*, log_path: str | None, status_path: str | None, own_session: b
     for a job that is to be there as well.
     """
     return BareKeeper(
-        _Keeper(
+        StartedKeeper(
             {
                 "command": [],
                 "log_path": log_path or "",
@@ -143,22 +142,27 @@ def bare_keeper(*, log_path: str | None, status_path: str | None, own_session: b
     )
 
 
-def helped_keeper(*, log_path: str | None, status_path: str | None) -> HelpedKeeper:
-    """A keeper that the privileged helper will become, for a restore by it. Nothing is started yet."""
-    return HelpedKeeper(
-        _HelpedKeeper(
-            {
-                "command": [],
-                "log_path": log_path or "",
-                "status_path": status_path,
-                "network": "host",
-                "isolate": False,
-                "lineage": uuid.uuid4().hex,
-                "last_pid": 0,
-                "own_session": True,
-            }
-        )
+def helped_keepers(*, log_path: str | None, status_path: str | None) -> HelpedKeepers:
+    """What the privileged helper will become, for a restore by it. Nothing is started yet."""
+    return HelpedKeepers(
+        {
+            "command": [],
+            "log_path": log_path or "",
+            "status_path": status_path,
+            "network": "host",
+            "isolate": False,
+            "lineage": uuid.uuid4().hex,
+            "last_pid": 0,
+            "own_session": True,
+        }
     )
+
+
+def _keeper(specification: Mapping[str, Any], helper: CriuInstall | None) -> StartedKeeper:
+    by_helper = helper if specification["isolate"] else None
+    keeper = SandboxByHelper(specification, by_helper) if by_helper is not None else StartedKeeper(specification)
+    keeper.wait_ready()
+    return keeper
 
 
 W = TypeVar("W", bound="_Waiting")
@@ -170,7 +174,7 @@ class _Waiting:
     Use as a context manager: everything below it is ended where it was left without `adopt`.
     """
 
-    def __init__(self, keeper: _Keeper) -> None:
+    def __init__(self, keeper: StartedKeeper) -> None:
         self._keeper = keeper
         self._is_adopted = False
 
@@ -227,7 +231,7 @@ class _Waiting:
 class EmptySandbox(_Waiting):
     """A sandbox with nothing in it but its keeper."""
 
-    def __init__(self, keeper: _Keeper, *, lineage: str, network: Network, log_path: str | None) -> None:
+    def __init__(self, keeper: StartedKeeper, *, lineage: str, network: Network, log_path: str | None) -> None:
         super().__init__(keeper)
         self.sandbox = Sandbox(keeper.id, None, lineage, network, log_path)
 
@@ -278,7 +282,7 @@ class BareKeeper(_Waiting):
 class HelpedKeeper(_Waiting):
     """The keeper of what the privileged helper has restored (`helper.client.Keeper`)."""
 
-    def __init__(self, keeper: _HelpedKeeper) -> None:
+    def __init__(self, keeper: KeeperByHelper) -> None:
         super().__init__(keeper)
         self._helped = keeper
 
@@ -291,212 +295,30 @@ class HelpedKeeper(_Waiting):
         self._helped.begin()
 
 
-class _Keeper:
-    """A keeper that is being started, and the socket to it. Closing the socket early ends it.
-
-    ``answer`` is what it said first, when it was ready.
-    """
-
-    _starter: subprocess.Popen[bytes] | None = None
-    is_ready = False
+class HelpedKeepers:
+    """The keepers of what the privileged helper has restored, one for each tree, in their order."""
 
     def __init__(self, specification: Mapping[str, Any]) -> None:
-        theirs = self._make_ready(specification)
-        try:
-            with theirs:
-                self._starter = self._spawn(theirs.fileno())
-        except BaseException:
-            self.close()
-            raise
+        self._specification = specification
+        self._all: list[HelpedKeeper] = []
 
-    def wait_ready(self) -> None:
-        """Wait for its answer. It is closed where this raises something."""
-        try:
-            self.answer = self.receive()
-            self._collect_starter()
-            self._identify()
-        except BaseException:
-            self.close()
-            raise
+    def another(self) -> HelpedKeeper:
+        """The one of the next tree. How the first tree's first process ends is what is told of the job."""
+        own = {} if not self._all else {"log_path": "", "status_path": None}
+        self._all.append(HelpedKeeper(KeeperByHelper({**self._specification, **own})))
+        return self._all[-1]
 
-    def _collect_starter(self) -> None:
-        """It ends when it has forked the keeper, or when there is no socket any more."""
-        if self._starter is not None:
-            self._starter.wait()
+    @property
+    def id(self) -> ProcessId:
+        """The identity of the first that has begun."""
+        return next(each.id for each in self._all if each.is_ready)
 
-    def _make_ready(self, specification: Mapping[str, Any]) -> socket.socket:
-        """Returns its end of the socket."""
-        self._specification = {**specification, "open_files": descriptor_limit.of_others()}
-        self._output_fd = os.memfd_create("gpucr-keeper-output", os.MFD_CLOEXEC)
-        self._socket, theirs = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
-        self._socket.settimeout(ANSWER_LIMIT_S)
-        # The kernel says who sent a message, and translates the pid: the keeper itself knows only its inner one.
-        self._socket.setsockopt(socket.SOL_SOCKET, socket.SO_PASSCRED, 1)
-        return theirs
+    def adopt(self, root_pids: Sequence[int], *, inner_pids: Sequence[int]) -> None:
+        """Each gets its tree. As `BareKeeper.adopt`."""
+        for keeper, root_pid, inner_pid in zip(self._all, root_pids, inner_pids, strict=True):
+            keeper.adopt([root_pid], inner_pids=[inner_pid])
 
-    def _identify(self) -> None:
-        found = _identity(self._sender_pid)
-        if found is None:
-            raise self.lost()
-        self.id = found
-        self._note()
-        self.is_ready = True
-
-    def _note(self) -> None:
-        try:
-            known_keepers.note(self.id)
-        except OSError as e:
-            raise BrokenInstall(
-                f"the keeper process of the job cannot be noted: {e.strerror} ({e.filename})",
-                hint="check that root can write to /run/gpucr, and nobody else",
-                code="GPUCR-KEEPER",
-            ) from e
-
-    def __enter__(self) -> _Keeper:
-        return self
-
-    def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
-    ) -> None:
-        self.close()
-
-    def close(self) -> None:
-        """Close the socket. Safe to call again."""
-        if self._socket.fileno() >= 0:
-            self._socket.close()
-            os.close(self._output_fd)
-            self._collect_starter()
-
-    def send(self, **message: object) -> None:
-        """Raises BrokenInstall where the keeper has ended."""
-        self.send_fds((), **message)
-
-    def send_fds(self, fds: Sequence[int], **message: object) -> None:
-        """As `send`, with descriptors."""
-        try:
-            socket.send_fds(self._socket, [json.dumps(message).encode()], fds)
-        except ConnectionError as e:
-            raise self.lost() from e
-
-    def receive(self, *wanted: str) -> dict[str, Any]:
-        """The keeper's next message, or the next one with a member ``wanted``: a question may have been asked twice.
-
-        Raises what it says went wrong; BrokenInstall where it has ended.
-        """
-        while True:
-            message = self._receive()
-            if not wanted or any(name in message for name in wanted):
-                return message
-
-    def _receive(self) -> dict[str, Any]:
-        space_bytes = socket.CMSG_SPACE(_CREDENTIALS.size) + socket.CMSG_SPACE(_FD.size)
-        try:
-            data, ancillary, _, _ = self._socket.recvmsg(MESSAGE_LIMIT_BYTES, space_bytes, socket.MSG_CMSG_CLOEXEC)
-        except TimeoutError as e:
-            raise BrokenInstall(
-                f"the keeper process has not answered for {ANSWER_LIMIT_S:g} s",
-                hint="check what stops it (`ps`), or try again when the machine is less busy",
-                code="GPUCR-KEEPER",
-            ) from e
-        except ConnectionError as e:
-            raise self.lost() from e
-        if not data:
-            raise self.lost()
-        by_kind = {kind: each for _, kind, each in ancillary}
-        self._sender_pid = _CREDENTIALS.unpack(by_kind[socket.SCM_CREDENTIALS])[0]
-        self.received_fds = _FD.unpack(by_kind[socket.SCM_RIGHTS]) if socket.SCM_RIGHTS in by_kind else ()
-        message: dict[str, Any] = json.loads(data)
-        if "error" in message:
-            raise self._error(message["part"], message["error"])
-        return message
-
-    def lost(self) -> BrokenInstall:
-        """The keeper has ended without a word."""
-        said = os.pread(self._output_fd, 1 << 16, 0).decode(errors="replace").strip().rpartition("\n")[2]
-        return BrokenInstall(
-            "the keeper process of the job ended" + (f": {said}" if said else ""),
-            hint="it may have been killed for want of memory (dmesg)",
-            code="GPUCR-KEEPER",
-        )
-
-    @contextlib.contextmanager
-    def _fds(self, socket_fd: int) -> Iterator[tuple[int, int, int]]:
-        """What a keeper is started with."""
-        with contextlib.ExitStack() as opened:
-            specification_fd = os.memfd_create("gpucr-specification", os.MFD_CLOEXEC)
-            opened.callback(os.close, specification_fd)
-            with open(specification_fd, "wb", closefd=False) as file:
-                file.write(json.dumps(self._specification).encode())
-            operation_fd = os.pidfd_open(os.getpid())
-            opened.callback(os.close, operation_fd)
-            yield specification_fd, socket_fd, operation_fd
-
-    def _spawn(self, socket_fd: int) -> subprocess.Popen[bytes]:
-        with self._fds(socket_fd) as fds:
-            own_session = self._specification["own_session"]
-            try:
-                return subprocess.Popen(
-                    own_python.command("gpucr.jobs.sandbox.keeper", *fds),
-                    stdin=subprocess.DEVNULL if own_session else None,
-                    stdout=subprocess.DEVNULL,
-                    stderr=self._output_fd,
-                    pass_fds=fds,
-                    start_new_session=own_session,
-                    cwd="/",
-                    env=own_python.environment(),
-                )
-            except OSError as e:
-                raise BrokenInstall(
-                    f"the keeper process cannot be started: {e.strerror}",
-                    hint="gpucr starts its own Python a second time; see that sys.executable names it",
-                    code="GPUCR-KEEPER",
-                ) from e
-
-    def _error(self, part: str, said: str) -> GpucrError:
-        if part == "namespaces":
-            return Unsupported(
-                f"the job's namespaces cannot be made: {said}",
-                hint="that needs root (CAP_SYS_ADMIN), a /dev/shm, and a container that allows it; "
-                "--no-isolate does without",
-                code="GPUCR-NO-SANDBOX",
-            )
-        if part == "log":
-            return InvalidRequest(
-                f"the log {self._specification['log_path']} cannot be used: {said}", hint="give another file with --log"
-            )
-        program = self._specification["command"][0]
-        return InvalidRequest(
-            f"{program} cannot be run: {said}",
-            hint="see its mode, and its interpreter's if a script",
-            code="GPUCR-NO-PROGRAM",
-        )
-
-
-def _ready(specification: Mapping[str, Any]) -> _Keeper:
-    keeper = _Keeper(specification)
-    keeper.wait_ready()
-    return keeper
-
-
-class _HelpedKeeper(_Keeper):
-    """A keeper that somebody else starts, with what `given` gives."""
-
-    def __init__(self, specification: Mapping[str, Any]) -> None:
-        self._theirs = self._make_ready(specification)
-
-    def given(self) -> contextlib.AbstractContextManager[tuple[int, int, int]]:
-        return self._fds(self._theirs.fileno())
-
-    def begin(self) -> None:
-        self._theirs.close()
-        self.answer = self.receive()
-        self._identify()
-
-    def close(self) -> None:
-        self._theirs.close()
-        super().close()
-
-
-def _identity(pid: int) -> ProcessId | None:
-    stat = processes.read_stat(pid)
-    return None if stat is None else ProcessId(pid, stat.start_time_ticks)
+    def end(self) -> bool:
+        """As `BareKeeper.end`, of all."""
+        ended = [each.end() for each in self._all]
+        return all(ended)

@@ -54,12 +54,12 @@ RAN_AS_OTHER_USER = Fact(
 SANDBOX = Fact(
     what="the job needs namespaces of its own",
     consequence="only root can make them (CAP_SYS_ADMIN)",
-    remedy="restore it with sudo, or leave out --isolate",
+    remedy="restore it with sudo, or leave out --isolate; the privileged helper makes them for jobs that it has dumped",
     code="GPUCR-ONLY-ROOT",
 )
 TREES_BY_HELPER = Fact(
-    what="the job has several trees",
-    consequence="the privileged helper dumps one tree",
+    what="the job has more than {limit} trees",
+    consequence="the privileged helper restores no more at the same time",
     remedy=_REMEDY,
     code="GPUCR-HELPER-REFUSED",
 )

@@ -1,0 +1,38 @@
+"""How many requests are served at a time, whoever listens: systemd before 256 counts no local connections of a user."""
+
+from __future__ import annotations
+
+import contextlib
+import os
+from collections.abc import Iterator
+
+from gpucr.linux import locks, trusted_paths
+from gpucr.linux.private_folders import runtime_folder
+
+MAX_REQUESTS = 32
+MAX_REQUESTS_PER_USER = 8
+"""The trees of one job are restored at the same time, with a request for each."""
+
+_FOLDER = "helper-requests"
+
+
+@contextlib.contextmanager
+def place_of(uid: int) -> Iterator[bool]:
+    """One of the user's places for a block: whether there is one. What is made in it does not keep it over execve(2).
+
+    Needs root. Raises OSError.
+    """
+    folder = runtime_folder() / _FOLDER
+    trusted_paths.make_private(folder)
+    for number in range(MAX_REQUESTS_PER_USER):
+        fd = trusted_paths.open_file(folder / f"{uid}-{number}", os.O_RDWR | os.O_CREAT)
+        try:
+            try:
+                locks.lock(fd)
+            except BlockingIOError:
+                continue
+            yield True
+            return
+        finally:
+            os.close(fd)
+    yield False

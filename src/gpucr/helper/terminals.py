@@ -1,0 +1,46 @@
+"""Terminals of a job: whether CRIU, with what the helper gives it, can set them up again in a restore."""
+
+from __future__ import annotations
+
+import contextlib
+import fcntl
+import os
+from collections.abc import Iterable
+
+from gpucr.helper.rights import Refused
+from gpucr.linux import credentials
+
+_GET_LOCKED, _SET_LOCKED = 0x5456, 0x5457  # TIOCGLCKTRMIOS, TIOCSLCKTRMIOS of include/uapi/asm-generic/ioctls.h
+_TERMIOS_BYTES = 64  # more than a struct termios of the kernel
+
+
+def require_restorable(pids: Iterable[int], wanted: int) -> None:
+    """Raise Refused where one of these has a terminal open that CRIU with these capabilities could not bring back.
+
+    Before CRIU starts: it takes what waits to be read out of a terminal, and does not put it back when it fails.
+    """
+    if any(map(_has_terminal, pids)) and not can_lock(wanted):
+        raise Refused("the job has terminals, which on this kernel take CAP_SYS_ADMIN (TIOCSLCKTRMIOS)")
+
+
+def _has_terminal(pid: int) -> bool:
+    with contextlib.suppress(FileNotFoundError, ProcessLookupError):
+        for name in os.listdir(f"/proc/{pid}/fd"):
+            with contextlib.suppress(FileNotFoundError):
+                if os.readlink(f"/proc/{pid}/fd/{name}").startswith(("/dev/pts/", "/dev/ptmx")):
+                    return True
+    return False
+
+
+def can_lock(wanted: int) -> bool:
+    """Whether a process with these capabilities may lock settings of a terminal, as CRIU does. Tries it in a child."""
+    child = os.fork()
+    if child == 0:
+        with contextlib.suppress(OSError):
+            ends = os.openpty()
+            credentials.reduce_to(wanted)
+            locked = fcntl.ioctl(ends[1], _GET_LOCKED, bytes(_TERMIOS_BYTES))
+            fcntl.ioctl(ends[1], _SET_LOCKED, locked)
+            os._exit(0)
+        os._exit(1)
+    return os.waitpid(child, 0)[1] == 0
