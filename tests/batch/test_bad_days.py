@@ -147,6 +147,31 @@ def test_a_place_that_is_lost_while_the_dump_is_written(batch: Batch) -> None:
     assert batch.steps() == ALL
 
 
+@pytest.mark.parametrize("moment", ["restored", later("first start"), later("while it is dumped")])
+@pytest.mark.parametrize("isolate", ["--isolate", "--no-isolate"])
+def test_gpucr_that_is_killed_takes_the_job_with_it(batch: Batch, isolate: str, moment: str) -> None:
+    """Only gpucr is: a batch system that follows processes by their parents does not find what it has restored."""
+    batch.start("--every", "200ms", isolate, stop_at=30)
+    wait_until(lambda: batch.errors().count("dumped to") >= 2, batch.errors)
+    if moment == "restored":
+        batch.starts[-1].send_signal(signal.SIGUSR1)
+        assert batch.end() == 99, batch.errors()
+        batch.start(isolate, stop_at=30)
+        wait_until(lambda: "restored from" in batch.errors(), batch.errors)
+    elif moment == "while it is dumped":
+        batch.starts[-1].send_signal(signal.SIGUSR1)
+        wait_until(lambda: "SIGUSR1: the job is dumped" in batch.errors(), batch.errors)
+    batch.starts[-1].kill()
+    assert batch.end() == -signal.SIGKILL
+    wait_until(lambda: processes_in(batch.folder) == [], "the job to end")
+    assert "slurm-77" in batch.snapshots()
+    (batch.folder / "go").touch()
+    batch.start(isolate, stop_at=30)
+    assert batch.end() == 0, batch.errors()
+    assert "restored from" in batch.errors()
+    assert batch.steps()[-30:] == ALL[30:]
+
+
 @pytest.mark.root
 def test_a_snapshot_of_another_user() -> None:
     """In a store that their group shares."""

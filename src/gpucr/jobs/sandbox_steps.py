@@ -176,9 +176,16 @@ class StartSandbox:
     name = "sandbox"
 
     def __init__(
-        self, install: CriuInstall, source: RestoreSource, plan: SandboxPlan, protection: Protection | None
+        self,
+        install: CriuInstall,
+        source: RestoreSource,
+        plan: SandboxPlan,
+        protection: Protection | None,
+        *,
+        ends_with_caller: bool,
     ) -> None:
         self._install = install
+        self._ends_with_caller = ends_with_caller
         self._source = source
         self._plan = plan
         self._protection = protection
@@ -201,6 +208,7 @@ class StartSandbox:
             lineage=plan.lineage,
             last_pid=_last_pid(self._source),
             network=plan.network,
+            ends_with_caller=self._ends_with_caller,
         )
         found = made.sandbox
         if plan.alone:
@@ -225,8 +233,11 @@ class StartKeeper:
 
     name = "keeper"
 
-    def __init__(self, install: CriuInstall, name: RestoredName | None, *, own_session: bool) -> None:
+    def __init__(
+        self, install: CriuInstall, name: RestoredName | None, *, own_session: bool, ends_with_caller: bool
+    ) -> None:
         self._install = install
+        self._ends_with_caller = ends_with_caller
         self._name = name
         self._own_session = own_session
         self._made: BareKeeper | HelpedKeeper | None = None
@@ -244,11 +255,16 @@ class StartKeeper:
         log_path = str(name.log_path) if name is not None else None
         status_path = str(name.status_path) if name is not None else None
         if self._install.origin == "helper":
-            helped = self._made = sandbox.helped_keeper(log_path=log_path, status_path=status_path)
+            helped = self._made = sandbox.helped_keeper(
+                log_path=log_path, status_path=status_path, ends_with_caller=self._ends_with_caller
+            )
             self.site.set(RestoreSite(helped, HelperCriu(self._install, keeper=helped), False, "host"))
             return 0
         made = self._made = sandbox.bare_keeper(
-            log_path=log_path, status_path=status_path, own_session=self._own_session
+            log_path=log_path,
+            status_path=status_path,
+            own_session=self._own_session,
+            ends_with_caller=self._ends_with_caller,
         )
         self.site.set(RestoreSite(made, Criu(self._install, parent=made), False, "host"))
         return 0
