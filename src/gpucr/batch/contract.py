@@ -316,6 +316,9 @@ class _Run:
                 self._aside(self._snapshots.remove_all)
             except (GpucrError, OSError) as e:
                 self._say(f"the snapshots of {self._job.allocation.id} stay: {_said(e)}")
+                return code
+            with contextlib.suppress(GpucrError, OSError):  # its record and log do no harm
+                forget_job(self._snapshots.job_name)
         return code
 
 
