@@ -114,16 +114,6 @@ class Jobs:
         """Where it runs."""
         return self.ad(job_id, "RemoteHost").rpartition("@")[2]
 
-    def wait_until_tracked(self, job_id: str) -> None:
-        """Wait until HTCondor's condor_procd has looked for new processes of the job."""
-        said = self.pool.folder / self.node(job_id) / "ProcLog"
-
-        def looks() -> int:
-            return said.read_text().count("taking a snapshot...")
-
-        before = looks()
-        wait_until(lambda: looks() >= before + 2, said.read_text, _LIMIT_S, _LOOK_S)
-
     def go(self, *steps: int) -> None:
         """Let all that wait at these steps go on."""
         for step in steps:

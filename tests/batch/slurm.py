@@ -6,6 +6,7 @@ import os
 import re
 import shlex
 import shutil
+import stat
 import subprocess
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -26,6 +27,9 @@ _PLUGINS = Path("/usr/lib/x86_64-linux-gnu/slurm-wlm")
 _LIMIT_S = 60.0
 _POLL_S = 0.05  # each look is a command
 _FIRST_PORT = 27017
+_NVIDIA_MAJOR = 195
+_CGROUPS = Path("/sys/fs/cgroup")
+_CONTROLLERS = ("freezer", "devices")
 
 _CONFIGURATION = """
 ClusterName=t
@@ -43,8 +47,8 @@ SlurmctldPidFile={folder}/slurmctld.pid
 SlurmdPidFile={folder}/slurmd-%n.pid
 SlurmctldLogFile={folder}/slurmctld.log
 SlurmdLogFile={folder}/slurmd-%n.log
-ProctrackType=proctrack/linuxproc
-TaskPlugin=task/none
+ProctrackType=proctrack/{tracking}
+TaskPlugin=task/{task}
 SelectType=select/cons_tres
 SelectTypeParameters=CR_Core
 MpiDefault=none
@@ -59,7 +63,7 @@ JobRequeue=1
 RequeueExit=99
 SlurmdParameters=config_overrides
 GresTypes=gpu
-Epilog={templates}/epilog
+{epilog}
 NodeName=n1 NodeHostname=n1 NodeAddr=127.0.0.1 Port={port_1} CPUs=8 Gres=gpu:{gpus} State=UNKNOWN
 NodeName=n2 NodeHostname=n2 NodeAddr=127.0.0.1 Port={port_2} CPUs=8 Gres=gpu:{gpus} State=UNKNOWN
 PartitionName=low Nodes=n1,n2 Default=YES PriorityTier=1 PreemptMode=REQUEUE GraceTime=30 MaxTime=INFINITE State=UP
@@ -152,17 +156,23 @@ def _path_in(root: Path, name: str) -> str:
 class Slurm:
     """A cluster in ``folder``: a controller and two nodes that share all but pids, names in /dev/shm, and /run.
 
-    ``enter``: the command that leads to the mounts that it sees, where these are not the caller's.
+    ``enter``: the command that leads to the mounts that it sees, where these are not the caller's. ``in_cgroups``: what
+    belongs to a job's step is what is in the step's cgroup (of version 1), and no epilog ends what is left; else what
+    descends from it. Raises RuntimeMissing where it cannot be started.
     """
 
-    def __init__(self, folder: Path, programs: Programs, enter: Sequence[str] = ()) -> None:
+    def __init__(
+        self, folder: Path, programs: Programs, enter: Sequence[str] = (), *, in_cgroups: bool = False
+    ) -> None:
         self.folder = folder
+        self._in_cgroups = in_cgroups
+        self._cgroups = _Cgroups(folder, _CONTROLLERS if in_cgroups else ())
         self._write(programs)
         path = f"{folder}/bin:{os.environ.get('PATH', '')}"
         environment = {"SLURM_CONF": str(folder / "slurm.conf"), "PATH": path}
         self._machines = Machines(folder, NODES, environment, enter)
         try:
-            self._machines.start_control(_CONTROL)
+            self._machines.start_control(self._cgroups.mounts() + _CONTROL)
             for name in NODES:
                 self.start_node(name)
             all_idle = dict.fromkeys(NODES, "idle")
@@ -186,18 +196,23 @@ class Slurm:
             _CONFIGURATION.format(
                 folder=folder,
                 plugins=programs.plugins,
-                templates=TEMPLATES,
+                epilog="" if self._in_cgroups else f"Epilog={TEMPLATES}/epilog",
                 port=_FIRST_PORT,
                 port_1=_FIRST_PORT + 1,
                 port_2=_FIRST_PORT + 2,
                 gpus=GPUS_PER_NODE,
                 preempt=parameters,
+                tracking="cgroup" if self._in_cgroups else "linuxproc",
+                task="cgroup" if self._in_cgroups else "none",
             )
         )
-        (folder / "cgroup.conf").write_text(f"CgroupPlugin={'cgroup/v1' if is_old else 'disabled'}\n")
-        (folder / "gres.conf").write_text(
-            "".join(f"NodeName={node} Name=gpu File=/dev/null,/dev/zero\n" for node in NODES)
-        )
+        plugin = "cgroup/v1" if is_old or self._in_cgroups else "disabled"
+        more = f"CgroupMountpoint={folder}/cgroup\nConstrainDevices=yes\n" if self._in_cgroups else ""
+        (folder / "cgroup.conf").write_text(f"CgroupPlugin={plugin}\n{more}")
+        for number in range(GPUS_PER_NODE):  # a driver's that is not here; the simulator needs none
+            os.mknod(folder / f"gpu{number}", stat.S_IFCHR | 0o666, os.makedev(_NVIDIA_MAJOR, number))
+        files = f"{folder}/gpu[0-{GPUS_PER_NODE - 1}]"
+        (folder / "gres.conf").write_text("".join(f"NodeName={node} Name=gpu File={files}\n" for node in NODES))
         subprocess.run([folder / "bin" / "mungekey", "-c", "-k", folder / "munge" / "key"], check=True)
 
     def start_node(self, name: str) -> None:
@@ -266,3 +281,29 @@ class Slurm:
     def close(self) -> None:
         """Nothing of it lives on."""
         self._machines.close()
+        self._cgroups.close()
+
+
+class _Cgroups:
+    """Cgroups of version 1 that this cluster has alone: below ``folder``/cgroup it sees no others."""
+
+    def __init__(self, folder: Path, controllers: Sequence[str]) -> None:
+        self._folder = folder
+        self.own = [_CGROUPS / name / f"gpucr-slurm-{os.getpid()}" for name in controllers]
+        for path in self.own:
+            try:
+                path.mkdir()
+            except OSError as e:
+                self.close()
+                raise RuntimeMissing(f"no cgroup of version 1 can be made: {e}") from e
+
+    def mounts(self) -> str:
+        """The shell commands that show them to the cluster."""
+        places = [(path, self._folder / "cgroup" / path.parent.name) for path in self.own]
+        return "".join(f"\nmkdir -p {place}\nmount --bind {path} {place}" for path, place in places)
+
+    def close(self) -> None:
+        """Remove them. What was in them has ended."""
+        for path in self.own:
+            for folder, _, _ in os.walk(path, topdown=False):
+                os.rmdir(folder)

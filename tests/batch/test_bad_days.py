@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import os
+import shutil
 import signal
 import sys
 import tempfile
@@ -16,6 +17,7 @@ import pytest
 import gpucr
 from gpucr.jobs.registered import registry
 from gpucr.linux import processes
+from gpucr.sim import build as simulator
 from tests.batch.system import COUNTS, SUMS, Batch, wait_for_line
 from tests.conftest import skip_or_fail
 from tests.counter import processes_in, wait_until
@@ -126,6 +128,40 @@ def test_a_signal_before_the_first_step(batch: Batch) -> None:
     assert batch.steps() == ALL
 
 
+def test_a_signal_while_slurm_is_asked_for_the_time_limit(batch: Batch) -> None:
+    """A controller that is busy answers late."""
+    squeue = batch.folder / "bin" / "squeue"
+    squeue.parent.mkdir()
+    squeue.write_text(f"#!/bin/sh\ntouch {batch.folder}/asked\nexec sleep 15\n")
+    squeue.chmod(0o755)
+    batch.start(PATH=f"{squeue.parent}:{os.environ['PATH']}")
+    wait_until((batch.folder / "asked").exists, "squeue")
+    batch.starts[-1].send_signal(signal.SIGTERM)
+    assert batch.end() == 99, batch.errors()
+    assert "it has to be started again" in batch.errors()
+    assert registry().jobs() == ()
+
+
+def test_a_signal_before_it_is_restored(batch: Batch) -> None:
+    """The start takes back what it has restored so far, or dumps the job again: either way it goes on from there."""
+    dumped_once(batch)
+    batch.starts[-1].send_signal(signal.SIGTERM)
+    assert batch.end() == 99, batch.errors()
+    batch.start(stop_at=30)
+    wait_until(lambda: bool(_caught_by(batch.starts[-1].pid) >> (signal.SIGUSR1 - 1) & 1), "gpucr to listen")
+    batch.starts[-1].send_signal(signal.SIGTERM)
+    assert batch.end() == 99, batch.errors()
+    assert "SIGTERM came before the job ran: it has to be started again" in batch.errors() or (
+        "SIGTERM: the job is dumped" in batch.errors()
+    )
+    assert processes_in(batch.folder) == []
+    assert batch.snapshots() == ["slurm-77"]
+    (batch.folder / "go").touch()
+    batch.start(stop_at=30)
+    assert batch.end() == 0, batch.errors()
+    assert batch.steps() == ALL
+
+
 def _caught_by(pid: int) -> int:
     lines = Path(f"/proc/{pid}/status").read_text().splitlines()
     return next((int(line.split()[1], 16) for line in lines if line.startswith("SigCgt:")), 0)
@@ -145,6 +181,31 @@ def test_a_place_that_is_lost_while_the_dump_is_written(batch: Batch) -> None:
     batch.start(stop_at=30)
     assert batch.end() == 0, batch.errors()
     assert batch.steps() == ALL
+
+
+@pytest.mark.parametrize("moment", ["restored", later("first start"), later("while it is dumped")])
+@pytest.mark.parametrize("isolate", ["--isolate", "--no-isolate"])
+def test_gpucr_that_is_killed_takes_the_job_with_it(batch: Batch, isolate: str, moment: str) -> None:
+    """Only gpucr is: a batch system that follows processes by their parents does not find what it has restored."""
+    batch.start("--every", "200ms", isolate, stop_at=30)
+    wait_until(lambda: batch.errors().count("dumped to") >= 2, batch.errors)
+    if moment == "restored":
+        batch.starts[-1].send_signal(signal.SIGUSR1)
+        assert batch.end() == 99, batch.errors()
+        batch.start(isolate, stop_at=30)
+        wait_until(lambda: "restored from" in batch.errors(), batch.errors)
+    elif moment == "while it is dumped":
+        batch.starts[-1].send_signal(signal.SIGUSR1)
+        wait_until(lambda: "SIGUSR1: the job is dumped" in batch.errors(), batch.errors)
+    batch.starts[-1].kill()
+    assert batch.end() == -signal.SIGKILL
+    wait_until(lambda: processes_in(batch.folder) == [], "the job to end")
+    assert "slurm-77" in batch.snapshots()
+    (batch.folder / "go").touch()
+    batch.start(isolate, stop_at=30)
+    assert batch.end() == 0, batch.errors()
+    assert "restored from" in batch.errors()
+    assert batch.steps()[-30:] == ALL[30:]
 
 
 @pytest.mark.root
@@ -205,5 +266,27 @@ def test_a_node_that_cannot_bring_it_back(batch: Batch, node: dict[str, str], ex
     for step in range(9, 40, 10):
         (batch.folder / f"go-{step}").touch()
     batch.start(program=SUMS, GPUCR_SIM_GPUS="2x1GiB", CUDA_VISIBLE_DEVICES="0")
+    assert batch.end() == 0, batch.errors()
+    assert batch.steps() == ALL[:40]
+
+
+@pytest.mark.usefixtures("sim_only")
+def test_a_node_with_another_driver(batch: Batch) -> None:
+    """The job has the driver's library mapped, whose name has the version in it: that file is not there."""
+    here = Path(simulator.environment()["LD_LIBRARY_PATH"].partition(":")[0])
+    driver = Path(shutil.copytree(here, batch.folder / "driver", symlinks=True))
+    output = batch.start("--isolate", program=SUMS, LD_LIBRARY_PATH=str(driver))
+    wait_for_line(output, "step 9")
+    batch.starts[-1].send_signal(signal.SIGUSR1)
+    assert batch.end() == 99, batch.errors()
+    away = driver.rename(batch.folder / "away")
+    batch.start(program=SUMS)
+    assert batch.end() == 3, batch.errors()
+    assert "libcuda" in batch.errors()
+    assert batch.snapshots() == ["slurm-77"]
+    away.rename(driver)
+    for step in range(9, 40, 10):
+        (batch.folder / f"go-{step}").touch()
+    batch.start(program=SUMS)
     assert batch.end() == 0, batch.errors()
     assert batch.steps() == ALL[:40]

@@ -41,6 +41,7 @@ def test_a_job_goes_on_in_its_next_place(batch: Batch, how: str) -> None:
     assert "SLURM_RESTART_COUNT=1" in lines, "the job can read the variables of its new place"
     assert batch.snapshots() == [], "a job that has ended well needs none"
     assert list((state_folder() / "batch").iterdir()) == []
+    assert registry().jobs() == ()
 
 
 def test_its_own_exit_code_and_what_it_leaves(batch: Batch) -> None:

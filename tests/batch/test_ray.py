@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import signal
 from collections.abc import Iterator
 from pathlib import Path
 from typing import TYPE_CHECKING
@@ -13,6 +14,7 @@ from gpucr.errors import DeadlineExceeded, InvalidRequest
 from tests import command
 from tests.conftest import skip_or_fail
 from tests.counter import processes_in, wait_until
+from tests.storm import long
 
 if TYPE_CHECKING:
     from tests.batch.ray_cluster import RayCluster
@@ -97,6 +99,30 @@ def test_jobs_of_a_node_that_dies_go_on_elsewhere(cluster: RayCluster) -> None:
     assert job.status().starts == 2
     assert command.run_json("ls", cluster.store)["snapshots"] == [], "a job that has ended well needs none"
     cluster.add_node()
+
+
+@long
+def test_what_runs_a_job_is_killed(cluster: RayCluster) -> None:
+    """The job ends with it, and goes on from its last snapshot when it is resumed."""
+    from tests.batch.ray_cluster import require_right, wait_for, wait_for_state
+
+    job = cluster.submit(every_s=0.5)
+    wait_for(job, "step 9")
+    before = job.logs().count("dumped to")
+    wait_for(job, "dumped to", before + 2)
+    (place,) = [
+        pid
+        for pid in processes_in(cluster.folder)
+        if b"\0gpucr.batch.place\0" in Path(f"/proc/{pid}/cmdline").read_bytes()
+    ]
+    os.kill(place, signal.SIGKILL)
+    wait_for_state(job, "failed")
+    assert "gpucr was killed on node" in job.status().reason
+    assert processes_in(cluster.folder) == []
+    job.resume()
+    wait_for(job, "restored from")
+    cluster.go_on_to_the_end()
+    require_right(job)
 
 
 def test_a_job_migrates_is_preempted_and_gives_way(cluster: RayCluster) -> None:

@@ -10,6 +10,7 @@ from pathlib import Path
 
 import pytest
 
+from gpucr.linux import processes
 from tests.batch.slurm import GPUS_PER_NODE, TEMPLATES, Programs, Slurm, find_slurm
 from tests.batch.slurm_jobs import Jobs
 from tests.batch.system import RESULT
@@ -95,15 +96,80 @@ def test_a_node_that_fails(jobs: Jobs, every: str) -> None:
 
 
 def test_a_gpucr_that_is_killed(jobs: Jobs) -> None:
-    """Slurm loses the job, which is below nobody any more; the epilog ends it."""
+    """The job ends with it, though Slurm has lost it: it is below nobody any more."""
     job_id = jobs.submit()
     jobs.wait_for(job_id, "step 9\n")
-    (batch,) = [
-        each for each in processes_in(jobs.folder) if b"\0batch\0" in Path(f"/proc/{each}/cmdline").read_bytes()
-    ]
-    os.kill(batch, signal.SIGKILL)
+    os.kill(_batch(jobs), signal.SIGKILL)
     assert jobs.slurm.wait_for(job_id, "FAILED")["ExitCode"] == "0:9"
     wait_until(lambda: processes_in(jobs.folder) == [], lambda: f"the end of {processes_in(jobs.folder)}")
+
+
+@long
+def test_a_gpucr_that_is_killed_with_all_that_it_has_started(jobs: Jobs) -> None:
+    """Nobody is left to end the job but the epilog."""
+    job_id = jobs.submit(options="--no-isolate")
+    jobs.wait_for(job_id, "step 9\n")
+    _kill_all_of_gpucr(jobs)
+    jobs.slurm.wait_for(job_id, "FAILED")
+    wait_until(lambda: processes_in(jobs.folder) == [], lambda: f"the end of {processes_in(jobs.folder)}")
+
+
+def _batch(jobs: Jobs) -> int:
+    (found,) = [each for each in processes_in(jobs.folder) if _is_batch(each)]
+    return found
+
+
+def _keeper(jobs: Jobs) -> int:
+    """The parent of the job's process."""
+    (job,) = [each for each in processes_in(jobs.folder) if not _is_batch(each)]
+    stat = processes.read_stat(job)
+    assert stat is not None
+    return stat.parent_pid
+
+
+def _is_batch(pid: int) -> bool:
+    return b"\0batch\0" in Path(f"/proc/{pid}/cmdline").read_bytes()
+
+
+def _kill_all_of_gpucr(jobs: Jobs) -> None:
+    for each in (_keeper(jobs), _batch(jobs)):
+        os.kill(each, signal.SIGKILL)
+
+
+@pytest.fixture(scope="module")
+def slurm_with_cgroups(programs: Programs, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Slurm]:
+    try:
+        made = Slurm(tmp_path_factory.mktemp("slurm"), programs, in_cgroups=True)
+    except RuntimeMissing as e:
+        skip_or_fail("slurm", f"no Slurm with cgroups: {e}")
+        raise
+    with contextlib.closing(made):
+        yield made
+
+
+@long
+@pytest.mark.parametrize("isolate", ["--isolate", "--no-isolate"])
+def test_what_is_restored_belongs_to_the_new_step(slurm_with_cgroups: Slurm, tmp_path: Path, isolate: str) -> None:
+    """By its cgroups, with proctrack/cgroup and task/cgroup: it has the step's devices, and dies with the step."""
+    with contextlib.closing(Jobs(slurm_with_cgroups, tmp_path)) as jobs:
+        job_id = jobs.submit("--nodelist=n1", options=isolate)
+        jobs.wait_for(job_id, "step 9\n")
+        jobs.slurm.run("scancel", "--batch", "--signal=USR1", job_id)
+        jobs.slurm.wait_for(job_id, "PENDING")
+        jobs.slurm.run("scontrol", "update", f"JobId={job_id}", "ReqNodeList=n2")
+        jobs.slurm.start_again(job_id, 1)
+        jobs.wait_for(job_id, "restored from")
+        step = f"/slurm_n2/uid_0/job_{job_id}/step_batch"
+        for pid in (*processes_in(jobs.folder), _keeper(jobs)):
+            groups = {line.split(":")[1]: line.split(":")[2] for line in _cgroups_of(pid)}
+            assert (groups["freezer"].endswith(step), groups["devices"].endswith(f"{step}/task_0")) == (True, True)
+        _kill_all_of_gpucr(jobs)
+        jobs.slurm.wait_for(job_id, "FAILED")
+        wait_until(lambda: processes_in(jobs.folder) == [], lambda: f"the end of {processes_in(jobs.folder)}")
+
+
+def _cgroups_of(pid: int) -> list[str]:
+    return Path(f"/proc/{pid}/cgroup").read_text().splitlines()
 
 
 @pytest.mark.parametrize("name", ["job.sh", "steps.sh"])

@@ -283,3 +283,24 @@ def test_a_job_in_another_session_is_refused_before_it_is_stopped(user: Ordinary
     code, said = user.refused("dump", (user.home / "child").read_text().strip(), "--to", "snap")
     assert code == "GPUCR-HELPER-REFUSED"
     assert "session" in said
+
+
+@long
+def test_what_gpucr_batch_has_restored_ends_with_it(user: OrdinaryUser) -> None:
+    """Its keeper, which the helper has become, ends it when gpucr batch is killed."""
+    alive = user.home / "alive"
+    alive.unlink(missing_ok=True)
+    program = "import os, time\ncount = 0\nbeat = lambda: None\n" + BEAT
+    words = (sys.executable, "-m", "gpucr", "batch", "--to", str(user.home / "store"), "--id", "b")
+    command = (*words, "--", sys.executable, "-I", "-S", "-c", program)
+    said = user.home / "out"
+    batch = user.start(*command)
+    wait_until(alive.exists, "the job to start")
+    os.kill(batch, signal.SIGUSR1)
+    wait_until(lambda: "dumped to" in said.read_text() and not runs(batch), said.read_text)
+    batch = user.start(*command)
+    wait_until(lambda: "restored from" in said.read_text(), said.read_text)
+    job = user.pid_of("batch-b")
+    assert runs(job)
+    os.kill(batch, signal.SIGKILL)
+    wait_until(lambda: not runs(job), "the job to end")

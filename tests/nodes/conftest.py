@@ -12,12 +12,17 @@ from tests.conftest import skip_or_fail
 from tests.nodes.two_nodes import TwoNodes
 
 
-@pytest.fixture
-def nodes(sim_only: None, tmp_path: Path) -> Iterator[TwoNodes]:
-    """Two nodes, on which a job runs."""
+def require_networks() -> None:
+    """Skip the test where no networks can be made."""
     missing = [name for name in ("ip", "nsenter", "unshare") if shutil.which(name) is None]
     if missing:
         skip_or_fail("root", f"there is no {', '.join(missing)} here, to make two nodes with")
+
+
+@pytest.fixture
+def nodes(sim_only: None, tmp_path: Path) -> Iterator[TwoNodes]:
+    """Two nodes, on which a job runs."""
+    require_networks()
     made = TwoNodes(tmp_path)
     try:
         made.start_job()

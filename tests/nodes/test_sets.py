@@ -240,13 +240,13 @@ def test_a_store_that_is_gone_at_the_decision(nodes: TwoNodes) -> None:
     """Nobody can know what was decided: all parts run, and what is in the store stays."""
     host, guest = nodes.drive(0, "before:complete", "pause"), nodes.start_dump(1)
     nodes.wait_there(0)
-    (nodes.store / "sets").touch()
+    (nodes.store_folder / "sets").touch()
     nodes.let_go(0)
     done = [ended(host), ended(guest)]
     assert [code for code, _, _ in done] == [5, 5], done
     assert all("it is not known whether the set" in said for _, _, said in done)
     nodes.assert_job_goes_on()
-    (nodes.store / "sets").unlink()
+    (nodes.store_folder / "sets").unlink()
     assert [each["complete"] for each in nodes.listed()] == [False, False]
     nodes.finish()
 

@@ -6,13 +6,15 @@ import contextlib
 import json
 import os
 import signal
+import socket
 import subprocess
 import sys
+import threading
 from pathlib import Path
 from typing import Any
 
 from gpucr.driver.cuda import load_driver
-from gpucr.linux import processes
+from gpucr.linux import namespaces, processes
 from gpucr.model import CudaState
 from tests import command
 from tests.counter import DEADLINE_S, kill_at_once, processes_in, wait_until
@@ -273,6 +275,20 @@ class Node:
         """Take its cable away."""
         self.ip("link", "set", "eth", "down")
 
+    def listen(self, port: int) -> socket.socket:
+        """A socket that listens at its loopback address."""
+        made: list[socket.socket] = []
+
+        def inside() -> None:
+            with open(f"/proc/{self._holder.pid}/ns/net") as network:
+                namespaces.enter(network.fileno(), "net")  # this thread alone
+            made.append(socket.create_server(("127.0.0.1", port)))
+
+        thread = threading.Thread(target=inside)
+        thread.start()
+        thread.join()
+        return made[0]
+
     def ip(self, *words: str) -> None:
         """Run `ip` there."""
         subprocess.run([*self.enter(), "ip", *words], check=True, timeout=DEADLINE_S)
@@ -290,11 +306,11 @@ class Node:
 
 
 class TwoNodes:
-    """Both, with the store that they share."""
+    """Both, with the store that they share: a folder, or what ``store`` names."""
 
-    def __init__(self, folder: Path) -> None:
+    def __init__(self, folder: Path, store: str | None = None) -> None:
         self.folder = folder
-        self.store = folder / "store"
+        self.store: Path | str = store or folder / "store"
         self.secret = folder / "secret"
         self.secret.write_bytes(SECRET)
         self.secret.chmod(0o600)
@@ -308,6 +324,12 @@ class TwoNodes:
             node.ip("addr", "add", f"{address}/24", "dev", "eth")
             node.ip("link", "set", "eth", "up")
         assert command.run("store", "init", self.store).returncode == 0
+
+    @property
+    def store_folder(self) -> Path:
+        """The store, which is a folder."""
+        assert isinstance(self.store, Path)
+        return self.store
 
     def start_job(self) -> None:
         """Start both parts, and wait until they talk."""
@@ -343,11 +365,16 @@ class TwoNodes:
         ]
         return self.nodes[which].start(*words)
 
-    def drive(self, which: int, moment: str, action: str, *, is_restore: bool = False) -> subprocess.Popen[str]:
-        """Start the dump, or restore, of one part that dies at this moment (``die``), or waits there (``pause``)."""
+    def drive(
+        self, which: int, moment: str, action: str, *, is_restore: bool = False, first: str = ""
+    ) -> subprocess.Popen[str]:
+        """Start the dump, or restore, of one part that dies at this moment (``die``), or waits there (``pause``).
+
+        ``first``: code that it runs before.
+        """
         what = "restore" if is_restore else self.nodes[which].pid
         words = (what, f"{self.store}#set", f"{ADDRESSES[0]}:{RENDEZVOUS_PORT}", which, moment, action)
-        return self.nodes[which].python(f"import os; os.chdir({str(self.folder)!r})\n{DRIVER}", *words)
+        return self.nodes[which].python(f"import os; os.chdir({str(self.folder)!r})\n{first}\n{DRIVER}", *words)
 
     def wait_there(self, node: int) -> None:
         """Until the driver of this node is at its moment."""

@@ -138,6 +138,30 @@ def test_connections_to_the_outside_are_closed_and_those_inside_are_kept(
             accepted.recv(1)
 
 
+WAITS = """
+import select, socket
+outside = socket.create_connection(("127.0.0.1", int(open("port").read())))
+waiting = select.epoll()
+waiting.register(outside, select.EPOLLIN)
+done("waits")
+while True:
+    step()
+    found = [events for _, events in waiting.poll(0)]
+    done(f"{[bool(events & select.EPOLLIN) for events in found]} {outside.recv(1)}")
+"""
+
+
+def test_who_waits_for_a_connection_that_is_closed_is_woken(
+    start: StartJob, tmp_path: Path, peer: socket.socket
+) -> None:
+    """By something to read, as when the other end closes it. Programs like Gloo do not look for anything else."""
+    job = start(f"open('port', 'w').write('{peer.getsockname()[1]}')\n" + WAITS)
+    with peer.accept()[0]:
+        job.dump_and_end(tmp_path / "s")
+        gpucr.restore(tmp_path / "s")
+        assert job.go_on() == "[True] b''"
+
+
 def test_connections_to_the_outside_can_be_taken_up_again(start: StartJob, tmp_path: Path, peer: socket.socket) -> None:
     job, accepted = start_connected(tmp_path, start, peer)
     with accepted:

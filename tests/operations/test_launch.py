@@ -659,7 +659,7 @@ def test_a_restored_job_whose_log_was_removed(before_the_dump: bool, tmp_path: P
 def test_a_registry_that_is_of_no_use_stops_no_restore(tmp_path: Path, state: Path) -> None:
     launch.run_job(["sleep", "1000"], name="job", isolate=False, log=tmp_path / "log")
     gpucr.dump("job", tmp_path / "snapshot")
-    state.rename(tmp_path / "away")  # the job's keeper may be writing there how it ended
+    state.rename(state.with_name("away"))  # the keeper may be about to write there how the job ended
     state.write_text("no folder")
     report = gpucr.restore(tmp_path / "snapshot")
     try:

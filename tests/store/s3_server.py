@@ -151,12 +151,22 @@ class CuttingProxy:
 
     ``cut_after(number, request)`` is asked once for each connection, with its first bytes: after how many bytes to the
     client, or, as a negative number, from the client, it is cut; None: never. ``cuts`` counts what was cut.
+    ``listener``: where it takes connections, which may be in another network. ``each_request``: it is also asked for
+    later requests of a connection, whose bytes are counted anew.
     """
 
-    def __init__(self, target_port: int, cut_after: Callable[[int, bytes], int | None]) -> None:
+    def __init__(
+        self,
+        target_port: int,
+        cut_after: Callable[[int, bytes], int | None],
+        listener: socket.socket | None = None,
+        *,
+        each_request: bool = False,
+    ) -> None:
+        self._each_request = each_request
         self._target_port = target_port
         self._cut_after = cut_after
-        self._listener = socket.create_server(("127.0.0.1", 0))
+        self._listener = listener or socket.create_server(("127.0.0.1", 0))
         self.port = int(self._listener.getsockname()[1])
         self.connections = 0
         self.cuts = 0
@@ -191,8 +201,9 @@ class CuttingProxy:
             while True:
                 for source in select.select([client, server], [], [], _DEADLINE_S)[0]:
                     data = source.recv(16384)
-                    if source is client and moved[client] == 0:
+                    if source is client and (moved[client] == 0 or (self._each_request and limit is None)):
                         limit = self._cut_after(number, data)
+                        moved = {client: 0, server: 0}
                     if not data:
                         return
                     moved[source] += len(data)

@@ -138,6 +138,25 @@ def test_it_goes_on_when_its_gpucr_has_ended(place: Workplace, isolate: bool) ->
     assert place.ended()["exit_code"] == 5
 
 
+def test_it_ends_with_its_gpucr_where_it_is_to(place: Workplace, isolate: bool) -> None:
+    """Also what has left the tree of its first process. How it ended is written as always."""
+    code = (
+        "import signal, sys; from gpucr.jobs import sandbox\n"
+        "sandbox.start(['/bin/sh', '-c', '(setsid sleep 99 &); exec sleep 99'], cwd=sys.argv[1],\n"
+        "    environment={'PATH': '/bin'}, log_path=sys.argv[1] + '/log', status_path=sys.argv[1] + '/status',\n"
+        f"    refuse_io_uring=False, isolate={isolate}, ends_with_caller=True)\n"
+        "print('started', flush=True); signal.pause()"
+    )
+    command_line = [sys.executable, "-c", code, str(place.folder)]
+    with subprocess.Popen(command_line, stdout=subprocess.PIPE, env=_environment()) as maker:
+        assert maker.stdout is not None
+        assert maker.stdout.readline() == b"started\n"
+        wait_until(lambda: len(processes_in(place.folder)) == 2, "both to run")
+        maker.kill()
+        wait_until(lambda: processes_in(place.folder) == [], "both to end")
+    assert place.ended()["signal"] == signal.SIGKILL
+
+
 @pytest.mark.parametrize(
     ("command", "options", "message"),
     [

@@ -152,14 +152,19 @@ class _Run:
             environment = {**os.environ, ENVIRONMENT_VARIABLE: str(environment_file)}
             options = dict(self._job.run_options)
             started = run_job(
-                self._job.command, name=self._snapshots.job_name, environment=environment, cancel=cancel, **options
+                self._job.command,
+                name=self._snapshots.job_name,
+                environment=environment,
+                ends_with_caller=True,
+                cancel=cancel,
+                **options,
             )
             self._say(f"started as {started.record.name}: there is no snapshot of {self._job.allocation.id}")
             return started.record, Relay(started.record.log, 0)
         log = latest.manifest.launch.log_path if latest.manifest.launch is not None else ""
         size = os.path.getsize(log) if os.path.isfile(log) else 0
         begin = time.monotonic()
-        report = restore(latest, gpu=self._gpus_for(latest.manifest), cancel=cancel)
+        report = restore(latest, gpu=self._gpus_for(latest.manifest), ends_with_caller=True, cancel=cancel)
         for warning in report.warnings:
             self._say(f"warning: {warning}")
         self._say(f"restored from {latest.where} in {time.monotonic() - begin:.1f} s")
@@ -311,6 +316,9 @@ class _Run:
                 self._aside(self._snapshots.remove_all)
             except (GpucrError, OSError) as e:
                 self._say(f"the snapshots of {self._job.allocation.id} stay: {_said(e)}")
+                return code
+            with contextlib.suppress(GpucrError, OSError):  # its record and log do no harm
+                forget_job(self._snapshots.job_name)
         return code
 
 

@@ -136,9 +136,10 @@ class Agent:
         return _answers(answers)
 
     def _end_what_is_left(self) -> None:
-        record = registry().find(JobSnapshots(self._job.store, self._job.id, None).job_name).record
-        if record is not None:
-            end_processes(record)
+        """The job ends with what ran it; once this returns it has ended. It may not have begun."""
+        found = registry().look(JobSnapshots(self._job.store, self._job.id, None).job_name)
+        if found is not None and found.record is not None:
+            end_processes(found.record)
 
 
 def agent_of(job: RayJob, queue: Any, avoid: str | None) -> Any:

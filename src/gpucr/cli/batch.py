@@ -97,7 +97,11 @@ def command(
       trap '' USR1
       exec gpucr batch --to /shared/snapshots --grace 110s -- python train.py
     """
-    allocation = Allocation.of(os.environ, job_id)
+    try:
+        allocation = Allocation.of(os.environ, job_id)  # Slurm is asked, which may take a while
+    except KeyboardInterrupt:
+        say("gpucr batch: a signal came before the job ran: it has to be started again")
+        sys.exit(requeue_exit)
     if before_limit is not None and allocation.end_s is None:
         say("warning: --before-limit has no effect: nothing tells when the place ends")
     if checkpoint_exit is not None and every is None:

@@ -27,6 +27,7 @@ NAME = "files.img"
 MAX_IMAGE_BYTES = 256 << 20
 """A file of the job takes about 100 bytes."""
 MAGIC, KIND = 0x56303138, "open files"
+_SHUT_DOWN = 3  # for reading and for writing
 
 
 def have_clocks(names: Iterable[str]) -> bool:
@@ -63,14 +64,17 @@ class FilesImage:
         return tuple(tcp_socket(each) for each in self._tcp())
 
     def close_connections(self, chosen: Collection[TcpSocket]) -> None:
-        """Restore these connections as sockets that are not connected: who reads or writes learns that they are gone.
+        """Restore these connections as sockets that are not connected, as if the other end had closed them.
 
+        They are shut down: who reads finds the end, who writes EPIPE, and who waits for something to read is woken.
+        (The kernel reports a socket that is only not connected as EPOLLHUP without EPOLLIN: Gloo waited for ever.)
         Their local port is not bound again, as it need not exist or be free where the job is restored.
         """
         inodes = {each.inode for each in chosen}
         for each in self._tcp():
             if each.ino in inodes:
                 each.state = TcpState.CLOSE
+                each.shutdown = _SHUT_DOWN
                 each.src_port = each.dst_port = 0
                 for address in (each.src_addr, each.dst_addr):
                     address[:] = [0] * len(address)

@@ -38,7 +38,7 @@ class RegularFile(_message.Message):
     def __init__(self, id: _Optional[int] = ..., flags: _Optional[int] = ..., pos: _Optional[int] = ..., fown: _Optional[_Union[SignalOwner, _Mapping]] = ..., name: _Optional[bytes] = ..., size: _Optional[int] = ..., ext: bool = ..., mode: _Optional[int] = ...) -> None: ...
 
 class InternetSocket(_message.Message):
-    __slots__ = ("id", "ino", "family", "type", "proto", "state", "src_port", "dst_port", "flags", "backlog", "src_addr", "dst_addr", "fown")
+    __slots__ = ("id", "ino", "family", "type", "proto", "state", "src_port", "dst_port", "flags", "backlog", "src_addr", "dst_addr", "fown", "shutdown")
     ID_FIELD_NUMBER: _ClassVar[int]
     INO_FIELD_NUMBER: _ClassVar[int]
     FAMILY_FIELD_NUMBER: _ClassVar[int]
@@ -52,6 +52,7 @@ class InternetSocket(_message.Message):
     SRC_ADDR_FIELD_NUMBER: _ClassVar[int]
     DST_ADDR_FIELD_NUMBER: _ClassVar[int]
     FOWN_FIELD_NUMBER: _ClassVar[int]
+    SHUTDOWN_FIELD_NUMBER: _ClassVar[int]
     id: int
     ino: int
     family: int
@@ -65,7 +66,8 @@ class InternetSocket(_message.Message):
     src_addr: _containers.RepeatedScalarFieldContainer[int]
     dst_addr: _containers.RepeatedScalarFieldContainer[int]
     fown: SignalOwner
-    def __init__(self, id: _Optional[int] = ..., ino: _Optional[int] = ..., family: _Optional[int] = ..., type: _Optional[int] = ..., proto: _Optional[int] = ..., state: _Optional[int] = ..., src_port: _Optional[int] = ..., dst_port: _Optional[int] = ..., flags: _Optional[int] = ..., backlog: _Optional[int] = ..., src_addr: _Optional[_Iterable[int]] = ..., dst_addr: _Optional[_Iterable[int]] = ..., fown: _Optional[_Union[SignalOwner, _Mapping]] = ...) -> None: ...
+    shutdown: int
+    def __init__(self, id: _Optional[int] = ..., ino: _Optional[int] = ..., family: _Optional[int] = ..., type: _Optional[int] = ..., proto: _Optional[int] = ..., state: _Optional[int] = ..., src_port: _Optional[int] = ..., dst_port: _Optional[int] = ..., flags: _Optional[int] = ..., backlog: _Optional[int] = ..., src_addr: _Optional[_Iterable[int]] = ..., dst_addr: _Optional[_Iterable[int]] = ..., fown: _Optional[_Union[SignalOwner, _Mapping]] = ..., shutdown: _Optional[int] = ...) -> None: ...
 
 class UnixSocket(_message.Message):
     __slots__ = ("id", "ino", "type", "state", "peer", "fown", "name")

@@ -181,9 +181,16 @@ class StartSandbox:
     name = "sandbox"
 
     def __init__(
-        self, install: CriuInstall, source: RestoreSource, plan: SandboxPlan, protection: Protection | None
+        self,
+        install: CriuInstall,
+        source: RestoreSource,
+        plan: SandboxPlan,
+        protection: Protection | None,
+        *,
+        ends_with_caller: bool,
     ) -> None:
         self._install = install
+        self._ends_with_caller = ends_with_caller
         self._source = source
         self._plan = plan
         self._protection = protection
@@ -208,6 +215,7 @@ class StartSandbox:
             last_pid=_last_pid(self._source),
             network=plan.network,
             helper=self._install if self._install.origin == "helper" else None,
+            ends_with_caller=self._ends_with_caller,
         )
         found = made.sandbox
         if plan.alone:
@@ -241,8 +249,11 @@ class StartKeeper:
 
     name = "keeper"
 
-    def __init__(self, install: CriuInstall, name: RestoredName | None, *, own_session: bool) -> None:
+    def __init__(
+        self, install: CriuInstall, name: RestoredName | None, *, own_session: bool, ends_with_caller: bool
+    ) -> None:
         self._install = install
+        self._ends_with_caller = ends_with_caller
         self._name = name
         self._own_session = own_session
         self._begun: BareKeeper | None = None
@@ -259,7 +270,12 @@ class StartKeeper:
         """Raises BrokenInstall."""
         log_path, status_path = self._paths()
         if self._install.origin != "helper":
-            self._begun = sandbox.bare_keeper(log_path=log_path, status_path=status_path, own_session=self._own_session)
+            self._begun = sandbox.bare_keeper(
+                log_path=log_path,
+                status_path=status_path,
+                own_session=self._own_session,
+                ends_with_caller=self._ends_with_caller,
+            )
         return self
 
     def __exit__(
@@ -279,7 +295,9 @@ class StartKeeper:
             log_path, status_path = self._paths()
             from gpucr.helper.client import HelperCriu
 
-            helped = self._made = sandbox.helped_keepers(log_path=log_path, status_path=status_path)
+            helped = self._made = sandbox.helped_keepers(
+                log_path=log_path, status_path=status_path, ends_with_caller=self._ends_with_caller
+            )
             criu = HelperCriu(self._install, keepers=helped)
             self.site.set(RestoreSite(helped, criu, False, "host", helper=criu))
             return 0

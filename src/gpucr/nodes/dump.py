@@ -42,6 +42,8 @@ Answer = TypeVar("Answer")
 _FREEZE_S = 60.0
 """The parts that are frozen already wait for the one that cannot be."""
 _PAUSES_S = (0.2, 0.5, 1.0, 2.0, 4.0)
+_INSIST_S = 10.0
+"""How long a store is asked again. An object store has been tried for minutes when it fails, and the job stands."""
 
 
 def dump_part(
@@ -194,9 +196,12 @@ class _Dump:
 
 def _persistently(ask: Callable[[], Answer]) -> Answer:
     """Ask the store, again where it does not work: the answer decides what becomes of the job. Raises StoreError."""
+    end_s = time.monotonic() + _INSIST_S
     for pause_s in _PAUSES_S:
         try:
             return ask()
         except StoreError:
+            if time.monotonic() > end_s:
+                raise
             time.sleep(pause_s)
     return ask()

@@ -138,9 +138,12 @@ def run_job(
     environment: Mapping[str, str] | None = None,
     interpose: bool | None = None,
     priority: int = DEFAULT_PRIORITY,
+    ends_with_caller: bool = False,
     cancel: Cancellation | None = None,
 ) -> StartedJob:
-    """Start a job that can be frozen and brought back, and return at once. It keeps running when gpucr ends.
+    """Start a job that can be frozen and brought back, and return at once.
+
+    It keeps running when the calling process ends; with ``ends_with_caller`` it is killed then.
 
     It gets the caller's environment without GPUCR_PASSPHRASE (or ``environment``), with what makes NCCL and PyTorch
     checkpointable, a session of its own, nothing on stdin, and its output goes to a log file; io_uring is refused where
@@ -172,11 +175,16 @@ def run_job(
     ):
         if plan.isolated:
             _require_visible("the log", str(reservation.log_path))
-        return StartedJob(_start(plan, reservation, given, interrupts, priority), plan)
+        return StartedJob(_start(plan, reservation, given, interrupts, priority, ends_with_caller), plan)
 
 
 def _start(
-    plan: LaunchPlan, reservation: Reservation, given: Mapping[str, str], interrupts: Interrupts, priority: int
+    plan: LaunchPlan,
+    reservation: Reservation,
+    given: Mapping[str, str],
+    interrupts: Interrupts,
+    priority: int,
+    ends_with_caller: bool,
 ) -> JobRecord:
     records: list[JobRecord] = []
 
@@ -213,6 +221,7 @@ def _start(
             network=plan.network,
             isolate=plan.isolated,
             refuse_io_uring=plan.io_uring_is_refused,
+            ends_with_caller=ends_with_caller,
             before_run=register,
             helper=find_helper() if plan.isolated and not processes.can_checkpoint_processes() else None,
         )

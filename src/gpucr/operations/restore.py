@@ -89,6 +89,7 @@ def restore(
     timeout_s: float | None = None,
     force: bool = False,
     before_it_runs: Callable[[], None] | None = None,
+    ends_with_caller: bool = False,
     on_progress: OnProgress | None = None,
     cancel: Cancellation | None = None,
 ) -> RestoreReport:
@@ -112,7 +113,8 @@ def restore(
     name and a log of its own, but the same files otherwise. ``name`` is its name in the registry.
 
     ``before_it_runs`` is called when all of the job is there and none of it runs yet; what it raises ends the job
-    again. Only for a job that was frozen for the dump (`FrozenJob.save`).
+    again. Only for a job that was frozen for the dump (`FrozenJob.save`). With ``ends_with_caller`` the job is killed
+    when the calling process ends; otherwise it keeps running.
 
     Out of a store (``STORE#NAME``, ``STORE#latest``, or STORE with one snapshot; ``key`` opens one that is encrypted)
     device memory is fetched while CRIU restores, and goes nowhere else.
@@ -171,9 +173,13 @@ def restore(
             running.require_descriptors(len(known), sum(p.found_state is not None for p in known), TO_MOVE)
             protection = opened.enter_context(Protection()) if driver is not None else None
             start = (
-                StartSandbox(install, source, plan, protection)
+                StartSandbox(install, source, plan, protection, ends_with_caller=ends_with_caller)
                 if plan is not None
-                else opened.enter_context(StartKeeper(install, registration, own_session=not options.shell_job))
+                else opened.enter_context(
+                    StartKeeper(
+                        install, registration, own_session=not options.shell_job, ends_with_caller=ends_with_caller
+                    )
+                )
             )
             images = [RestoreImages(folder) for folder in source.image_folders]
             for each in images:

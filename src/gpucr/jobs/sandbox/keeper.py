@@ -19,10 +19,12 @@ The privileged helper (gpucr.helper) becomes the keeper of what it has restored,
 and is asked for no CRIU. And it makes sandboxes for users, whose first process becomes the keeper.
 
 Until the job runs, the keeper ends when its gpucr does, and everything below it with it: a sandbox's keeper is its pid
-1, any other one kills it. The keeper ends when the job's first process has ended; in a sandbox when the roots of its
-other trees have, too, and up to 5 s later if somebody from outside is at work there (CRIU, `gpucr exec`). That ends the
-rest of a job in a sandbox; elsewhere what is left goes on as an orphan, as it would below any other parent. Signals
-that ask to end are ignored: as long as there is a first process, somebody has to wait for it.
+1, any other one kills it. With ``ends_with_gpucr`` in the specification it kills the job in that case later, too: what
+gpucr has restored need not be known to the batch system that has lost its gpucr. The keeper ends when the job's first
+process has ended; in a sandbox when the roots of its other trees have, too, and up to 5 s later if somebody from
+outside is at work there (CRIU, `gpucr exec`). That ends the rest of a job in a sandbox; elsewhere what is left goes on
+as an orphan, as it would below any other parent. Signals that ask to end are ignored: as long as there is a first
+process, somebody has to wait for it.
 
 Only the standard library and gpucr.linux are needed here: a keeper takes 12 MiB as long as its job runs.
 """
@@ -37,6 +39,7 @@ import resource
 import select
 import signal
 import socket
+import threading
 import time
 from typing import Any, NoReturn
 
@@ -336,14 +339,27 @@ class Keeper:
         label.write(self._tag_fd, shown)
 
     def _let_go_of_gpucr(self) -> None:
-        """The job does not depend on it from here on. Where memory runs out, the kernel is to take the job first."""
+        """The job depends on it from here on only if it is to end with it.
+
+        Where memory runs out, the kernel is to take the job first.
+        """
         self._gpucr.close()
-        os.close(self._operation_fd)
+        if self._specification["ends_with_gpucr"]:
+            threading.Thread(target=self._end_with_gpucr, name="gpucr-alive", daemon=True).start()
+        else:
+            os.close(self._operation_fd)
         null = os.open(os.devnull, os.O_RDWR | os.O_CLOEXEC)
         for fd in (0, 1, 2):
             os.dup2(null, fd)
         os.chdir("/")
         oom.spare()
+
+    def _end_with_gpucr(self) -> None:
+        """Wait for gpucr's end, and kill what is below; the main thread collects it, and writes how the job ended."""
+        select.select([self._operation_fd], [], [])
+        from gpucr.linux import processes  # only here
+
+        processes.kill_tree(os.getpid(), including_root=False)
 
     def _reap(self, *, blocking: bool) -> bool:
         """Collect one child that has ended. False where none has. Raises ChildProcessError where there is no child."""

@@ -40,10 +40,13 @@ def start(
     network: Network = "own",
     isolate: bool = True,
     refuse_io_uring: bool = True,
+    ends_with_caller: bool = False,
     before_run: Callable[[Started], None] | None = None,
     helper: CriuInstall | None = None,
 ) -> Started:
-    """Start a job below a keeper of its own, with ``isolate`` in a sandbox. It goes on when the caller ends.
+    """Start a job below a keeper of its own, with ``isolate`` in a sandbox.
+
+    It goes on when the calling process ends; with ``ends_with_caller`` it is killed then.
 
     ``command`` begins with the path of a program. It gets exactly ``environment``, a session of its own, nothing to
     read, and the file ``log_path`` (appended to; mode 0600 where it is made) for its output; no other descriptor. How
@@ -56,19 +59,17 @@ def start(
     keeper does not start), and what ``before_run`` raises. Then nothing runs.
     """
     keeper = _keeper(
-        {
-            "command": list(command),
-            "cwd": cwd,
-            "environment": dict(environment),
-            "log_path": log_path,
-            "status_path": status_path,
-            "network": network if isolate else "host",
-            "isolate": isolate,
-            "refuse_io_uring": refuse_io_uring,
-            "lineage": uuid.uuid4().hex,
-            "last_pid": 0,
-            "own_session": True,
-        },
+        _specification(
+            log_path,
+            status_path,
+            ends_with_caller,
+            command=list(command),
+            cwd=cwd,
+            environment=dict(environment),
+            network=network if isolate else "host",
+            isolate=isolate,
+            refuse_io_uring=refuse_io_uring,
+        ),
         helper,
     )
     with keeper:
@@ -93,6 +94,7 @@ def empty(
     last_pid: int,
     network: Network = "own",
     helper: CriuInstall | None = None,
+    ends_with_caller: bool = False,
 ) -> EmptySandbox:
     """Make a sandbox with nothing in it but its keeper, for a restore. Needs CAP_SYS_ADMIN, or the ``helper``.
 
@@ -101,16 +103,15 @@ def empty(
     """
     return EmptySandbox(
         _keeper(
-            {
-                "command": [],
-                "log_path": log_path or "",
-                "status_path": status_path,
-                "network": network,
-                "isolate": True,
-                "lineage": lineage,
-                "last_pid": last_pid,
-                "own_session": True,
-            },
+            _specification(
+                log_path,
+                status_path,
+                ends_with_caller,
+                network=network,
+                isolate=True,
+                lineage=lineage,
+                last_pid=last_pid,
+            ),
             helper,
         ),
         lineage=lineage,
@@ -119,43 +120,39 @@ def empty(
     )
 
 
-def bare_keeper(*, log_path: str | None, status_path: str | None, own_session: bool = True) -> BareKeeper:
+def bare_keeper(
+    *, log_path: str | None, status_path: str | None, own_session: bool = True, ends_with_caller: bool = False
+) -> BareKeeper:
     """Start a keeper without a sandbox, for a restore. Needs no privileges. Raises BrokenInstall.
 
     `BareKeeper.wait_ready` is to be called before it is asked for anything: its Python takes a while to start.
     Without ``own_session`` it stays in the caller's session, in a process group of its own, and so does what it spawns:
     for a job that is to be there as well.
     """
-    return BareKeeper(
-        StartedKeeper(
-            {
-                "command": [],
-                "log_path": log_path or "",
-                "status_path": status_path,
-                "network": "host",
-                "isolate": False,
-                "lineage": uuid.uuid4().hex,
-                "last_pid": 0,
-                "own_session": own_session,
-            }
-        )
-    )
+    return BareKeeper(StartedKeeper(_specification(log_path, status_path, ends_with_caller, own_session=own_session)))
 
 
-def helped_keepers(*, log_path: str | None, status_path: str | None) -> HelpedKeepers:
+def helped_keepers(*, log_path: str | None, status_path: str | None, ends_with_caller: bool = False) -> HelpedKeepers:
     """What the privileged helper will become, for a restore by it. Nothing is started yet."""
-    return HelpedKeepers(
-        {
-            "command": [],
-            "log_path": log_path or "",
-            "status_path": status_path,
-            "network": "host",
-            "isolate": False,
-            "lineage": uuid.uuid4().hex,
-            "last_pid": 0,
-            "own_session": True,
-        }
-    )
+    return HelpedKeepers(_specification(log_path, status_path, ends_with_caller))
+
+
+def _specification(
+    log_path: str | None, status_path: str | None, ends_with_caller: bool, **given: object
+) -> dict[str, object]:
+    """What a keeper is told; without more it waits for a restore, in no sandbox. ``ends_with_caller``: see `start`."""
+    return {
+        "command": [],
+        "log_path": log_path or "",
+        "status_path": status_path,
+        "network": "host",
+        "isolate": False,
+        "lineage": uuid.uuid4().hex,
+        "last_pid": 0,
+        "own_session": True,
+        "ends_with_gpucr": ends_with_caller,
+        **given,
+    }
 
 
 def _keeper(specification: Mapping[str, Any], helper: CriuInstall | None) -> StartedKeeper:
