@@ -27,7 +27,7 @@ _DAEMON = 1  # the user that HTCondor's daemons are where they are not root
 _FIRST_PIDS = {"n1": 10_000, "n2": 20_000}
 """What was restored needs its pids, which on real nodes are seldom taken."""
 
-# Intervals are short, so that tests do not wait, and no node measures its processors, which takes them for 8 s. Only the
+# Intervals are short, so that tests do not wait, and no node measures its processors, which takes 8 s. Only the
 # one after which HTCondor looks for new processes is long: what it does not know must end without it. FS: who somebody
 # is shows in the owner of a file in /tmp.
 _CONFIGURATION = """
