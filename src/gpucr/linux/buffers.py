@@ -11,12 +11,12 @@ def address_of(view: memoryview) -> int:
 
 
 def at_address(address: int, size_bytes: int) -> memoryview:
-    """Memory of this process that something else has allocated, and keeps."""
+    """Memory of this process that something else has allocated and owns."""
     return memoryview((ctypes.c_ubyte * size_bytes).from_address(address)).cast("B")
 
 
 def copy(into: memoryview, data: bytes | bytearray | memoryview) -> None:
-    """Copy all of the data to the front of ``into``."""
+    """Copy all of the data to the start of ``into``."""
     if len(data) > len(into):
         raise ValueError(f"{len(data)} bytes do not fit into {len(into)}")
     if isinstance(data, bytes):
@@ -24,4 +24,4 @@ def copy(into: memoryview, data: bytes | bytearray | memoryview) -> None:
     elif len(data) and not memoryview(data).readonly:
         ctypes.memmove(address_of(into), address_of(memoryview(data)), len(data))
     else:
-        into[: len(data)] = data  # a read-only view does not tell its address: the rare case
+        into[: len(data)] = data  # ctypes takes no address of a read-only view; rare

@@ -1,9 +1,9 @@
-"""Devices that a process has open only because it was forked from one that uses them, and how it lets go of them.
+"""Devices that a process has open only because it was forked from a process that uses them, and how to close them.
 
-A program that forks after CUDA has started (for the workers of torch's DataLoader) leaves its children all descriptors
-and most mappings of ``/dev/nvidia*``. They are of no use there: libcuda refuses all work in a child of fork. At a
-checkpoint the driver closes the parent's descriptors and frees what is behind them; the children's stay open on
-nothing, for ever (measured on driver 580), and CRIU cannot dump them.
+When a program forks after CUDA has started (as torch's DataLoader does for its workers), its children inherit all
+descriptors and most mappings of ``/dev/nvidia*``. They are useless there: libcuda refuses all work in a forked child.
+At a checkpoint the driver closes the parent's descriptors and frees what is behind them; the children's stay open
+forever (measured on driver 580), and CRIU cannot dump them.
 """
 
 from __future__ import annotations
@@ -22,10 +22,10 @@ from gpucr.linux.ptrace import TracedThread
 from gpucr.model import ProcessInfo
 
 NVIDIA_DEVICE = re.compile(r"^/dev/nvidia")
-"""What the driver's descriptors and mappings are of."""
+"""Path prefix of the driver's descriptors and mappings."""
 
 UNDUMPABLE_KINDS = ("userfaultfd", "perf_event", "bpf-prog", "kvm-vm", "kvm-vcpu", "fscontext", "landlock")
-"""Other descriptors that CRIU cannot dump, as the kernel names them."""
+"""Other descriptors that CRIU cannot dump, as the kernel shows them."""
 
 UNDUMPABLE = re.compile(rf"^anon_inode:\[?({'|'.join(UNDUMPABLE_KINDS)})")
 """What they lead to in ``/proc/PID/fd``."""
@@ -35,7 +35,7 @@ _LIMIT_S = 5.0
 
 
 class InheritedDevices(Struct, frozen=True):
-    """The descriptors of a process that are an owner's too: opened once, before the fork."""
+    """A process's descriptors that it shares with an owner: opened once, before the fork."""
 
     process: ProcessInfo
     owner_pid: int
@@ -43,10 +43,10 @@ class InheritedDevices(Struct, frozen=True):
 
 
 def find_inherited(tree: Iterable[ProcessInfo], owner_pids: Iterable[int]) -> tuple[InheritedDevices, ...]:
-    """What the processes of the tree have of the devices of the owners, which are in the tree too and run.
+    """The owners' devices that other processes of the tree have inherited. Owners are in the tree too, and running.
 
-    Only descriptors that CRIU cannot dump are looked at. Needs ptrace access (read) to both sides; where it is refused,
-    where a process ends meanwhile, and on other machines than x86-64, nothing is found.
+    Looks only at descriptors that CRIU cannot dump. Needs ptrace access (read) to both sides; if it is refused, if a
+    process ends meanwhile, and on other machines than x86-64, nothing is found.
     """
     tree, owners = tuple(tree), set(owner_pids)
     if not owners or os.uname().machine != "x86_64":
@@ -68,9 +68,9 @@ def find_inherited(tree: Iterable[ProcessInfo], owner_pids: Iterable[int]) -> tu
 def let_go(inherited: Iterable[InheritedDevices]) -> dict[int, OSError]:
     """Replace what the owners have closed since: descriptors by /dev/null, and mappings of NVIDIA devices by memory.
 
-    A number that were free could become another file's, and a late ``close`` or ``ioctl`` of the process would meet
-    that one. All processes at once. Returns the error of each (by pid) that kept it from being done there: tracing is
-    refused (PermissionError), or the process does not stop within 5 s (TimeoutError). One that has ended is no error.
+    A freed number could be reused for another file, and a late ``close`` or ``ioctl`` of the process would hit that.
+    Handles all processes at once. Returns, by pid, the errors that prevented it: tracing is refused (PermissionError),
+    or the process does not stop within 5 s (TimeoutError). A process that has ended is no error.
     """
     tasks = [_Task(each) for each in inherited]
     for task in tasks:
@@ -81,7 +81,7 @@ def let_go(inherited: Iterable[InheritedDevices]) -> dict[int, OSError]:
 
 
 class _Task(threading.Thread):
-    """One process's. All of the tracing has to be done by one OS thread, and ends with it."""
+    """Do it in one process. One OS thread has to do all of the tracing, and the tracing ends with it."""
 
     def __init__(self, inherited: InheritedDevices) -> None:
         super().__init__(name=f"let-go-{inherited.process.pid}", daemon=True)
@@ -104,7 +104,7 @@ class _Task(threading.Thread):
 
 def _replace(thread: TracedThread, inherited: InheritedDevices) -> None:
     pid, owner_pid = inherited.process.pid, inherited.owner_pid
-    # Meanwhile the process may have closed some itself, and have other files at their numbers.
+    # The process may have closed some itself meanwhile, and reused their numbers.
     still_open, open_in_owner = _devices(pid) & set(inherited.fds), _devices(owner_pid)
     stale = sorted(fd for fd in still_open if not (fd in open_in_owner and _is_same_file(pid, owner_pid, fd)))
     if not stale:
@@ -134,7 +134,7 @@ def _devices(pid: int) -> set[int]:
 
 
 def _is_same_file(pid: int, other_pid: int, fd: int) -> bool:
-    """Whether this number is one open file in both: opened once, and inherited."""
+    """Whether this number is the same open file in both: opened once, and inherited."""
     try:
         return open_file.order(pid, fd, other_pid, fd) == 0
     except OSError:
