@@ -1,5 +1,4 @@
-"""Whether two processes' descriptors refer to one open file: opened once, then inherited, duplicated or sent (kcmp(2)).
-"""
+"""Whether two processes' descriptors refer to one open file: opened once, then inherited, duplicated or sent (kcmp(2))."""
 
 from __future__ import annotations
 

@@ -136,9 +136,9 @@ class StagingFile:
             raise OSError(errno.ENOMEM, f"{format_bytes(missing)} of host memory are missing for a staging file")
 
     def _populate_piece(self, address: int, offset: int, size_bytes: int) -> None:
-        # One mapping for all threads, and pages dropped from it with madvise: both calls share the address space's
-        # lock, if a mapping per piece would make every thread wait for all others. A plain write to a page that cannot
-        # be had would end in SIGBUS.
+        # One mapping for all threads, and pages dropped from it with madvise: both calls take the address space's lock
+        # shared, while a mapping per piece would make every thread wait for the others. A plain write to a page that
+        # cannot be allocated would end in SIGBUS.
         if _madvise(address, size_bytes, _MADV_POPULATE_WRITE) == 0:
             _madvise(address, size_bytes, mmap.MADV_DONTNEED)
             return
