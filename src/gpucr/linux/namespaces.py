@@ -102,7 +102,7 @@ class PidNamespace(NamedTuple):  # not a dataclass: importing them makes a keepe
 
 
 def pids_of(pid: int) -> tuple[int, ...]:
-    """A process's or thread's pids, from this namespace inwards (NSpid of proc_pid_status(5)); empty if it has ended."""
+    """The pids of a process or thread, from here inwards (NSpid of proc_pid_status(5)); empty if it has ended."""
     try:
         text = (PROC / str(pid) / "status").read_text(errors="replace")
     except (FileNotFoundError, ProcessLookupError):

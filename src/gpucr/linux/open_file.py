@@ -1,4 +1,4 @@
-"""Whether two processes' descriptors refer to one open file: opened once, then inherited, duplicated or sent (kcmp(2))."""
+"""Whether descriptors of two processes are one open file: opened once, then inherited, duplicated or sent (kcmp(2))."""
 
 from __future__ import annotations
 
