@@ -1,6 +1,6 @@
-"""The process that becomes CRIU in a sandbox (service.py): it enters the namespaces that it was not born in.
+"""The process that becomes CRIU in a sandbox (service.py): it enters the namespaces that it was not started in.
 
-A process of its own, because only one with a single thread can enter another mount namespace.
+A separate process, because only a single-threaded one can enter another mount namespace.
 """
 
 from __future__ import annotations
@@ -16,26 +16,26 @@ from gpucr.linux.trusted_paths import open_file
 
 
 def identities(command: Sequence[str]) -> str:
-    """Which files the absolute paths of a command are, in the mount namespace of the caller. Raises OSError."""
+    """The identities of a command's absolute paths, in the caller's mount namespace. Raises OSError."""
     found = [os.stat(word) for word in command if word.startswith("/")]
     return " ".join(f"{each.st_dev}:{each.st_ino}" for each in found)
 
 
 def main(mounts: str, network: str, gpucr: str, programs: str, output_count: str, *rest: str) -> NoReturn:
-    """Become the command in ``rest``, which gets the number of its socket as one more argument.
+    """Exec the command in ``rest``, with the number of its socket as an extra argument.
 
-    ``mounts``, ``network`` and ``gpucr`` are the numbers of two namespaces and of a socket to gpucr. CRIU looks up who
-    made its socket, and opens descriptors in that process: so the socket is made here, and its other end goes to gpucr,
-    with the numbers of the ``output_count`` files that ``rest`` begins with. They are opened to append, in the mount
-    namespace: what CRIU gives to the job must be of the job's namespace. ``programs`` are the `identities` of the
-    command outside: nothing that has been put in CRIU's place inside is run.
+    ``mounts``, ``network`` and ``gpucr`` are the numbers of two namespaces and of a socket to gpucr. CRIU looks up its
+    socket's creator, and opens descriptors in that process: so the socket is made here, and its other end goes to
+    gpucr, with the numbers of the ``output_count`` files that ``rest`` begins with. They are opened for appending
+    inside the mount namespace: what CRIU gives to the job must belong to the job's namespace. ``programs`` are the
+    `identities` of the command outside: a program put in CRIU's place inside is not run.
     """
     count = int(output_count)
     paths, command = rest[:count], rest[count:]
     try:
         namespaces.enter(int(network), "net")
         namespaces.enter(int(mounts), "mnt")
-        if identities(command) != programs:  # before the socket, which gpucr takes for a sign that CRIU starts
+        if identities(command) != programs:  # before sending the socket, which tells gpucr that CRIU is starting
             raise OSError(f"{command[0]} is another file in the job's mounts than outside")
         outputs = [open_file(path, os.O_RDWR | os.O_APPEND | os.O_NOCTTY) for path in paths]
         for number in (mounts, network, gpucr):
