@@ -40,13 +40,9 @@ def wait(criu: ProcessId, timeout_s: float = UNDO_LIMIT_S) -> bool:
 
 
 def end_dump(criu: ProcessId) -> None:
-    """Make a dump fail: CRIU releases the tree and ends, because its writes fail from now on
-    (CriuService.refuse_writes).
-    """
+    """Make a dump fail: its writes fail from now on (CriuService.refuse_writes), so CRIU releases the tree and ends."""
     if processes.is_alive(criu):
-        with contextlib.suppress(
-            ProcessLookupError, PermissionError
-        ):  # the privileged helper has noticed the closed connection
+        with contextlib.suppress(ProcessLookupError, PermissionError):  # the privileged helper has noticed the hang-up
             _, hard = resource.prlimit(criu.pid, resource.RLIMIT_FSIZE)
             resource.prlimit(criu.pid, resource.RLIMIT_FSIZE, (0, hard))
     if not wait(criu):

@@ -47,8 +47,10 @@ FIRST_HOLD_S = 0.001
 LEAST_GROWING_HOLD_S = 0.00025
 
 PASSES_BEFORE_A_NEW_START = 4
-"""If the released ones pass all that were ahead this many times, their steps are shorter than a driver call. all are
-released, for NEW_START_LIMIT_S at most, and locked at once: that probably finds ranks in lockstep in the same step.
+"""If the released ones pass the leaders this often, their steps are shorter than a driver call.
+
+Then all are released, for NEW_START_LIMIT_S at most, and locked at once: that probably finds ranks in lockstep in the
+same step.
 """
 
 NEW_START_LIMIT_S = 0.1

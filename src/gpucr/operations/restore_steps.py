@@ -44,7 +44,7 @@ _WAIT_S = 0.2
 
 
 class Loading(Struct, frozen=True):
-    """Device memory on its way to what brings it back; the pids are the manifest's."""
+    """Device memory on its way back; the pids are the manifest's."""
 
     returns: Mapping[DevicePart, Return]
     reader: DeviceReader
@@ -52,7 +52,7 @@ class Loading(Struct, frozen=True):
 
 
 class LoadDevice:
-    """Begin to read device memory; it goes on until all of it is in its place."""
+    """Begin to read device memory, in the background until all is in place."""
 
     name = "load"
 
@@ -88,7 +88,7 @@ class LoadDevice:
             loading.reader.cancel()
 
     def close(self) -> None:
-        """Stop reading, and free what was read; what a process has by now stays its own."""
+        """Stop reading, and free what was read; a process keeps what it has by now."""
         self.undo()
         for each in self._returns.values():
             each.close()
@@ -96,10 +96,10 @@ class LoadDevice:
 
 
 class CriuRestore:
-    """CRIU makes the process trees again; the CUDA processes (``gang``, None: none) come back CHECKPOINTED.
+    """CRIU recreates the process trees; the CUDA processes (``gang``, None: none) come back CHECKPOINTED.
 
-    The CRIU of each tree waits at its hook post-restore, where all of its sockets are there and none has sent anything,
-    until the next tree is restored. So a connection between two trees meets its other end.
+    The CRIU of each tree waits at its hook post-restore, when all of its sockets exist and none has sent anything,
+    until the next tree is restored. So both ends of a connection between two trees exist before either is used.
     """
 
     name = "criu"
@@ -135,7 +135,7 @@ class CriuRestore:
         return f"restore {counted(len(manifest.processes), 'process')} with CRIU, {roots}"
 
     def run(self, interrupts: Interrupts, meter: Meter) -> int:
-        """Restore, then take stock of the restored processes."""
+        """Restore, then check the restored processes."""
         if self._site.value.criu.install.is_unprivileged and not isinstance(self._site.value.criu, HelperCriu):
             self._fit_images_to_a_user()
         with interrupts.allowed():
@@ -173,7 +173,7 @@ class CriuRestore:
         self.tree.set(take_stock(roots, self._manifest, self._gang, self._protection))
 
     def _on_start(self, criu: ProcessId) -> None:
-        # One in a sandbox ends with it, and so do the tasks that it makes, whose pids mean others here.
+        # In a sandbox CRIU and its tasks end with it, and their pids mean other processes here.
         if self._protection is not None and not self._site.value.criu.is_in_sandbox:
             self._crius.append(criu)
             with images_read_from(self._images[0].original):
@@ -181,14 +181,14 @@ class CriuRestore:
             self._protection.protect(EndRestore(tuple(self._crius), tuple(pids)))
 
     def _on_notify(self, number: int, hook: str, pid: int, interrupts: Interrupts) -> None:
-        """Before pre-resume all threads are there, before their first instruction: what they start inherits from them.
+        """At pre-resume all threads exist, before their first instruction: what they start inherits from them.
 
-        A tree that runs from there on is the only one.
+        Only a single tree runs from there on.
         """
         if hook == "post-restore" and number + 1 < len(self._images):
             self._restore_tree(number + 1, interrupts)
         elif hook == "pre-resume":
-            if not self._site.value.criu.install.is_unprivileged:  # that opens nothing that its user could not
+            if not self._site.value.criu.install.is_unprivileged:  # so that it opens nothing that its user could not
                 folder = self._images[number].folder
                 with images_read_from(folder):
                     names = FilesImage.read(folder).paths().values()
@@ -196,7 +196,7 @@ class CriuRestore:
                 require_as_recorded(pids, {*names, *map(str, self._site.value.outputs.values())})
             self._root_pids[number] = pid
             if not self._is_left_stopped:
-                self._take_stock()  # CRIU lets it run now, and it may have ended a moment later
+                self._take_stock()  # CRIU lets it run now, and it may end at once
             self.warnings += tuple(restore_scheduling(self._manifest, pid))
             if not self._is_left_stopped:
                 interrupts.commit()
@@ -207,7 +207,7 @@ class CriuRestore:
 
 
 class RestoreDevice:
-    """Staging files filled → mapped into the processes → device memory. All three go on at the same time."""
+    """Staging files filled → mapped into the processes → device memory. All three overlap."""
 
     name = "restore"
 
@@ -232,7 +232,7 @@ class RestoreDevice:
         return self._restore.describe()
 
     def run(self, interrupts: Interrupts, meter: Meter) -> int:
-        """Let the driver take what is read as it comes. Returns the bytes of device memory."""
+        """Let the driver restore as data arrives. Returns the bytes of device memory."""
         self._placement.restored_as(self._tree.value.pids)
         data = self._snapshot.manifest.device_parts
         total_bytes = sum(each.size_bytes for each in data.values())
@@ -243,7 +243,7 @@ class RestoreDevice:
             self._begin(lowest, interrupts, meter)
             self._restore.run(interrupts, meter)
         except GpucrError:
-            self._finish(lowest)  # what kept memory from coming explains better than a driver that was left alone
+            self._finish(lowest)  # the reading error explains more than the driver's
             raise
         self._finish(lowest)
         # The driver has restored all of them, and none runs.
@@ -256,7 +256,7 @@ class RestoreDevice:
         return total_bytes
 
     def undo(self) -> None:
-        """Nothing: CriuRestore ends the processes."""
+        """Nothing: CriuRestore's undo ends the processes."""
 
     def _begin(self, returns: Mapping[DevicePart, Return], interrupts: Interrupts, meter: Meter) -> None:
         tree, loading = self._tree.value, self._loading
@@ -264,7 +264,7 @@ class RestoreDevice:
         suspended = self._snapshot.manifest.suspended_pids
         for part, each in returns.items():
             pid, stays = tree.pids[part.pid], part.pid in suspended
-            assert loading is not None  # noqa: S101 - there is what it loads into
+            assert loading is not None  # noqa: S101 - it has a target
             each.begin(pid, threads[pid], self._wait_for(part, loading.value.reader, interrupts, meter), stays=stays)
 
     def _wait_for(
@@ -289,7 +289,7 @@ class RestoreDevice:
 
 
 class WaitForOthers:
-    """All is restored, and nothing runs yet: whoever restores it decides whether it may."""
+    """All is restored, and nothing runs yet: ask the caller whether it may."""
 
     name = "wait"
 
@@ -301,10 +301,10 @@ class WaitForOthers:
         return "wait until those who restore other parts are ready"
 
     def run(self, interrupts: Interrupts, meter: Meter) -> int:
-        """Call it. Raises what it raises."""
+        """Call it. Raises the callback's errors."""
         with interrupts.allowed():
             self._call()
         return 0
 
     def undo(self) -> None:
-        """Nothing: what was restored is CriuRestore's to end."""
+        """Nothing: CriuRestore's undo ends what was restored."""

@@ -29,9 +29,7 @@ _NO_FILES = ("/proc/", "/sys/", "/dev/")
 
 
 class Outside(Struct, frozen=True):
-    """See the members of `gpucr.snapshot.manifest.Manifest`; ``passing_names`` are the names that CRIU made for the
-    dump.
-    """
+    """See the members of `gpucr.snapshot.manifest.Manifest`; ``passing_names``: those that CRIU made for the dump."""
 
     open_files: tuple[JobFile, ...]
     open_folders: tuple[str, ...]
