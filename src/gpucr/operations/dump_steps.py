@@ -271,9 +271,7 @@ class CriuDump:
                 failures=[f"process {pid} is gone" for pid in gone],
                 hint=f"the snapshot {self.snapshot.where} is complete: kill {alive}, then restore it",
             ) from error
-        if (
-            gone and error.code in _NO_REASON
-        ):  # otherwise they ended later, as short-lived processes of a running job do
+        if gone and error.code in _NO_REASON:  # otherwise short-lived ones ended later
             raise JobChanged(
                 f"process {gone[0]} ended while it was dumped", pids=gone, hint="the rest of the job is as it was found"
             ) from error
