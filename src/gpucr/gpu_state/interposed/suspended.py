@@ -60,9 +60,7 @@ class SuspendedBlocks:
         gang.before_climb = self.take_out_again
 
     def is_away(self, pid: int) -> bool:
-        """Whether it waits for memory, or at its gate, in any driver state: the gpucr that was restoring it was
-        killed.
-        """
+        """Whether it waits for memory, or at its gate, in any driver state: its restoring gpucr was killed."""
         status = ask_status(pid) if is_interposed(pid) else None
         return status is not None and bool(status.away or status.gate_closed)
 

@@ -28,9 +28,7 @@ def locate(before: tuple[Mapping, ...], after: tuple[Mapping, ...]) -> tuple[Ext
 
 
 def file_extents(pid: int, name: str = FILE_NAME) -> tuple[StagedExtent, ...]:
-    """The parts of gpucr's staging file, or of another file with this name, that the process has mapped, in file
-    order.
-    """
+    """The parts of gpucr's staging file, or another file of this name, that the process has mapped, in file order."""
     found = [
         StagedExtent(mapping.start, mapping.end - mapping.start, mapping.offset)
         for mapping in read_maps(pid)

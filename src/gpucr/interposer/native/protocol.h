@@ -1,7 +1,7 @@
 /*
- * What is spoken on the agent's socket: SOCK_SEQPACKET, one message a packet, little-endian as the machine. A message is a
- * `struct message` and `count` records; descriptors travel beside it, one for each record that says so.
- */
+ * The protocol of the agent's socket: SOCK_SEQPACKET, one message per packet, little-endian like the machine. A message
+ * is a `struct message` and `count` records; descriptors travel beside it, one for each record that says so.
+ *  */
 #ifndef GPUCR_INTERPOSER_PROTOCOL_H
 #define GPUCR_INTERPOSER_PROTOCOL_H
 
@@ -12,7 +12,7 @@
 #define MOST_RECORDS 128 /* a message; the kernel passes at most 253 descriptors */
 
 enum operation {
-    HELLO = 1,  /* answer: a = process id as it sees itself, b = thread id of the agent */
+    HELLO = 1,  /* answer: a = its own process id, b = thread id of the agent */
     STATUS,     /* answer: the numbers of `struct status` */
     CLOSE,      /* a = milliseconds to wait. Answer: a = threads inside, b = captures; the gate is closed whatever they are. Where
                    somebody is inside: a `struct inside` */
@@ -21,7 +21,7 @@ enum operation {
                    block, b = 1: that was all */
     DROP,       /* all that was exported is unmapped and released; a: an enum drops. Addresses stay reserved */
     IMPORT,     /* records with a descriptor each; a = 1: the blocks are renewed, so that they can be exported again */
-    CREATE,     /* records: made anew, empty, at their addresses. Answer: a descriptor for each */
+    CREATE,     /* records: made again, empty, at their addresses. Answer: a descriptor for each */
     LIST,       /* a = first block. Answer: records; a = the next block, b = 1: that was all */
     KEEP,       /* one descriptor, which is kept for whoever asks, with the gate closed; a: an enum kept. None: all that are kept
                    are closed */
