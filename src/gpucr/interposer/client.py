@@ -167,9 +167,7 @@ class Agent:
             pause_s = min(2 * pause_s, 8 * _POLL_S)  # do not flood a listener that does not accept
 
     def _connect(self) -> None:
-        """Through a descriptor of the folder: its path may be too long for a socket, and nobody can replace it
-        meanwhile.
-        """
+        """Through a descriptor of the folder: its path may be too long for a socket, and nobody can replace it."""
         path = socket_path(self.pid)
         owner = (Path("/proc") / str(self.pid)).stat().st_uid
         folder = os.open(path.parent, os.O_PATH | os.O_DIRECTORY | os.O_NOFOLLOW | os.O_CLOEXEC)

@@ -74,8 +74,7 @@ def choose_snapshot(
     crashes: int,
     window_s: float,
 ) -> str | None:
-    """The latest snapshot from which the job has not failed ``crashes`` times within ``window_s``; None if there is
-    none.
+    """The latest snapshot from which the job has not failed ``crashes`` times within ``window_s``; None: there is none.
 
     ``failures``: when the job failed after a restore from this snapshot. A time in the future, because the clock was
     set back, counts as recent.

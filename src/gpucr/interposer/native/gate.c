@@ -159,7 +159,7 @@ void *gate_enter(struct slot *slot, struct frame *frame) {
     unsigned depth = live_depth(record, frame);
     if (depth == 0)
         atomic_store_explicit(&record->slot, slot, memory_order_relaxed);
-    bool arrives = depth == 0 || record->arrives; /* a signal handler's call waits like the one interrupted at the gate */
+    bool arrives = depth == 0 || record->arrives; /* a signal handler's call waits like the interrupted one */
     if (arrives)
         record->arrives = true;
     note(record, depth, frame);
