@@ -31,8 +31,7 @@ _WITHOUT_GPU_STATE = b"none"
 
 @contextlib.contextmanager
 def claimed(images: Path) -> Iterator[int]:
-    """Keep other gpucr processes from changing the GPU part in this folder while the yielded descriptor, or a copy, is
-    open.
+    """Lock the GPU part in this folder against other gpucr processes while the yielded descriptor, or a copy, is open.
 
     Does not lock if the file system lacks flock(2). Raises Unsupported if another one holds it.
     """
