@@ -175,7 +175,7 @@ def plan_resume(
 
 
 def exit_code_of(errors: Sequence[GpucrError | None]) -> int:
-    """The command's exit code: 0 without failures; that of a damaged job; the common one of all failures; otherwise 1."""
+    """The command's exit code: 0 without failures; that of a damaged job; the one common to all failures; or 1."""
     codes = {error.exit_code for error in errors if error is not None}
     for code in (JobDamaged.exit_code, Interrupted.exit_code):
         if code in codes:

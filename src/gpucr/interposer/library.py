@@ -63,8 +63,7 @@ def installed() -> Path:
 
 
 def put_back(path: PurePath) -> None:
-    """Install this gpucr's library where a snapshot's process had it mapped, if nobody but this user and root can
-    write.
+    """Install this gpucr's library where a snapshot's process had it mapped, if only this user and root can write.
 
     Does nothing if it exists, if another version was mapped, or if others can write. Raises BrokenInstall if it must be
     compiled and cannot be.

@@ -109,7 +109,7 @@ class Registration:
             return
 
     def abandon(self) -> None:
-        """Stop without a word, after a commit that may still come to pass: only a tombstone will tell."""
+        """Stop without a word, after a commit that may still happen: only a tombstone will decide."""
         self._stop.set()
         if self._thread.is_alive():
             self._thread.join()
@@ -145,7 +145,7 @@ class Registration:
             self._ahead_s = ahead_s
 
     def was_ended(self) -> StoreError:
-        """The error for a writer that was taken for dead."""
+        """The error for a writer that was considered dead."""
         url = self._store.backend.url
         return StoreError(
             f"the snapshot cannot be completed: a prune of {url} took this dump for dead",
@@ -158,7 +158,7 @@ class Registration:
             try:
                 self.refresh()
             except OSError:
-                continue  # the commit will tell, if it is for good
+                continue  # the commit will report a permanent failure
 
 
 def _new_id() -> str:
@@ -166,7 +166,7 @@ def _new_id() -> str:
 
 
 def snapshot_id_of(text: str) -> str | None:
-    """The snapshot id in the name of a snapshot's object; None: it is none."""
+    """The snapshot id in a snapshot object's name; None: not a snapshot's name."""
     found = re.fullmatch(r"snapshots/([0-9a-f]{32})", text)
     return found.group(1) if found else None
 
@@ -177,7 +177,7 @@ def snapshot_object(snapshot_id: str) -> str:
 
 
 def seen(backend: Backend) -> Mapping[str, WriterSeen]:
-    """All writers that have not said that they ended, by snapshot id. Raises OSError."""
+    """All registered writers, by snapshot id. Raises OSError."""
     found: dict[str, WriterSeen] = {}
     for info in backend.list(WRITERS_PREFIX):
         if match := _RECORD.fullmatch(info.name):
@@ -193,12 +193,12 @@ def seen(backend: Backend) -> Mapping[str, WriterSeen]:
 
 
 def is_tombstone(body: bytes) -> bool:
-    """Whether an object under ``snapshots/``, unsealed, says that there is no such snapshot and never will be one."""
+    """Whether this unsealed object under ``snapshots/`` is a tombstone."""
     return body == _TOMBSTONE
 
 
 def end_dead(store: Store, writer: WriterSeen) -> None:
-    """Keep a writer from ever committing, or learn that it has; then remove its records. Raises OSError."""
+    """Keep a writer from ever committing, or find out that it has; then remove its records. Raises OSError."""
     with contextlib.suppress(Exists):  # it has committed, or there is a tombstone already
         put_tombstone(store, snapshot_object(writer.snapshot_id))
     for name in writer.records:
@@ -211,9 +211,9 @@ def put_tombstone(store: Store, name: str) -> None:
 
 
 def commit(store: Store, registration: Registration, data: bytes) -> None:
-    """Make the snapshot exist, and end the registration. Everything that it refers to is durable.
+    """Create the snapshot, and end the registration. Everything that it refers to is durable.
 
-    Raises StoreError. Where it cannot be known whether the snapshot exists now, the error says so.
+    Raises StoreError. If it is unknown whether the snapshot exists now, the error says so.
     """
     name = registration.snapshot_name
     sealed = store.seal(name, data)
@@ -230,7 +230,9 @@ def commit(store: Store, registration: Registration, data: bytes) -> None:
 
 
 def _is_committed(store: Store, registration: Registration, sealed: bytes) -> bool:
-    """After a commit that failed, or whose answer was lost: it may be under way still, so a tombstone has to decide."""
+    """After a commit that failed or whose response was lost: it may still be in progress, so a tombstone has to
+    decide.
+    """
     name = registration.snapshot_name
     try:
         try:

@@ -1,4 +1,4 @@
-"""Start a job with a keeper, or a sandbox that is empty until a restore has filled it."""
+"""Start a job with a keeper, or an empty sandbox for a restore."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ Network = Literal["own", "host"]
 """The network of an isolated job: a loopback of its own, or the machine's network."""
 
 ANSWER_LIMIT_S = 60.0
-"""How long the keeper may take for an answer: long enough for a machine that swaps."""
+"""How long the keeper may take to answer: enough for a machine that swaps."""
 
 
 _CREDENTIALS = struct.Struct("3i")  # struct ucred of unix(7): pid, uid, gid
@@ -35,7 +35,7 @@ _FD = struct.Struct("i")
 
 
 class Started(Struct, frozen=True):
-    """A job that was started: its keeper and its first process, which may have ended by now."""
+    """A started job: its keeper and its first process, which may have ended by now."""
 
     keeper: ProcessId
     root: ProcessId
@@ -53,13 +53,13 @@ def start(
     refuse_io_uring: bool = True,
     before_run: Callable[[Started], None] | None = None,
 ) -> Started:
-    """Start a job below a keeper of its own, with ``isolate`` in a sandbox. It goes on when the caller ends.
+    """Start a job below its own keeper, with ``isolate`` in a sandbox. It outlives the caller.
 
-    ``command`` begins with the path of a program. It gets exactly ``environment``, a session of its own, nothing to
-    read, and the file ``log_path`` (appended to; mode 0600 where it is made) for its output; no other descriptor. How
-    it ended is written to ``status_path``: ``{"exit_code": N, "ended": TIME}``, or ``signal`` instead of ``exit_code``.
-    ``isolate`` needs CAP_SYS_ADMIN, ``refuse_io_uring`` what `gpucr.linux.seccomp` says; anything else needs nothing.
-    ``before_run`` is called when both processes are there and nothing of the program has run.
+    ``command`` begins with the path of a program. It gets exactly ``environment``, its own session, an empty stdin, and
+    the file ``log_path`` (appended to; created with mode 0600) for its output; no other descriptor. Its exit status is
+    written to ``status_path``: ``{"exit_code": N, "ended": TIME}``, or ``signal`` instead of ``exit_code``. ``isolate``
+    needs CAP_SYS_ADMIN, ``refuse_io_uring`` what `gpucr.linux.seccomp` says; everything else needs no privileges.
+    ``before_run`` is called when both processes exist and the program has not run yet.
 
     Raises Unsupported (the namespaces cannot be made), InvalidRequest (the log or the program), BrokenInstall (the
     keeper does not start), and what ``before_run`` raises. Then nothing runs.
@@ -96,10 +96,10 @@ def start(
 def empty(
     *, log_path: str | None, status_path: str | None, lineage: str, last_pid: int, network: Network = "own"
 ) -> EmptySandbox:
-    """Make a sandbox with nothing in it but its keeper, for a restore. Needs CAP_SYS_ADMIN.
+    """Make a sandbox with only its keeper, for a restore. Needs CAP_SYS_ADMIN.
 
-    ``log_path`` is only what is told of the job. Pids are given above ``last_pid`` in it. Raises Unsupported where the
-    namespaces cannot be made, BrokenInstall.
+    ``log_path`` is only recorded. Pids in it start above ``last_pid``. Raises Unsupported if the namespaces cannot be
+    made, BrokenInstall.
     """
     return EmptySandbox(
         _Keeper(
@@ -123,8 +123,8 @@ def empty(
 def bare_keeper(*, log_path: str | None, status_path: str | None, own_session: bool = True) -> BareKeeper:
     """Start a keeper without a sandbox, for a restore. Needs no privileges. Raises BrokenInstall.
 
-    Without ``own_session`` it stays in the caller's session, in a process group of its own, and so does what it spawns:
-    for a job that is to be there as well.
+    Without ``own_session`` it and what it spawns stay in the caller's session, in a separate process group, for a job
+    that belongs there.
     """
     return BareKeeper(
         _Keeper(
@@ -143,7 +143,7 @@ def bare_keeper(*, log_path: str | None, status_path: str | None, own_session: b
 
 
 def helped_keeper(*, log_path: str | None, status_path: str | None) -> HelpedKeeper:
-    """A keeper that the privileged helper will become, for a restore by it. Nothing is started yet."""
+    """A keeper that the privileged helper will turn into, for a restore by it. Starts nothing yet."""
     return HelpedKeeper(
         _HelpedKeeper(
             {
@@ -164,9 +164,9 @@ W = TypeVar("W", bound="_Waiting")
 
 
 class _Waiting:
-    """A keeper that ends with its maker, and what is below it too, until it is told which process is the job's first.
+    """A keeper that ends with its maker, together with everything below it, until it is told the job's first process.
 
-    Use as a context manager: everything below it is ended where it was left without `adopt`.
+    Use as a context manager: without `adopt` everything below it is ended.
     """
 
     def __init__(self, keeper: _Keeper) -> None:
@@ -179,11 +179,11 @@ class _Waiting:
         return self._keeper.id
 
     def adopt(self, root_pids: Sequence[int], *, inner_pids: Sequence[int]) -> None:
-        """The first of these is the job's first process: from now on the job does not depend on the caller.
+        """The first of these is the job's first process: from now on the job is independent of the caller.
 
-        It may have ended already: then the keeper has collected it, and tells how. The others are the roots of the
+        It may have ended already: then the keeper has reaped it, and records that. The others are the roots of the
         job's other trees. ``root_pids`` are the caller's pids for them, ``inner_pids`` their own in a sandbox. Raises
-        BrokenInstall where the keeper has ended.
+        BrokenInstall if the keeper has ended.
         """
         first, *others = self._as_the_keeper_knows(root_pids, inner_pids)
         self._keeper.send(adopt=first, others=others)
@@ -195,7 +195,7 @@ class _Waiting:
         return pids
 
     def end(self) -> bool:
-        """End everything below it, unless it has been adopted. False where something hangs in the kernel."""
+        """End everything below it, unless it was adopted. False if something hangs in the kernel."""
         if self._is_adopted:
             return True
         left = self._kill()
@@ -205,7 +205,7 @@ class _Waiting:
     def _kill(self) -> tuple[ProcessId, ...]:
         if not processes.is_alive(self.id):
             return ()
-        # The keeper itself is never stopped: if the caller is killed now, it ends the rest.
+        # Never stop the keeper itself: if the caller is killed now, it ends the rest.
         left = processes.kill_tree(self.id.pid, including_root=False)
         return (*left, *processes.kill_and_wait([self.id]))
 
@@ -219,7 +219,7 @@ class _Waiting:
 
 
 class EmptySandbox(_Waiting):
-    """A sandbox with nothing in it but its keeper."""
+    """A sandbox with only its keeper."""
 
     def __init__(self, keeper: _Keeper, *, lineage: str, network: Network, log_path: str | None) -> None:
         super().__init__(keeper)
@@ -229,7 +229,7 @@ class EmptySandbox(_Waiting):
         return inner_pids
 
     def _kill(self) -> tuple[ProcessId, ...]:
-        return processes.kill_and_wait([self.id])  # the kernel ends the rest, also what is not below it
+        return processes.kill_and_wait([self.id])  # the kernel ends the rest, even what is not below it
 
 
 class BareKeeper(_Waiting):
@@ -244,7 +244,7 @@ class BareKeeper(_Waiting):
     ) -> tuple[int, int]:
         """Start a process below it. Returns its pid and a pidfd. Raises OSError, BrokenInstall.
 
-        It has its end of a socket, the first of ``fds``, as descriptor 3, its output goes to the second one.
+        Its descriptor 3 is a socket, the first of ``fds``; its output goes to the second.
         """
         request = {"command": list(command), "environment": dict(environment), "blocked_signals": list(blocked_signals)}
         request_fd = os.memfd_create("gpucr-spawn", os.MFD_CLOEXEC)
@@ -260,13 +260,13 @@ class BareKeeper(_Waiting):
         return int(answer["spawned"]), self._keeper.received_fds[0]
 
     def exit_code(self, pid: int) -> int:
-        """The exit code of what was started below it and has ended, negative for a signal. Raises BrokenInstall."""
+        """The exit code of an ended process started below it, negative for a signal. Raises BrokenInstall."""
         self._keeper.send(exit_code_of=pid)
         return int(self._keeper.receive("exit_code")["exit_code"])
 
 
 class HelpedKeeper(_Waiting):
-    """The keeper of what the privileged helper has restored (`helper.client.Keeper`)."""
+    """The keeper of a job restored by the privileged helper (`helper.client.Keeper`)."""
 
     def __init__(self, keeper: _HelpedKeeper) -> None:
         super().__init__(keeper)
@@ -274,16 +274,16 @@ class HelpedKeeper(_Waiting):
         self._is_begun = False
 
     def given(self) -> contextlib.AbstractContextManager[tuple[int, int, int]]:
-        """The descriptors that it is started with, for a block."""
+        """The descriptors that it starts with, for a block."""
         return self._helped.given()
 
     def begun(self) -> None:
-        """Take note of it: the helper has become it. Raises BrokenInstall."""
+        """Connect to it: the helper has become the keeper. Raises BrokenInstall."""
         self._helped.begin()
         self._is_begun = True
 
     def end(self) -> bool:
-        """End everything below it; before it has begun there is nothing."""
+        """End everything below it; nothing before it has started."""
         if self._is_begun:
             return super().end()
         self._keeper.close()
@@ -291,9 +291,9 @@ class HelpedKeeper(_Waiting):
 
 
 class _Keeper:
-    """A keeper that is being started, and the socket to it. Closing the socket early ends it.
+    """A keeper being started, and the socket to it. Closing the socket early ends it.
 
-    ``answer`` is what it said first.
+    ``answer``: its first message.
     """
 
     def __init__(self, specification: Mapping[str, Any]) -> None:
@@ -316,7 +316,7 @@ class _Keeper:
         self._output_fd = os.memfd_create("gpucr-keeper-output", os.MFD_CLOEXEC)
         self._socket, theirs = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
         self._socket.settimeout(ANSWER_LIMIT_S)
-        # The kernel says who sent a message, and translates the pid: the keeper itself knows only its inner one.
+        # The kernel reports a message's sender with a translated pid: the keeper itself knows only its inner one.
         self._socket.setsockopt(socket.SOL_SOCKET, socket.SO_PASSCRED, 1)
         return theirs
 
@@ -352,20 +352,20 @@ class _Keeper:
             os.close(self._output_fd)
 
     def send(self, **message: object) -> None:
-        """Raises BrokenInstall where the keeper has ended."""
+        """Raises BrokenInstall if the keeper has ended."""
         self.send_fds((), **message)
 
     def send_fds(self, fds: Sequence[int], **message: object) -> None:
-        """As `send`, with descriptors."""
+        """Like `send`, with descriptors."""
         try:
             socket.send_fds(self._socket, [json.dumps(message).encode()], fds)
         except ConnectionError as e:
             raise self.lost() from e
 
     def receive(self, *wanted: str) -> dict[str, Any]:
-        """The keeper's next message, or the next one with a member ``wanted``: a question may have been asked twice.
+        """The keeper's next message, or the next one with a member ``wanted``: a request may have been sent twice.
 
-        Raises what it says went wrong; BrokenInstall where it has ended.
+        Raises the error that it reports; BrokenInstall if it has ended.
         """
         while True:
             message = self._receive()
@@ -395,7 +395,7 @@ class _Keeper:
         return message
 
     def lost(self) -> BrokenInstall:
-        """The keeper has ended without a word."""
+        """The keeper has ended without a message."""
         said = os.pread(self._output_fd, 1 << 16, 0).decode(errors="replace").strip().rpartition("\n")[2]
         return BrokenInstall(
             "the keeper process of the job ended" + (f": {said}" if said else ""),
@@ -405,7 +405,7 @@ class _Keeper:
 
     @contextlib.contextmanager
     def _fds(self, socket_fd: int) -> Iterator[tuple[int, int, int]]:
-        """What a keeper is started with."""
+        """A keeper's specification."""
         with contextlib.ExitStack() as opened:
             specification_fd = os.memfd_create("gpucr-specification", os.MFD_CLOEXEC)
             opened.callback(os.close, specification_fd)
@@ -457,7 +457,7 @@ class _Keeper:
 
 
 class _HelpedKeeper(_Keeper):
-    """A keeper that somebody else starts, with what `given` gives."""
+    """A keeper that somebody else starts, with the descriptors of `given`."""
 
     def __init__(self, specification: Mapping[str, Any]) -> None:
         self._theirs = self._make_ready(specification)
