@@ -1,6 +1,6 @@
-"""Manual pages, made of what `--help` is made of: ``python -m gpucr.cli.manual DIR`` writes them into DIR.
+"""Manual pages, generated from the same source as `--help`: ``python -m gpucr.cli.manual DIR`` writes them into DIR.
 
-One page a command, ``gpucr-dump.1``, as of section 1 of the system's manual. The format is that of man(7).
+One page per command, ``gpucr-dump.1``, in section 1. The format is man(7).
 """
 
 from __future__ import annotations
@@ -31,7 +31,7 @@ _ENVIRONMENT = {
 
 
 def write_pages(folder: Path) -> list[Path]:
-    """Write the page of every command into ``folder``, which is made where it is missing; returns the files."""
+    """Write the page of every command into ``folder``, which is made if it is missing; returns the files."""
     folder.mkdir(parents=True, exist_ok=True)
     written = []
     for context in contexts():

@@ -1,5 +1,4 @@
-"""Check that the named processes are one job: never freeze several users' processes, jobs or logins by a pid above
-them.
+"""Check that the named processes are one job: never freeze several users' processes, jobs or logins by their parent.
 
 A pid given by mistake (of an init, a login service, a terminal multiplexer) would include everything below it: `gpucr
 suspend 1` would suspend every CUDA process on the machine. What a launcher, a script or a supervisor has started is one

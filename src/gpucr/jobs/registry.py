@@ -214,9 +214,7 @@ class Registry:
         return job
 
     def require_gone(self, name: str, *, force: bool = False) -> None:
-        """Raise InvalidRequest if there is no such job, it runs, or, without ``force``, it may run on another
-        machine.
-        """
+        """Raise InvalidRequest if there is no such job, it runs, or (without ``force``) may run on another machine."""
         _require_gone(self.find(name), force=force)
 
     def _logs_in_use(self, *, but_of: str | None = None) -> set[Path]:

@@ -230,9 +230,7 @@ def commit(store: Store, registration: Registration, data: bytes) -> None:
 
 
 def _is_committed(store: Store, registration: Registration, sealed: bytes) -> bool:
-    """After a commit that failed or whose response was lost: it may still be in progress, so a tombstone has to
-    decide.
-    """
+    """After a commit that failed or whose response was lost: it may still be in progress, so a tombstone decides."""
     name = registration.snapshot_name
     try:
         try:
