@@ -148,9 +148,7 @@ class TopScreen:
             while not self._work.is_over(_KEY_WAIT_MS / 1000):
                 if self._is_cut_short:
                     say("ended; the guard of what was under way brings the job back")
-                    os._exit(
-                        Interrupted.exit_code
-                    )  # do not wait for the thread that queries the driver, as Python would
+                    os._exit(Interrupted.exit_code)  # skip Python's wait for the polling thread
         self._take_news()
 
 

@@ -111,8 +111,7 @@ def needs_of_restore(
 
 
 def _need_of_work(processes: int, device_bytes: int, buffers_bytes: int) -> MemoryNeed:
-    """What gpucr, its guard and CRIU need besides device memory, after preflight: at least 1.7 times the measured
-    value.
+    """What gpucr, its guard and CRIU need besides device memory, after preflight: at least 1.7 times the measurement.
 
     docs/benchmarks.md, Host memory, has the figures and how they were taken.
     """
