@@ -151,7 +151,7 @@ bool host_memory_holds(uint64_t pointer, uint64_t size_bytes);
 void peer_note_copy(uint64_t to, uint64_t from);
 bool peer_was_used(void);
 bool vmm_is_imported(void);
-enum result vmm_take_back(void); /* turns exported memory into the process's own, which the driver saves like any other */
+enum result vmm_take_back(void); /* makes exported memory the process's own again */
 void vmm_close_files(void);
 bool graph_forbids(void); /* a call forbidden during stream capture: invalidates the capture */
 void events_forget_time(void);
