@@ -126,7 +126,7 @@ class NotPermitted(InvalidRequest):
 
 
 class Unsupported(GpucrError):
-    """The workload or the machine cannot do what was asked. Nothing was changed."""
+    """The workload or the machine does not support the operation. Nothing was changed."""
 
     exit_code = 3
     code = "GPUCR-REFUSED"

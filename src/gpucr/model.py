@@ -121,7 +121,7 @@ def gpu_pairs(text: str) -> tuple[tuple[str, str], ...]:
 
 
 class GpuMap(Struct, frozen=True):
-    """Where device memory goes on restore: (old UUID, new UUID) pairs.
+    """Where a restore puts device memory: (old UUID, new UUID) pairs.
 
     The driver requires every GPU that it knows for the process once on the left, and the new GPUs as a permutation. It
     knows all whose device files existed when the process started CUDA, regardless of ``CUDA_VISIBLE_DEVICES``.

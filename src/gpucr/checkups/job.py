@@ -123,7 +123,7 @@ def check_deleted_files(largest_bytes: Mapping[int, int]) -> list[preflight.Find
 
 
 def _handed_over(found: selection.FoundJob) -> list[int]:
-    """Processes whose memory the driver would hand over, as far as that is known without trying."""
+    """Processes whose memory the driver would hand over, if that is known without trying."""
     driver = found.driver
     running = [member.pid for member in found.job.gang if member.found is not CudaState.CHECKPOINTED]
     return [pid for pid in running if driver is not None and first_choice(pid, driver) == CUSTOM]

@@ -21,7 +21,7 @@ from gpucr.version import __version__
 _VERBATIM = "\b"  # click's mark for a paragraph that keeps its lines
 _EXAMPLE = re.compile(r"^Examples?\b.*:$")
 _ENVIRONMENT = {
-    "GPUCR_CRIU": "the CRIU to use, 4.1 or newer; never passed over for another one",
+    "GPUCR_CRIU": "the CRIU to use, 4.1 or newer; never skipped for another one",
     "GPUCR_HELPER": "the socket of the privileged helper; off: it is not used",
     "GPUCR_INTERPOSE": "0: gpucr run does not load the interposer; 1: also where it finds no driver",
     "XDG_DATA_HOME": "a CRIU that was fetched and the interposer are below it (default ~/.local/share)",

@@ -29,7 +29,7 @@ FIRST_CALL_LIMIT_S = 60.0
 def start(criu: ProcessId, root_pid: int, images: Path, claim: int) -> None:
     """Start the attendant of this dump; `meeting.call` reaches it at once. Raises BrokenInstall.
 
-    ``claim`` is a descriptor of `gpu_part.claimed`, of which it gets a copy.
+    ``claim`` is a descriptor of `gpu_part.claimed`, passed on as a copy.
     """
     try:
         with meeting.listen(criu) as listening:

@@ -70,7 +70,7 @@ def _run(record: ContainerRecord, action: str, options: Sequence[str], phase: st
         said = log_path.with_name("runtime.log")
         command = [record.runtime, *_root(record.runtime_root), "--log", str(said), action, *options]
         command += ["--work-path", str(log_path.parent), record.container]
-        # A runtime without the command does not get as far as its log. A restored container would keep the file.
+        # A runtime without the command fails before it opens its log. A restored container would keep the file.
         log, end = (said, end_dump) if phase == "dump" else (None, end_restore)
         if call(command, found, interrupts, log, end=end) != 0:
             raise failure(record, phase, log_path, said)

@@ -2,7 +2,7 @@
 
 CAP_CHECKPOINT_RESTORE lets its holder choose pids and see which files his own processes have mapped. That is all that
 CRIU needs for its user's processes (``--unprivileged``), and all that a user gains: CRIU loads plugins from a folder
-that its caller names, so its users may do whatever the copy may do (docs/adr/0058-granted-criu.md). A second copy may
+that its caller names, so its users may do all that the copy may do (docs/adr/0058-granted-criu.md). A second copy may
 have CAP_NET_ADMIN as well, for TCP connections, and then for one group only (same page).
 """
 

@@ -76,7 +76,7 @@ class OpenFiles:
             self._in_memory[entry.inode_id] = FileInMemory(os.fsdecode(entry.name), entry.size, entry.shmid)
 
     def file_in_memory(self, file_id: int) -> FileInMemory | None:
-        """What a mapping maps; None if it is none of them."""
+        """What a mapping maps; None for anything else."""
         entry = self._files.get((18, file_id))
         return self._in_memory.get(entry.memfd.inode_id) if entry is not None else None
 

@@ -31,7 +31,7 @@ class EndDump(Action):
 
 
 class EndRestore(Action):
-    """End these CRIUs, each of which waits for the next one, and the tasks of ``pids`` that they have made."""
+    """End these CRIUs (each waits for the next one) and the tasks of ``pids`` that they have made."""
 
     criu: tuple[ProcessId, ...]
     pids: tuple[int, ...]

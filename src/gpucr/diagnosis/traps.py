@@ -15,7 +15,7 @@ from gpucr.model import Gpu, GpuMap, GpuUse, Job
 def findings_of_traps(
     job: Job, driver: Driver | None, uses: Sequence[GpuUse], *, may_share: bool = True
 ) -> list[preflight.Finding]:
-    """Why this job may not come back, as far as visible. ``uses``: which process holds memory on which GPU (NVML).
+    """Visible reasons why this job may not come back. ``uses``: which process holds memory on which GPU (NVML).
 
     ``may_share``: their interposers may take their memory, and restore what they share.
     """

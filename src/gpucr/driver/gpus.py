@@ -189,8 +189,7 @@ def mps_clients() -> frozenset[int]:
 
 
 def gpus_with_device_file(gpus: Sequence[Gpu], root: Path) -> tuple[Gpu, ...]:
-    """The GPUs whose device file (``/dev/nvidia0``, …) exists below this root folder, of those with one in our
-    ``/dev``.
+    """The GPUs whose device file (``/dev/nvidia0``, …) is below this root folder, of those with one in our ``/dev``.
 
     The driver knows no others for a process there, regardless of CUDA_VISIBLE_DEVICES (measured on driver 580).
     ``/proc/driver/nvidia`` maps files to GPUs; returns all GPUs if it does not, or if the root cannot be read.

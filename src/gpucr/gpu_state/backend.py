@@ -3,7 +3,7 @@
 Every process has a stack of backends. The lowest, level 0, holds what the driver's checkpoint moves off the GPU:
 `plain`, `captured` or `custom_storage`. A backend above it takes most of the memory away before that, and leaves to the
 driver what only the driver can move. The processes of a gang may have different stacks. All go through the phases
-together, so that none runs while another's memory is away:
+together, so a process never runs while another's memory is away:
 
     prepare (all run) -> all locked -> begin, from the highest level down -> the driver's checkpoint -> complete | abort
     the driver's restore -> give_back, from the lowest level up -> all unlocked

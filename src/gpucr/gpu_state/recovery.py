@@ -65,7 +65,7 @@ class CallAfterRestore(Action):
 
 
 class BringBack(Action):
-    """Bring a gang back to its found state, whatever keeps it from running.
+    """Bring a gang back to its found state and let it run.
 
     - ``members``: return to the state in which they were found.
     - ``restore_threads``: by member pid, the one thread that may run while device memory is away.

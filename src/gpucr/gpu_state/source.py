@@ -34,7 +34,7 @@ class Source(Protocol):
 
 
 class Destination(Protocol):
-    """Where a part of a process's device memory goes on its way back."""
+    """The place to which a part of a process's device memory returns."""
 
     @property
     def part(self) -> DevicePart:

@@ -344,7 +344,7 @@ class ReleaseThreads:
         self._is_result = is_result
 
     def describe(self) -> str:
-        """What goes on."""
+        """What will run."""
         return "release all threads"
 
     def run(self, interrupts: Interrupts, meter: Meter) -> int:

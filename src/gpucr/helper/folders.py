@@ -47,7 +47,7 @@ def require_users_folder(fd: int, peer: Peer) -> None:
 
 
 def _file_system(fd: int) -> str:
-    """Its type; ``another mount namespace's`` if it is none of ours."""
+    """Its type; ``another mount namespace's`` if it is not in ours."""
     lines = Path(f"/proc/self/fdinfo/{fd}").read_text().splitlines()
     number = next(line.split()[1] for line in lines if line.startswith("mnt_id:"))
     for line in Path("/proc/self/mountinfo").read_text(errors="surrogateescape").splitlines():

@@ -64,7 +64,7 @@ class OpenedFiles:
                 if ghost not in self._ghosts:
                     self._ghosts[ghost] = _made_again(images_dir / f"ghost-file-{ghost:x}.img", os.path.dirname(path))
                 path = f"/proc/self/fd/{self._ghosts[ghost]}"
-            # O_NONBLOCK: in the place of the file may be a named pipe by now.
+            # O_NONBLOCK: the file may have been replaced by a named pipe.
             flags = file.flags & _KEPT_FLAGS
             fd = os.open(path, flags | os.O_NONBLOCK | os.O_NOCTTY | os.O_CLOEXEC)
             try:

@@ -99,7 +99,7 @@ def find_running(name: str) -> ListedJob:
 
 
 def is_gone(snapshot: str) -> bool:
-    """Whether a recorded snapshot no longer exists, as far as visible without opening a store.
+    """Whether a recorded snapshot no longer exists, judged without opening a store.
 
     For a store on this machine, only if the whole store is gone.
     """
@@ -116,7 +116,7 @@ def is_gone(snapshot: str) -> bool:
 
 
 def find_by_pid_or_name(target: int | str) -> ListedJob:
-    """The registered job, whatever its state. Raises InvalidRequest if there is none."""
+    """The registered job, in any state. Raises InvalidRequest if there is none."""
     if isinstance(target, str) and not target.isdecimal():
         user, separator, name = target.partition(others.SEPARATOR)
         if separator:

@@ -1,8 +1,8 @@
 """Claims: one gpucr at a time works on a process, across /proc mounts and mount, pid and user namespaces.
 
 Two at once would each mistake the other's intermediate states for the state in which it found the job. A claim is a
-lock on an object of which the kernel has one per process, or one per pid namespace, but not one per mount. It lasts
-until the last copy of its descriptor is closed: it ends with its holder, or with the guard that got a copy.
+lock on a kernel object that exists once per process, or once per pid namespace, but not once per mount. It lasts until
+the last copy of its descriptor is closed: it ends with its holder, or with the guard that got a copy.
 """
 
 from __future__ import annotations

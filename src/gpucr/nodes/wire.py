@@ -147,9 +147,7 @@ def open_as_guest(connection: socket.socket, secret: bytes) -> Channel:
     try:
         channel.expect_proof()
     except WrongSecret:
-        connection.sendall(
-            os.urandom(_MAC_BYTES)
-        )  # so that the host notices, without learning anything about this secret
+        connection.sendall(os.urandom(_MAC_BYTES))  # the host notices, but learns nothing about this secret
         raise
     channel.prove()
     return channel

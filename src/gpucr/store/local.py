@@ -178,7 +178,7 @@ class LocalSink:
         self._fd = os.open(self._temporary, os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_CLOEXEC, 0o600)
         self._is_open = True
         if self._is_shared:
-            os.fchmod(self._fd, _SHARED_FILE_MODE)  # whatever the umask
+            os.fchmod(self._fd, _SHARED_FILE_MODE)  # regardless of the umask
         self._tail = mmap.mmap(-1, _TAIL_BYTES, mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)
         # open(2): O_DIRECT into private memory is not safe while the process forks.
         self._tail.madvise(mmap.MADV_DONTFORK)

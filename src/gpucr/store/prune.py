@@ -340,7 +340,7 @@ class _Prune:
             self._store.backend.delete(name)
 
     def _tidy(self, listing: Listing, oldest_s: float) -> None:
-        """Remove remains, except those of running writers, the first of which began at ``oldest_s``."""
+        """Remove remains, except those of running writers; the oldest began at ``oldest_s``."""
         backend = self._store.backend
         backend.sweep(max(self._rules.dead_after_s, self._now_s - min(oldest_s, self._now_s)))
         for name in retired.leftovers(self._store):

@@ -207,7 +207,7 @@ def list_all(store: Store) -> Listing:
 def _sets_of(
     store: Store, found: Iterable[StoredSnapshot]
 ) -> tuple[Mapping[str, StoredSet], Mapping[str, StoreDamaged]]:
-    """The complete sets of these snapshots, and damaged ones, no part of which can be restored."""
+    """The complete sets of these snapshots, and damaged ones, whose parts cannot be restored."""
     complete: dict[str, StoredSet] = {}
     damaged: dict[str, StoreDamaged] = {}
     for set_id in sorted({each.part.set_id for each in found if each.part is not None}):

@@ -18,7 +18,7 @@ from gpucr.store.backend import Buffer, Exists
 SINGLE_BYTES = 16 << 20
 """Up to this size, one conditional request: it is atomic, and the work lost with a broken connection is tolerable."""
 PART_BYTES = 8 << 20
-"""S3 needs at least 5 MiB per part, and allows 10000: 78 GiB, of which a pack has at most 4."""
+"""S3 needs at least 5 MiB per part, and allows 10000: 78 GiB. A pack has at most 4 parts."""
 PARTS_AT_ONCE = 3
 _WAITING_BYTES = PART_BYTES
 """With the parts in flight 40 MiB per object: a dump fills eight at once."""

@@ -74,7 +74,7 @@ class SupervisedState(Record, frozen=True):
     checkpoint_s: float | None = None
     snapshot_bytes: Mapping[Text, Count] = {}
     bad_gpus: tuple[Text, ...] = ()
-    started_anew: Count = 0
+    started_over: Count = 0
 
 
 class SupervisedFolder:

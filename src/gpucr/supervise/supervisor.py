@@ -251,9 +251,9 @@ class Supervisor:
         if newest_first or gone or settings.start_again is None:
             return False
         self._job.start_again(settings.start_again)
-        self._journal.update(restored_from=None, started_anew=state.started_anew + 1)
+        self._journal.update(restored_from=None, started_over=state.started_over + 1)
         self._job.mark(f"{as_time(self._clock.wall_s())}: {why}; there was no snapshot yet: started from scratch")
-        self._journal.tell("started-anew")
+        self._journal.tell("started-over")
         return True
 
     def _restore(self, snapshot: str, why: str) -> None:

@@ -31,9 +31,9 @@ _EXIT_LIMIT_S = 60.0
 class Post:
     """What the operation has sent so far: the record, and numbered descriptors.
 
-    Messages: ``hold SEQUENCE FIRST`` with descriptors, the first of which gets number FIRST; ``record SEQUENCE`` with
-    the descriptor of a file that holds it. Each is answered with ``SEQUENCE COUNT``, COUNT descriptors having arrived.
-    ``recover SEQUENCE``: do now what the record says, and answer ``SEQUENCE recovered`` if that fully succeeded.
+    Messages: ``hold SEQUENCE FIRST`` with descriptors, numbered from FIRST; ``record SEQUENCE`` with the descriptor of
+    a file that holds it. Each is answered with ``SEQUENCE COUNT``, COUNT descriptors having arrived. ``recover
+    SEQUENCE``: do now what the record says, and answer ``SEQUENCE recovered`` if that fully succeeded.
     """
 
     def __init__(self, operation_pid: int, *, loads_at_once: bool = False) -> None:

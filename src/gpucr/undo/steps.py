@@ -134,7 +134,7 @@ class Step(Protocol):
         ...
 
     def undo(self) -> None:
-        """Undo whatever part of this step was done, if any.
+        """Undo the part of this step that was done, if any.
 
         Raises LeftBehind if the job is as it was before the step, and any other error if it may not be.
         """

@@ -25,7 +25,7 @@ _VAULT_BYTES = 512 << 20
 """Host memory of gpucr's own CUDA context and its pinned ring, per GPU. Measured (H200 machine): 0.38 GiB."""
 
 _BUFFERS_A_BYTE = 4
-"""Buffers are only touched as far as there is data: a piece and its stored form."""
+"""Buffers are touched only where there is data: a piece and its stored form."""
 
 
 def check_disk(job: Job, folder: Path, device_bytes: int, *, surely_bytes: int | None = None) -> list[Finding]:

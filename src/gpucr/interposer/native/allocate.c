@@ -1,7 +1,7 @@
 /*
  * cuMemAlloc and similar calls, backed by VMM memory. Allocations below the granularity stay with the driver, which
  * packs many into one page; there are few, and its own checkpoint takes them.
- *  */
+ */
 #include "replaced.h"
 
 #include <string.h>

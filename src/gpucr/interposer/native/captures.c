@@ -1,7 +1,7 @@
 /*
  * Streams that are being captured. During a capture the process must be left alone: many driver calls would invalidate
  * it. So the gate lets every call pass until the last capture has ended, and blocks new captures.
- *  */
+ */
 #include "gate.h"
 
 #include <pthread.h>

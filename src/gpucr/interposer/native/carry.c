@@ -182,7 +182,7 @@ static result copy(handle to, handle from, size_t bytes, int device) {
 /*
  * Imported memory cannot be exported again (result 1), so it is copied into the process's own memory. If there is no
  * room for that, the imported memory stays in use: the block cannot leave a second time, and is marked so.
- *  */
+ */
 static handle renewed(const struct block *block, handle imported, bool *exportable) {
     handle made;
     *exportable = false;

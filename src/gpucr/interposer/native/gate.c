@@ -3,7 +3,7 @@
  *
  * A thread writes its depth and then checks whether the gate is closed; the agent closes the gate and then reads the
  * depths. Both in sequentially consistent order, so at least one sees the other.
- *  */
+ */
 #include "gate.h"
 #include "interposer.h"
 
@@ -139,7 +139,7 @@ static void *target_of(struct slot *slot) {
 /*
  * A signal may arrive between any two steps, and its handler may call CUDA and use the entry of `frames` just written,
  * before the depth includes it. So each call restores the entry that it overwrote when it leaves.
- *  */
+ */
 static void note(struct record *record, unsigned depth, struct frame *frame) {
     if (depth < DEEPEST) {
         frame->covered = record->frames[depth];
@@ -191,7 +191,7 @@ void gate_leave(const struct slot *slot, const struct frame *frame, result resul
 /*
  * The stubs' personality routine: a C++ exception, pthread_exit or a cancellation that leaves a call takes the thread
  * out of the count, once for each stub's frame. There is no landing pad: unwinding continues.
- *  */
+ */
 int gate_unwind(int version, int actions, uint64_t class, void *exception, void *unwind_context) {
     const int cleanup_phase = 2, continue_unwind = 8;
     (void)version, (void)class, (void)exception, (void)unwind_context;
@@ -256,7 +256,7 @@ static bool is_empty_now(void) {
 /*
  * A call is briefly counted before it sees that the gate is closed; so later counts mean nothing, and one moment with a
  * count of zero decides.
- *  */
+ */
 bool gate_wait_empty(unsigned timeout_ms) {
     const struct timespec moment = {.tv_nsec = 50000};
     uint64_t until_ns = now_ns() + (uint64_t)timeout_ms * 1000000;

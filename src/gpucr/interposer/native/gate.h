@@ -1,7 +1,7 @@
 /*
  * The gate that every driver call passes. A call goes through a stub (gate_x86_64.S, gate_aarch64.S) with its own
  * frame, between gate_enter and gate_leave. While the gate is closed, calls wait in gate_enter.
- *  */
+ */
 #ifndef GPUCR_INTERPOSER_GATE_H
 #define GPUCR_INTERPOSER_GATE_H
 
@@ -11,7 +11,7 @@
 
 /* A call, in the stub's frame on the stack; of two nested calls the inner one has the lower address. */
 struct frame {
-    const struct frame *covered; /* gate_enter's, gate_leave's: what the record had in the place of this one */
+    const struct frame *covered; /* gate_enter's, gate_leave's: the record's entry that this one replaced */
     struct slot *slot;
     uint64_t arguments[6]; /* the registers that hold the first ones */
 };

@@ -5,7 +5,7 @@
  *
  * The driver's own handles (small allocations, programs without the interposer) are passed through, and what they open
  * is counted: while it is open the process does not survive the driver's checkpoint.
- *  */
+ */
 #include "replaced.h"
 #include "socket.h"
 

@@ -4,7 +4,7 @@
  *
  * The position and mangling of the stack pointer in a jmp_buf are internal to the C library; sanitizers have relied on
  * them for years. On processors other than x86-64 an abandoned call is noticed at the thread's next one.
- *  */
+ */
 #include "gate.h"
 
 #include <setjmp.h>

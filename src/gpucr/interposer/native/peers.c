@@ -1,7 +1,7 @@
 /*
  * Peer access: the driver grants it for its own memory; VMM memory needs an access right per device. All rights are
  * restored when memory comes back.
- *  */
+ */
 #include "replaced.h"
 
 static unsigned enabled[MAX_DEVICES][MAX_DEVICES]; /* [owner][accessor]: how many contexts have it */

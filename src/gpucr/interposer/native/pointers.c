@@ -102,7 +102,7 @@ result replaced_cuPointerGetAttributes(unsigned count, int *attributes, void **d
 /*
  * The driver refuses SYNC_MEMOPS for VMM memory. If a program asked for it, after_call waits for each synchronous copy
  * and fill: that is what it promises.
- *  */
+ */
 result replaced_cuPointerSetAttribute(const void *value, int attribute, address pointer) {
     result result = real.cuPointerSetAttribute(value, attribute, pointer);
     if (result != NOT_SUPPORTED || attribute != SYNC_MEMOPS || value == NULL)

@@ -7,7 +7,7 @@
 /*
  * cuGetProcAddress looks up a function by its base name. If the address that it returns is not the exported function's,
  * the base name decides; BY_ADDRESS: only the address does, because newer drivers have another function of that name.
- *  */
+ */
 #define REPLACEMENTS(X)                                             \
     X(cuMemAlloc, cuMemAlloc_v2)                                    \
     X(cuMemAllocPitch, cuMemAllocPitch_v2)                          \

@@ -2,7 +2,7 @@
  * How to recognise a block that several processes share: the descriptor by which it was exported or imported is kept
  * for the block's lifetime. From outside, kcmp(2) shows which descriptors of two processes are one open file, and so
  * who owns an imported block. Everything here needs the table locked; nobody forks meanwhile (table.c).
- *  */
+ */
 #include "interposer.h"
 
 #include <fcntl.h>

@@ -1,7 +1,7 @@
 /*
  * How a program gets the driver's functions: dlsym, dlvsym, cuGetProcAddress, or linking with libcuda. In each case it
  * gets a stub of the gate.
- *  */
+ */
 #include "replaced.h"
 
 #include <dlfcn.h>
@@ -306,7 +306,7 @@ void *symbols_dlvsym(void *handle, const char *name, const char *version) {
 /*
  * A library loaded into another namespace, or one that prefers its own symbols, finds the C library's dlsym before this
  * one, and so reaches the driver around the gate. Whether it does is unknown; NULL: let the C library's own load it.
- *  */
+ */
 void *symbols_dlopen(const char *name, int flags) {
     symbols_find_libc();
     if (name != NULL && (flags & RTLD_DEEPBIND) != 0)

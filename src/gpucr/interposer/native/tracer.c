@@ -2,7 +2,7 @@
  * Who may trace this process if Yama limits that to its ancestors (PR_SET_PTRACER). The agent allows its user's
  * processes while gpucr works on it, and restores the program's choice afterwards: message-passing libraries set it to
  * copy from each other, and the kernel cannot report the setting.
- *  */
+ */
 #include "interposer.h"
 #include "protocol.h"
 

@@ -241,7 +241,7 @@ result replaced_cuMulticastUnbind(handle multicast, int device, size_t offset, s
     return result;
 }
 
-/* --- sparse arrays: the memory of which they are made cannot be taken from under them ---------------------------------- */
+/* --- sparse arrays: their memory cannot be removed while they exist ---------------------------------- */
 
 struct array_part { /* CUarrayMapInfo */
     int resource_type;

@@ -1,7 +1,7 @@
 /*
  * The part of the driver API that the simulator implements. Every call passes the gate, so it waits while the process
  * is locked or checkpointed.
- *  */
+ */
 #include "calls.h"
 #include "graph.h"
 

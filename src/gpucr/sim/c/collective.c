@@ -2,7 +2,7 @@
  * Collectives, like NCCL's kernels: a rank's submission is pending until all ranks have submitted theirs with the same
  * number. Nothing runs in the background: a call of the program, or a lock, copies results into device memory, and
  * everything needed for that is in the memory that the ranks share.
- *  */
+ */
 #include "collective.h"
 
 #include <stdlib.h>

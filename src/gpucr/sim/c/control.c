@@ -92,7 +92,7 @@ static void link_close(struct link *link) {
 /*
  * The pidfd alone is not enough: it does not signal a killed process while a tracer, perhaps our own caller, has not
  * reaped the threads that it held.
- *  */
+ */
 static bool target_lives(const struct link *link) {
     struct pollfd ended = {.fd = link->pidfd, .events = POLLIN};
     char state = thread_state(link->leader, link->restore_tid);
@@ -103,7 +103,7 @@ static bool target_lives(const struct link *link) {
  * The driver queries the restore thread: while that thread is stopped (SIGSTOP, a tracer), no call returns except the
  * one for the thread's id. Measured on driver 580, with all threads stopped and with all but this one; a frozen thread
  * cannot answer either. False: the target died.
- *  */
+ */
 static bool wait_runnable(const struct link *link) {
     const uint32_t look_every_ms = 20;
     char state;

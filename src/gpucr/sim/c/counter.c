@@ -2,7 +2,7 @@
  * counter: keeps a number in GPU memory and answers each UDP packet on 127.0.0.1 with the incremented number. Special
  * packets: "verify" (are the random bytes intact?), "busy MS" (occupy the GPU), "pid". With --by-file it opens no
  * socket: PORT.ask and PORT.answer in the working folder replace the packets.
- *  */
+ */
 #include "counter.h"
 
 #include <arpa/inet.h>
@@ -57,7 +57,7 @@ static int first_of_the_kernels_ports(void) {
 /*
  * A free port from 10000 up to the ephemeral range; starts at a value derived from the pid, for counters that start at
  * once. An ephemeral port may be taken by somebody else between a dump and the restore.
- *  */
+ */
 static int bind_below_the_kernels_ports(int fd) {
     int count = first_of_the_kernels_ports() - LOWEST_PORT;
     for (int i = 0; i < count; i++) {
@@ -153,7 +153,7 @@ static void serve(int socket_fd, const struct options *options) {
 /*
  * With children: a deleted file that all have mapped, as ranks with NCCL's shared memory do. gpucr relies on it:
  * processes on one GPU without such a file may share device memory, which does not come back.
- *  */
+ */
 static void map_as_ranks(void) {
     const size_t size_bytes = 4096;
     char path[64];

@@ -1,7 +1,7 @@
 /*
  * Custom storage, the target's side: each GPU's memory in one piece, in its own file that the caller opens. As with the
  * driver, the process is CHECKPOINTING or RESTORING while the files exist.
- *  */
+ */
 #include "sim.h"
 
 #include <stdio.h>

@@ -56,7 +56,7 @@ static void add_visible(const char *visible) {
 /*
  * A child forked after cuInit cannot use CUDA. It keeps the parent's open devices, as with the driver (measured, 580),
  * but not the simulator's own files, which are the memory itself and would keep it alive.
- *  */
+ */
 static void in_child(void) {
     if (owner_pid == 0)
         return;

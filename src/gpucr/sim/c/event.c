@@ -2,7 +2,7 @@
  * Events, including interprocess events. Measured on driver 580: the first interprocess event makes a file in /dev/shm
  * whose name has the pid of its process, which keeps it open and mapped; a process that opens the event maps the file,
  * and keeps it mapped after the event is destroyed. Such events come back.
- *  */
+ */
 #include "calls.h"
 
 #include <fcntl.h>

@@ -1,10 +1,10 @@
 /*
- * The ledger: who holds how much memory of which GPU. A folder with one small text file per process, named
+ * The ledger: how much memory each process holds on each GPU. A folder with one small text file per process, named
  * PIDNS-PID.use, changed under a lock on the folder. No descriptor into it stays open: CRIU would have to dump it.
  *
  * Readers take no lock: a program that watches GPUs can be stopped, or dumped, at any instruction, and processes whose
  * device memory comes back meanwhile would wait forever. Entries are created atomically, by renaming.
- *  */
+ */
 #include "machine.h"
 
 #include <dirent.h>

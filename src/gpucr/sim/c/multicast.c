@@ -1,7 +1,7 @@
 /*
  * Multicast objects: memory of several GPUs that is written at once (NVLink SHARP). Here they can be made and bound,
  * and their existence prevents a checkpoint: an assumption, never tried.
- *  */
+ */
 #include "vmm.h"
 
 struct multicast_properties { /* CUmulticastObjectProp */

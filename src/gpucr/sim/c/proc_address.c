@@ -2,7 +2,7 @@
  * cuGetProcAddress: the driver's own look-up, by a base name and the CUDA version whose interface the caller expects.
  * cuda-bindings and libcudart ask it for everything. An unknown name, or one requested with too old a version, is no
  * error: the result is NULL with a reason.
- *  */
+ */
 #include "device.h"
 
 #include <string.h>
@@ -11,7 +11,7 @@
  * X: a base name, the CUDA version that introduced this interface of it, and the suffix of the exported function.
  * ABSENT: from this version on the driver has a new interface that the simulator lacks. Of a name's lines, the last one
  * not newer than the request counts.
- *  */
+ */
 #define INTERFACES(X, ABSENT)                  \
     X(cuInit, 2000, )                          \
     X(cuDriverGetVersion, 2020, )              \
@@ -131,7 +131,7 @@
     X(cuCheckpointOperationComplete, 13040, _custom)
 #endif
 
-/* Only their addresses are taken here, whatever parameters they have. */
+/* Only their addresses are used here, so the parameters do not matter. */
 #define DECLARED(name, since, suffix) extern int name##suffix(void);
 #define NOTHING(name, since)
 INTERFACES(DECLARED, NOTHING)

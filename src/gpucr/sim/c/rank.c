@@ -1,7 +1,7 @@
 /*
  * One rank: works for a while, submits an all-reduce, and so on forever. It can run ahead of the others by its queue
  * length. The value of step n is n * (rank + 1), so the sum in device memory shows whether a step was lost or doubled.
- *  */
+ */
 #include "ranks.h"
 
 #include <errno.h>

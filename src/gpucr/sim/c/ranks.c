@@ -1,7 +1,7 @@
 /*
  * ranks: a parent and N rank processes that all-reduce forever, like a training job with NCCL. The parent uses no CUDA.
  * When all ranks have done a step it prints a line that begins with "ready".
- *  */
+ */
 #include "ranks.h"
 
 #include <errno.h>

@@ -2,7 +2,7 @@
  * The target's side of the checkpoint API: a thread that waits on the control page and performs the four actions. The
  * page is a memfd, which a caller finds under /proc/PID/fd regardless of namespaces, and which CRIU dumps and restores
  * together with its mapping.
- *  */
+ */
 #include "sim.h"
 
 #include <errno.h>
@@ -135,7 +135,7 @@ static void run_out_of_memory(void) {
 /*
  * Measured on driver 580: the checkpoint succeeds, and no restore brings it back. Memory opened from another process
  * counts while it is open, only in the opener: the owner comes back. A peer copy counts for good.
- *  */
+ */
 static enum result refuse_shared(void) {
     enum generation driver = driver_generation();
     if (vmm_is_imported() && driver < DRIVER_FUTURE)

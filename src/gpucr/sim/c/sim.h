@@ -68,7 +68,7 @@ void futex_wake(_Atomic uint32_t *word);
 /*
  * gate.c: the one mutex of the library, and the gate that every API call passes. The lock action closes the gate: calls
  * wait in front of it. Threads that wait for a stream are inside and have released the mutex.
- *  */
+ */
 extern pthread_mutex_t sim_mutex;
 uint64_t now_ns(void);
 void wait_until_ns(uint64_t time_ns); /* with sim_mutex held; lets go of it meanwhile */

@@ -1,7 +1,7 @@
 /*
  * Handles device memory in a checkpoint and a restore like the driver: anonymous populating mappings as big as all of
  * it, filled and drained in ascending order by the restore thread; every handle to the hardware is closed.
- *  */
+ */
 #include "sim.h"
 
 #include <errno.h>
@@ -53,7 +53,7 @@ static bool map_hardware(int protection) {
 /*
  * A descriptor that CRIU refuses, as /dev/nvidia* is refused without a plugin. Seen with CRIU 4.1.1: "Can't dump file N
  * of that type [...] (anon anon_inode:[userfaultfd])". The descriptor has no other use.
- *  */
+ */
 enum result hardware_open(void) {
     if (hardware_fd >= 0)
         return SUCCESS;

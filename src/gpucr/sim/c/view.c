@@ -5,7 +5,7 @@
  *
  * The bytes of a GPU are in a memfd whose name has the address of its reservation. Another process's memfd is looked up
  * below /proc at first use, and again after a checkpoint, since the other process has made a new file by then.
- *  */
+ */
 #include "sim.h"
 
 #include <dirent.h>

@@ -3,7 +3,7 @@
  * must not let a checkpointed process run. Seen on driver 580 with JAX: CRIU takes a thread that it dumps or restores
  * out of its system call; the thread continues, reads what was a GPU mapping and is now an unreadable reservation, and
  * the process dies of SIGSEGV.
- *  */
+ */
 #include "sim.h"
 
 #include <errno.h>
@@ -12,7 +12,7 @@
 /*
  * Every signal is blocked here, and the kernel itself resumes a poll() that a SIGSTOP or a tracer interrupted. So EINTR
  * comes only from CRIU, which stores it as the call's result (seen with CRIU 4.2.1).
- *  */
+ */
 static void *watch(void *unused) {
     const int patience_ms = 3600 * 1000; /* CRIU would restart a poll() without a timeout */
     (void)unused;

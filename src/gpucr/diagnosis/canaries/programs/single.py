@@ -134,7 +134,7 @@ class Managed:
 
 
 class PeerAccess:
-    """Two GPUs of one process, each of which may read the other's memory, and a copy between them."""
+    """Two GPUs of one process that may read each other's memory, and a copy between them."""
 
     def __init__(self) -> None:
         self.cuda = Cuda()
