@@ -49,7 +49,7 @@ def wait_until(
 def processes_in(folder: Path) -> list[int]:
     """The pids of all processes whose working folder this is, a root first, then in the order of their creation.
 
-    That is not the order of their numbers: after the largest pid the kernel goes on with small ones. Zombies are left
+    That is not the order of their numbers: after the largest pid the kernel continues with small ones. Zombies are left
     out.
     """
     parents = {}

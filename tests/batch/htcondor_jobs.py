@@ -84,7 +84,7 @@ class Jobs:
         self._as_user(program, job_id)
 
     def ad(self, job_id: str, attribute: str) -> str:
-        """What the queue, or its history, says of a job; empty where neither knows."""
+        """What the queue, or its history, says of a job; empty if neither knows."""
         words = (job_id, "-af", attribute)
         return (self.pool.run("condor_q", *words) or self.pool.run("condor_history", *words)).strip()
 
@@ -125,7 +125,7 @@ class Jobs:
         wait_until(lambda: looks() >= before + 2, said.read_text, _LIMIT_S, _LOOK_S)
 
     def go(self, *steps: int) -> None:
-        """Let all that wait at these steps go on."""
+        """Let all that wait at these steps continue."""
         for step in steps:
             (self.folder / f"go-{step}").touch()
 

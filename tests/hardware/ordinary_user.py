@@ -4,7 +4,7 @@
 
 PYTHON has gpucr, and the user must be able to read both (not below a closed /root). Root grants CRIU, and takes it back
 at the end unless it was granted before. Then the user, without any capability, and root, each in a folder of their own:
-run, suspend, resume, freeze, thaw, dump, restore; after each the job must go on with its data. Prints a table of
+run, suspend, resume, freeze, thaw, dump, restore; after each the job must continue with its data. Prints a table of
 seconds. Exit code 1: something failed.
 """
 
@@ -47,7 +47,7 @@ class Actor:
         self._environment = {name: os.environ[name] for name in PASSED_ON if name in os.environ}
         self._environment |= {"HOME": str(self.home), "PATH": os.environ["PATH"]}
         self._environment["GPUCR_SIM_STATE"] = str(self.home / "simulated")
-        if not uid:  # where root's CRIU is
+        if not uid:  # if root's CRIU is
             self._environment["XDG_DATA_HOME"] = os.environ.get("XDG_DATA_HOME") or str(Path.home() / ".local/share")
         self._port, self._mib, self._count = str(port), str(mib), 100
         self.pid = 0

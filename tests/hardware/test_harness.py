@@ -152,7 +152,7 @@ def test_parts_that_need_more_gpus_are_left_out() -> None:
 
 @pytest.fixture
 def parts(sim_only: None, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> whole_jobs.Parts:
-    """The parts on a simulated machine, with one process in the place of torchrun."""
+    """The parts on a simulated machine, with one process instead of torchrun."""
 
     def program(settings: whole_jobs.Settings, ranks: int, lines: Path) -> list[str]:
         options = ["--steps", str(settings.steps), "--pace", str(settings.pace_s), "--out", str(lines)]
@@ -195,7 +195,7 @@ def test_a_part_that_goes_wrong_is_told_and_leaves_nothing(
 
 @pytest.fixture
 def store_parts(sim_only: None, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> stores.Parts:
-    """The parts on a simulated machine, with bytes in the place of weights: few, so that host memory counts."""
+    """The parts on a simulated machine, with bytes instead of weights: few, so that host memory counts."""
     monkeypatch.setattr(stores, "LIMIT", 0.5)
     settings = stores.Settings(tmp_path / "out", 80, 0.02, 24, 60.0, driver=True, encrypt=True)
     settings.out.mkdir()

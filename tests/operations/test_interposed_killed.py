@@ -66,7 +66,7 @@ def assert_runs(job: Counter, driver: CudaDriver, pids: list[int], expected: int
 
 
 def around(*calls: str) -> list[tuple[str, str]]:
-    """Each of these calls, before and after it; a sample of them where no storm is asked for."""
+    """Each of these calls, before and after it; a sample of them if no storm is asked for."""
     return sample(list(itertools.product(calls, ("before", "after"))), 11)
 
 

@@ -96,7 +96,7 @@ def test_what_fails_leaves_it_where_it_was(
 def test_one_of_two_that_cannot_go_brings_the_other_one_back(
     machine: MakeMachine, driver: CudaDriver, tmp_path: Path
 ) -> None:
-    """Each fills its GPU: the one that has moved stands where the other one belongs."""
+    """Each fills its GPU: the one that has moved stands if the other one belongs."""
     uuids = machine("2x512MiB")
     program = f"{simulator.build() / 'counter'} --port 0 --mib 350"
     ranks = [

@@ -83,7 +83,7 @@ def registry_of_its_own(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None
 
 @pytest.fixture
 def folder(tmp_path: Path) -> Iterator[Path]:
-    """Where the job runs. Whatever runs there ends with the test."""
+    """Where the job runs. Everything there ends with the test."""
     folder = tmp_path / "job"
     folder.mkdir()
     yield folder

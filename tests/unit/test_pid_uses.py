@@ -86,7 +86,7 @@ TAKE_PIDS = (
 
 @pytest.mark.skipif(not processes.can_checkpoint_processes(), reason="needs the right to choose pids")
 def test_pids_can_be_taken_once_they_were_waited_for(one_busy_cpu: int) -> None:
-    """Of threads that end on a CPU where others have precedence: they are out of /proc long before they are done."""
+    """Of threads that end on a CPU if others have precedence: they are out of /proc long before they are done."""
     for _ in range(10):
         with python(MANY_THREADS) as child:
             numbers = processes.threads(child.pid)
