@@ -85,7 +85,7 @@ def list_borrowed() -> Borrowed:
 def recover_borrowed() -> tuple[str, ...]:
     """Finish the work of killed borrowers: end their commands, and bring back the jobs that made room for them.
 
-    Returns the names of those that are back. Tries all, then raises the error of one that could not come back;
+    Returns the names of those that are back. Raises, after trying all, the error of one that could not come back;
     InvalidRequest for a damaged record of a borrower, Unsupported.
     """
     from gpucr.borrow.recovery import recover  # a list needs none of it
